@@ -1,0 +1,126 @@
+"""The layout of a slot: a 4096-byte header, then the payload. One layout in staging, arenas and NVMe slabs.
+
+    offset  size  field
+    0       4     magic "KVB1"
+    4       2     version (1)
+    6       2     flags
+    8       16    key
+    24      16    parent key
+    40      16    extra
+    56      32    fingerprint digest
+    88      16    tenant digest
+    104     2     group
+    106     2     reserved
+    108     4     token count
+    112     8     payload bytes
+    120     8     generation of the slot
+    128     8     xxh3_64 of the payload
+    136     8     created, ns since the epoch
+    144     4     depth: blocks before it in its chain
+    148     4     reserved
+    152     8     xxh3_64 of the header with this field zero
+    160     96    reserved, zero
+    256     3840  token ids, little-endian int32, up to 960
+    4096          payload, then padding to a multiple of 4096
+
+Slots start on 4096-byte boundaries everywhere, so that a whole slot moves between DRAM and NVMe in one direct I/O.
+A client writes only the token ids and the payload of its staging slot; the daemon writes every other field itself.
+Invariants: little-endian; all reserved bytes zero; `read` never trusts a length before the header's checksum holds.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+ALIGNMENT_BYTES = 4096
+HEADER_BYTES = 4096
+TOKENS_OFFSET = 256
+MAX_TOKENS = (HEADER_BYTES - TOKENS_OFFSET) // 4
+MAGIC = b"KVB1"
+VERSION = 1
+_FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIIQ")
+_CHECKSUM_OFFSET = 152
+assert _FIXED.size == _CHECKSUM_OFFSET + 8
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def slot_bytes(payload_bytes: int) -> int:
+    """Bytes that a block with this payload takes in any tier."""
+    return HEADER_BYTES + -(-payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def payload_checksum(payload: Bytes | bytes | memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(memoryview(payload))
+
+
+@dataclass(frozen=True)
+class BlockHeader:
+    """What a slot says about the block in it. `tokens` is packed little-endian int32 (kvstore_proto.identity)."""
+
+    key: bytes
+    parent: bytes
+    fingerprint: bytes
+    tenant: bytes
+    payload_bytes: int
+    tokens: bytes = b""
+    extra: bytes = bytes(16)
+    group: int = 0
+    depth: int = 0
+    generation: int = 0
+    checksum: int = 0
+    created_ns: int = 0
+
+    def pack(self) -> bytes:
+        """The 4096 header bytes. Raises ValueError for fields of a wrong size."""
+        if len(self.tokens) > MAX_TOKENS * 4 or len(self.tokens) % 4:
+            raise ValueError(f"{len(self.tokens)} bytes of token ids; at most {MAX_TOKENS} ids of 4 bytes fit")
+        if (len(self.key), len(self.parent), len(self.extra), len(self.tenant)) != (16, 16, 16, 16):
+            raise ValueError("key, parent, extra and tenant are 16 bytes each")
+        if len(self.fingerprint) != 32:
+            raise ValueError("the fingerprint digest is 32 bytes")
+        raw = bytearray(HEADER_BYTES)
+        self._pack_fixed(raw, 0)
+        raw[TOKENS_OFFSET : TOKENS_OFFSET + len(self.tokens)] = self.tokens
+        self._pack_fixed(raw, xxhash.xxh3_64_intdigest(raw))
+        return bytes(raw)
+
+    def _pack_fixed(self, raw: bytearray, header_checksum: int) -> None:
+        _FIXED.pack_into(
+            raw, 0, MAGIC, VERSION, 0, self.key, self.parent, self.extra, self.fingerprint, self.tenant,
+            self.group, 0, len(self.tokens) // 4, self.payload_bytes, self.generation, self.checksum,
+            self.created_ns, self.depth, 0, header_checksum,
+        )  # fmt: skip
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.tokens, dtype="<i4").astype(np.int32, copy=False)
+
+
+def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
+    """Parse 4096 header bytes; a string says what is wrong with them (never raises on damaged bytes)."""
+    data = bytes(raw[:HEADER_BYTES])
+    if len(data) < HEADER_BYTES:
+        return f"header cut short: {len(data)} of {HEADER_BYTES} bytes"
+    values = _FIXED.unpack_from(data)
+    magic, version, _flags, key, parent, extra, fingerprint, tenant, group, _r, count, payload_bytes = values[:12]
+    generation, checksum, created_ns, depth, _r2, header_checksum = values[12:]
+    if magic != MAGIC:
+        return "no block here: wrong magic"
+    if version != VERSION:
+        return f"header version {version}, this code reads {VERSION}"
+    zeroed = data[:_CHECKSUM_OFFSET] + bytes(8) + data[_CHECKSUM_OFFSET + 8 :]
+    if xxhash.xxh3_64_intdigest(zeroed) != header_checksum:
+        return "header checksum does not hold"
+    if count > MAX_TOKENS:
+        return f"header counts {count} tokens, at most {MAX_TOKENS} fit"
+    tokens = data[TOKENS_OFFSET : TOKENS_OFFSET + count * 4]
+    return BlockHeader(
+        key=key, parent=parent, extra=extra, fingerprint=fingerprint, tenant=tenant, group=group, depth=depth,
+        tokens=tokens, payload_bytes=payload_bytes, generation=generation, checksum=checksum, created_ns=created_ns,
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""The closed list of error kinds, and their one mapping to gRPC status.
+
+A miss, a throttle, a corrupt block are results inside a reply; these are for a request that failed as a whole.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ErrorKind(IntEnum):
+    """Numbers are those of kvstore.v1.ErrorKind (tested)."""
+
+    UNSPECIFIED = 0
+    INVALID = 1
+    TOO_LARGE = 2
+    UNAUTHENTICATED = 3
+    FORBIDDEN = 4
+    THROTTLED = 5
+    UNAVAILABLE = 6
+    DEADLINE = 7
+    NOT_FOUND = 8
+    INTERNAL = 9
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether the same request would fail again: decides retry."""
+        return self in _PERMANENT
+
+    @property
+    def grpc_status(self) -> str:
+        """Name of the grpc.StatusCode for calls that end with this kind."""
+        return _GRPC_STATUS[self]
+
+
+_PERMANENT = frozenset(
+    {ErrorKind.INVALID, ErrorKind.TOO_LARGE, ErrorKind.UNAUTHENTICATED, ErrorKind.FORBIDDEN, ErrorKind.NOT_FOUND}
+)
+_GRPC_STATUS = {
+    ErrorKind.UNSPECIFIED: "UNKNOWN",
+    ErrorKind.INVALID: "INVALID_ARGUMENT",
+    ErrorKind.TOO_LARGE: "RESOURCE_EXHAUSTED",
+    ErrorKind.UNAUTHENTICATED: "UNAUTHENTICATED",
+    ErrorKind.FORBIDDEN: "PERMISSION_DENIED",
+    ErrorKind.THROTTLED: "RESOURCE_EXHAUSTED",
+    ErrorKind.UNAVAILABLE: "UNAVAILABLE",
+    ErrorKind.DEADLINE: "DEADLINE_EXCEEDED",
+    ErrorKind.NOT_FOUND: "NOT_FOUND",
+    ErrorKind.INTERNAL: "INTERNAL",
+}
+
+
+class KVStoreError(Exception):
+    """A request that failed as a whole: `kind` decides what to do, the message says what was wrong."""
+
+    def __init__(self, kind: ErrorKind, message: str, retry_after_ms: int = 0) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.retry_after_ms = retry_after_ms

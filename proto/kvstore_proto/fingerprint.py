@@ -1,0 +1,144 @@
+"""The fingerprint: everything that K/V bytes depend on besides the tokens.
+
+Two engines share blocks only if their fingerprints have the same digest; any difference is a miss with a reason, never
+garbage. Owns the canonical form (sorted compact JSON) and its digest. Never does: read a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from kvstore_proto.identity import HASHES
+
+GROUP_KINDS = ("full", "sliding", "mla", "recurrent")
+MAX_BLOCK_TOKENS = 960  # what fits a block header (kvstore_proto.arena)
+MAX_FINGERPRINT_BYTES = 64 * 1024
+
+
+class FingerprintError(ValueError):
+    """A fingerprint that cannot be used; the message says which field and why."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose state is stored and looked up together.
+
+    `bytes_per_token_per_layer` counts K and V (or the latent); `window_tokens` is 0 for full attention.
+    """
+
+    group_id: int
+    kind: str = "full"
+    window_tokens: int = 0
+    layers: tuple[int, ...] = ()
+    bytes_per_token_per_layer: int = 0
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """See the module. `layout` names the order of bytes in a payload; the default is the one our engine writes."""
+
+    model_name: str
+    weights_digest: str
+    rope: str = ""
+    kv_dtype: str = "f16"
+    layout: str = "layer-major/k-then-v/token-major"
+    tokenizer_digest: str = ""
+    adapter_digest: str = ""
+    shard_index: int = 0
+    shard_count: int = 1
+    block_tokens: int = 64
+    engine_block_tokens: int = 16
+    key_hash: str = "xxh3"
+    groups: tuple[LayerGroup, ...] = field(default=(LayerGroup(0),))
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def canonical(self) -> bytes:
+        """The bytes that are digested and sent in the handshake."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+    def digest(self) -> bytes:
+        """32 bytes. The model's name is a label for people and not part of it."""
+        identity = asdict(self)
+        del identity["model_name"]
+        text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.blake2b(text.encode(), digest_size=32, person=b"kvstore.v1 fp").digest()
+
+    def group(self, group_id: int) -> LayerGroup | None:
+        return next((group for group in self.groups if group.group_id == group_id), None)
+
+    def payload_bytes(self, group_id: int = 0) -> int:
+        """Size of one storage block of a group; 0 when the fingerprint leaves it open (opaque payloads)."""
+        group = self.group(group_id)
+        if group is None:
+            raise FingerprintError(f"no layer group {group_id}; groups are {[g.group_id for g in self.groups]}")
+        return len(group.layers) * group.bytes_per_token_per_layer * self.block_tokens
+
+
+def _check(fp: Fingerprint) -> None:
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise FingerprintError(message)
+
+    need(bool(fp.weights_digest), "weights_digest is empty: blocks of two models would be confused")
+    need(fp.key_hash in HASHES, f"key_hash {fp.key_hash!r} is unknown; known: {', '.join(HASHES)}")
+    need(
+        1 <= fp.block_tokens <= MAX_BLOCK_TOKENS,
+        f"block_tokens must be 1..{MAX_BLOCK_TOKENS}, got {fp.block_tokens}",
+    )
+    need(
+        fp.engine_block_tokens >= 1 and fp.block_tokens % fp.engine_block_tokens == 0,
+        f"block_tokens ({fp.block_tokens}) must be a multiple of engine_block_tokens ({fp.engine_block_tokens})",
+    )
+    need(
+        0 <= fp.shard_index < fp.shard_count,
+        f"shard_index {fp.shard_index} is not below shard_count {fp.shard_count}",
+    )
+    need(1 <= len(fp.groups) <= 64, f"1..64 layer groups, got {len(fp.groups)}")
+    ids = [group.group_id for group in fp.groups]
+    need(len(set(ids)) == len(ids), f"layer group ids repeat: {ids}")
+    for group in fp.groups:
+        need(
+            group.kind in GROUP_KINDS,
+            f"group {group.group_id}: kind {group.kind!r} is unknown; known: {', '.join(GROUP_KINDS)}",
+        )
+        need(
+            group.group_id >= 0 and group.window_tokens >= 0 and group.bytes_per_token_per_layer >= 0,
+            f"group {group.group_id}: sizes and ids must not be negative",
+        )
+
+
+def parse_fingerprint(canonical: bytes) -> Fingerprint:
+    """The inverse of `Fingerprint.canonical`. Raises FingerprintError on anything else, saying what is wrong."""
+    if len(canonical) > MAX_FINGERPRINT_BYTES:
+        raise FingerprintError(f"fingerprint of {len(canonical)} bytes is over {MAX_FINGERPRINT_BYTES}")
+    try:
+        raw = json.loads(canonical)
+    except (ValueError, RecursionError) as error:
+        raise FingerprintError(f"fingerprint is not JSON: {error}") from None
+    try:
+        raw["groups"] = tuple(_parse_group(group) for group in raw["groups"])
+        return Fingerprint(**_typed(Fingerprint, raw))
+    except FingerprintError:
+        raise
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise FingerprintError(f"fingerprint has a wrong shape: {error}") from None
+
+
+def _parse_group(raw: Any) -> LayerGroup:
+    raw = dict(raw)
+    raw["layers"] = tuple(int(layer) for layer in raw["layers"])
+    return LayerGroup(**_typed(LayerGroup, raw))
+
+
+def _typed(kind: type, raw: dict[str, Any]) -> dict[str, Any]:
+    declared = {item.name: item.type for item in fields(kind)}
+    for name, value in raw.items():
+        wanted = {"str": str, "int": int}.get(str(declared.get(name)))
+        if wanted is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
+            raise FingerprintError(f"{name} must be {wanted.__name__}, got {type(value).__name__}")
+    return raw

@@ -1,0 +1,148 @@
+"""Block identity: 128-bit keys chained over the prefix.
+
+Owns how token ids become keys. A key names the state after a whole prefix: `key_i = h(key_{i-1} || tokens_i || extra_i)`
+over engine blocks; a storage block spans several engine blocks and takes the key of its last one (the scheme of
+vLLM's prefix caching and SGLang's HiCache, with a secret root). The root is `HMAC(tenant secret, fingerprint, group)`:
+two tenants, two models or two layer groups never share a key, and a key tells nothing about its tokens.
+
+Never does: look at where blocks are, or hold the tenant secret of a client (clients receive roots, not secrets).
+Invariants: pure; the golden vectors in tests/golden pin every byte; a partial tail has no key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+KEY_BYTES = 16
+NO_PARENT = bytes(KEY_BYTES)
+NO_EXTRA = b""
+_ROOT_LABEL = b"kvstore.v1 root\0"
+
+TokenIds = Sequence[int] | npt.NDArray[np.integer]
+
+
+def _blake2b_128(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
+
+
+# xxh3 is fast and not cryptographic: a tenant that works at it can make two of its own prefixes collide, and harms
+# itself alone, since the root is secret and the index is per tenant. blake2b costs about 1 us a block and closes that.
+HASHES: dict[str, Callable[[bytes], bytes]] = {"xxh3": xxhash.xxh3_128_digest, "blake2b": _blake2b_128}
+
+
+class BlockKeys:
+    """An immutable run of packed keys: `len(keys)` keys, `keys[i]` one of 16 bytes, `keys[a:b]` a sub-run."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes = b"") -> None:
+        if len(packed) % KEY_BYTES:
+            raise ValueError(f"packed keys must be a multiple of {KEY_BYTES} bytes, got {len(packed)}")
+        self.packed = bytes(packed)
+
+    def __len__(self) -> int:
+        return len(self.packed) // KEY_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> BlockKeys: ...
+    def __getitem__(self, index: int | slice) -> bytes | BlockKeys:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError("keys are a chain: only contiguous runs can be taken")
+            return BlockKeys(self.packed[start * KEY_BYTES : stop * KEY_BYTES])
+        position = range(len(self))[index]
+        return self.packed[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(split_keys(self.packed))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockKeys) and other.packed == self.packed
+
+    def __hash__(self) -> int:
+        return hash(self.packed)
+
+    def __repr__(self) -> str:
+        return f"BlockKeys({len(self)})"
+
+    def parents(self, first_parent: bytes = NO_PARENT) -> bytes:
+        """Packed parents of a chained run whose first block continues `first_parent`."""
+        return first_parent + self.packed[:-KEY_BYTES] if self.packed else b""
+
+
+def split_keys(packed: bytes) -> list[bytes]:
+    """The keys of a packed run. The caller has checked that the length is a multiple of 16."""
+    return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
+
+
+def root_key(tenant_secret: bytes, fingerprint_digest: bytes, group_id: int) -> bytes:
+    """The 16-byte key that every chain of this tenant, model state and layer group starts from."""
+    message = _ROOT_LABEL + fingerprint_digest + group_id.to_bytes(4, "little")
+    return hmac.new(tenant_secret, message, hashlib.sha256).digest()[:KEY_BYTES]
+
+
+def pack_tokens(tokens: TokenIds) -> bytes:
+    """Token ids as little-endian int32, the form that is hashed and that lies in a block's header."""
+    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+
+
+def chain(
+    parent: bytes,
+    packed_tokens: bytes,
+    *,
+    engine_block_tokens: int,
+    extra: bytes = NO_EXTRA,
+    hash_name: str = "xxh3",
+) -> bytes:
+    """Extend `parent` over whole engine blocks of packed tokens; the key after the last of them.
+
+    Raises ValueError when the tokens do not fill whole engine blocks.
+    """
+    step = engine_block_tokens * 4
+    if len(packed_tokens) % step:
+        raise ValueError(f"{len(packed_tokens) // 4} tokens do not fill blocks of {engine_block_tokens}")
+    digest = HASHES[hash_name]
+    key = parent
+    for start in range(0, len(packed_tokens), step):
+        key = digest(key + packed_tokens[start : start + step] + extra)
+    return key
+
+
+def block_keys(
+    root: bytes,
+    tokens: TokenIds,
+    *,
+    block_tokens: int,
+    engine_block_tokens: int,
+    extras: Sequence[bytes] = (),
+    hash_name: str = "xxh3",
+) -> BlockKeys:
+    """Keys of the full storage blocks of a prefix; the tail that fills none is left out.
+
+    `extras[i]`, where given, is mixed into storage block i (an image's digest and offset, an adapter's digest).
+    """
+    packed = pack_tokens(tokens)
+    step = block_tokens * 4
+    keys = []
+    key = root
+    for index in range(len(packed) // step):
+        extra = extras[index] if index < len(extras) else NO_EXTRA
+        key = chain(
+            key,
+            packed[index * step : (index + 1) * step],
+            engine_block_tokens=engine_block_tokens,
+            extra=extra,
+            hash_name=hash_name,
+        )
+        keys.append(key)
+    return BlockKeys(b"".join(keys))
