@@ -1,0 +1,56 @@
+"""Time as an argument: the one place of the daemon that reads the operating system's clocks.
+
+Owns the `Clock` protocol and its two implementations. Policies, residency and lanes never hold a clock: they are handed
+`now_ns`, so that the simulator and the tests drive them in virtual time.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+NS_PER_S = 1_000_000_000
+NS_PER_MS = 1_000_000
+NS_PER_US = 1_000
+
+
+class Clock(Protocol):
+    def monotonic_ns(self) -> int:
+        """Nanoseconds that only grow; the origin means nothing. For leases, deadlines, ages and rates."""
+
+    def wall_ns(self) -> int:
+        """Nanoseconds since the epoch; may jump. For what people read and what outlives the process."""
+
+
+class SystemClock:
+    """The operating system's clocks."""
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns()
+
+    def wall_ns(self) -> int:
+        return time.time_ns()
+
+
+class ManualClock:
+    """A clock that moves only when told; for tests and the simulator."""
+
+    def __init__(self, monotonic_ns: int = 0, wall_ns: int = 1_700_000_000 * NS_PER_S) -> None:
+        self._monotonic_ns = monotonic_ns
+        self._wall_offset_ns = wall_ns - monotonic_ns
+
+    def monotonic_ns(self) -> int:
+        return self._monotonic_ns
+
+    def wall_ns(self) -> int:
+        return self._monotonic_ns + self._wall_offset_ns
+
+    def advance(self, *, s: float = 0.0, ns: int = 0) -> int:
+        """Move on and return the new monotonic time. Raises RuntimeError on a step back."""
+        return self.set_ns(self._monotonic_ns + round(s * NS_PER_S) + ns)
+
+    def set_ns(self, monotonic_ns: int) -> int:
+        if monotonic_ns < self._monotonic_ns:
+            raise RuntimeError(f"clock moved back from {self._monotonic_ns} to {monotonic_ns} ns")
+        self._monotonic_ns = monotonic_ns
+        return monotonic_ns

@@ -1,0 +1,237 @@
+"""From TOML to Config: reference.toml, then the operator's file, then `--set section.key=value`, checked as a whole.
+
+Unknown keys are errors with a suggestion. Never does: touch the file system beyond reading the file and asking how
+large the machine's memory and the NVMe file system are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvstored.config.schema import (
+    Config,
+    ConfigError,
+    DaemonSection,
+    DurabilitySection,
+    HostSection,
+    LimitsSection,
+    MovementSection,
+    NvmeSection,
+    TenantSection,
+)
+from kvstored.config.sizes import parse_size, show_size
+
+Table = dict[str, Any]
+_TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability"}
+_TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
+DURABILITY_MODES = ("none", "batch", "always")
+POLICIES = ("lru", "lfu-ttl")
+ADMISSIONS = ("always", "second-touch")
+
+
+def reference_text() -> str:
+    return resources.files("kvstored.config").joinpath("reference.toml").read_text()
+
+
+def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
+    """Raises ConfigError with one line that names the key."""
+    merged = tomllib.loads(reference_text())
+    merged.setdefault("tenant", [])
+    source = "defaults"
+    if path is not None:
+        source = str(path)
+        _merge(merged, _read(path), source)
+    for override in overrides:
+        _merge(merged, _parse_override(override), f"--set {override}")
+    return _build(merged, source)
+
+
+def _read(path: Path) -> Table:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def _parse_override(text: str) -> Table:
+    name, equals, value = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot):
+        raise ConfigError(f"--set {text}: write section.key=value, for instance host.capacity=4GiB")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    return {section: {key: parsed}}
+
+
+def _merge(into: Table, other: Table, source: str) -> None:
+    for section, table in other.items():
+        if section == "tenant":
+            into["tenant"] = table
+            continue
+        if section not in into:
+            raise ConfigError(f"{source}: unknown section [{section}]{_did_you_mean(section, into)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{source}: {section} is a section: write [{section}] and its keys below it")
+        for key, value in table.items():
+            if key not in into[section]:
+                hint = _did_you_mean(key, into[section])
+                raise ConfigError(f"{source}: unknown key {section}.{key}{hint}")
+            _check_type(f"{source}: {section}.{key}", into[section][key], value)
+            into[section][key] = value
+
+
+def _check_type(name: str, default: Any, value: Any) -> None:
+    wanted = type(default)
+    fits = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
+    is_size = wanted is str and isinstance(value, int) and not isinstance(value, bool)
+    is_number = wanted is int and isinstance(value, float)
+    if not (fits or is_size or is_number):
+        raise ConfigError(f"{name} must be {wanted.__name__}, got {value!r}")
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"
+
+
+def _build(raw: Table, source: str) -> Config:
+    def size(section: str, key: str, whole_bytes: int = 0) -> int:
+        try:
+            return parse_size(raw[section][key], whole_bytes)
+        except ValueError as error:
+            raise ConfigError(f"{section}.{key}: {error}") from None
+
+    daemon, host, nvme = raw["daemon"], raw["host"], raw["nvme"]
+    limits, movement = raw["limits"], raw["movement"]
+    state_dir = Path(daemon["state_dir"]).absolute()
+    nvme_path = Path(nvme["path"]).absolute() if nvme["path"] else state_dir / "nvme"
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    config = Config(
+        daemon=DaemonSection(
+            Path(daemon["socket_dir"]).absolute(), daemon["socket_group"], daemon["admin_group"], state_dir
+        ),
+        host=HostSection(
+            size("host", "capacity", memory_bytes),
+            min(size("host", "staging"), size("host", "capacity", memory_bytes) // 4), size("host", "arena"), host["sealed"], host["prefault"],
+            size("host", "prefault_ahead"), host["copy_threads"], host["policy"], host["ttl_s"],
+        ),
+        nvme=NvmeSection(
+            nvme["enabled"], nvme_path, size("nvme", "capacity", _file_system_bytes(nvme_path)),
+            size("nvme", "slab"), nvme["io_threads"], nvme["require_direct"], nvme["policy"], nvme["ttl_s"],
+            nvme["admission"],
+        ),
+        durability=DurabilitySection(**raw["durability"]),
+        limits=LimitsSection(
+            limits["max_clients"], limits["max_keys"], size("limits", "max_block"),
+            size("limits", "staging_per_client"), limits["inflight_per_client"], limits["leases_per_client"],
+            limits["lease_ttl_ms"], limits["reservation_ttl_ms"], size("limits", "limbo_per_tenant"),
+            size("limits", "message"), limits["ghosts_per_tenant"],
+        ),
+        movement=MovementSection(
+            movement["acquire_wait_ms"], movement["queue_blocks"], movement["in_flight"],
+            size("movement", "prefetch_budget"), movement["prefetch_quiet_ms"], size("movement", "demotion_rate"),
+        ),
+        tenant_default=raw["tenants"]["default"],
+        tenants=(),
+        source=source,
+    )  # fmt: skip
+    config = replace(config, tenants=_tenants(raw["tenant"], config))
+    _check(config, memory_bytes)
+    return config
+
+
+def _tenants(raw: Any, config: Config) -> tuple[TenantSection, ...]:
+    if not isinstance(raw, list):
+        raise ConfigError("tenant: write each one as [[tenant]]")
+    found: dict[str, TenantSection] = {}
+    for entry in raw:
+        unknown = set(entry) - _TENANT_KEYS
+        if unknown:
+            key = sorted(unknown)[0]
+            raise ConfigError(f"unknown key tenant.{key}{_did_you_mean(key, _TENANT_KEYS)}")
+        name = entry.get("name", "")
+        if not isinstance(name, str) or not _TENANT_NAME.match(name):
+            raise ConfigError(f"tenant.name {name!r}: 1 to 64 letters, digits, '_', '.', '-'")
+        if name in found:
+            raise ConfigError(f"tenant {name!r} is listed twice")
+        try:
+            found[name] = TenantSection(
+                name,
+                tuple(int(uid) for uid in entry.get("uids", ())),
+                tuple(int(gid) for gid in entry.get("gids", ())),
+                parse_size(entry.get("host_max", 0), config.host.capacity_bytes),
+                parse_size(entry.get("nvme_max", 0), config.nvme.capacity_bytes),
+                parse_size(entry.get("host_min", 0), config.host.capacity_bytes),
+                entry.get("durability", ""),
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"tenant {name}: {error}") from None
+    return tuple(found.values())
+
+
+def _file_system_bytes(path: Path) -> int:
+    for candidate in (path, *path.parents):
+        try:
+            stat = os.statvfs(candidate)
+        except OSError:
+            continue
+        return stat.f_frsize * stat.f_blocks
+    return 0
+
+
+def _check(config: Config, memory_bytes: int) -> None:
+    host, nvme, limits = config.host, config.nvme, config.limits
+
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise ConfigError(message)
+
+    def one_of(name: str, value: str, known: Iterable[str]) -> None:
+        need(value in known, f"{name}: {value!r} is unknown; known: {', '.join(known)}")
+
+    need(
+        host.capacity_bytes <= memory_bytes,
+        f"host.capacity {show_size(host.capacity_bytes)} is more than this machine's memory, {show_size(memory_bytes)}",
+    )
+    need(host.arena_bytes >= 1 << 20, "host.arena must be at least 1MiB")
+    need(1 <= host.copy_threads <= 64, "host.copy_threads must be 1..64")
+    need(1 <= nvme.io_threads <= 64, "nvme.io_threads must be 1..64")
+    if nvme.enabled:
+        need(nvme.slab_bytes >= 1 << 20, "nvme.slab must be at least 1MiB")
+        need(
+            nvme.capacity_bytes >= nvme.slab_bytes,
+            f"nvme.capacity {show_size(nvme.capacity_bytes)} does not hold one slab of "
+            f"{show_size(nvme.slab_bytes)}; lower nvme.slab, or set nvme.enabled = false",
+        )
+    one_of("host.policy", host.policy, POLICIES)
+    one_of("nvme.policy", nvme.policy, POLICIES)
+    one_of("nvme.admission", nvme.admission, ADMISSIONS)
+    one_of("durability.mode", config.durability.mode, DURABILITY_MODES)
+    one_of("tenants.default", config.tenant_default, ("by-uid", "refuse"))
+    for tenant in config.tenants:
+        one_of(f"tenant {tenant.name}: durability", tenant.durability, ("", *DURABILITY_MODES))
+    need(
+        host.capacity_bytes - host.staging_bytes >= host.arena_bytes,
+        f"host.capacity {show_size(host.capacity_bytes)} less staging {show_size(host.staging_bytes)} does not hold one "
+        f"arena of {show_size(host.arena_bytes)}; lower host.arena",
+    )
+    need(host.staging_bytes >= 1 << 20, "host.staging must be at least 1MiB")
+    for name, value in vars(limits).items():
+        need(value > 0, f"limits.{name.removesuffix('_bytes')} must be more than 0")
+    need(limits.max_keys <= 65536, "limits.max_keys must be at most 65536")
+    for name in ("in_flight", "queue_blocks", "acquire_wait_ms"):
+        need(getattr(config.movement, name) > 0, f"movement.{name} must be more than 0")
+    need(config.durability.batch_ms > 0, "durability.batch_ms must be more than 0")

@@ -1,0 +1,105 @@
+"""The shape of the configuration: one frozen dataclass a section, sizes in bytes, paths absolute.
+
+Defaults live in reference.toml alone; these classes have none, so that the two cannot part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used. The message names the key, what is wrong and what would be right."""
+
+
+@dataclass(frozen=True)
+class DaemonSection:
+    socket_dir: Path
+    socket_group: str
+    admin_group: str
+    state_dir: Path
+
+
+@dataclass(frozen=True)
+class HostSection:
+    capacity_bytes: int
+    staging_bytes: int
+    arena_bytes: int
+    sealed: bool
+    prefault: bool
+    prefault_ahead_bytes: int
+    copy_threads: int
+    policy: str
+    ttl_s: float
+
+
+@dataclass(frozen=True)
+class NvmeSection:
+    enabled: bool
+    path: Path
+    capacity_bytes: int
+    slab_bytes: int
+    io_threads: int
+    require_direct: bool
+    policy: str
+    ttl_s: float
+    admission: str
+
+
+@dataclass(frozen=True)
+class DurabilitySection:
+    mode: str
+    batch_ms: int
+    batch_blocks: int
+
+
+@dataclass(frozen=True)
+class LimitsSection:
+    max_clients: int
+    max_keys: int
+    max_block_bytes: int
+    staging_per_client_bytes: int
+    inflight_per_client: int
+    leases_per_client: int
+    lease_ttl_ms: int
+    reservation_ttl_ms: int
+    limbo_per_tenant_bytes: int
+    message_bytes: int
+    ghosts_per_tenant: int
+
+
+@dataclass(frozen=True)
+class MovementSection:
+    acquire_wait_ms: int
+    queue_blocks: int
+    in_flight: int
+    prefetch_budget_bytes: int
+    prefetch_quiet_ms: int
+    demotion_rate_bytes: int
+
+
+@dataclass(frozen=True)
+class TenantSection:
+    """One listed tenant; maxima of 0 mean no limit of its own."""
+
+    name: str
+    uids: tuple[int, ...] = ()
+    gids: tuple[int, ...] = ()
+    host_max_bytes: int = 0
+    nvme_max_bytes: int = 0
+    host_min_bytes: int = 0
+    durability: str = ""
+
+
+@dataclass(frozen=True)
+class Config:
+    daemon: DaemonSection
+    host: HostSection
+    nvme: NvmeSection
+    durability: DurabilitySection
+    limits: LimitsSection
+    movement: MovementSection
+    tenant_default: str
+    tenants: tuple[TenantSection, ...]
+    source: str

@@ -1,0 +1,392 @@
+"""The daemon: the only file that knows all parts. Puts them together, starts and stops them in order.
+
+Start: directories and lock, tiers and recovery, then sockets, then ready: nobody is served from a half-built state.
+Stop: no new clients, everything that was promised durable is written, then the sockets, then the tiers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import grpc
+
+from kvstore_proto.v1 import admin_pb2_grpc, kvstore_pb2_grpc
+from kvstore_tiers.base import Slot, Tier
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.nvme.errors import DirectoryError
+from kvstored import __version__
+from kvstored.clock import Clock, SystemClock
+from kvstored.config import Config
+from kvstored.dataplane.handshake import HandshakeServer
+from kvstored.dataplane.leases import LeaseTable
+from kvstored.dataplane.reception import Reception
+from kvstored.dataplane.sessions import Session, SessionTable
+from kvstored.dataplane.staging import StagingPool
+from kvstored.instance import AlreadyRunning, InstanceLock
+from kvstored.maintenance import Maintenance
+from kvstored.movement import promote, writeback
+from kvstored.movement.completions import CompletionQueue
+from kvstored.movement.lane import Lane, LaneSettings, Limits, Priority
+from kvstored.movement.mover import Mover, Transfer
+from kvstored.movement.promote import Promoter
+from kvstored.movement.room import Room
+from kvstored.movement.writeback import WriteBack
+from kvstored.notify import notify
+from kvstored.operations.drop import Drop
+from kvstored.operations.lifetime import Lifetime, State
+from kvstored.operations.views import Parts, Views
+from kvstored.policies import Policy, PolicySettings, create, create_admission
+from kvstored.recovery import recover_blocks
+from kvstored.residency import Residency
+from kvstored.rpc.admin import AdminService
+from kvstored.rpc.session_stream import SessionService
+from kvstored.sockets import (
+    SocketError,
+    clear_stale,
+    listen_seqpacket,
+    open_to_group,
+    prepare_directory,
+    restrict_to_admins,
+)
+from kvstored.telemetry import Counters, Flows
+from kvstored.tenants import TenantDirectory
+from kvstored.tiering import HOST, NVME, TIER_NAMES
+from kvstored.verbs import Get, Hints, LookUp, Put, Verbs
+
+log = logging.getLogger(__name__)
+# The control thread asks for the GIL and gets it within this, whatever another thread computes.
+SWITCH_INTERVAL_S = 0.0005
+STOP_GRACE_S = 10.0
+
+
+class StartupError(Exception):
+    """The daemon cannot start; the message says why and what to do."""
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM, SIGINT or a shutdown request. Raises StartupError."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: Config) -> int:
+    stop_wanted = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop_wanted.set)
+    daemon = Daemon(config, SystemClock(), stop_wanted.set)
+    try:
+        await daemon.start()
+        await stop_wanted.wait()
+    finally:
+        await daemon.stop()
+    return 0
+
+
+class Daemon:
+    """One running daemon. `on_shutdown` is called when an operator asks it to stop."""
+
+    def __init__(self, config: Config, clock: Clock, on_shutdown: Callable[[], None]) -> None:
+        self.config = config
+        self._clock = clock
+        self._on_shutdown = on_shutdown
+        self._stack = contextlib.AsyncExitStack()
+        self._ready_after_s = 0.0
+        self.lifetime: Lifetime | None = None
+
+    async def start(self) -> None:
+        """Everything up to serving. Raises StartupError, leaving nothing behind."""
+        try:
+            await self._start()
+        except (SocketError, DirectoryError, AlreadyRunning, ValueError) as error:
+            raise StartupError(str(error)) from None
+        except OSError as error:
+            raise StartupError(f"{error.strerror or error}: {error.filename or 'while starting'}") from None
+
+    async def _start(self) -> None:
+        config = self.config
+        _make_state_dir(config.daemon.state_dir)
+        lock = InstanceLock(config.daemon.state_dir)
+        self._stack.callback(lock.release)
+        prepare_directory(config.daemon.socket_dir, config.daemon.socket_group)
+        self._build()
+        await self._listen()
+        self._start_tasks()
+        assert self.lifetime is not None
+        self.lifetime.state = State.SERVING
+        gc.collect()
+        gc.freeze()  # what start-up made lives as long as the daemon: full collections need not walk it
+        self._ready_after_s = _since_process_start_s()
+        notify("READY=1", f"STATUS=serving {len(self.residency)} blocks on {config.daemon.socket_dir}")
+        log.info(
+            "kvstored %s serves on %s: %d blocks, ready after %.2f s",
+            __version__, config.daemon.socket_dir, len(self.residency), self._ready_after_s,
+        )  # fmt: skip
+
+    async def stop(self) -> None:
+        """Flush, then take everything down in the reverse order of its making. Idempotent."""
+        notify("STOPPING=1")
+        if self.lifetime is not None and self._writeback is not None:
+            left = await self._writeback.flush(STOP_GRACE_S)
+            if left:
+                log.warning("%d blocks could not be written in time; they were never called durable", left)
+        await self._stack.aclose()
+
+    # Putting the parts together
+
+    def _build(self) -> None:
+        config, clock = self.config, self._clock
+        self.counters = Counters()
+        self._completions = CompletionQueue(asyncio.get_running_loop())
+        self._tenants = TenantDirectory(config.daemon.state_dir, config.tenants, config.tenant_default)
+        self._sessions = SessionTable()
+        self._open_tiers()
+        self.flows = Flows(len(self._tiers))
+        self._leases = LeaseTable(self._unpin, self._host.free)
+        self._policies = self._make_policies()
+        rooms = self._make_rooms()
+        self._mover = Mover(self._make_lanes(), self._completions, clock)
+        self._stack.callback(self._mover.close)
+        nvme = self._nvme
+        promoter = Promoter(
+            self.residency, self._host, nvme, rooms[HOST], self._mover, clock, self.counters, self.flows
+        )
+        self._writeback: WriteBack | None = None
+        if nvme is not None:
+            self._writeback = WriteBack(
+                self.residency, self._host, nvme, rooms[NVME],
+                create_admission(config.nvme.admission, self.residency, NVME), self._mover, self._completions, clock,
+                self.counters, self.flows,
+                delay_ms=config.durability.batch_ms, batch_blocks=config.durability.batch_blocks,
+            )  # fmt: skip
+            rooms[HOST].demoter = self._writeback
+        self._make_services(promoter, rooms)
+
+    def _open_tiers(self) -> None:
+        config = self.config
+        host = config.host
+        self._host = HostTier(
+            host.capacity_bytes,
+            arena_bytes=host.arena_bytes,
+            mode="sealed" if host.sealed else "owned",
+            copy_threads=host.copy_threads,
+        )
+        self._stack.callback(self._host.close)
+        if not self._host.charge(host.staging_bytes, "staging"):
+            raise StartupError("host.staging does not fit host.capacity")
+        self._nvme: Tier | None = None
+        self._tiers: list[Tier] = [self._host]
+        self.residency = Residency(
+            TIER_NAMES if config.nvme.enabled else TIER_NAMES[:1], ghost_keys=config.limits.ghosts_per_tenant
+        )
+        if config.nvme.enabled:
+            from kvstore_tiers.nvme.tier import NvmeTier
+
+            self._nvme = NvmeTier.open(
+                config.nvme.path,
+                config.nvme.capacity_bytes,
+                slab_bytes=config.nvme.slab_bytes,
+                io_threads=config.nvme.io_threads,
+                require_direct=config.nvme.require_direct,
+            )
+            self._stack.callback(self._nvme.close)
+            self._tiers.append(self._nvme)
+            recovered = recover_blocks(self._nvme, self.residency, self._tenants, self._clock)
+            if recovered:
+                log.info("%d blocks found on NVMe", recovered)
+
+    def _make_policies(self) -> list[Policy]:
+        host, nvme = self.config.host, self.config.nvme
+        chosen = [(host.policy, host.ttl_s), (nvme.policy, nvme.ttl_s)][: len(self._tiers)]
+        return [
+            create(name, self.residency, position, PolicySettings(ttl_s=ttl_s or None))
+            for position, (name, ttl_s) in enumerate(chosen)
+        ]
+
+    def _make_rooms(self) -> list[Room]:
+        retire = self._retire_of_tier()
+        return [
+            Room(
+                tier, position, self._policies[position], self.residency, retire[position],
+                self._may_linger if position == HOST else lambda slot, tenant: True,
+                self._clock, self.counters, self.flows, separates_owners=position == HOST,
+            )
+            for position, tier in enumerate(self._tiers)
+        ]  # fmt: skip
+
+    def _make_lanes(self) -> list[Lane[Transfer]]:
+        """One lane a direction. Both directions of the disk share it, so that prefetch waits for demand on either."""
+        if self._nvme is None:
+            return []
+        movement, limits = self.config.movement, self.config.limits
+        settings = LaneSettings(
+            max_in_flight=movement.in_flight,
+            limits={
+                Priority.DEMAND: Limits(movement.queue_blocks, movement.in_flight),
+                Priority.PREFETCH: Limits(movement.queue_blocks, 1),
+                Priority.DEMOTION: Limits(
+                    movement.queue_blocks,
+                    max(1, movement.in_flight // 2),
+                    movement.demotion_rate_bytes or None,
+                ),
+                Priority.MAINTENANCE: Limits(movement.queue_blocks, 1),
+            },
+            quiet_s=movement.prefetch_quiet_ms / 1000,
+            prefetch_item_bytes=limits.max_block_bytes + 8192,
+        )
+        lanes: list[Lane[Transfer]] = [Lane(name, settings) for name in (promote.LANE, writeback.LANE)]
+        for lane in lanes:
+            lane.share_medium(lanes)
+        return lanes
+
+    def _make_services(self, promoter: Promoter, rooms: list[Room]) -> None:
+        config, clock = self.config, self._clock
+        limits, movement = config.limits, config.movement
+        put = Put(
+            self.residency, self._sessions, self._host, rooms[HOST], self._writeback, self._completions, clock,
+            self.counters, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes,
+            reservation_ttl_ms=limits.reservation_ttl_ms, default_mode=config.durability.mode,
+        )  # fmt: skip
+        get = Get(
+            self.residency, self._leases, promoter, clock, self.counters, self.flows,
+            max_keys=limits.max_keys, leases_per_client=limits.leases_per_client, lease_ttl_ms=limits.lease_ttl_ms,
+            wait_ms=movement.acquire_wait_ms,
+        )  # fmt: skip
+        hints = Hints(
+            self.residency, self._leases, promoter, clock, max_keys=limits.max_keys,
+            lease_ttl_ms=limits.lease_ttl_ms, prefetch_budget_bytes=movement.prefetch_budget_bytes,
+        )  # fmt: skip
+        look_up = LookUp(self.residency, promoter, self.counters, limits.max_keys)
+        self._verbs = Verbs(look_up, put, get, hints)
+        self._maintenance = Maintenance(put, self._leases, self._policies, rooms, self._host, clock, self.counters)
+
+        def end_session(session: Session) -> None:
+            put.end_session(session)
+            self._leases.release_session(session.session_id)
+
+        sockets = config.daemon.socket_dir
+        self._reception = Reception(
+            config, self._sessions, self._tenants, self.residency, self._host,
+            StagingPool(config.host.staging_bytes, limits.staging_per_client_bytes), self._policies, self.counters,
+            end_session, epoch=os.urandom(16), data_socket=sockets / "data.sock",
+        )  # fmt: skip
+        self._handshake = HandshakeServer(sockets / "handshake.sock", self._reception, limits.max_clients)
+        self.lifetime = Lifetime(self._handshake, self._sessions, self._leases, self._writeback, self._on_shutdown)
+
+    # Listening
+
+    async def _listen(self) -> None:
+        assert self.lifetime is not None
+        sockets, limits = self.config.daemon.socket_dir, self.config.limits
+        paths = {name: sockets / f"{name}.sock" for name in ("handshake", "data", "admin")}
+        for path in paths.values():
+            clear_stale(path)
+        views = Views(
+            self._parts(),
+            lambda: self._state(),
+            lambda: self._ready_after_s,
+            lambda: self._maintenance.prefaulted,
+        )
+        drop = Drop(self.residency, self._tenants, self._writeback, self._retire_of_tier(), self._clock)
+        admin = await self._serve_grpc(paths["admin"], max_message_bytes=limits.message_bytes)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(views, drop, self.lifetime), admin)
+        data = await self._serve_grpc(paths["data"], max_message_bytes=limits.message_bytes)
+        kvstore_pb2_grpc.add_KVStoreServicer_to_server(
+            SessionService(self._sessions, self._verbs, limits.inflight_per_client), data
+        )
+        await admin.start()
+        restrict_to_admins(paths["admin"], self.config.daemon.admin_group)
+        await data.start()
+        open_to_group(paths["data"], self.config.daemon.socket_group)
+        self._handshake.start(listen_seqpacket(paths["handshake"], self.config.daemon.socket_group))
+        self._stack.callback(self._handshake.close)
+        for path in paths.values():
+            self._stack.callback(path.unlink, missing_ok=True)
+
+    async def _serve_grpc(self, path: Path, *, max_message_bytes: int) -> grpc.aio.Server:
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", 2 * max_message_bytes),
+            ]
+        )
+        server.add_insecure_port(f"unix:{path}")
+        self._stack.push_async_callback(server.stop, 0.5)
+        return server
+
+    def _start_tasks(self) -> None:
+        tasks = [asyncio.create_task(self._maintenance.run(), name="maintenance")]
+        if self.config.host.prefault:
+            wanted = lambda: self._state() != State.STOPPING.value  # noqa: E731
+            tasks.append(asyncio.create_task(self._maintenance.prefault(wanted), name="prefault"))
+        for task in tasks:
+            task.add_done_callback(_report_failure)
+            self._stack.push_async_callback(_cancel, task)
+
+    # Small connections between parts
+
+    def _parts(self) -> Parts:
+        paths = ["memfd arenas"] + ([str(self.config.nvme.path)] if self._nvme is not None else [])
+        return Parts(
+            self.config, self._clock, self.residency, self._tiers, self._policies, paths, self._sessions,
+            self._leases, self._tenants, self._mover, self._writeback, self.counters, self.flows,
+        )  # fmt: skip
+
+    def _retire_of_tier(self) -> list[Callable[[Slot, int], None]]:
+        """Where the slots of each tier go when their block has left: host slots may still have readers."""
+        nvme = self._nvme
+        if nvme is None:
+            return [self._leases.retire]
+        return [self._leases.retire, lambda slot, tenant: nvme.free(slot)]
+
+    def _state(self) -> str:
+        return self.lifetime.state.value if self.lifetime is not None else State.STARTING.value
+
+    def _unpin(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self.residency.unpin(row)
+
+    def _may_linger(self, slot: Slot, tenant: int) -> bool:
+        """Whether a block may leave this slot: nobody reads it, or its tenant's limbo has room for it."""
+        if not self._leases.has_readers(slot):
+            return True
+        return self._leases.limbo_bytes(tenant) + slot.nbytes <= self.config.limits.limbo_per_tenant_bytes
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("%s ended", task.get_name(), exc_info=task.exception())
+
+
+def _make_state_dir(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(
+            f"cannot make state directory {path}: {error.strerror}; set daemon.state_dir to a writable place"
+        ) from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise StartupError(f"state directory {path} is not writable by uid {os.geteuid()}")
+
+
+def _since_process_start_s() -> float:
+    """Seconds since this process was started, by the kernel's account."""
+    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,1 @@
+"""How bytes and rights reach a client: handshake and descriptors, staging memory, leases, limbo."""

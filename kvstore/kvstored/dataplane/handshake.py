@@ -1,0 +1,171 @@
+"""The handshake socket: where the kernel tells who calls, descriptors travel, and a client's life is watched.
+
+One SOCK_SEQPACKET connection a client, open for its whole life; its end (the last holder of the descriptor exits or
+closes) ends the session and everything it held. gRPC cannot do this: it knows no peer and its streams break for other
+reasons. Runs on the control loop, never blocks: packets are small and a client that does not read them is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from google.protobuf.message import DecodeError, Message
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import handshake_pb2 as hs
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.dataplane.sessions import Session
+from kvstored.tenants import Peer, read_peer
+
+log = logging.getLogger(__name__)
+PROTOCOL_VERSION = 1
+MAX_PACKET_BYTES = 128 * 1024
+BACKLOG = 64
+
+
+class Welcomer(Protocol):
+    """What the daemon does for a caller. Refusals are KVStoreError."""
+
+    def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
+        """Open a session; the answer and the staging descriptor to send, if any."""
+        ...
+
+    def grant_arena(self, session: Session, arena_id: int) -> tuple[hs.ArenaGrant, int]:
+        """The answer and a read-only descriptor, which is closed after it was sent."""
+        ...
+
+    def farewell(self, session: Session) -> None: ...
+
+
+class HandshakeServer:
+    """Listens on `path`. `start` binds and returns; `close` ends every connection and with it every session."""
+
+    def __init__(self, path: Path, welcomer: Welcomer, max_clients: int) -> None:
+        self.path = path
+        self._welcomer = welcomer
+        self._max_clients = max_clients
+        self._listener: socket.socket | None = None
+        self._connections: set[_Connection] = set()
+        self.accepting = True
+
+    def start(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        for connection in list(self._connections):
+            connection.end()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # out of descriptors: the caller sees a closed socket and retries
+                log.warning("cannot accept a client: %s", error)
+                return
+            accepted.setblocking(False)
+            connection = _Connection(accepted, self._welcomer, self._connections.discard)
+            if len(self._connections) >= self._max_clients:
+                connection.refuse(ErrorKind.THROTTLED, f"{self._max_clients} clients are connected already")
+            elif not self.accepting:
+                connection.refuse(ErrorKind.UNAVAILABLE, "the daemon is draining: no new clients")
+            else:
+                self._connections.add(connection)
+                connection.start()
+
+
+class _Connection:
+    """One client: first a hello, then arena requests, then the end."""
+
+    def __init__(self, sock: socket.socket, welcomer: Welcomer, on_end: Callable[[_Connection], None]) -> None:
+        self._socket = sock
+        self._welcomer = welcomer
+        self._on_end = on_end
+        self._session: Session | None = None
+
+    def start(self) -> None:
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._readable)
+
+    def end(self) -> None:
+        if self._socket.fileno() < 0:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._on_end(self)
+        if self._session is not None:
+            self._welcomer.farewell(self._session)
+
+    def refuse(self, kind: ErrorKind, message: str) -> None:
+        self._send(_refusal(kind, message), None)
+        self.end()
+
+    def _readable(self) -> None:
+        try:
+            data = self._socket.recv(MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.end()
+            return
+        try:
+            self._answer(hs.ClientPacket.FromString(data))
+        except DecodeError:
+            self.refuse(ErrorKind.INVALID, "not a handshake packet")
+        except KVStoreError as error:
+            if self._session is None:
+                self.refuse(error.kind, error.message)
+            else:  # a wrong question does not cost a client its session
+                self._send(_refusal(error.kind, error.message), None)
+
+    def _answer(self, packet: hs.ClientPacket) -> None:
+        kind = packet.WhichOneof("packet")
+        reply = hs.DaemonPacket()
+        if kind == "hello":
+            if self._session is not None:
+                raise KVStoreError(ErrorKind.INVALID, "a connection says hello once")
+            session, welcome, descriptor = self._welcomer.welcome(read_peer(self._socket), packet.hello)
+            self._session = session
+            reply.welcome.CopyFrom(welcome)
+            self._send(reply, descriptor)
+            if session.staging is not None:
+                session.staging.forget_fd()
+        elif kind == "arena":
+            if self._session is None:
+                raise KVStoreError(ErrorKind.UNAUTHENTICATED, "say hello first")
+            grant, descriptor = self._welcomer.grant_arena(self._session, packet.arena.arena_id)
+            reply.arena.CopyFrom(grant)
+            self._send(reply, descriptor)
+            os.close(descriptor)
+        else:
+            raise KVStoreError(ErrorKind.INVALID, "a packet of a kind this daemon does not know")
+
+    def _send(self, packet: Message, descriptor: int | None) -> None:
+        descriptors = [] if descriptor is None else [descriptor]
+        try:
+            socket.send_fds(self._socket, [packet.SerializeToString()], descriptors)
+        except OSError as error:  # gone, or does not read its packets: both mean the end
+            log.info("client cut off: %s", error)
+            self.end()
+
+
+def _refusal(kind: ErrorKind, message: str) -> hs.DaemonPacket:
+    packet = hs.DaemonPacket()
+    packet.refused.kind = pb.ErrorKind.ValueType(kind)
+    packet.refused.message = message
+    return packet

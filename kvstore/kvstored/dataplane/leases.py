@@ -1,0 +1,131 @@
+"""Leases: who may read which slots, until when; and limbo, where a slot waits for its last reader.
+
+A lease pins its rows while it lives. When it expires the rows may be evicted, but their bytes are not recycled: a slot
+with readers left goes to limbo and is freed on the release of its last reader or the end of that reader's connection.
+Pure bookkeeping: told the time, calls back to free a slot. Invariant: a slot is freed exactly once, with no readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvstore_tiers.base import Slot
+
+Place = tuple[int, int]  # container and offset: a slot without its generation
+
+
+@dataclass(slots=True)
+class Lease:
+    """`rows` are residency rows as pinned; empty once expired."""
+
+    lease_id: int
+    session_id: int
+    tenant: int
+    rows: list[int]
+    slots: list[Slot]
+    expires_ns: int
+    expired: bool = False
+
+
+class LeaseTable:
+    """All leases of the daemon. `unpin(rows)` and `free_slot(slot)` are the residency's and the host tier's."""
+
+    def __init__(self, unpin: Callable[[Iterable[int]], None], free_slot: Callable[[Slot], None]) -> None:
+        self._unpin = unpin
+        self._free_slot = free_slot
+        self._leases: dict[int, Lease] = {}
+        self._of_session: dict[int, set[int]] = {}
+        self._readers: dict[Place, int] = {}
+        self._limbo: dict[Place, tuple[Slot, int]] = {}
+        self._limbo_bytes: dict[int, int] = {}
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def count(self, session_id: int) -> int:
+        return len(self._of_session.get(session_id, ()))
+
+    def limbo_bytes(self, tenant: int | None = None) -> int:
+        return sum(self._limbo_bytes.values()) if tenant is None else self._limbo_bytes.get(tenant, 0)
+
+    def grant(self, session_id: int, tenant: int, rows: list[int], slots: list[Slot], expires_ns: int) -> Lease:
+        """A new lease. The caller has pinned `rows`; they are unpinned here, once."""
+        self._last_id += 1
+        lease = Lease(self._last_id, session_id, tenant, rows, slots, expires_ns)
+        self._leases[lease.lease_id] = lease
+        self._of_session.setdefault(session_id, set()).add(lease.lease_id)
+        for slot in slots:
+            place = (slot.container, slot.offset)
+            self._readers[place] = self._readers.get(place, 0) + 1
+        return lease
+
+    def renew(self, session_id: int, lease_id: int, expires_ns: int) -> bool:
+        """False for a lease that is gone, expired or another session's."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.session_id != session_id or lease.expired:
+            return False
+        lease.expires_ns = expires_ns
+        return True
+
+    def release(self, session_id: int, lease_id: int) -> bool:
+        """False when this session holds no such lease: expired leases are still there to be released."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.session_id != session_id:
+            return False
+        self._end(lease)
+        return True
+
+    def release_session(self, session_id: int) -> int:
+        """The client is gone: whatever it could read may be recycled."""
+        ended = [self._leases[lease_id] for lease_id in self._of_session.get(session_id, ())]
+        for lease in ended:
+            self._end(lease)
+        return len(ended)
+
+    def expire(self, now_ns: int) -> int:
+        """Let overdue leases lapse: their rows may go, their bytes stay until the reader is done."""
+        lapsed = 0
+        for lease in self._leases.values():
+            if not lease.expired and lease.expires_ns <= now_ns:
+                lease.expired = True
+                self._unpin(lease.rows)
+                lease.rows = []
+                lapsed += 1
+        return lapsed
+
+    def next_expiry_ns(self) -> int | None:
+        return min((lease.expires_ns for lease in self._leases.values() if not lease.expired), default=None)
+
+    def has_readers(self, slot: Slot) -> bool:
+        return (slot.container, slot.offset) in self._readers
+
+    def retire(self, slot: Slot, tenant: int) -> None:
+        """A block left its slot: free the slot now, or hold it in limbo until its last reader is done."""
+        place = (slot.container, slot.offset)
+        if place not in self._readers:
+            self._free_slot(slot)
+            return
+        if place in self._limbo:
+            raise RuntimeError(f"slot {slot} retired twice")
+        self._limbo[place] = (slot, tenant)
+        self._limbo_bytes[tenant] = self._limbo_bytes.get(tenant, 0) + slot.nbytes
+
+    def _end(self, lease: Lease) -> None:
+        del self._leases[lease.lease_id]
+        owned = self._of_session[lease.session_id]
+        owned.discard(lease.lease_id)
+        if not owned:
+            del self._of_session[lease.session_id]
+        if not lease.expired:
+            self._unpin(lease.rows)
+        for slot in lease.slots:
+            place = (slot.container, slot.offset)
+            self._readers[place] -= 1
+            if self._readers[place] == 0:
+                del self._readers[place]
+                waiting = self._limbo.pop(place, None)
+                if waiting is not None:
+                    self._limbo_bytes[waiting[1]] -= slot.nbytes
+                    self._free_slot(waiting[0])

@@ -1,0 +1,152 @@
+"""Reception: what happens at a client's hello and at its end.
+
+Owns the opening of sessions (tenant, keys' roots, staging) and the giving away of arenas: a client gets a read-only
+descriptor of its own tenant's arenas and of no other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.fingerprint import FingerprintError, parse_fingerprint
+from kvstore_proto.v1 import handshake_pb2 as hs
+from kvstore_tiers.host import HostTier
+from kvstored.config import Config
+from kvstored.dataplane.handshake import PROTOCOL_VERSION
+from kvstored.dataplane.sessions import Session, SessionTable
+from kvstored.dataplane.staging import Staging, StagingPool
+from kvstored.policies import Policy, Share
+from kvstored.residency import Residency
+from kvstored.telemetry import Counters
+from kvstored.tenants import Peer, Tenant, TenantDirectory
+from kvstored.tiering import HOST, NVME
+
+log = logging.getLogger(__name__)
+
+
+class Reception:
+    """Implements `Welcomer`. `on_end(session)` releases what the session held elsewhere."""
+
+    def __init__(
+        self,
+        config: Config,
+        sessions: SessionTable,
+        tenants: TenantDirectory,
+        residency: Residency,
+        host: HostTier,
+        staging_pool: StagingPool,
+        policies: list[Policy],
+        counters: Counters,
+        on_end: Callable[[Session], None],
+        *,
+        epoch: bytes,
+        data_socket: Path,
+    ) -> None:
+        self._config = config
+        self._sessions = sessions
+        self._tenants = tenants
+        self._residency = residency
+        self._host = host
+        self._staging_pool = staging_pool
+        self._policies = policies
+        self._counters = counters
+        self._on_end = on_end
+        self._epoch = epoch
+        self._data_socket = data_socket
+
+    def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
+        try:
+            session = self._open(peer, hello)
+        except KVStoreError as error:
+            self._counters.add("sessions_refused")
+            log.info("refused pid %d uid %d: %s", peer.pid, peer.uid, error.message)
+            raise
+        limits = self._config.limits
+        staging = session.staging
+        welcome = hs.Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            session_token=session.token,
+            tenant=session.tenant.name,
+            roots=list(session.roots.values()),
+            staging_bytes=staging.size_bytes if staging is not None else 0,
+            lease_ttl_ms=limits.lease_ttl_ms,
+            daemon_epoch=self._epoch,
+            data_socket=str(self._data_socket),
+            max_keys=limits.max_keys,
+            max_block_bytes=limits.max_block_bytes,
+        )
+        self._counters.add("sessions_opened")
+        log.info(
+            "client %s (pid %d uid %d cgroup %s) is tenant %s",
+            session.client_name, peer.pid, peer.uid, peer.cgroup or "-", session.tenant.name,
+        )  # fmt: skip
+        return session, welcome, staging.fd if staging is not None else None
+
+    def grant_arena(self, session: Session, arena_id: int) -> tuple[hs.ArenaGrant, int]:
+        """Raises KVStoreError for an arena that is not this tenant's, in the same words as for one that is not there."""
+        owners = {report.container: report.owner for report in self._host.containers()}
+        if owners.get(arena_id) != session.tenant.index_name:
+            raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no arena {arena_id}")
+        grant = hs.ArenaGrant(arena_id=arena_id, size_bytes=self._host.container_bytes(arena_id))
+        return grant, self._host.readonly_fd(arena_id)
+
+    def farewell(self, session: Session) -> None:
+        log.info("client %s (pid %d) left", session.client_name, session.peer.pid)
+        self._sessions.close(session)
+        self._on_end(session)
+        if session.staging is not None:
+            session.staging.forget_fd()
+            self._staging_pool.give_back(session.staging.size_bytes)
+
+    def _open(self, peer: Peer, hello: hs.Hello) -> Session:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise KVStoreError(
+                ErrorKind.INVALID,
+                f"client speaks protocol {hello.protocol_version}, this daemon {PROTOCOL_VERSION}: upgrade the older one",
+            )
+        try:
+            fingerprint = parse_fingerprint(hello.fingerprint)
+        except FingerprintError as error:
+            raise KVStoreError(ErrorKind.INVALID, str(error)) from None
+        tenant = self._tenants.resolve(peer)
+        if tenant is None:
+            raise KVStoreError(
+                ErrorKind.FORBIDDEN, f"uid {peer.uid} belongs to no tenant; list it under [[tenant]] uids"
+            )
+        tenant_id = self._residency.tenant(tenant.index_name)
+        self._set_shares(tenant, tenant_id)
+        digest = self._tenants.remember(fingerprint)
+        session_id = self._sessions.next_id()
+        staging_bytes = self._staging_pool.take(hello.staging_bytes)
+        if staging_bytes and not any(report.owner == tenant.index_name for report in self._host.containers()):
+            self._host.precreate(tenant.index_name, self._config.host.prefault_ahead_bytes)
+        name = hello.client_name[:64] or "unnamed"
+        session = Session(
+            session_id=session_id,
+            token=self._sessions.new_token(),
+            peer=peer,
+            client_name=name,
+            tenant=tenant,
+            tenant_id=tenant_id,
+            fingerprint=fingerprint,
+            fingerprint_digest=digest,
+            fingerprint_id=self._tenants.fingerprint_number(digest),
+            roots={
+                group.group_id: root for group, root in zip(fingerprint.groups, tenant.roots(fingerprint), strict=True)
+            },
+            staging=Staging(staging_bytes, name) if staging_bytes else None,
+        )
+        self._sessions.add(session)
+        return session
+
+    def _set_shares(self, tenant: Tenant, tenant_id: int) -> None:
+        limits = tenant.limits
+        shares = {
+            HOST: Share(limits.host_min_bytes, limits.host_max_bytes or None),
+            NVME: Share(0, limits.nvme_max_bytes or None),
+        }
+        for policy in self._policies:
+            policy.set_share(tenant_id, shares[policy.tier])

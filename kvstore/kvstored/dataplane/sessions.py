@@ -1,0 +1,107 @@
+"""Sessions: one for each handshake connection, which is a client's identity and the anchor of all it holds.
+
+Owns reservations and staging of each client; ends everything a client held when its connection ends. Never does I/O.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore_proto.arena import Bytes
+from kvstore_proto.fingerprint import Fingerprint
+from kvstored.dataplane.staging import Staging
+from kvstored.tenants import Peer, Tenant
+
+
+@dataclass(slots=True)
+class Reservation:
+    """A client's right to commit one block from an extent of its staging memory."""
+
+    reservation_id: int
+    key: bytes
+    parent: bytes
+    extra: bytes
+    group: int
+    payload_bytes: int
+    offset: int
+    nbytes: int
+    expires_ns: int
+    committing: bool = False
+
+
+@dataclass(slots=True)
+class Session:
+    """`tenant_id` is the residency's number for the tenant; `staging` is None for a client that only reads."""
+
+    session_id: int
+    token: bytes
+    peer: Peer
+    client_name: str
+    tenant: Tenant
+    tenant_id: int
+    fingerprint: Fingerprint
+    fingerprint_digest: bytes
+    fingerprint_id: int
+    roots: dict[int, bytes]  # of each layer group
+    staging: Staging | None
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+    in_flight: int = 0
+    closed: bool = False
+    on_close: list[Callable[[], None]] = field(default_factory=list)
+    arenas_granted: set[int] = field(default_factory=set)
+
+    def slot_view(self, reservation: Reservation) -> Bytes:
+        """The staged slot as the client left it: untrusted, and still writable by the client."""
+        assert self.staging is not None
+        return self.staging.view[reservation.offset : reservation.offset + reservation.nbytes]
+
+    def drop_reservation(self, reservation_id: int) -> Reservation | None:
+        """Take a reservation back and free its extent; None when there is none."""
+        reservation = self.reservations.pop(reservation_id, None)
+        if reservation is not None and self.staging is not None:
+            self.staging.free(reservation.offset, reservation.nbytes)
+        return reservation
+
+
+class SessionTable:
+    """All live sessions by token. Tokens are 16 random bytes; an unknown one tells nothing."""
+
+    def __init__(self) -> None:
+        self._by_token: dict[bytes, Session] = {}
+        self._last_session_id = 0
+        self._last_reservation_id = 0
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def all(self) -> list[Session]:
+        return list(self._by_token.values())
+
+    def find(self, token: bytes) -> Session | None:
+        return self._by_token.get(token)
+
+    def next_id(self) -> int:
+        self._last_session_id += 1
+        return self._last_session_id
+
+    def next_reservation_id(self) -> int:
+        self._last_reservation_id += 1
+        return self._last_reservation_id
+
+    def add(self, session: Session) -> None:
+        self._by_token[session.token] = session
+
+    def close(self, session: Session) -> None:
+        """Forget the session and run what was attached to its end. Idempotent."""
+        if session.closed:
+            return
+        session.closed = True
+        self._by_token.pop(session.token, None)
+        for action in session.on_close:
+            action()
+
+    @staticmethod
+    def new_token() -> bytes:
+        return os.urandom(16)

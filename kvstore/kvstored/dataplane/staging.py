@@ -1,0 +1,85 @@
+"""A client's staging memory: the only bytes that a client can write and the daemon reads.
+
+Owns one memfd (sealed against resizing, so that no client can make the daemon fault on a vanished page) and the extents
+in it that are out on reservations. Never trusts its content: the daemon copies first and checks the copy.
+Invariant: extents never overlap; free + used = size.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from bisect import insort
+
+import numpy as np
+
+from kvstore_proto.arena import ALIGNMENT_BYTES, Bytes
+
+_F_ADD_SEALS = 1033
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+
+
+class Staging:
+    """`size_bytes` of shared memory; `fd` is handed to the client once and closed here by `forget_fd`."""
+
+    def __init__(self, size_bytes: int, label: str) -> None:
+        self.size_bytes = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.fd = os.memfd_create(f"kvstored-staging-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(self.fd, 0o600)
+        os.ftruncate(self.fd, self.size_bytes)
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
+        # The array keeps the mapping alive: a copy in flight survives the session that started it.
+        self.view: Bytes = np.frombuffer(mmap.mmap(self.fd, self.size_bytes, prot=mmap.PROT_READ), np.uint8)
+        self.address = int(self.view.ctypes.data)
+        self.used_bytes = 0
+        self._free: list[tuple[int, int]] = [(0, self.size_bytes)]  # (offset, length), sorted, coalesced
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Offset of a fresh extent (first fit), or None when nothing that large is free."""
+        for index, (offset, length) in enumerate(self._free):
+            if length >= nbytes:
+                if length == nbytes:
+                    del self._free[index]
+                else:
+                    self._free[index] = (offset + nbytes, length - nbytes)
+                self.used_bytes += nbytes
+                return offset
+        return None
+
+    def free(self, offset: int, nbytes: int) -> None:
+        insort(self._free, (offset, nbytes))
+        index = self._free.index((offset, nbytes))
+        for left in (index, index - 1):  # with the one after, then with the one before
+            if 0 <= left < len(self._free) - 1:
+                (a, a_len), (b, b_len) = self._free[left], self._free[left + 1]
+                if a + a_len > b:
+                    raise RuntimeError(f"staging extent at {offset} freed twice")
+                if a + a_len == b:
+                    self._free[left : left + 2] = [(a, a_len + b_len)]
+        self.used_bytes -= nbytes
+
+    def forget_fd(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class StagingPool:
+    """What all clients' staging together may take of the DRAM capacity. It is set aside at the start of the daemon, so
+    that a tier full of blocks never keeps a client from writing."""
+
+    def __init__(self, size_bytes: int, per_client_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.used_bytes = 0
+        self._per_client_bytes = per_client_bytes
+
+    def take(self, wanted_bytes: int) -> int:
+        """What a client gets: what it wants, as far as its own limit and the pool allow; 0 when nothing is left."""
+        granted_bytes = min(wanted_bytes, self._per_client_bytes, self.size_bytes - self.used_bytes)
+        granted_bytes -= granted_bytes % ALIGNMENT_BYTES
+        self.used_bytes += granted_bytes
+        return granted_bytes
+
+    def give_back(self, nbytes: int) -> None:
+        self.used_bytes -= nbytes

@@ -1,0 +1,78 @@
+"""What has to happen by itself: leases and reservations lapse, blocks expire, arenas are prefaulted, systemd is told.
+
+One tick a tenth of a second, each bounded; prefaulting runs in a thread of its own without the GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvstore_tiers.host import HostTier
+from kvstored.clock import Clock
+from kvstored.dataplane.leases import LeaseTable
+from kvstored.movement.room import Room
+from kvstored.notify import notify, watchdog_interval_s
+from kvstored.policies import Policy
+from kvstored.telemetry import Counters
+from kvstored.verbs import Put
+
+TICK_S = 0.1
+EXPIRED_A_TICK = 64
+PREFAULT_SLICE_BYTES = 8 << 20
+
+
+class Maintenance:
+    """`run` and `prefault` are tasks until they are cancelled."""
+
+    def __init__(
+        self,
+        put: Put,
+        leases: LeaseTable,
+        policies: Sequence[Policy],
+        rooms: Sequence[Room],
+        host: HostTier,
+        clock: Clock,
+        counters: Counters,
+    ) -> None:
+        self._put = put
+        self._leases = leases
+        self._policies = policies
+        self._rooms = rooms
+        self._host = host
+        self._clock = clock
+        self._counters = counters
+        self.prefaulted = (0, 0)  # bytes done, bytes in all
+
+    def tick(self) -> None:
+        now_ns = self._clock.monotonic_ns()
+        self._counters.add("expired_leases", self._leases.expire(now_ns))
+        self._put.expire(now_ns)
+        for policy, room in zip(self._policies, self._rooms, strict=True):
+            for row in policy.expired(now_ns, EXPIRED_A_TICK):
+                room.expire(row)
+
+    async def run(self) -> None:
+        interval_s = watchdog_interval_s()
+        next_ping_s = 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            self.tick()
+            if interval_s is not None and loop.time() >= next_ping_s:
+                notify("WATCHDOG=1")
+                next_ping_s = loop.time() + interval_s
+            await asyncio.sleep(TICK_S)
+
+    async def prefault(self, still_wanted: Callable[[], bool]) -> None:
+        """Touch arena pages ahead of puts, a slice at a time."""
+        loop = asyncio.get_running_loop()
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="prefault") as thread,
+            contextlib.suppress(RuntimeError),
+        ):
+            while still_wanted():
+                self.prefaulted = await loop.run_in_executor(thread, self._host.prefault_slice, PREFAULT_SLICE_BYTES)
+                done_bytes, total_bytes = self.prefaulted
+                await asyncio.sleep(TICK_S if done_bytes == total_bytes else 0)

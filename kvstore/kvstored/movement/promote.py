@@ -1,0 +1,178 @@
+"""Promotion: give a block that lies on NVMe a copy in the host tier, once, however many ask.
+
+Owns promotions under way. A slot of the host tier is filled by one direct I/O, verified by the NVMe tier; a block that
+turns out damaged is quarantined and forgotten, its descendants become unreachable (placeholder), and the miss says why.
+Invariants: the NVMe copy is pinned while it is read; a host slot is readable only after its bytes were verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot, Tier
+from kvstore_tiers.host import HostTier
+from kvstored.clock import Clock
+from kvstored.lifecycle import Cause
+from kvstored.movement.lane import Priority, Refused
+from kvstored.movement.mover import Mover, Transfer
+from kvstored.movement.room import Room
+from kvstored.residency import Residency
+from kvstored.telemetry import Counters, Flows
+from kvstored.tiering import HOST, NVME
+
+log = logging.getLogger(__name__)
+LANE = "nvme→host"
+MAPPED_US = 1  # what a block that is mapped already costs to have
+
+
+@dataclass(slots=True)
+class _Promotion:
+    token: int
+    priority: Priority
+    future: asyncio.Future[bool]
+    ticket: int = 0
+    slot: Slot | None = None
+
+
+class Promoter:
+    """See the module."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        host: HostTier,
+        nvme: Tier | None,
+        room: Room,
+        mover: Mover,
+        clock: Clock,
+        counters: Counters,
+        flows: Flows,
+    ) -> None:
+        self._residency = residency
+        self._host = host
+        self._nvme = nvme
+        self._room = room
+        self._mover = mover
+        self._clock = clock
+        self._counters = counters
+        self._flows = flows
+        self._under_way: dict[int, _Promotion] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def promote(self, row: int, priority: Priority) -> asyncio.Future[bool]:
+        """Resolves to whether the block has a host copy. Joins a promotion under way, raising its priority."""
+        token = self._residency.token(row)
+        known = self._under_way.get(token)
+        if known is not None:
+            if priority < known.priority:
+                known.priority = priority
+                if known.ticket:
+                    self._mover.raise_priority(LANE, known.ticket, priority)
+            return known.future
+        promotion = _Promotion(token, priority, asyncio.get_running_loop().create_future())
+        self._under_way[token] = promotion
+        self._residency.pin(row)
+        slot = self._room.allocate_now(self._residency.slot(row, NVME).nbytes, self._residency.tenant_of(row))
+        if slot is not None:
+            self._begin(promotion, slot)
+        else:
+            task = asyncio.create_task(self._find_room(promotion, row))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return promotion.future
+
+    def estimate_us(self, rows: Sequence[int]) -> list[int]:
+        """Microseconds until each row is mapped, were all asked for now in this order; 0 for what is absent (-1)."""
+        mask = self._residency.rows.mask
+        lane = self._mover.lanes.get(LANE)
+        ahead_bytes = 0
+        estimates = []
+        for row in rows:
+            if row < 0:
+                estimates.append(0)
+            elif mask[row] >> HOST & 1 or lane is None:
+                estimates.append(MAPPED_US)
+            else:
+                ahead_bytes += self._residency.slot(row, NVME).nbytes
+                estimates.append(round(lane.estimate_us(ahead_bytes)))
+        return estimates
+
+    async def _find_room(self, promotion: _Promotion, row: int) -> None:
+        residency = self._residency
+        slot = await self._room.allocate(residency.slot(row, NVME).nbytes, residency.tenant_of(row))
+        current = residency.current(promotion.token)
+        if slot is None or current < 0 or not residency.has(current, NVME):
+            if slot is not None:
+                self._host.free(slot)
+            self._finish(promotion, False)
+            return
+        self._begin(promotion, slot)
+
+    def _begin(self, promotion: _Promotion, slot: Slot) -> None:
+        """Queue the read into `slot`. The row is pinned, so its copies stay until the end."""
+        residency, nvme = self._residency, self._nvme
+        row = residency.current(promotion.token)
+        assert nvme is not None and row >= 0
+        source, key = residency.slot(row, NVME), residency.key(row)
+        promotion.slot = slot
+        residency.attach(row, HOST, slot, self._clock.monotonic_ns(), filling=True)
+        destination = self._host.slot_segment(slot)
+        transfer = Transfer(
+            start=lambda done: nvme.move_out(source, destination, key, done),
+            done=lambda outcome: self._read(promotion, outcome),
+        )
+        ticket = self._mover.submit(LANE, promotion.priority, source.nbytes, transfer)
+        if isinstance(ticket, Refused):
+            self._give_back(promotion, row)
+            return
+        promotion.ticket = ticket
+
+    def _read(self, promotion: _Promotion, outcome: Outcome) -> None:
+        residency = self._residency
+        row = residency.current(promotion.token)
+        assert row >= 0 and promotion.slot is not None, "a pinned row went away under its promotion"
+        if outcome.ok:
+            residency.publish(row, HOST, self._clock.monotonic_ns())
+            self._counters.add("promoted_blocks")
+            self._counters.add("promoted_bytes", promotion.slot.nbytes)
+            if promotion.priority is Priority.PREFETCH:
+                self._counters.add("prefetched_blocks")
+            self._flows.tiers[NVME].promoted_blocks += 1
+            self._finish(promotion, True)
+        elif outcome.kind is OutcomeKind.CORRUPT:
+            self._quarantine(promotion, row, outcome.message)
+        else:
+            self._counters.add("read_failures")
+            log.warning("block %s cannot be read: %s", residency.key(row).hex(), outcome.message)
+            self._give_back(promotion, row)
+
+    def _quarantine(self, promotion: _Promotion, row: int, reason: str) -> None:
+        """Never serve it: out of the index with its cause, its bytes kept aside, its place in DRAM free again."""
+        assert self._nvme is not None
+        residency = self._residency
+        key = residency.key(row)
+        orphans = residency.children(row)
+        for taken in residency.remove(row, Cause.CORRUPT, self._clock.monotonic_ns()):
+            if taken.tier == HOST:
+                self._host.free(taken.slot)
+            else:
+                self._nvme.quarantine(taken.slot, reason)
+        self._counters.add("corrupt_blocks")
+        self._counters.add("orphaned_blocks", orphans)
+        log.error("block %s is damaged on NVMe (%s): quarantined, will be recomputed", key.hex(), reason)
+        self._finish(promotion, False)
+
+    def _give_back(self, promotion: _Promotion, row: int) -> None:
+        self._host.free(self._residency.detach(row, HOST))
+        self._finish(promotion, False)
+
+    def _finish(self, promotion: _Promotion, mapped: bool) -> None:
+        del self._under_way[promotion.token]
+        row = self._residency.current(promotion.token)
+        if row >= 0:
+            self._residency.unpin(row)
+        if not promotion.future.done():
+            promotion.future.set_result(mapped)

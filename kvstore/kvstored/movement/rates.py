@@ -1,0 +1,102 @@
+"""How fast bytes move: a token bucket (a budget), a decaying meter (what was moved lately), and a model of a device's
+service time fitted from completions. Pure arithmetic over `now_ns`; nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+import math
+
+NS_PER_S = 1_000_000_000
+
+
+class TokenBucket:
+    """A budget in bytes a second with a burst. May run into debt: an item larger than the burst passes when the bucket
+    is not empty, and is paid for afterwards, so that any item size keeps the average."""
+
+    __slots__ = ("_at_ns", "_burst_bytes", "_bytes_per_s", "_level_bytes")
+
+    def __init__(self, bytes_per_s: float | None, burst_bytes: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._burst_bytes = burst_bytes
+        self._level_bytes = float(burst_bytes)
+        self._at_ns: int | None = None
+
+    def _refill(self, now_ns: int) -> None:
+        if self._at_ns is not None and self._bytes_per_s is not None:
+            earned = (now_ns - self._at_ns) * self._bytes_per_s / NS_PER_S
+            self._level_bytes = min(float(self._burst_bytes), self._level_bytes + earned)
+        self._at_ns = now_ns
+
+    def ready(self, now_ns: int) -> bool:
+        self._refill(now_ns)
+        return self._bytes_per_s is None or self._level_bytes > 0
+
+    def spend(self, nbytes: int) -> None:
+        if self._bytes_per_s is not None:
+            self._level_bytes -= nbytes
+
+    def ready_at_ns(self, now_ns: int) -> int:
+        """When the bucket is no longer in debt; `now_ns` if it is not."""
+        if self.ready(now_ns) or self._bytes_per_s is None:
+            return now_ns
+        return now_ns + math.floor(-self._level_bytes * NS_PER_S / self._bytes_per_s) + 1
+
+
+class RateMeter:
+    """Bytes a second, averaged with a weight that decays over `window_s`."""
+
+    __slots__ = ("_at_ns", "_bytes_per_s", "_window_s")
+
+    def __init__(self, window_s: float = 2.0) -> None:
+        self._window_s = window_s
+        self._bytes_per_s = 0.0
+        self._at_ns = 0
+
+    def add(self, nbytes: int, now_ns: int) -> None:
+        self._bytes_per_s = self.read(now_ns) + nbytes / self._window_s
+        self._at_ns = now_ns
+
+    def read(self, now_ns: int) -> float:
+        return self._bytes_per_s * math.exp(-max(0, now_ns - self._at_ns) / (self._window_s * NS_PER_S))
+
+
+class ServiceModel:
+    """A device's rate while it is busy and the least time one item takes, from completions.
+
+    The rate is bytes completed over time during which anything was in flight, both decayed by bytes, so that overlap is
+    seen as it is. The latency is an average of item times less their share at that rate.
+    """
+
+    __slots__ = ("_busy_ns", "_bytes", "_latency_ns", "_since_ns")
+
+    _MEMORY_BYTES = 256 << 20
+    _WEIGHT = 1 / 32
+
+    def __init__(self, prior_bytes_per_s: float, prior_latency_us: float) -> None:
+        self._bytes = float(self._MEMORY_BYTES) / 16  # the prior counts as 16 MiB seen
+        self._busy_ns = self._bytes * NS_PER_S / prior_bytes_per_s
+        self._latency_ns = prior_latency_us * 1000
+        self._since_ns = 0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self._bytes * NS_PER_S / self._busy_ns
+
+    def idle_ended(self, now_ns: int) -> None:
+        """Something is in flight again."""
+        self._since_ns = now_ns
+
+    def completed(self, nbytes: int, started_ns: int, shared_bytes: int, now_ns: int) -> None:
+        """An item is done; `shared_bytes` were in flight when it started, itself included."""
+        self._busy_ns += max(1, now_ns - self._since_ns)
+        self._since_ns = now_ns
+        self._bytes += nbytes
+        if self._bytes > self._MEMORY_BYTES:
+            keep = self._MEMORY_BYTES / self._bytes
+            self._bytes *= keep
+            self._busy_ns *= keep
+        fixed_ns = max(0.0, now_ns - started_ns - shared_bytes * NS_PER_S / self.bytes_per_s)
+        self._latency_ns += self._WEIGHT * (fixed_ns - self._latency_ns)
+
+    def estimate_us(self, nbytes: int) -> float:
+        return (self._latency_ns + nbytes * NS_PER_S / self.bytes_per_s) / 1000

@@ -1,0 +1,263 @@
+"""Write-back: give blocks of the host tier a copy on NVMe, behind the client's back or before its answer.
+
+Owns the blocks that wait to be written and the group commit: writes of a batch run side by side, one sync makes them all
+durable, and then everybody who waits is told. Used for write-through (modes batch and always) and for demotion of
+victims. Invariants: "durable" is said only after the tier's sync; a block is written once however many ask; a pinned
+host copy is read from, never copied first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot, Tier
+from kvstore_tiers.host import HostTier
+from kvstored.clock import NS_PER_MS, Clock
+from kvstored.movement.completions import CompletionQueue
+from kvstored.movement.lane import Priority, Refused
+from kvstored.movement.mover import Mover, Transfer
+from kvstored.movement.room import Room
+from kvstored.policies import Admission
+from kvstored.residency import Residency
+from kvstored.telemetry import Counters, Flows
+from kvstored.tiering import HOST, NVME
+
+log = logging.getLogger(__name__)
+LANE = "host→nvme"
+
+
+@dataclass(slots=True)
+class _Write:
+    """`written` resolves when a copy exists on NVMe, `settled` when it is durable, or both to False."""
+
+    token: int
+    priority: Priority
+    written: asyncio.Future[bool]
+    settled: asyncio.Future[bool]
+    ticket: int = 0
+    started: bool = False
+
+
+@dataclass(slots=True)
+class _Unsynced:
+    """Blocks whose copies are written but not yet synced, with those who wait to hear of it."""
+
+    tokens: list[int] = field(default_factory=list)
+    settled: list[asyncio.Future[bool]] = field(default_factory=list)
+
+
+class WriteBack:
+    """See the module. `delay_ms` and `batch_blocks` bound how long and how many blocks a background batch gathers."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        host: HostTier,
+        nvme: Tier,
+        room: Room,
+        admission: Admission,
+        mover: Mover,
+        completions: CompletionQueue,
+        clock: Clock,
+        counters: Counters,
+        flows: Flows,
+        *,
+        delay_ms: int,
+        batch_blocks: int,
+    ) -> None:
+        self._residency = residency
+        self._host = host
+        self._nvme = nvme
+        self._room = room
+        self._admission = admission
+        self._mover = mover
+        self._completions = completions
+        self._clock = clock
+        self._counters = counters
+        self._flows = flows
+        self._delay_ms = delay_ms
+        self._batch_blocks = batch_blocks
+        self._waiting: dict[int, _Write] = {}  # not started: the next batch
+        self._running: dict[int, _Write] = {}
+        self._unsynced = _Unsynced()
+        self._unsynced_rows: set[int] = set()  # tokens
+        self._sync_running = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._sync_timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # What others ask
+
+    def admits(self, row: int) -> bool:
+        return self._admission.admit(row, self._clock.monotonic_ns())
+
+    def wants(self, row: int) -> bool:
+        """Demotion: worth a write, or the chain would get a hole without it."""
+        return self._residency.children(row) > 0 or self.admits(row)
+
+    def is_durable(self, row: int) -> bool:
+        return self._residency.has(row, NVME) and self._residency.token(row) not in self._unsynced_rows
+
+    def pending(self) -> int:
+        """Blocks on their way to being durable."""
+        return len(self._waiting) + len(self._running) + len(self._unsynced_rows)
+
+    def write_through(self, row: int, *, at_once: bool = False) -> asyncio.Future[bool]:
+        """Resolves to whether the block is durable. `at_once`: a client waits, at the priority of demand."""
+        loop = asyncio.get_running_loop()
+        if self._residency.has(row, NVME):
+            settled: asyncio.Future[bool] = loop.create_future()
+            if self.is_durable(row):
+                settled.set_result(True)
+            else:
+                self._unsynced.settled.append(settled)
+                self._sync_soon()
+            return settled
+        write = self._enqueue(row, Priority.DEMAND if at_once else Priority.DEMOTION)
+        if at_once or len(self._waiting) >= self._batch_blocks:
+            self._start_batch()
+        elif self._timer is None and self._waiting:
+            self._timer = loop.call_later(self._delay_ms / 1000 / 2, self._start_batch)
+        return write.settled
+
+    async def write_back(self, row: int) -> bool:
+        """Demotion: resolves once the block has a copy on NVMe; that it is durable comes a little later."""
+        if self._residency.has(row, NVME):
+            return True
+        write = self._enqueue(row, Priority.DEMOTION)
+        self._start_batch()
+        return await asyncio.shield(write.written)
+
+    async def flush(self, timeout_s: float) -> int:
+        """Write and sync everything that waits; how much is still pending when the time is up."""
+        self._start_batch()
+        deadline_ns = self._clock.monotonic_ns() + int(timeout_s * 1000) * NS_PER_MS
+        while self.pending():
+            waits = [write.settled for write in self._running.values()] + self._unsynced.settled
+            left_s = (deadline_ns - self._clock.monotonic_ns()) / 1e9
+            if left_s <= 0:
+                break
+            if waits:
+                await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                self._sync_soon()
+                await asyncio.sleep(0.001)
+        return self.pending()
+
+    # Writing
+
+    def _enqueue(self, row: int, priority: Priority) -> _Write:
+        token = self._residency.token(row)
+        write = self._waiting.get(token) or self._running.get(token)
+        if write is None:
+            loop = asyncio.get_running_loop()
+            write = _Write(token, priority, loop.create_future(), loop.create_future())
+            self._waiting[token] = write
+            self._residency.pin(row)
+        elif priority < write.priority:
+            write.priority = priority
+            if write.ticket:
+                self._mover.raise_priority(LANE, write.ticket, priority)
+        return write
+
+    def _start_batch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batch, self._waiting = self._waiting, {}
+        for token, write in batch.items():
+            self._running[token] = write
+            row = self._residency.current(token)
+            slot = self._room.allocate_now(self._residency.slot(row, HOST).nbytes, self._residency.tenant_of(row))
+            if slot is not None:
+                self._begin(write, row, slot)
+            else:
+                task = asyncio.create_task(self._find_room(write, row))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _find_room(self, write: _Write, row: int) -> None:
+        slot = await self._room.allocate(self._residency.slot(row, HOST).nbytes, self._residency.tenant_of(row))
+        if slot is None:
+            self._finish(write, False)
+        else:
+            self._begin(write, row, slot)
+
+    def _begin(self, write: _Write, row: int, slot: Slot) -> None:
+        """Queue the write; the row is pinned, so its host copy stays until the end."""
+        residency = self._residency
+        source, key = self._host.slot_segment(residency.slot(row, HOST)), residency.key(row)
+        residency.attach(row, NVME, slot, self._clock.monotonic_ns(), filling=True)
+        transfer = Transfer(
+            start=lambda done: self._nvme.move_in(slot, source, key, done),
+            done=lambda outcome: self._written(write, row, slot, outcome),
+        )
+        ticket = self._mover.submit(LANE, write.priority, slot.nbytes, transfer)
+        if isinstance(ticket, Refused):
+            self._nvme.free(residency.detach(row, NVME))
+            self._finish(write, False)
+            return
+        write.ticket = ticket
+
+    def _written(self, write: _Write, row: int, slot: Slot, outcome: Outcome) -> None:
+        residency = self._residency
+        if outcome.ok:
+            residency.publish(row, NVME, self._clock.monotonic_ns())
+            self._unsynced.tokens.append(write.token)
+            self._unsynced.settled.append(write.settled)
+            self._unsynced_rows.add(write.token)
+            self._counters.add("written_back_blocks")
+            self._counters.add("written_back_bytes", slot.nbytes)
+            self._flows.tiers[HOST].demoted_blocks += 1
+            self._finish(write, True)
+        else:
+            self._nvme.free(residency.detach(row, NVME))
+            if outcome.kind is not OutcomeKind.CANCELLED:
+                self._counters.add("write_failures")
+                log.warning("block %s cannot be written: %s", residency.key(row).hex(), outcome.message)
+            self._finish(write, False)
+        if not self._running or len(self._unsynced.tokens) >= self._batch_blocks:
+            self._sync_soon()
+        elif self._sync_timer is None:  # a steady stream of writes must not put the sync off for ever
+            self._sync_timer = asyncio.get_running_loop().call_later(self._delay_ms / 1000, self._sync_soon)
+
+    def _finish(self, write: _Write, written: bool) -> None:
+        del self._running[write.token]
+        row = self._residency.current(write.token)
+        if row >= 0:
+            self._residency.unpin(row)
+        if not write.written.done():
+            write.written.set_result(written)
+        if not written and not write.settled.done():
+            write.settled.set_result(False)
+
+    # Group commit
+
+    def _sync_soon(self) -> None:
+        """One sync at a time; what is written meanwhile goes with the next one."""
+        if self._sync_timer is not None:
+            self._sync_timer.cancel()
+            self._sync_timer = None
+        if self._sync_running or not (self._unsynced.tokens or self._unsynced.settled):
+            return
+        self._sync_running = True
+        batch, self._unsynced = self._unsynced, _Unsynced()
+        self._nvme.sync(self._completions.to_loop(lambda outcome: self._synced(batch, outcome)))
+
+    def _synced(self, batch: _Unsynced, outcome: Outcome) -> None:
+        self._sync_running = False
+        if outcome.ok:
+            self._unsynced_rows.difference_update(batch.tokens)
+            self._counters.add("durable_blocks", len(batch.tokens))
+        else:
+            log.error("NVMe sync failed, %d blocks stay volatile: %s", len(batch.tokens), outcome.message)
+            left = [token for token in batch.tokens if self._residency.is_current(token)]
+            self._unsynced_rows.difference_update(set(batch.tokens) - set(left))
+            self._unsynced.tokens.extend(left)  # the next sync tries again; nothing calls them durable until then
+        for settled in batch.settled:
+            if not settled.done():
+                settled.set_result(outcome.ok)
+        if outcome.ok and not self._running:
+            self._sync_soon()

@@ -1,0 +1,1 @@
+"""What an operator asks of a live daemon: views, dropping, and its lifetime."""

@@ -1,0 +1,151 @@
+"""Taking blocks away on an operator's word: drop a tier's copies, or everything of a fingerprint.
+
+Leased blocks and blocks in transfer stay and are counted as kept. Works in slices, so that lookups go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_tiers.base import Slot
+from kvstored.clock import Clock
+from kvstored.lifecycle import Cause
+from kvstored.movement.writeback import WriteBack
+from kvstored.residency import Residency, rows_of_fingerprint
+from kvstored.tenants import TenantDirectory
+from kvstored.tiering import HOST, TIER_NAMES
+
+SLICE_ROWS = 64
+FLUSH_TIMEOUT_S = 60.0
+MIN_PREFIX = 8
+
+
+class Drop:
+    """`retire[tier](slot, tenant)` takes the slots. See the module."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        tenants: TenantDirectory,
+        writeback: WriteBack | None,
+        retire: list[Callable[[Slot, int], None]],
+        clock: Clock,
+    ) -> None:
+        self._residency = residency
+        self._tenants = tenants
+        self._writeback = writeback
+        self._retire = retire
+        self._clock = clock
+
+    async def drop(self, request: pb.DropRequest) -> pb.DropReply:
+        """Raises KVStoreError for a tier or tenant that does not exist."""
+        residency = self._residency
+        tier_names = residency.tiers if request.all else (request.tier,)
+        for name in tier_names:
+            if name not in residency.tiers:
+                known = ", ".join(residency.tiers)
+                raise KVStoreError(ErrorKind.INVALID, f"no tier {name!r}; this daemon has: {known}")
+        tenant = self._tenant(request.tenant)
+        reply = pb.DropReply()
+        if not request.all and request.tier == TIER_NAMES[HOST] and not request.discard:
+            reply.written_back_blocks = await self._write_back(tenant)
+        for name in reversed(tier_names):  # slow tiers first: with all, the block goes with its host copy
+            await self._drop_tier(residency.tier(name), tenant, request, reply)
+        return reply
+
+    async def invalidate(self, request: pb.InvalidateRequest) -> pb.InvalidateReply:
+        """Everything stored under fingerprints whose digest starts with the given hex."""
+        wanted = request.fingerprint.lower()
+        if len(wanted) < MIN_PREFIX or any(char not in "0123456789abcdef" for char in wanted):
+            raise KVStoreError(
+                ErrorKind.INVALID,
+                f"give at least {MIN_PREFIX} hex digits of a fingerprint (see: kvctl tenants)",
+            )
+        digests = [digest for digest in self._tenants.fingerprints() if digest.hex().startswith(wanted)]
+        if not digests:
+            raise KVStoreError(ErrorKind.NOT_FOUND, f"no fingerprint begins with {wanted}")
+        tenant = self._tenant(request.tenant)
+        reply = pb.InvalidateReply(fingerprints=[digest.hex() for digest in digests])
+        for digest in digests:
+            rows = rows_of_fingerprint(self._residency, self._tenants.fingerprint_number(digest), tenant)
+            tokens = [self._residency.token(row) for row in rows]
+            for number, token in enumerate(tokens):
+                row = self._residency.current(token)
+                if row >= 0:
+                    nbytes = self._residency.payload_bytes(row)
+                    if self._forget(row, Cause.INVALIDATED):
+                        reply.blocks += 1
+                        reply.bytes += nbytes
+                    else:
+                        reply.kept_blocks += 1
+                if number % SLICE_ROWS == SLICE_ROWS - 1:
+                    await asyncio.sleep(0)
+        return reply
+
+    async def _write_back(self, tenant: int | None) -> int:
+        """Give every host block a copy below before its host copy goes."""
+        writeback = self._writeback
+        if writeback is None:
+            return 0
+        written = 0
+        for token in self._tokens(HOST, tenant):
+            row = self._residency.current(token)
+            if row >= 0 and self._residency.has(row, HOST) and not writeback.is_durable(row):
+                writeback.write_through(row)
+                written += 1
+            if written % SLICE_ROWS == SLICE_ROWS - 1:
+                await asyncio.sleep(0)
+        await writeback.flush(FLUSH_TIMEOUT_S)
+        return written
+
+    async def _drop_tier(self, tier: int, tenant: int | None, request: pb.DropRequest, reply: pb.DropReply) -> None:
+        residency = self._residency
+        for number, token in enumerate(self._tokens(tier, tenant)):
+            row = residency.current(token)
+            if row >= 0 and residency.has(row, tier):
+                nbytes = residency.slot(row, tier).nbytes
+                if self._drop_copy(row, tier, forget=request.discard or request.all or tier != HOST):
+                    reply.dropped_blocks += 1
+                    reply.dropped_bytes += nbytes
+                else:
+                    reply.kept_blocks += 1
+            if number % SLICE_ROWS == SLICE_ROWS - 1:
+                await asyncio.sleep(0)
+
+    def _drop_copy(self, row: int, tier: int, *, forget: bool) -> bool:
+        residency = self._residency
+        if residency.pin_count(row):
+            return False
+        if residency.tier_mask(row) & ~(1 << tier):
+            tenant = residency.tenant_of(row)
+            self._retire[tier](residency.detach(row, tier), tenant)
+            return True
+        return forget and self._forget(row, Cause.DROPPED)
+
+    def _forget(self, row: int, cause: Cause) -> bool:
+        residency = self._residency
+        if residency.pin_count(row):
+            return False
+        tenant = residency.tenant_of(row)
+        for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
+            self._retire[taken.tier](taken.slot, tenant)
+        return True
+
+    def _tokens(self, tier: int, tenant: int | None) -> list[int]:
+        """Names of the rows with a copy in a tier now, deepest first."""
+        residency = self._residency
+        rows = [
+            row
+            for row, mask in enumerate(residency.rows.mask)
+            if mask >> tier & 1 and (tenant is None or residency.tenant_of(row) == tenant)
+        ]
+        rows.sort(key=residency.depth, reverse=True)
+        return [residency.token(row) for row in rows]
+
+    def _tenant(self, name: str) -> int | None:
+        if not name:
+            return None
+        return self._tenants.number(name, self._residency)

@@ -1,0 +1,205 @@
+"""What an operator sees: status, tiers, tenants, blocks. Asks every part for its report; keeps nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_tiers.base import Tier
+from kvstored import __version__
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.config import Config
+from kvstored.dataplane.handshake import PROTOCOL_VERSION
+from kvstored.dataplane.leases import LeaseTable
+from kvstored.dataplane.sessions import SessionTable
+from kvstored.movement.mover import Mover
+from kvstored.movement.writeback import WriteBack
+from kvstored.policies import Policy
+from kvstored.residency import Residency, page
+from kvstored.telemetry import Counters, Flows
+from kvstored.tenants import TenantDirectory
+from kvstored.tiering import HOST, NVME
+
+DEFAULT_PAGE, MAX_PAGE = 100, 1000
+
+
+@dataclass
+class Parts:
+    """What the views look at. `tiers`, `policies` and `paths` are in the order of the residency index."""
+
+    config: Config
+    clock: Clock
+    residency: Residency
+    tiers: list[Tier]
+    policies: list[Policy]
+    paths: list[str]
+    sessions: SessionTable
+    leases: LeaseTable
+    tenants: TenantDirectory
+    mover: Mover
+    writeback: WriteBack | None
+    counters: Counters
+    flows: Flows
+
+
+class Views:
+    """`state()`, `ready_after_s()` and `prefault()` come from the daemon, which alone knows them."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        state: Callable[[], str],
+        ready_after_s: Callable[[], float],
+        prefault: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._parts = parts
+        self._state = state
+        self._ready_after_s = ready_after_s
+        self._prefault = prefault
+        self._started_ns = parts.clock.monotonic_ns()
+
+    def status(self) -> pb.StatusReply:
+        parts = self._parts
+        now_ns = parts.clock.monotonic_ns()
+        done_bytes, total_bytes = self._prefault()
+        reply = pb.StatusReply(
+            version=__version__,
+            protocol_version=PROTOCOL_VERSION,
+            pid=os.getpid(),
+            uptime_s=(now_ns - self._started_ns) / NS_PER_S,
+            ready_after_s=self._ready_after_s(),
+            state=self._state(),
+            rss_bytes=resident_bytes(),
+            clients=len(parts.sessions),
+            blocks=len(parts.residency),
+            leases=len(parts.leases),
+            reservations=sum(len(session.reservations) for session in parts.sessions.all()),
+            limbo_bytes=parts.leases.limbo_bytes(),
+            prefault_done_bytes=done_bytes,
+            prefault_total_bytes=total_bytes,
+            counters=parts.counters.snapshot(),
+            config_path=parts.config.source,
+            warnings=[report.message for report in (tier.statistics() for tier in parts.tiers) if report.message],
+        )
+        for lane in parts.mover.lanes.values():
+            report = lane.statistics(now_ns)
+            reply.lanes.add(
+                name=report.name,
+                queued=sum(report.queued),
+                in_flight=sum(report.in_flight),
+                moved_blocks=sum(report.moved_blocks),
+                moved_bytes=sum(report.moved_bytes),
+                refused=sum(report.refused),
+                bytes_per_s=report.bytes_per_s,
+                queued_by_priority=list(report.queued),
+            )
+        return reply
+
+    def tiers(self) -> pb.TiersReply:
+        parts = self._parts
+        now_ns = parts.clock.monotonic_ns()
+        reply = pb.TiersReply()
+        for position, (tier, policy) in enumerate(zip(parts.tiers, parts.policies, strict=True)):
+            report, flow = tier.statistics(), parts.flows.tiers[position]
+            used_by = dict(report.used_by)
+            if position == HOST:
+                used_by["limbo"] = parts.leases.limbo_bytes()
+            reply.tiers.add(
+                name=parts.residency.tiers[position],
+                kind=tier.info.kind,
+                path=parts.paths[position],
+                state=report.state.value,
+                capacity_bytes=report.capacity_bytes,
+                used_bytes=report.used_bytes,
+                blocks=parts.residency.tier_blocks(position),
+                hits=flow.hits,
+                bytes_read=report.bytes_read,
+                bytes_written=report.bytes_written,
+                evicted_blocks=flow.evicted_blocks,
+                promoted_blocks=flow.promoted_blocks,
+                demoted_blocks=flow.demoted_blocks,
+                quarantined_blocks=report.quarantined_slots,
+                errors=report.errors,
+                used_by=used_by,
+                residency={kind.value: count for kind, count in policy.class_counts(now_ns).items()},
+            )
+        return reply
+
+    def tenants(self) -> pb.TenantsReply:
+        parts, residency = self._parts, self._parts.residency
+        reply = pb.TenantsReply()
+        for number, index in enumerate(residency.tenants):
+            sessions = [session for session in parts.sessions.all() if session.tenant_id == number]
+            tenant = parts.tenants.by_digest(bytes.fromhex(index.name))
+            reply.tenants.add(
+                name=parts.tenants.name_of_index(index.name),
+                blocks=residency.tenant_blocks(number),
+                host_bytes=residency.tenant_bytes(number, HOST),
+                nvme_bytes=residency.tenant_bytes(number, NVME) if len(parts.tiers) > NVME else 0,
+                clients=len(sessions),
+                quota_bytes=tenant.limits.host_max_bytes if tenant is not None else 0,
+                limbo_bytes=parts.leases.limbo_bytes(number),
+                fingerprints=sorted(
+                    parts.tenants.fingerprint_label(parts.tenants.fingerprint_digest(fingerprint))
+                    for fingerprint in index.fingerprints
+                ),
+            )
+        return reply
+
+    def blocks(self, request: pb.BlocksRequest) -> pb.BlocksReply:
+        """A page of blocks. Raises KVStoreError for a tier or tenant that does not exist."""
+        parts, residency = self._parts, self._parts.residency
+        if request.tier and request.tier not in residency.tiers:
+            known = ", ".join(residency.tiers)
+            raise KVStoreError(ErrorKind.INVALID, f"no tier {request.tier!r}; this daemon has: {known}")
+        tier = residency.tier(request.tier) if request.tier else None
+        tenant = parts.tenants.number(request.tenant, residency) if request.tenant else None
+        limit = min(request.limit or DEFAULT_PAGE, MAX_PAGE)
+        reply = pb.BlocksReply(total=len(residency) if tenant is None else residency.tenant_blocks(tenant))
+        cursor = request.after
+        while len(reply.blocks) < limit:
+            found = page(
+                residency, after=cursor, limit=limit - len(reply.blocks), tenant=tenant, tier=tier,
+                key_prefix=request.key_prefix.lower(),
+            )  # fmt: skip
+            for row in found.rows:
+                self._describe(row, reply.blocks.add())
+            cursor = found.next
+            if not cursor:
+                break
+        reply.next = cursor
+        return reply
+
+    def _describe(self, row: int, block: pb.BlockStatus) -> None:
+        parts, residency = self._parts, self._parts.residency
+        now_ns = parts.clock.monotonic_ns()
+        kind = residency.kind(row)
+        here = [position for position in range(len(residency.tiers)) if residency.has(row, position)]
+        block.key = residency.key(row).hex()
+        block.parent = residency.parent_key(row).hex()
+        block.tenant = parts.tenants.name_of_index(residency.tenants[kind.tenant].name)
+        block.fingerprint = parts.tenants.fingerprint_label(parts.tenants.fingerprint_digest(kind.fingerprint_id))
+        block.group = kind.group
+        block.depth = residency.depth(row)
+        block.payload_bytes = residency.payload_bytes(row)
+        block.tiers.extend(residency.tiers[position] for position in here)
+        block.state = residency.state(row, here[0]).name.lower()
+        durable = parts.writeback is not None and parts.writeback.is_durable(row)
+        block.durability = "durable" if durable else "volatile"
+        block.accesses = residency.accesses(row)
+        block.idle_s = (now_ns - residency.last_access_ns(row)) / NS_PER_S
+        block.leases = residency.pin_count(row)
+        block.children = residency.children(row)
+        block.residency = parts.policies[here[0]].residency_class(row, now_ns).value
+        slot = residency.slot(row, here[-1])
+        block.location = f"{residency.tiers[here[-1]]} {slot.container}+{slot.offset}"
+
+
+def resident_bytes() -> int:
+    """This process's resident set without touched arena pages, which `kvctl tiers` shows: what the daemon itself costs."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))

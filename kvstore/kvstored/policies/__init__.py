@@ -1,0 +1,17 @@
+"""Policies: which block leaves a tier next, which may enter, and how hot each is."""
+
+from kvstored.policies.admission import Admission
+from kvstored.policies.base import Policy, PolicySettings, ResidencyClass, Share
+from kvstored.policies.registry import ADMISSIONS, POLICIES, create, create_admission
+
+__all__ = [
+    "ADMISSIONS",
+    "POLICIES",
+    "Admission",
+    "Policy",
+    "PolicySettings",
+    "ResidencyClass",
+    "Share",
+    "create",
+    "create_admission",
+]

@@ -1,0 +1,124 @@
+"""The contract of an eviction policy: events in, decisions out. No clock, no I/O, no threads.
+
+One policy object serves one tier. The daemon and the simulator drive the same objects.
+
+Precedence, highest first: a lease or pin; leaf-first (no hole in a stored prefix); a tenant's minimum; a tenant over
+its maximum; priority; time to live; then the policy's own order (recency, frequency, ...).
+
+Obligations
+- The caller MUST pass on every event of the tier (`create` wires the policy to residency), with `now_ns` never going
+  back; it acts on a victim (drain, detach, remove) or names it in `exclude` before it asks for another.
+- The implementation MUST name only rows that `residency.may_leave(row, tier)` at that moment; MUST be deterministic;
+  MUST NOT change residency; MUST answer `next_victim` in O(log n) amortised, however many rows cannot leave; MUST name
+  some row whenever any is allowed to leave; MUST treat `accessed` rows as touched from the tail to the head, so that a
+  parent is never older than its child.
+- Asking is free of side effects that a caller could see: the same question gets the same answer until an event.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from kvstored.residency import ResidencyView
+
+
+class ResidencyClass(Enum):
+    """How soon the policy expects to need a block again, against the others in its tier."""
+
+    HOT = "hot"
+    WARM = "warm"
+    COLD = "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a tenant is owed and allowed in one tier. `priority`: lower is evicted first."""
+
+    min_bytes: int = 0
+    max_bytes: int | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """`ttl_s`: a block not used for so long is expired (policies without a time to live ignore it); None: never."""
+
+    ttl_s: float | None = None
+
+
+class Policy(ABC):
+    """See the module for what both sides owe each other. Implements residency's TierListener."""
+
+    name: ClassVar[str]
+
+    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
+        self.residency = residency
+        self.tier = tier
+        self.settings = settings or PolicySettings()
+        self.shares: dict[int, Share] = {}
+
+    def set_share(self, tenant: int, share: Share) -> None:
+        """From now on `tenant` has this share of the tier. The caller sees to it that minima fit the capacity."""
+        self.shares[tenant] = share
+
+    # Events
+
+    @abstractmethod
+    def inserted(self, row: int, now_ns: int) -> None:
+        """`row` is new in this tier. Storing counts as an access only through `accessed`."""
+
+    @abstractmethod
+    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        """`rows` (head first) were used together; residency's `accesses` and `last_access_ns` are up to date."""
+
+    @abstractmethod
+    def removed(self, row: int) -> None:
+        """`row` has left this tier."""
+
+    @abstractmethod
+    def released(self, row: int) -> None:
+        """`row` may perhaps leave now."""
+
+    # Decisions
+
+    @abstractmethod
+    def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
+        """The row whose copy should leave this tier next, or -1 when none may.
+
+        `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it is at its
+        own maximum), and its minimum does not protect it from itself.
+        """
+
+    @abstractmethod
+    def expired(self, now_ns: int, limit: int) -> list[int]:
+        """Up to `limit` rows that may leave and whose time to live is over, longest first. Costs O(limit)."""
+
+    @abstractmethod
+    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
+        """Of a row in this tier. O(1)."""
+
+    @abstractmethod
+    def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
+        """Rows of the tier by class. A vectorised scan: about 5 ms a million."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows the policy knows: those with a readable copy in the tier."""
+
+    def victims(self, now_ns: int, limit: int) -> Iterator[int]:
+        """Up to `limit` rows that may leave right now, in eviction order.
+
+        Only of use for looking (`explain`): parents follow their children only after those have left, so whoever evicts
+        asks `next_victim` again after each.
+        """
+        seen: set[int] = set()
+        while len(seen) < limit:
+            row = self.next_victim(now_ns, exclude=seen)
+            if row < 0:
+                return
+            seen.add(row)
+            yield row

@@ -1,0 +1,60 @@
+"""Policies and admissions by name. A policy's module is imported when it is first asked for."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from importlib import import_module
+
+from kvstored.policies.admission import Admission
+from kvstored.policies.base import Policy, PolicySettings
+from kvstored.residency import Residency
+
+POLICIES: dict[str, str] = {
+    "lru": "kvstored.policies.lru:Lru",
+    "lfu-ttl": "kvstored.policies.lfu_ttl:LfuTtl",
+}
+ADMISSIONS: dict[str, str] = {
+    "always": "kvstored.policies.admission:Always",
+    "second-touch": "kvstored.policies.admission:SecondTouch",
+}
+
+
+def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
+    """The policy `name` for a tier, listening to residency and knowing the blocks that are there already.
+
+    Raises ValueError for an unknown name, listing the known ones.
+    """
+    policy = _load(name, POLICIES, "policy")(residency, tier, settings)
+    if not isinstance(policy, Policy):
+        raise RuntimeError(f"{POLICIES[name]} is no Policy")
+    _adopt(policy)
+    residency.listen(tier, policy)
+    return policy
+
+
+def create_admission(name: str, residency: Residency, tier: int) -> Admission:
+    """The admission `name` for a tier. Raises ValueError for an unknown name, listing the known ones."""
+    admission = _load(name, ADMISSIONS, "admission")(residency, tier)
+    if not isinstance(admission, Admission):
+        raise RuntimeError(f"{ADMISSIONS[name]} is no Admission")
+    return admission
+
+
+def _load(name: str, known: dict[str, str], what: str) -> type:
+    address = known.get(name)
+    if address is None:
+        near = get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown {what} {name!r}: known are {', '.join(sorted(known))}{hint}")
+    module, _, attribute = address.partition(":")
+    loaded: type = getattr(import_module(module), attribute)
+    return loaded
+
+
+def _adopt(policy: Policy) -> None:
+    """Tell a new policy of the blocks in its tier, in the order of their last use, children before parents."""
+    residency, tier = policy.residency, policy.tier
+    rows = [row for row, mask in enumerate(residency.rows.mask) if mask >> tier & 1]
+    rows.sort(key=lambda row: (residency.last_access_ns(row), -residency.depth(row)))
+    for row in rows:
+        policy.inserted(row, residency.last_access_ns(row))

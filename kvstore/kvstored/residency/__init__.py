@@ -1,0 +1,23 @@
+"""Residency: which blocks are where. `Residency` is the index, `check` its invariant walker."""
+
+from kvstored.residency.check import check
+from kvstored.residency.events import TierListener
+from kvstored.residency.ghost import Absence
+from kvstored.residency.index import CyclicChain, Residency, TakenCopy
+from kvstored.residency.listing import Page, page, rows_of_fingerprint
+from kvstored.residency.view import Kind, ResidencyView, unpack_keys
+
+__all__ = [
+    "Absence",
+    "CyclicChain",
+    "Kind",
+    "Page",
+    "Residency",
+    "ResidencyView",
+    "TakenCopy",
+    "TierListener",
+    "check",
+    "page",
+    "rows_of_fingerprint",
+    "unpack_keys",
+]

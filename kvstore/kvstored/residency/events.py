@@ -1,0 +1,39 @@
+"""What residency tells the policy of a tier: the four things that can happen to a copy.
+
+Residency calls; a listener only updates its own books and never calls back into a method that changes residency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class TierListener(Protocol):
+    def inserted(self, row: int, now_ns: int) -> None:
+        """`row` has become resident in this tier (stored, promoted, demoted into, or recovered)."""
+
+    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        """`rows`, in chain order (head first), all resident here, were used together."""
+
+    def removed(self, row: int) -> None:
+        """`row` has left this tier; the row number may be used again for another block."""
+
+    def released(self, row: int) -> None:
+        """What kept `row` from leaving this tier (a lease, a child, a drain, being the last copy) may be gone."""
+
+
+class NobodyListens:
+    """The listener of a tier without a policy."""
+
+    def inserted(self, row: int, now_ns: int) -> None:
+        pass
+
+    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        pass
+
+    def removed(self, row: int) -> None:
+        pass
+
+    def released(self, row: int) -> None:
+        pass

@@ -1,0 +1,339 @@
+"""The residency index: which blocks exist, in which tiers, who their parents are, and what may leave.
+
+Owns every fact about where a block is; the tiers own the bytes. Tells each tier's listener (the policy) what happens.
+Never does I/O, reads a clock or decides what is worth keeping. Single-threaded: the control thread's alone.
+
+Invariants (walked by `check`)
+- A tenant's key has at most one row. A row is *readable* (a RESIDENT or DRAINING copy), *filling* (only FILLING
+  copies), or a *placeholder*: no copy at all, kept because children hang on it (the parent has not been stored yet, or
+  was taken by force: quarantine, drop, invalidation). Storing that key again revives the row, and the chain is whole.
+- Leaf-first: by choice (evict, expire, quota) the last copy of a block leaves only when no child row hangs on it, so
+  that a stored prefix never gets a hole. A copy may leave a tier at any time while another tier has a readable one.
+- A pinned block keeps all its copies, except by force; whoever pins keeps a token and asks `current` before unpinning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstore_proto.identity import NO_PARENT
+from kvstore_tiers.base import Slot
+from kvstored.lifecycle import BY_CHOICE, Cause, CopyState, Step, advance
+from kvstored.residency.events import NobodyListens, TierListener
+from kvstored.residency.tenant import TenantIndex
+from kvstored.residency.view import Kind, ResidencyView
+
+DEFAULT_GHOST_KEYS = 65_536
+_ACCESSES_MAX = 0xFFFF
+_STATES = tuple(CopyState)
+_FILLING = int(CopyState.FILLING)  # plain ints: half the time of a comparison with a member
+_DRAINING = int(CopyState.DRAINING)
+
+
+class CyclicChain(ValueError):
+    """A block was to be stored as its own ancestor: the caller's keys are forged or mixed up."""
+
+
+class TakenCopy(NamedTuple):
+    """A copy that has left the index. The caller frees the slot: at once if it was readable and unpinned, when its
+    transfer ends if it was FILLING or DRAINING, through limbo if readers may remain."""
+
+    tier: int
+    slot: Slot
+    state: CopyState
+
+
+class Residency(ResidencyView):
+    """The index over `tiers`, fastest first. See the module for the invariants."""
+
+    def __init__(self, tiers: Sequence[str], *, ghost_keys: int = DEFAULT_GHOST_KEYS) -> None:
+        super().__init__(tiers)
+        self._ghost_keys = ghost_keys
+        self._tenant_numbers: dict[str, int] = {}
+        self._kind_numbers: dict[Kind, int] = {}
+        self._listeners: list[TierListener] = [NobodyListens() for _ in tiers]
+
+    # Names
+
+    def tenant(self, name: str) -> int:
+        """The number of a tenant, new when first seen."""
+        number = self._tenant_numbers.get(name)
+        if number is None:
+            number = self._tenant_numbers[name] = len(self.tenants)
+            self.tenants.append(TenantIndex(name, self._ghost_keys))
+            for copies in self.copies:
+                copies.bytes_by_tenant.append(0)
+                copies.leaving_by_tenant.append(0)
+        return number
+
+    def listen(self, tier: int, listener: TierListener) -> None:
+        """Tell `listener` of what happens in `tier` from now on; one listener a tier."""
+        self._listeners[tier] = listener
+
+    # Rows
+
+    def insert(
+        self,
+        tenant: int,
+        key: bytes,
+        parent_key: bytes,
+        *,
+        fingerprint_id: int,
+        group: int,
+        depth: int,
+        payload_bytes: int,
+        now_ns: int,
+    ) -> int:
+        """A row for a block without copies yet: `attach` one next, or `forget_empty` it.
+
+        `parent_key` is 16 zero bytes for the first of a chain; a parent that is not stored becomes a placeholder.
+        The new row starts with the access count that the ghost remembers; storing is an access of its own only through
+        `touch_run`. Raises CyclicChain for a block that would be its own ancestor; RuntimeError when the block is
+        readable or being filled already.
+        """
+        index = self.tenants[tenant]
+        if key == parent_key:
+            raise CyclicChain(f"block {key.hex()} names itself as its parent")
+        kind = self._kind(tenant, fingerprint_id, group)
+        parent = -1
+        if parent_key != NO_PARENT:
+            parent = index.row(parent_key)
+        row = index.row(key)
+        before = -1
+        if row < 0:
+            row = self._take(key, kind, depth, payload_bytes)
+            index.unreadable[key] = row
+        else:
+            self._check_revivable(row, parent)
+            before = self._unlink(row)
+            self.rows.kind[row] = kind
+            self.rows.depth[row] = depth
+            self.rows.payload_bytes[row] = payload_bytes
+        if parent < 0 and parent_key != NO_PARENT:
+            parent = self._take(parent_key, kind, max(0, depth - 1), payload_bytes)
+            index.unreadable[parent_key] = parent
+        if parent >= 0:
+            self.rows.parent[row] = parent
+            self.rows.links[parent] += 1
+        if before >= 0:
+            self.forget_empty(before)
+        index.fingerprints.add(fingerprint_id)
+        self.rows.last_access_ns[row] = now_ns
+        self.rows.accesses[row] = index.ghost.accesses(key)
+        return row
+
+    def remove(self, row: int, cause: Cause, now_ns: int) -> list[TakenCopy]:
+        """Take every copy of a block and remember why. The row ends, or stays as a placeholder under its children.
+
+        By choice (EVICTED, EXPIRED, QUOTA) raises RuntimeError unless `may_forget(row)`. By force (the other causes)
+        leases end too: pins are dropped, and the caller sees to it that readers keep their bytes (limbo).
+        """
+        if cause in BY_CHOICE and not self.may_forget(row):
+            raise RuntimeError(f"row {row} cannot be {cause.name.lower()}: pinned, parent of a block, or being filled")
+        rows = self.rows
+        key = rows.keys[row]
+        if key is None:
+            raise RuntimeError(f"row {row} removed twice")
+        self.pins.pop(row, None)
+        taken: list[TakenCopy] = []
+        held = rows.mask[row] | rows.filling[row]
+        while held:
+            tier = held.bit_length() - 1
+            held ^= 1 << tier
+            taken.append(self._take_copy(row, tier))
+        index = self.tenants[self._kind_tenant[rows.kind[row]]]
+        index.ghost.remember(key, cause, now_ns, rows.accesses[row])
+        rows.renew(row)
+        self.forget_empty(row)
+        return taken
+
+    def forget_empty(self, row: int) -> None:
+        """End a row that has no copy, unless children hang on it; then its placeholder ancestors, likewise."""
+        rows = self.rows
+        while row >= 0 and not (rows.links[row] or rows.mask[row] or rows.filling[row]):
+            key = rows.keys[row]
+            if key is None:
+                raise RuntimeError(f"row {row} ended twice")
+            del self.tenants[self._kind_tenant[rows.kind[row]]].unreadable[key]
+            parent = self._unlink(row)
+            rows.give_back(row)
+            row = parent
+
+    # Copies
+
+    def attach(self, row: int, tier: int, slot: Slot, now_ns: int, *, filling: bool = False) -> None:
+        """Give `row` a copy in `tier`: readable at once, or (`filling`) after `publish`."""
+        copies = self.copies[tier]
+        advance(copies.state[row], Step.RESERVE if filling else Step.RECOVER)
+        copies.put(row, slot, self._kind_tenant[self.rows.kind[row]])
+        parent = self.rows.parent[row]
+        if parent >= 0:
+            copies.kids[parent] += 1
+        copies.state[row] = _FILLING
+        self.rows.filling[row] |= 1 << tier
+        if not filling:
+            self.publish(row, tier, now_ns)
+
+    def publish(self, row: int, tier: int, now_ns: int) -> None:
+        """The copy that was being filled is whole: readable from now on."""
+        copies = self.copies[tier]
+        copies.state[row] = advance(copies.state[row], Step.PUBLISH)
+        rows = self.rows
+        others = rows.mask[row]
+        if not others:
+            index = self.tenants[self._kind_tenant[rows.kind[row]]]
+            key = rows.keys[row]
+            index.readable[key] = index.unreadable.pop(key)  # type: ignore[index, arg-type]  # a live row has a key
+        rows.mask[row] = others | 1 << tier
+        rows.filling[row] &= ~(1 << tier)
+        self._listeners[tier].inserted(row, now_ns)
+        if others:
+            self._release(row, others)
+
+    def drain(self, row: int, tier: int) -> None:
+        """A demotion from `tier` has begun. The copy stays readable and is no longer in its parent's way."""
+        copies = self.copies[tier]
+        copies.state[row] = advance(copies.state[row], Step.DRAIN)
+        copies.leaving_by_tenant[self.tenant_of(row)] += copies.nbytes[row]
+        self._child_leaves(row, tier)
+
+    def keep(self, row: int, tier: int) -> None:
+        """The demotion was given up."""
+        copies = self.copies[tier]
+        copies.state[row] = advance(copies.state[row], Step.KEEP)
+        copies.leaving_by_tenant[self.tenant_of(row)] -= copies.nbytes[row]
+        parent = self.rows.parent[row]
+        if parent >= 0:
+            copies.kids[parent] += 1
+        self._listeners[tier].released(row)
+
+    def detach(self, row: int, tier: int) -> Slot:
+        """Take one copy. The caller frees its slot.
+
+        A FILLING copy may always go (the transfer failed); a row left without any copy ends as in `forget_empty`.
+        A readable one may go only while another tier has one, else RuntimeError: that is `remove`, with a cause.
+        """
+        state = self.copies[tier].state[row]
+        if state != _FILLING and not self.rows.mask[row] & ~(1 << tier):
+            raise RuntimeError(f"the last readable copy of row {row} cannot be detached from {self.tiers[tier]}")
+        taken = self._take_copy(row, tier)
+        if not self.rows.mask[row]:
+            self.forget_empty(row)
+        return taken.slot
+
+    # Use
+
+    def touch_run(self, rows: Sequence[int], now_ns: int) -> None:
+        """An access of `rows` together, in chain order (head first): a hit, or the storing of new blocks."""
+        columns = self.rows
+        last_access_ns, accesses, mask = columns.last_access_ns, columns.accesses, columns.mask
+        everywhere = 0xFF
+        somewhere = 0
+        for row in rows:
+            last_access_ns[row] = now_ns
+            if accesses[row] != _ACCESSES_MAX:
+                accesses[row] += 1
+            tiers = mask[row]
+            everywhere &= tiers
+            somewhere |= tiers
+        for tier, listener in enumerate(self._listeners):
+            bit = 1 << tier
+            if rows and everywhere & bit:
+                listener.accessed(rows, now_ns)
+            elif somewhere & bit:
+                listener.accessed([row for row in rows if mask[row] & bit], now_ns)
+
+    def touch(self, row: int, now_ns: int) -> None:
+        """An access of one block."""
+        self.touch_run((row,), now_ns)
+
+    def pin(self, row: int) -> None:
+        """One more reason why no copy of the block may leave."""
+        self.pins[row] = self.pins.get(row, 0) + 1
+
+    def unpin(self, row: int) -> None:
+        """One reason less. Raises RuntimeError when the block is not pinned."""
+        left = self.pins.get(row, 0) - 1
+        if left < 0:
+            raise RuntimeError(f"row {row} unpinned more often than pinned")
+        if left:
+            self.pins[row] = left
+            return
+        del self.pins[row]
+        self._release(row, self.rows.mask[row])
+
+    # Inside
+
+    def _kind(self, tenant: int, fingerprint_id: int, group: int) -> int:
+        kind = (tenant, fingerprint_id, group)
+        number = self._kind_numbers.get(kind)  # type: ignore[call-overload]  # a plain tuple equals its Kind
+        if number is None:
+            number = self._kind_numbers[Kind(*kind)] = len(self.kinds)
+            self.kinds.append(Kind(*kind))
+            self._kind_tenant.append(tenant)
+        return int(number)
+
+    def _take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
+        row = self.rows.take(key, kind, depth, payload_bytes)
+        if row >= len(self.copies[0].state):
+            for copies in self.copies:
+                copies.grow(self.rows.capacity)
+        return row
+
+    def _check_revivable(self, row: int, parent: int) -> None:
+        if self.rows.mask[row] or self.rows.filling[row]:
+            raise RuntimeError(f"row {row} inserted while it has a copy")
+        ancestor = parent
+        while ancestor >= 0:  # only here: a row without children cannot close a cycle
+            if ancestor == row:
+                raise CyclicChain(f"block {self.key(row).hex()} would be its own ancestor")
+            ancestor = self.rows.parent[ancestor]
+
+    def _take_copy(self, row: int, tier: int) -> TakenCopy:
+        """Books only: the rules are the caller's."""
+        copies, rows, bit = self.copies[tier], self.rows, 1 << tier
+        before = copies.state[row]
+        copies.state[row] = advance(before, Step.ABORT if before == _FILLING else Step.RETIRE)
+        tenant = self._kind_tenant[rows.kind[row]]
+        slot = copies.take(row, tenant)
+        if before == _FILLING:
+            rows.filling[row] &= ~bit
+        else:
+            rows.mask[row] &= ~bit
+            if not rows.mask[row]:
+                index = self.tenants[tenant]
+                key = rows.keys[row]
+                index.unreadable[key] = index.readable.pop(key)  # type: ignore[index, arg-type]
+            self._listeners[tier].removed(row)
+        if before == _DRAINING:
+            copies.leaving_by_tenant[tenant] -= slot.nbytes
+        elif rows.parent[row] >= 0:
+            self._child_leaves(row, tier)
+        return TakenCopy(tier, slot, _STATES[before])
+
+    def _child_leaves(self, row: int, tier: int) -> None:
+        """One child less of `row`'s parent is in `tier` to stay."""
+        parent = self.rows.parent[row]
+        if parent < 0:
+            return
+        kids = self.copies[tier].kids
+        kids[parent] -= 1
+        if not kids[parent] and self.rows.mask[parent] >> tier & 1:
+            self._listeners[tier].released(parent)
+
+    def _unlink(self, row: int) -> int:
+        """Cut `row` from its parent and return that parent, or -1."""
+        rows = self.rows
+        parent = rows.parent[row]
+        if parent >= 0:
+            rows.parent[row] = -1
+            rows.links[parent] -= 1
+            if not rows.links[parent]:
+                self._release(parent, rows.mask[parent])
+        return parent
+
+    def _release(self, row: int, tiers: int) -> None:
+        for tier, listener in enumerate(self._listeners):
+            if tiers >> tier & 1:
+                listener.released(row)

@@ -1,0 +1,74 @@
+"""The Admin service: what an operator sees and does. Shows keys and sizes, never token ids or payload."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_proto.v1 import admin_pb2_grpc
+from kvstored.operations.drop import Drop
+from kvstored.operations.lifetime import Lifetime
+from kvstored.operations.views import Views
+
+Handler = Callable[[Any, Any, Any], Awaitable[Any]]
+
+
+def _reporting(handler: Handler) -> Handler:
+    """Turn a KVStoreError into the gRPC status that its kind maps to."""
+
+    async def call(self: Any, request: Any, context: Any) -> Any:
+        try:
+            return await handler(self, request, context)
+        except KVStoreError as error:
+            await context.abort(grpc.StatusCode[error.kind.grpc_status], error.message)
+
+    return call
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """Translates; `views` looks, `drop` takes away, `lifetime` flushes, drains and stops."""
+
+    def __init__(self, views: Views, drop: Drop, lifetime: Lifetime) -> None:
+        self._views = views
+        self._drop = drop
+        self._lifetime = lifetime
+
+    @_reporting
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
+        return self._views.status()
+
+    @_reporting
+    async def Tiers(self, request: pb.TiersRequest, context: Any) -> pb.TiersReply:  # noqa: N802
+        return self._views.tiers()
+
+    @_reporting
+    async def Tenants(self, request: pb.TenantsRequest, context: Any) -> pb.TenantsReply:  # noqa: N802
+        return self._views.tenants()
+
+    @_reporting
+    async def Blocks(self, request: pb.BlocksRequest, context: Any) -> pb.BlocksReply:  # noqa: N802
+        return self._views.blocks(request)
+
+    @_reporting
+    async def Drop(self, request: pb.DropRequest, context: Any) -> pb.DropReply:  # noqa: N802
+        return await self._drop.drop(request)
+
+    @_reporting
+    async def Invalidate(self, request: pb.InvalidateRequest, context: Any) -> pb.InvalidateReply:  # noqa: N802
+        return await self._drop.invalidate(request)
+
+    @_reporting
+    async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:  # noqa: N802
+        return await self._lifetime.flush(request)
+
+    @_reporting
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:  # noqa: N802
+        return await self._lifetime.drain(request)
+
+    @_reporting
+    async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:  # noqa: N802
+        return self._lifetime.shutdown(request)

@@ -1,0 +1,141 @@
+"""The KVStore service: one bidirectional stream a client, many requests in flight.
+
+Requests that need no bytes to move are answered inline; the others run as tasks and answer by request id when they are
+done. Never touches payload. Invariants: a stream lives no longer than its session; a request is answered, with a result
+or an error, or the stream is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstore_proto.v1 import kvstore_pb2_grpc
+from kvstored.dataplane.sessions import Session, SessionTable
+from kvstored.verbs import Verbs
+
+log = logging.getLogger(__name__)
+TOKEN_METADATA = "kvstored-session-bin"
+
+
+class SessionService(kvstore_pb2_grpc.KVStoreServicer):
+    """See the module. `inflight_limit` bounds the tasks of one stream."""
+
+    def __init__(self, sessions: SessionTable, verbs: Verbs, inflight_limit: int) -> None:
+        self._sessions = sessions
+        self._verbs = verbs
+        self._inflight_limit = inflight_limit
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        token = next((value for key, value in context.invocation_metadata() or () if key == TOKEN_METADATA), b"")
+        session = self._sessions.find(bytes(token) if not isinstance(token, str) else token.encode())
+        if session is None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "no such session: connect to the handshake socket first, and keep that connection open",
+            )
+            return
+        stream = _Stream(session, self._verbs, context, self._inflight_limit)
+        task = asyncio.current_task()
+        assert task is not None
+
+        def ended() -> None:
+            task.cancel()
+
+        session.on_close.append(ended)
+        try:
+            await stream.serve()
+        except asyncio.CancelledError:
+            if not session.closed:
+                raise  # the client's side ended it, or the server stops
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the session has ended")
+        finally:
+            stream.close()
+            if not session.closed:
+                session.on_close.remove(ended)
+
+
+class _Stream:
+    """One open stream: reads requests, keeps answers whole and in one writer at a time."""
+
+    def __init__(self, session: Session, verbs: Verbs, context: Any, inflight_limit: int) -> None:
+        self._session = session
+        self._verbs = verbs
+        self._context = context
+        self._inflight_limit = inflight_limit
+        self._writing = asyncio.Lock()  # gRPC allows one write at a time on a stream
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        while True:
+            request = await self._context.read()
+            if request is grpc.aio.EOF:
+                await self._finish_tasks()
+                return
+            reply = self._begin(request)
+            if reply is not None:
+                await self._send(request.request_id, reply)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _begin(self, request: pb.Request) -> pb.Response | None:
+        """The answer of a request that is done at once; None when a task will answer."""
+        try:
+            if not request.request_id:
+                raise KVStoreError(ErrorKind.INVALID, "request_id must not be 0")
+            op = request.WhichOneof("op")
+            if op is None:
+                raise KVStoreError(ErrorKind.INVALID, "a request of a kind this daemon does not know")
+            quick = self._verbs.quick(self._session, op, request)
+            if quick is not None:
+                return quick
+            if len(self._tasks) >= self._inflight_limit:
+                raise KVStoreError(
+                    ErrorKind.THROTTLED,
+                    f"{self._inflight_limit} requests of this client are waiting already",
+                    5,
+                )
+        except KVStoreError as error:
+            return error_reply(error)
+        task = asyncio.create_task(self._run(request, op))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return None
+
+    async def _run(self, request: pb.Request, op: str) -> None:
+        try:
+            async for reply in self._verbs.slow(self._session, op, request):
+                await self._send(request.request_id, reply)
+        except KVStoreError as error:
+            await self._send(request.request_id, error_reply(error))
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("request %s of %s failed", op, self._session.client_name)
+            failed = KVStoreError(ErrorKind.INTERNAL, f"{op} failed inside the daemon; its log has the details")
+            await self._send(request.request_id, error_reply(failed))
+
+    async def _send(self, request_id: int, reply: pb.Response) -> None:
+        reply.request_id = request_id
+        async with self._writing:
+            await self._context.write(reply)
+
+    async def _finish_tasks(self) -> None:
+        """The client sends no more: it may still wait for answers."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+
+def error_reply(error: KVStoreError) -> pb.Response:
+    return pb.Response(
+        error=pb.Error(
+            kind=pb.ErrorKind.ValueType(error.kind), message=error.message, retry_after_ms=error.retry_after_ms
+        )
+    )

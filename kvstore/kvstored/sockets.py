@@ -1,0 +1,95 @@
+"""The socket directory: made with mode 0750, stale sockets removed, live ones respected.
+
+Invariant: a socket file is removed only when nobody answers on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import socket
+from pathlib import Path
+
+MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its terminator
+
+
+class SocketError(Exception):
+    """The sockets cannot be made; the message says why and what to do."""
+
+
+def prepare_directory(path: Path, group: str) -> None:
+    """Create `path` (mode 0750), owned by `group` if one is named."""
+    if len(os.fsencode(path / "handshake.sock")) > MAX_SOCKET_PATH_BYTES:
+        raise SocketError(
+            f"socket directory {path} is too long for a Unix socket ({MAX_SOCKET_PATH_BYTES} bytes with the "
+            "socket's name); set daemon.socket_dir to a shorter path"
+        )
+    try:
+        path.mkdir(mode=0o750, parents=True, exist_ok=True)
+        if path.stat().st_uid == os.geteuid():
+            path.chmod(0o750)
+            if group:
+                os.chown(path, -1, _gid(group))
+    except OSError as error:
+        raise SocketError(
+            f"cannot make socket directory {path}: {error.strerror}; set daemon.socket_dir to a writable place"
+        ) from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise SocketError(f"socket directory {path} is not writable by uid {os.geteuid()}")
+
+
+def clear_stale(path: Path) -> None:
+    """Remove a socket that a dead daemon left. Raises SocketError when something answers on it."""
+    if not path.exists() and not path.is_symlink():
+        return
+    if not path.is_socket():
+        raise SocketError(f"{path} is in the way and is not a socket; remove it")
+    kinds = (socket.SOCK_SEQPACKET, socket.SOCK_STREAM)
+    for kind in kinds:
+        with contextlib.closing(socket.socket(socket.AF_UNIX, kind)) as probe:
+            probe.settimeout(0.5)
+            try:
+                probe.connect(str(path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                continue
+            except OSError:
+                continue  # another socket type, or full backlog: the other probe or bind will tell
+            raise SocketError(f"another daemon is serving on {path}; stop it or choose another daemon.socket_dir")
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+
+
+def listen_seqpacket(path: Path, group: str) -> socket.socket:
+    """A bound, listening handshake socket."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind(str(path))
+        listener.listen(64)
+    except OSError as error:
+        listener.close()
+        raise SocketError(f"cannot listen on {path}: {error.strerror or error}") from None
+    open_to_group(path, group)
+    return listener
+
+
+def open_to_group(path: Path, group: str) -> None:
+    """Let the group connect; the directory's mode keeps everybody else out."""
+    if group:
+        os.chown(path, -1, _gid(group))
+    path.chmod(0o660)
+
+
+def restrict_to_admins(path: Path, group: str) -> None:
+    if group:
+        os.chown(path, -1, _gid(group))
+        path.chmod(0o660)
+    else:
+        path.chmod(0o600)
+
+
+def _gid(group: str) -> int:
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise SocketError(f"group {group!r} does not exist; create it with: groupadd --system {group}") from None

@@ -1,0 +1,59 @@
+"""What a client can ask for: lookup, put (reserve, commit, abort), get (acquire, release), hints (prefetch, touch).
+
+Each verb is a class over the parts it needs; this door sends a request to its verb. `quick` answers without waiting for
+bytes to move, or says (None) that the request must run as a task through `slow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.dataplane.sessions import Session
+from kvstored.verbs.get import Get
+from kvstored.verbs.hints import Hints
+from kvstored.verbs.lookup import LookUp
+from kvstored.verbs.put import Put
+
+__all__ = ["Get", "Hints", "LookUp", "Put", "Verbs"]
+
+
+class Verbs:
+    """Dispatch by the name of the request's `op` field."""
+
+    def __init__(self, look_up: LookUp, put: Put, get: Get, hints: Hints) -> None:
+        self._look_up = look_up
+        self._put = put
+        self._get = get
+        self._hints = hints
+
+    def quick(self, session: Session, op: str, request: pb.Request) -> pb.Response | None:
+        """Raises KVStoreError for a request that is wrong as a whole."""
+        if op == "lookup":
+            return pb.Response(lookup=self._look_up.look_up(session, request.lookup))
+        if op == "acquire":
+            held = self._get.acquire_mapped(session, request.acquire)
+            return None if held is None else pb.Response(acquire=held)
+        if op == "release":
+            return pb.Response(release=self._get.release(session, request.release))
+        if op == "reserve":
+            return pb.Response(reserve=self._put.reserve(session, request.reserve))
+        if op == "abort":
+            return pb.Response(abort=self._put.abort(session, request.abort))
+        if op == "touch":
+            return pb.Response(touch=self._hints.touch(session, request.touch))
+        if op == "prefetch":
+            return pb.Response(prefetch=self._hints.prefetch(session, request.prefetch))
+        if op == "ping":
+            return pb.Response(ping=pb.PingReply(payload=request.ping.payload))
+        return None
+
+    async def slow(self, session: Session, op: str, request: pb.Request) -> AsyncIterator[pb.Response]:
+        """The answers of a request that waits for bytes; a commit may have two."""
+        if op == "commit":
+            async for reply in self._put.commit(session, request.commit):
+                yield pb.Response(commit=reply)
+        elif op == "acquire":
+            yield pb.Response(acquire=await self._get.acquire(session, request.acquire))
+        else:
+            raise RuntimeError(f"{op} is always answered at once")

@@ -1,0 +1,142 @@
+"""Get: acquire a lease on the leading run of a chain, promoting what is not mapped, and release it.
+
+Invariants: a lease holds only slots whose block is readable in the host tier; its rows are pinned from before the first
+wait; a reply that nobody can receive any more leaves no lease behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clock import NS_PER_MS, Clock
+from kvstored.dataplane.leases import LeaseTable
+from kvstored.dataplane.sessions import Session
+from kvstored.lifecycle import miss_reason
+from kvstored.movement.lane import Priority
+from kvstored.movement.promote import Promoter
+from kvstored.residency import Residency
+from kvstored.telemetry import Counters, Flows
+from kvstored.tiering import HOST
+from kvstored.verbs.validate import keys_of, known_group
+
+
+class Get:
+    """See the module. `lease_ttl_ms` is what a new lease gets; `wait_ms` bounds a wait that names no bound."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        leases: LeaseTable,
+        promoter: Promoter,
+        clock: Clock,
+        counters: Counters,
+        flows: Flows,
+        *,
+        max_keys: int,
+        leases_per_client: int,
+        lease_ttl_ms: int,
+        wait_ms: int,
+    ) -> None:
+        self._residency = residency
+        self._leases = leases
+        self._promoter = promoter
+        self._clock = clock
+        self._counters = counters
+        self._flows = flows
+        self._max_keys = max_keys
+        self._leases_per_client = leases_per_client
+        self._lease_ttl_ms = lease_ttl_ms
+        self._wait_ms = wait_ms
+
+    def acquire_mapped(self, session: Session, request: pb.Acquire) -> pb.AcquireReply | None:
+        """The lease, when every block of the run is mapped already; None when something must be promoted first."""
+        rows = self._run(session, request)
+        mask = self._residency.rows.mask
+        if not all(mask[row] >> HOST & 1 for row in rows):
+            return None
+        for row in rows:
+            self._residency.pin(row)
+        return self._grant(session, request, rows, promoted=())
+
+    async def acquire(self, session: Session, request: pb.Acquire) -> pb.AcquireReply:
+        """Promote what is not mapped, wait up to `max_wait_ms`, and lease the leading blocks that made it."""
+        residency = self._residency
+        rows = self._run(session, request)
+        tokens = [residency.token(row) for row in rows]
+        for row in rows:
+            residency.pin(row)
+        wanted = [row for row in rows if not residency.has(row, HOST)]
+        held = 0
+        try:
+            promotions = [self._promoter.promote(row, Priority.DEMAND) for row in wanted]
+            if promotions:
+                wait_s = (request.max_wait_ms or self._wait_ms) / 1000
+                _, late = await asyncio.wait(promotions, timeout=wait_s)
+                if late:
+                    self._counters.add("acquire_timeouts")
+            if not session.closed:
+                held = self._mapped_run(tokens)
+        finally:
+            for token in tokens[held:]:
+                row = residency.current(token)
+                if row >= 0:
+                    residency.unpin(row)
+        return self._grant(session, request, rows[:held], promoted=[row for row in wanted if row in rows[:held]])
+
+    def release(self, session: Session, request: pb.Release) -> pb.ReleaseReply:
+        released = sum(self._leases.release(session.session_id, lease_id) for lease_id in request.lease_ids)
+        return pb.ReleaseReply(released=released)
+
+    def _run(self, session: Session, request: pb.Acquire) -> list[int]:
+        keys_of(request.set.keys, self._max_keys)
+        known_group(session, request.set.group)
+        if self._leases.count(session.session_id) >= self._leases_per_client:
+            raise KVStoreError(
+                ErrorKind.THROTTLED, f"this client holds {self._leases_per_client} leases: release some", 10
+            )
+        return self._residency.find_run(session.tenant_id, request.set.keys)
+
+    def _mapped_run(self, tokens: Sequence[int]) -> int:
+        """How many leading blocks are (still) there and mapped."""
+        for position, token in enumerate(tokens):
+            row = self._residency.current(token)
+            if row < 0 or not self._residency.has(row, HOST):
+                return position
+        return len(tokens)
+
+    def _grant(
+        self, session: Session, request: pb.Acquire, rows: list[int], promoted: Sequence[int]
+    ) -> pb.AcquireReply:
+        """The reply, with a lease over `rows`, which are pinned."""
+        residency = self._residency
+        keys = len(request.set.keys) // 16
+        reply = pb.AcquireReply(blocks=len(rows))
+        if len(rows) < keys:
+            missing = request.set.keys[len(rows) * 16 : len(rows) * 16 + 16]
+            if residency.find(session.tenant_id, missing) < 0:
+                absence = residency.why_missing(session.tenant_id, missing, session.fingerprint_id)
+                reply.miss_reason = miss_reason(absence.cause)
+        self._counters.add("acquires")
+        if not rows:
+            return reply
+        now_ns = self._clock.monotonic_ns()
+        slots = [residency.slot(row, HOST) for row in rows]
+        lease = self._leases.grant(
+            session.session_id, session.tenant_id, rows, slots, now_ns + self._lease_ttl_ms * NS_PER_MS
+        )
+        residency.touch_run(rows, now_ns)
+        reply.lease_id = lease.lease_id
+        reply.expires_in_ms = self._lease_ttl_ms
+        reply.arena_ids.extend([slot.container for slot in slots])
+        reply.offsets.extend([slot.offset for slot in slots])
+        reply.generations.extend([slot.generation for slot in slots])
+        reply.payload_bytes.extend([residency.payload_bytes(row) for row in rows])
+        reply.promoted_blocks = len(promoted)
+        reply.promoted_bytes = sum(residency.slot(row, HOST).nbytes for row in promoted)
+        self._counters.add("acquired_blocks", len(rows))
+        self._flows.hit(HOST, len(rows) - len(promoted))
+        self._flows.hit(HOST + 1, len(promoted))
+        return reply

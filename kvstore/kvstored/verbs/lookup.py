@@ -1,0 +1,84 @@
+"""Lookup: which blocks of a chain are here, where, and how long it would take to have them mapped.
+
+Moves nothing and waits for nothing. Invariant: what it calls usable was readable at that instant; the lease is the
+truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.dataplane.sessions import Session
+from kvstored.lifecycle import miss_reason
+from kvstored.movement.promote import Promoter
+from kvstored.residency import Residency
+from kvstored.telemetry import Counters
+from kvstored.verbs.validate import keys_of, known_group
+
+# The wire's tier of each combination of readable copies: the fastest one counts.
+_CODES = {
+    "gpu": pb.TIER_CODE_GPU,
+    "host": pb.TIER_CODE_HOST,
+    "cxl": pb.TIER_CODE_CXL,
+    "nvme": pb.TIER_CODE_NVME,
+}
+
+
+class LookUp:
+    """See the module."""
+
+    def __init__(self, residency: Residency, promoter: Promoter, counters: Counters, max_keys: int) -> None:
+        self._residency = residency
+        self._promoter = promoter
+        self._counters = counters
+        self._max_keys = max_keys
+        self._code_of_mask = bytes(self._code(mask) for mask in range(1 << len(residency.tiers)))
+
+    def look_up(self, session: Session, request: pb.Lookup) -> pb.LookupReply:
+        reply = pb.LookupReply()
+        for key_set in request.sets:
+            self._look_up_set(session, key_set, reply.sets.add())
+        self._counters.add("lookups")
+        return reply
+
+    def _look_up_set(self, session: Session, key_set: pb.KeySet, presence: pb.Presence) -> None:
+        keys = keys_of(key_set.keys, self._max_keys)
+        known_group(session, key_set.group)
+        residency = self._residency
+        rows = residency.find_each(session.tenant_id, key_set.keys)
+        mask = residency.rows.mask
+        code = self._code_of_mask
+        presence.tiers = bytes([code[mask[row]] if row >= 0 else 0 for row in rows])
+        presence.load_us.extend(self._promoter.estimate_us(rows))
+        usable = usable_blocks(rows, key_set.match, key_set.window_blocks)
+        presence.usable_blocks = usable
+        if usable < len(keys):
+            first_missing = next((i for i, row in enumerate(rows) if row < 0), usable)
+            absence = residency.why_missing(session.tenant_id, keys[first_missing], session.fingerprint_id)
+            presence.miss_reason = miss_reason(absence.cause)
+        self._counters.add("lookup_keys", len(keys))
+        self._counters.add("lookup_hit_keys", usable)
+
+    def _code(self, mask: int) -> int:
+        fastest = (mask & -mask).bit_length() - 1
+        return 0 if fastest < 0 else _CODES[self._residency.tiers[fastest]]
+
+
+def usable_blocks(rows: Sequence[int], match: int, window_blocks: int) -> int:
+    """How far a chain can be restored, from which of its blocks are present (row >= 0).
+
+    prefix: the leading run. window: the longest prefix whose last `window_blocks` are all present (sliding-window
+    layers need no more, as in Gemma and Mistral). exact: up to the last block that is present (a recurrent snapshot
+    stands alone).
+    """
+    if match == pb.MATCH_PREFIX:
+        return next((i for i, row in enumerate(rows) if row < 0), len(rows))
+    if match == pb.MATCH_EXACT:
+        return next((i + 1 for i in range(len(rows) - 1, -1, -1) if rows[i] >= 0), 0)
+    run = best = 0
+    for i, row in enumerate(rows):
+        run = run + 1 if row >= 0 else 0
+        if run >= min(max(window_blocks, 1), i + 1):
+            best = i + 1
+    return best

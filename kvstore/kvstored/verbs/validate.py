@@ -1,0 +1,41 @@
+"""Limits and shapes of requests, checked before anything is looked at. Raises KVStoreError that names the limit."""
+
+from __future__ import annotations
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.identity import KEY_BYTES, split_keys
+from kvstored.dataplane.sessions import Session
+
+
+def keys_of(packed: bytes, max_keys: int) -> list[bytes]:
+    """The keys of a packed field, in order."""
+    if len(packed) % KEY_BYTES:
+        raise KVStoreError(ErrorKind.INVALID, f"packed keys are {KEY_BYTES} bytes each, got {len(packed)} bytes in all")
+    count = len(packed) // KEY_BYTES
+    if count > max_keys:
+        raise KVStoreError(ErrorKind.TOO_LARGE, f"{count} keys in one message, the limit is {max_keys}: split it")
+    return split_keys(packed)
+
+
+def known_group(session: Session, group_id: int) -> None:
+    if session.fingerprint.group(group_id) is None:
+        known = [group.group_id for group in session.fingerprint.groups]
+        raise KVStoreError(
+            ErrorKind.INVALID, f"layer group {group_id} is not in this session's fingerprint; known: {known}"
+        )
+
+
+def payload_size(session: Session, group_id: int, payload_bytes: int, max_block_bytes: int) -> None:
+    """A group with a fixed size takes no other; every size is within the limit."""
+    expected = session.fingerprint.payload_bytes(group_id)
+    if payload_bytes <= 0:
+        raise KVStoreError(ErrorKind.INVALID, "payload_bytes must be more than 0")
+    if expected and payload_bytes != expected:
+        raise KVStoreError(
+            ErrorKind.INVALID,
+            f"a block of layer group {group_id} has {expected} payload bytes by the fingerprint, got {payload_bytes}",
+        )
+    if payload_bytes > max_block_bytes:
+        raise KVStoreError(
+            ErrorKind.TOO_LARGE, f"a block of {payload_bytes} bytes is over the limit of {max_block_bytes}"
+        )
