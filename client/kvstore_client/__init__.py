@@ -1,0 +1,64 @@
+"""What an engine imports: `connect()` and the session it returns.
+
+The door of the package. Importing it costs nothing; gRPC and NumPy are loaded by the first name that needs
+them.
+Never does: run a model, or know where the daemon keeps blocks.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvstore_client.errors import DaemonUnavailable
+    from kvstore_client.lease import Lease
+    from kvstore_client.receipt import PutReceipt
+    from kvstore_client.results import Lookup, Prefetched, Statistics
+    from kvstore_client.session import Session, connect
+    from kvstore_proto.errors import ErrorKind, KVStoreError
+    from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+    from kvstore_proto.identity import BlockKeys
+
+_HOMES = {
+    "BlockKeys": "kvstore_proto.identity",
+    "DaemonUnavailable": "kvstore_client.errors",
+    "ErrorKind": "kvstore_proto.errors",
+    "Fingerprint": "kvstore_proto.fingerprint",
+    "KVStoreError": "kvstore_proto.errors",
+    "LayerGroup": "kvstore_proto.fingerprint",
+    "Lease": "kvstore_client.lease",
+    "Lookup": "kvstore_client.results",
+    "Prefetched": "kvstore_client.results",
+    "PutReceipt": "kvstore_client.receipt",
+    "Session": "kvstore_client.session",
+    "Statistics": "kvstore_client.results",
+    "connect": "kvstore_client.session",
+}
+
+__all__ = [
+    "BlockKeys",
+    "DaemonUnavailable",
+    "ErrorKind",
+    "Fingerprint",
+    "KVStoreError",
+    "LayerGroup",
+    "Lease",
+    "Lookup",
+    "Prefetched",
+    "PutReceipt",
+    "Session",
+    "Statistics",
+    "connect",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

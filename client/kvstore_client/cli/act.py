@@ -1,0 +1,80 @@
+"""Commands that change something: drop, flush, drain, shutdown, invalidate."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from kvstore_client.cli.admin import AdminSocket
+from kvstore_client.cli.exit_codes import FAILED, OK, USAGE, CommandError
+from kvstore_client.cli.output import Output
+from kvstore_client.cli.units import human_bytes, human_count
+from kvstore_proto.v1 import admin_pb2 as wire
+
+MIN_FINGERPRINT_DIGITS = 8
+
+
+def drop(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    request = wire.DropRequest(
+        tier=arguments.tier, tenant=arguments.tenant, all=arguments.all, discard=arguments.discard
+    )
+    reply = admin.call("Drop", request, wire.DropReply, longer_s=arguments.wait)
+    place = "all tiers" if arguments.all else arguments.tier
+    lines = [f"dropped {human_count(reply.dropped_blocks)} blocks ({human_bytes(reply.dropped_bytes)}) from {place}"]
+    if reply.written_back_blocks:
+        lines.append(f"{human_count(reply.written_back_blocks)} of them were written to a slower tier first")
+    if reply.kept_blocks:
+        lines.append(
+            f"kept {human_count(reply.kept_blocks)} that are under lease or have no other copy"
+            + ("" if arguments.discard or arguments.all else "; --discard drops those without a copy too")
+        )
+    return Output("\n".join(lines), reply)
+
+
+def flush(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    request = wire.FlushRequest(timeout_ms=int(arguments.wait * 1000))
+    reply = admin.call("Flush", request, wire.FlushReply, longer_s=arguments.wait)
+    text = f"wrote {human_count(reply.written_blocks)} blocks"
+    if reply.pending_blocks:
+        left = human_count(reply.pending_blocks)
+        text += f"; {left} are still pending after {arguments.wait:g} s (--wait gives more)"
+    return Output(text, reply, FAILED if reply.pending_blocks else OK)
+
+
+def drain(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    request = wire.DrainRequest(timeout_ms=int(arguments.wait * 1000), undo=arguments.undo)
+    reply = admin.call("Drain", request, wire.DrainReply, longer_s=arguments.wait)
+    if arguments.undo:
+        return Output(f"taking clients again (state: {reply.state})", reply)
+    left = reply.clients_left or reply.leases_left or reply.pending_blocks
+    text = f"state: {reply.state}"
+    if left:
+        text += (
+            f"; left after {arguments.wait:g} s: {human_count(reply.clients_left)} clients, "
+            f"{human_count(reply.leases_left)} leases, {human_count(reply.pending_blocks)} blocks to write"
+        )
+    return Output(text, reply, FAILED if left else OK)
+
+
+def shutdown(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    reply = admin.call("Shutdown", wire.ShutdownRequest(now=arguments.now), wire.ShutdownReply)
+    return Output(f"daemon {reply.pid} is stopping", reply)
+
+
+def invalidate(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    digest = arguments.fingerprint.lower()
+    if not re.fullmatch(rf"[0-9a-f]{{{MIN_FINGERPRINT_DIGITS},64}}", digest):
+        raise CommandError(
+            USAGE,
+            f"a fingerprint is a hex digest or its first {MIN_FINGERPRINT_DIGITS} digits or more, got "
+            f"{arguments.fingerprint!r}; `kvctl --json tenants` lists them",
+        )
+    request = wire.InvalidateRequest(fingerprint=digest, tenant=arguments.tenant)
+    reply = admin.call("Invalidate", request, wire.InvalidateReply)
+    if not reply.fingerprints:
+        return Output(f"no stored fingerprint begins with {digest}", reply, FAILED)
+    names = ", ".join(reply.fingerprints)
+    text = f"removed {human_count(reply.blocks)} blocks ({human_bytes(reply.bytes)}) of {names}"
+    if reply.kept_blocks:
+        text += f"; {human_count(reply.kept_blocks)} under lease go when their leases end"
+    return Output(text, reply)

@@ -1,0 +1,192 @@
+"""kvctl's command line: commands, options, examples. Parses and checks; does nothing."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final, NoReturn
+
+from kvstore_client.cli.exit_codes import MEANINGS, USAGE
+from kvstore_client.cli.show import DEFAULT_BLOCKS
+from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
+
+DEFAULT_TIMEOUT_S: Final = 5.0
+DEFAULT_WAIT_S: Final = 30.0
+TIERS: Final = ("gpu", "host", "cxl", "nvme", "remote")
+
+_EXAMPLES: Final = {
+    "status": ("what the daemon is doing", ["kvctl status", "kvctl --json status | jq .rss_bytes"]),
+    "tiers": ("occupancy and traffic of each tier", ["kvctl tiers"]),
+    "tenants": ("who stores what", ["kvctl tenants", "kvctl --json tenants | jq '.tenants[].fingerprints'"]),
+    "blocks": (
+        "list stored blocks",
+        ["kvctl blocks --tier nvme --limit 20", "kvctl blocks --tenant uid-1000 --prefix 3fa9"],
+    ),
+    "drop": (
+        "remove blocks from one tier, or everything",
+        [
+            "kvctl drop --tier host              # written to NVMe first, nothing is lost",
+            "kvctl drop --tier host --discard    # also what has no copy below: lost",
+            "kvctl drop --all --yes",
+        ],
+    ),
+    "flush": ("write blocks that are only in DRAM to NVMe", ["kvctl flush --wait 60"]),
+    "drain": (
+        "take no new work, wait for clients to leave",
+        ["kvctl drain --wait 120", "kvctl drain --undo"],
+    ),
+    "shutdown": (
+        "stop the daemon",
+        ["kvctl shutdown          # drains and flushes first", "kvctl shutdown --now"],
+    ),
+    "invalidate": (
+        "remove all blocks of a model fingerprint",
+        ["kvctl invalidate 3fa9c0de --tenant uid-1000"],
+    ),
+    "ping": ("time the way that an engine takes", ["kvctl ping --count 100"]),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with our exit code, and the way to help in the message."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}\ntry: {self.prog} --help\n")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Exits with status 2 and one clear line on wrong usage."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command == "drop":
+        _check_drop(parser, arguments)
+    return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kvctl",
+        description="Look at and steer a live kvstored over its admin socket.",
+        epilog=_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _common_options(parser, first=True)
+    parser.add_argument("--version", action="version", version=f"kvctl {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    made = {name: _command(commands, name) for name in _EXAMPLES}
+    _blocks_options(made["blocks"])
+    _drop_options(made["drop"])
+    for name in ("drop", "flush", "drain"):
+        made[name].add_argument(
+            "--wait",
+            type=_seconds,
+            default=DEFAULT_WAIT_S,
+            metavar="S",
+            help="time for the work itself (default: %(default)g s)",
+        )
+    made["drain"].add_argument("--undo", action="store_true", help="take clients again")
+    made["shutdown"].add_argument("--now", action="store_true", help="do not drain first")
+    made["invalidate"].add_argument("fingerprint", help="hex digest, or its first 8 digits or more")
+    made["invalidate"].add_argument("--tenant", default="", help="only this tenant's blocks")
+    made["ping"].add_argument("--count", type=_count, default=10, metavar="N", help="messages (default: %(default)s)")
+    return parser
+
+
+def _command(commands: Any, name: str) -> argparse.ArgumentParser:
+    summary, examples = _EXAMPLES[name]
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _common_options(parser, first=False)
+    return parser
+
+
+def _common_options(parser: argparse.ArgumentParser, *, first: bool) -> None:
+    """Accepted before and after the command; after it, absence must not undo what was given before."""
+    parser.add_argument(
+        "--socket-dir",
+        metavar="DIR",
+        default=None if first else argparse.SUPPRESS,
+        help=f"the daemon's socket directory (default: ${ENVIRONMENT_VARIABLE}, else {DEFAULT_DIRECTORY})",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        default=False if first else argparse.SUPPRESS,
+        help="one JSON document on standard output",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="S",
+        default=DEFAULT_TIMEOUT_S if first else argparse.SUPPRESS,
+        help=f"wait this long for an answer (default: {DEFAULT_TIMEOUT_S:g} s)",
+    )
+
+
+def _blocks_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tier", choices=TIERS, default="", help="only blocks with a copy there")
+    parser.add_argument("--tenant", default="", help="only this tenant's blocks")
+    parser.add_argument("--prefix", type=_hex, default="", metavar="HEX", help="only keys that begin so")
+    parser.add_argument(
+        "--limit", type=_count, default=DEFAULT_BLOCKS, metavar="N", help="at most N (default: %(default)s)"
+    )
+
+
+def _drop_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tier", choices=TIERS, default="", help="the tier to drop from")
+    parser.add_argument("--tenant", default="", help="only this tenant's blocks")
+    parser.add_argument("--all", action="store_true", help="all blocks of all tiers; needs --yes")
+    parser.add_argument("--discard", action="store_true", help="also blocks without another copy")
+    parser.add_argument("--yes", action="store_true", help="I mean it")
+
+
+def _check_drop(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.all == bool(arguments.tier):
+        parser.error("drop: give either --tier TIER or --all")
+    if arguments.all and not arguments.yes:
+        parser.error("drop --all removes every stored block for good; add --yes if you mean it")
+
+
+def _epilog() -> str:
+    codes = "\n".join(f"  {code}  {meaning}" for code, meaning in MEANINGS.items())
+    return (
+        f"exit codes:\n{codes}\n\nexamples:\n  kvctl status\n  kvctl --json tiers\n"
+        "  kvctl --socket-dir /tmp/kv blocks --tier nvme\n\n`kvctl COMMAND --help` says more about a command."
+    )
+
+
+def _version() -> str:
+    try:
+        return version("kvstored")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value <= 86_400):
+        raise argparse.ArgumentTypeError(f"seconds must be above 0 and at most 86400, got {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1000000, got {text!r}")
+    return int(text)
+
+
+def _hex(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{1,32}", text):
+        raise argparse.ArgumentTypeError(f"a key begins with 1 to 32 hex digits, got {text!r}")
+    return text

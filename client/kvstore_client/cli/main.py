@@ -1,0 +1,65 @@
+"""kvctl's entry: parse, run one command, print, exit. Owns the mapping from failure to exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvstore_client.cli import act, show
+from kvstore_client.cli.admin import AdminSocket
+from kvstore_client.cli.arguments import parse
+from kvstore_client.cli.exit_codes import OK, CommandError
+from kvstore_client.cli.output import Output
+from kvstore_client.cli.ping import ping
+from kvstore_client.paths import socket_directory
+
+_COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]] = {
+    "status": show.status,
+    "tiers": show.tiers,
+    "tenants": show.tenants,
+    "blocks": show.blocks,
+    "drop": act.drop,
+    "flush": act.flush,
+    "drain": act.drain,
+    "shutdown": act.shutdown,
+    "invalidate": act.invalidate,
+}
+INTERRUPTED: Final = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run kvctl; the exit code. Errors are one line on standard error (one object on standard output with
+    --json).
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines are not for operators
+    arguments = parse(argv)
+    try:
+        output = _run(arguments)
+        print(output.render(as_json=arguments.json), flush=True)
+        return output.exit_code
+    except CommandError as error:
+        if arguments.json:
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+        print(f"kvctl: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `kvctl blocks | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+
+
+def _run(arguments: argparse.Namespace) -> Output:
+    directory = socket_directory(arguments.socket_dir)
+    if arguments.command == "ping":
+        return ping(directory, arguments)
+    with AdminSocket(directory, arguments.timeout) as admin:
+        return _COMMANDS[arguments.command](admin, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

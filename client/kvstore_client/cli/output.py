@@ -1,0 +1,27 @@
+"""What a command has to say: text for people, and the reply for machines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvstore_client.cli.exit_codes import OK
+from kvstore_client.cli.plain import plain
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One command's result. `exit_code` is FAILED where the daemon answered but the work is not whole."""
+
+    text: str
+    reply: Message | dict[str, Any]
+    exit_code: int = OK
+
+    def render(self, *, as_json: bool) -> str:
+        if not as_json:
+            return self.text
+        document = plain(self.reply) if isinstance(self.reply, Message) else self.reply
+        return json.dumps(document, indent=2, ensure_ascii=False)

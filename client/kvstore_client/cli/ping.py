@@ -1,0 +1,54 @@
+"""kvctl ping: the way an engine takes, handshake and stream, timed. Needs no operator's rights."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+from pathlib import Path
+
+from kvstore_client.cli.admin import probe
+from kvstore_client.cli.exit_codes import FAILED, UNREACHABLE, CommandError
+from kvstore_client.cli.output import Output
+from kvstore_client.cli.units import human_seconds
+from kvstore_client.paths import HANDSHAKE_SOCKET
+from kvstore_client.session import connect
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.fingerprint import Fingerprint
+
+_NOBODY = Fingerprint(model_name="kvctl ping", weights_digest="kvctl ping")  # stores nothing
+
+
+def ping(directory: Path, arguments: argparse.Namespace) -> Output:
+    """Connect as a client that only reads, and send empty messages. Raises CommandError."""
+    probe(directory / HANDSHAKE_SOCKET, socket.SOCK_SEQPACKET)
+    try:
+        session = connect(
+            directory,
+            fingerprint=_NOBODY,
+            client_name="kvctl",
+            connect_timeout_s=arguments.timeout,
+            required=True,
+            staging_bytes=0,
+        )
+    except KVStoreError as error:
+        absent = error.kind is ErrorKind.UNAVAILABLE
+        raise CommandError(UNREACHABLE if absent else FAILED, error.message) from None
+    with session:
+        trips = [session.ping(arguments.timeout) for _ in range(arguments.count)]
+    times = sorted(trip for trip in trips if trip is not None)
+    lost = len(trips) - len(times)
+    if not times:
+        raise CommandError(UNREACHABLE, f"the daemon at {directory} took the handshake but answers no ping")
+    reply = {
+        "pings": len(trips),
+        "lost": lost,
+        "min_s": times[0],
+        "median_s": statistics.median(times),
+        "max_s": times[-1],
+    }
+    text = (
+        f"{len(times)} of {len(trips)} answered: min {human_seconds(times[0])}, "
+        f"median {human_seconds(statistics.median(times))}, max {human_seconds(times[-1])}"
+    )
+    return Output(text, reply, FAILED if lost else 0)

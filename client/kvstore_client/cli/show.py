@@ -1,0 +1,204 @@
+"""Commands that look: status, tiers, tenants, blocks. Each asks once and renders the reply as text."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from kvstore_client.cli.admin import AdminSocket
+from kvstore_client.cli.output import Output
+from kvstore_client.cli.table import Column, render_facts, render_table
+from kvstore_client.cli.units import human_bytes, human_count, human_seconds, human_share
+from kvstore_proto.v1 import admin_pb2 as wire
+
+KEY_DIGITS = 12  # shown of a key's 32; --json has them all
+PAGE_BLOCKS = 1000
+DEFAULT_BLOCKS = 50
+
+
+def status(admin: AdminSocket, _: argparse.Namespace) -> Output:
+    reply = admin.call("Status", wire.StatusRequest(), wire.StatusReply)
+    facts = [
+        ("state", reply.state),
+        ("version", f"{reply.version} (protocol {reply.protocol_version})"),
+        ("pid", str(reply.pid)),
+        ("up", human_seconds(reply.uptime_s)),
+        ("ready after", human_seconds(reply.ready_after_s)),
+        ("resident memory", human_bytes(reply.rss_bytes)),
+        ("clients", human_count(reply.clients)),
+        ("blocks", human_count(reply.blocks)),
+        ("leases", human_count(reply.leases)),
+        ("reservations", human_count(reply.reservations)),
+        ("limbo", human_bytes(reply.limbo_bytes)),
+        ("prefaulted", _progress(reply.prefault_done_bytes, reply.prefault_total_bytes)),
+        ("config", reply.config_path or "built-in defaults"),
+    ]
+    parts = [render_facts(facts)]
+    if reply.lanes:
+        parts.append(_lanes(reply))
+    if reply.counters:
+        parts.append(render_facts([(name, human_count(reply.counters[name])) for name in sorted(reply.counters)]))
+    parts.extend(f"warning: {warning}" for warning in reply.warnings)
+    return Output("\n\n".join(parts), reply)
+
+
+def tiers(admin: AdminSocket, _: argparse.Namespace) -> Output:
+    reply = admin.call("Tiers", wire.TiersRequest(), wire.TiersReply)
+    columns = [
+        Column("TIER"),
+        Column("STATE"),
+        Column("USED", True),
+        Column("CAPACITY", True),
+        Column("FULL", True),
+        Column("BLOCKS", True),
+        Column("HITS", True),
+        Column("READ", True),
+        Column("WRITTEN", True),
+        Column("EVICTED", True),
+        Column("PROMOTED", True),
+        Column("DEMOTED", True),
+        Column("BAD", True),
+        Column("PATH"),
+    ]
+    rows = [
+        [
+            tier.name,
+            tier.state,
+            human_bytes(tier.used_bytes),
+            human_bytes(tier.capacity_bytes),
+            human_share(tier.used_bytes, tier.capacity_bytes),
+            human_count(tier.blocks),
+            human_count(tier.hits),
+            human_bytes(tier.bytes_read),
+            human_bytes(tier.bytes_written),
+            human_count(tier.evicted_blocks),
+            human_count(tier.promoted_blocks),
+            human_count(tier.demoted_blocks),
+            human_count(tier.quarantined_blocks),
+            tier.path,
+        ]
+        for tier in reply.tiers
+    ]
+    parts = [render_table(columns, rows, empty="no tiers are configured")]
+    parts.extend(f"{tier.name} holds: {_by_use(tier.used_by)}" for tier in reply.tiers if tier.used_by)
+    return Output("\n".join(parts), reply)
+
+
+def tenants(admin: AdminSocket, _: argparse.Namespace) -> Output:
+    reply = admin.call("Tenants", wire.TenantsRequest(), wire.TenantsReply)
+    columns = [
+        Column("TENANT"),
+        Column("CLIENTS", True),
+        Column("BLOCKS", True),
+        Column("HOST", True),
+        Column("NVME", True),
+        Column("QUOTA", True),
+        Column("LIMBO", True),
+        Column("LOOKUPS", True),
+        Column("BLOCK HITS", True),
+        Column("MODELS", True),
+    ]
+    rows = [
+        [
+            tenant.name,
+            human_count(tenant.clients),
+            human_count(tenant.blocks),
+            human_bytes(tenant.host_bytes),
+            human_bytes(tenant.nvme_bytes),
+            human_bytes(tenant.quota_bytes) if tenant.quota_bytes else "none",
+            human_bytes(tenant.limbo_bytes),
+            human_count(tenant.lookups),
+            human_share(tenant.hit_blocks, tenant.hit_blocks + tenant.missed_blocks),
+            human_count(len(tenant.fingerprints)),
+        ]
+        for tenant in reply.tenants
+    ]
+    return Output(render_table(columns, rows, empty="no tenant has connected yet"), reply)
+
+
+def blocks(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    reply = wire.BlocksReply()
+    while len(reply.blocks) < arguments.limit:
+        page = admin.call(
+            "Blocks",
+            wire.BlocksRequest(
+                tenant=arguments.tenant,
+                tier=arguments.tier,
+                key_prefix=arguments.prefix.lower(),
+                limit=min(arguments.limit - len(reply.blocks), PAGE_BLOCKS),
+                after=reply.next,
+            ),
+            wire.BlocksReply,
+        )
+        reply.MergeFrom(page)
+        reply.next = page.next
+        if not page.next or not page.blocks:
+            break
+    columns = [
+        Column("KEY"),
+        Column("TENANT"),
+        Column("DEPTH", True),
+        Column("SIZE", True),
+        Column("TIERS"),
+        Column("STATE"),
+        Column("DURABILITY"),
+        Column("CLASS"),
+        Column("USES", True),
+        Column("IDLE", True),
+        Column("LEASES", True),
+        Column("CHILDREN", True),
+    ]
+    rows = [
+        [
+            block.key[:KEY_DIGITS],
+            block.tenant,
+            str(block.depth),
+            human_bytes(block.payload_bytes),
+            "+".join(block.tiers),
+            block.state,
+            block.durability,
+            block.residency,
+            human_count(block.accesses),
+            human_seconds(block.idle_s),
+            human_count(block.leases),
+            human_count(block.children),
+        ]
+        for block in reply.blocks
+    ]
+    text = render_table(columns, rows, empty="no such blocks")
+    if reply.total > len(rows) and rows:
+        text += f"\n{human_count(len(rows))} of {human_count(reply.total)} blocks; --limit shows more"
+    return Output(text, reply)
+
+
+def _lanes(reply: wire.StatusReply) -> str:
+    columns = [
+        Column("LANE"),
+        Column("QUEUED", True),
+        Column("IN FLIGHT", True),
+        Column("BLOCKS", True),
+        Column("MOVED", True),
+        Column("NOW", True),
+        Column("REFUSED", True),
+    ]
+    rows = [
+        [
+            lane.name,
+            human_count(lane.queued),
+            human_count(lane.in_flight),
+            human_count(lane.moved_blocks),
+            human_bytes(lane.moved_bytes),
+            f"{human_bytes(int(lane.bytes_per_s))}/s",
+            human_count(lane.refused),
+        ]
+        for lane in reply.lanes
+    ]
+    return render_table(columns, rows, empty="")
+
+
+def _progress(done_bytes: int, total_bytes: int) -> str:
+    return f"{human_bytes(done_bytes)} of {human_bytes(total_bytes)} ({human_share(done_bytes, total_bytes)})"
+
+
+def _by_use(used_by: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {human_bytes(used_by[name])}" for name in sorted(used_by) if used_by[name]) or "nothing"

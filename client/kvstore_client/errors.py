@@ -1,0 +1,37 @@
+"""What can be raised at an engine, and the one failure that stays inside.
+
+A miss, a throttle, a slow or absent daemon are results. Raised are only: a user's mistake (`KVStoreError`),
+and the absence of a daemon that the caller said it requires (`DaemonUnavailable`).
+"""
+
+from __future__ import annotations
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+
+
+class DaemonUnavailable(KVStoreError):  # noqa: N818 - names a condition, like BrokenPipe
+    """No daemon answers at the socket directory, and `connect(required=True)` was asked for."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorKind.UNAVAILABLE, message)
+
+
+class ConnectError(Exception):
+    """An attempt to connect came to nothing; never leaves the package.
+
+    `refused_as` is the daemon's reason when it answered and said no, None when nobody answered.
+    """
+
+    def __init__(self, message: str, refused_as: ErrorKind | None = None) -> None:
+        super().__init__(message)
+        self.refused_as = refused_as
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether trying again, unchanged, would fail again."""
+        return self.refused_as is not None and self.refused_as.is_permanent
+
+
+def invalid(message: str) -> KVStoreError:
+    """The caller's mistake, as an exception to raise."""
+    return KVStoreError(ErrorKind.INVALID, message)

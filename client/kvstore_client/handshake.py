@@ -1,0 +1,169 @@
+"""The handshake connection: who we are, the staging memory, the arenas, and the anchor of our leases.
+
+Owns one SOCK_SEQPACKET connection that stays open for the session's life; when it ends, the daemon takes
+every lease back. Descriptors arrive here, never elsewhere. Never does: map memory, or speak gRPC.
+Invariants: a descriptor that arrives is either handed out once or closed; one request is on the wire at a
+time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from kvstore_client.errors import ConnectError
+from kvstore_client.paths import explain_unreachable
+from kvstore_proto.errors import ErrorKind
+from kvstore_proto.v1 import handshake_pb2 as wire
+
+PROTOCOL_VERSION = 1
+MAX_PACKET_BYTES = 128 * 1024
+_HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedArena:
+    """A descriptor the receiver must map or close."""
+
+    arena_id: int
+    size_bytes: int
+    descriptor: int
+
+
+class Handshake:
+    """See the module. `welcome` is what the daemon answered."""
+
+    def __init__(self, connection: socket.socket, welcome: wire.Welcome, staging_fd: int) -> None:
+        self._socket = connection
+        self._lock = threading.Lock()
+        self._strays: dict[int, GrantedArena] = {}  # answers that came after their asker had gone
+        self._closed = False
+        self._staging_fd = staging_fd
+        self.welcome = welcome
+
+    def take_staging(self) -> int:
+        """The staging memory's descriptor, now the caller's to map or close; -1 when none was granted."""
+        descriptor, self._staging_fd = self._staging_fd, -1
+        return descriptor
+
+    def request_arena(self, arena_id: int, timeout_s: float) -> GrantedArena | None:
+        """Ask for one arena; None when it is refused, not granted in time, or the daemon is gone."""
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
+            return None
+        try:
+            if arena_id not in self._strays:
+                self._send(wire.ClientPacket(arena=wire.ArenaRequest(arena_id=arena_id)), deadline)
+            while arena_id not in self._strays:
+                packet, descriptor = _receive(self._socket, deadline)
+                if packet.WhichOneof("packet") != "arena" or descriptor < 0:
+                    _close_descriptor(descriptor)
+                    return None
+                grant = packet.arena
+                known = self._strays.pop(grant.arena_id, None)
+                if known is not None:
+                    _close_descriptor(known.descriptor)
+                self._strays[grant.arena_id] = GrantedArena(grant.arena_id, grant.size_bytes, descriptor)
+            return self._strays.pop(arena_id)
+        except (OSError, ConnectError):
+            return None
+        finally:
+            self._lock.release()
+
+    def is_alive(self) -> bool:
+        """Whether the daemon still holds its end; one system call that does not wait."""
+        if self._closed:
+            return False
+        poll = select.poll()  # one object a call: it is not to be shared by threads
+        poll.register(self._socket, _HANGUP)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """End the connection, and with it every lease and reservation of this session."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an arena
+        with self._lock:
+            self._socket.close()
+            for grant in self._strays.values():
+                _close_descriptor(grant.descriptor)
+            self._strays.clear()
+        _close_descriptor(self.take_staging())
+
+    def _send(self, packet: wire.ClientPacket, deadline: float) -> None:
+        self._socket.settimeout(_remaining(deadline))
+        self._socket.send(packet.SerializeToString())
+
+
+def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake:
+    """Connect and introduce ourselves. Raises ConnectError with a sentence for people."""
+    deadline = time.monotonic() + timeout_s
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        connection.settimeout(_remaining(deadline))
+        connection.connect(os.fspath(path))
+        connection.send(wire.ClientPacket(hello=hello).SerializeToString())
+        packet, descriptor = _receive(connection, deadline)
+    except OSError as error:
+        connection.close()
+        raise ConnectError(explain_unreachable(path, error)) from None
+    except ConnectError:
+        connection.close()
+        raise
+    kind = packet.WhichOneof("packet")
+    if kind == "welcome":
+        return Handshake(connection, packet.welcome, descriptor)
+    _close_descriptor(descriptor)
+    connection.close()
+    if kind == "refused":
+        refusal = packet.refused
+        raise ConnectError(f"the daemon refused this client: {refusal.message}", _error_kind(refusal.kind))
+    raise ConnectError("the daemon answered the handshake with something unknown: is it newer than this client?")
+
+
+def _receive(connection: socket.socket, deadline: float) -> tuple[wire.DaemonPacket, int]:
+    """One packet and its descriptor (-1 for none). Raises OSError, and ConnectError at the end."""
+    connection.settimeout(_remaining(deadline))
+    data, descriptors, flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+    for spare in descriptors[1:]:
+        _close_descriptor(spare)
+    descriptor = descriptors[0] if descriptors else -1
+    try:
+        if not data:
+            raise ConnectError("the daemon closed the connection")
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ConnectError("the daemon sent a packet that is too large, or we are out of file descriptors")
+        return wire.DaemonPacket.FromString(data), descriptor
+    except (ConnectError, DecodeError) as error:
+        _close_descriptor(descriptor)
+        if isinstance(error, ConnectError):
+            raise
+        raise ConnectError("the daemon sent something that is no handshake packet") from None
+
+
+def _remaining(deadline: float) -> float:
+    """Seconds left; raises TimeoutError when none (a timeout of 0 would mean non-blocking)."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _error_kind(code: int) -> ErrorKind:
+    try:
+        return ErrorKind(code)
+    except ValueError:
+        return ErrorKind.UNSPECIFIED
+
+
+def _close_descriptor(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)

@@ -1,0 +1,114 @@
+"""From token ids to block keys, remembering what was hashed before.
+
+Owns the keys of one connection (the roots come with it) and a small cache of recent chains: turns of one
+conversation, and conversations under one system prompt, share their leading blocks, so only the new blocks
+are hashed.
+Never does: talk to the daemon. Invariant: the answer is that of `kvstore_proto.identity.block_keys`, cache or
+not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore_client.errors import invalid
+from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT, BlockKeys, TokenIds, block_keys, pack_tokens
+
+REMEMBERED_CHAINS = 64
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Keys of the full blocks of a prefix, and their packed token ids where the caller gave tokens."""
+
+    keys: BlockKeys
+    packed_tokens: bytes | None
+    block_tokens: int
+
+    def tokens_of(self, block: int) -> bytes | None:
+        """Packed int32 token ids of one block; None when only keys are known."""
+        if self.packed_tokens is None:
+            return None
+        step = self.block_tokens * TOKEN_BYTES
+        return self.packed_tokens[block * step : (block + 1) * step]
+
+    def parent_of(self, block: int) -> bytes:
+        return self.keys[block - 1] if block else NO_PARENT
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class KeyChains:
+    """Turns tokens into chains for each layer group of a fingerprint. Safe for several threads."""
+
+    def __init__(self, fingerprint: Fingerprint, roots: list[bytes]) -> None:
+        self._fingerprint = fingerprint
+        self._roots = dict(zip((group.group_id for group in fingerprint.groups), roots, strict=True))
+        self._recent: OrderedDict[tuple[int, bytes], tuple[bytes, bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def chain(self, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int) -> Chain:
+        """The chain of a prefix, given by tokens (the tail that fills no block is left out) or by keys.
+
+        Raises KVStoreError(INVALID) unless exactly one is given, for ids that are no int32, and for unknown
+        groups.
+        """
+        block_tokens = self._fingerprint.block_tokens
+        if (tokens is None) == (keys is None):
+            raise invalid("give either tokens or keys=, not both and not neither")
+        if group_id not in self._roots:
+            raise invalid(f"the fingerprint has no layer group {group_id}; groups are {sorted(self._roots)}")
+        if keys is not None:
+            if not isinstance(keys, BlockKeys):
+                raise invalid(f"keys= must be BlockKeys, got {type(keys).__name__}: wrap packed bytes in BlockKeys")
+            return Chain(keys, None, block_tokens)
+        assert tokens is not None
+        try:
+            packed = pack_tokens(tokens)
+        except (OverflowError, ValueError, TypeError) as error:
+            raise invalid(f"tokens must be a flat run of int32 token ids: {error}") from None
+        step = block_tokens * TOKEN_BYTES
+        packed = packed[: len(packed) // step * step]
+        return Chain(self._keys_of(packed, group_id), packed, block_tokens)
+
+    def _keys_of(self, packed: bytes, group_id: int) -> BlockKeys:
+        step = self._fingerprint.block_tokens * TOKEN_BYTES
+        if not packed:
+            return BlockKeys()
+        slot = (group_id, packed[:step])
+        with self._lock:
+            known_tokens, known_keys = self._recent.get(slot, (b"", b""))
+        shared = _common_blocks(packed, known_tokens, step)
+        if shared * step == len(packed):
+            return BlockKeys(known_keys[: shared * KEY_BYTES])
+        head = known_keys[: shared * KEY_BYTES]
+        rest = block_keys(
+            head[-KEY_BYTES:] if shared else self._roots[group_id],
+            np.frombuffer(packed, dtype="<i4")[shared * self._fingerprint.block_tokens :],
+            block_tokens=self._fingerprint.block_tokens,
+            engine_block_tokens=self._fingerprint.engine_block_tokens,
+            hash_name=self._fingerprint.key_hash,
+        )
+        keys = BlockKeys(head + rest.packed)
+        with self._lock:
+            self._recent[slot] = (packed, keys.packed)
+            self._recent.move_to_end(slot)
+            while len(self._recent) > REMEMBERED_CHAINS:
+                self._recent.popitem(last=False)
+        return keys
+
+
+def _common_blocks(a: bytes, b: bytes, step: int) -> int:
+    """How many leading blocks of `step` bytes two packed runs share."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length // step
+    left, right = np.frombuffer(a, np.uint8, length), np.frombuffer(b, np.uint8, length)
+    return int(np.argmax(left != right)) // step

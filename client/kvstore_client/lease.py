@@ -1,0 +1,204 @@
+"""A lease: leading blocks of a prefix, readable in place until it ends.
+
+Owns the views an engine reads and the question whether they may still be read. Never does: extend itself
+silently, or unmap memory (views stay memory-safe for ever; what ends with the lease is the promise about
+their *content*).
+Invariants: views are read-only; `valid` turns False before the daemon may recycle a byte, given a clock that
+runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client.errors import invalid
+from kvstore_client.keys import Chain
+from kvstore_client.memory import Bytes
+from kvstore_client.verify import mismatch
+from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.identity import TokenIds
+
+MAX_MARGIN_S = 0.5
+MARGIN_SHARE = 0.1
+
+
+class LeasedBlock(NamedTuple):
+    """Where one block lies: `offset` is that of its header in `arena`. (A tuple: 64 of them are made for a get.)"""
+
+    arena: Bytes
+    offset: int
+    payload_bytes: int
+    generation: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """What a lease needs of its session: `renew` and `is_alive` ask, `release` gives back, `chain` computes
+    keys.
+    """
+
+    renew: Callable[[int], float | None]  # lease id -> seconds until expiry
+    release: Callable[[int], None]
+    is_alive: Callable[[], bool]
+    chain: Callable[[TokenIds], Chain]
+
+
+class Lease:
+    """`len(lease)` leading blocks. Use it as a context manager: leaving gives the blocks back.
+
+    `reason` says why the run ends where it ends. `promoted_bytes` were read from slower tiers for this lease.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[LeasedBlock] = (),
+        *,
+        lease_id: int = 0,
+        anchor: Anchor | None = None,
+        expires_in_s: float = 0.0,
+        block_tokens: int = 0,
+        layer_count: int = 0,
+        reason: str = "",
+        promoted_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._blocks = tuple(blocks)
+        self._lease_id = lease_id
+        self._anchor = anchor
+        self._clock = clock
+        self._block_tokens = block_tokens
+        self._layer_count = layer_count
+        self._released = False
+        self._valid_until = clock() + _usable_s(expires_in_s)
+        self.reason = reason
+        self.promoted_bytes = promoted_bytes
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def tokens(self) -> int:
+        return len(self._blocks) * self._block_tokens
+
+    @property
+    def payload_bytes(self) -> int:
+        """Sum over all blocks."""
+        return sum(block.payload_bytes for block in self._blocks)
+
+    @property
+    def valid(self) -> bool:
+        """Whether the content may be trusted now; check it *after* the bytes were used. An empty lease is not
+        valid.
+        """
+        if self._released or not self._blocks or self._anchor is None or self._clock() >= self._valid_until:
+            return False
+        return self._anchor.is_alive()
+
+    def payload(self, block: int) -> Bytes:
+        """uint8[payload_bytes], read-only, zero-copy. Raises KVStoreError after release, IndexError out of
+        range.
+        """
+        leased = self._held(block)
+        start = leased.offset + HEADER_BYTES
+        return leased.arena[start : start + leased.payload_bytes]
+
+    def layer(self, block: int, layer: int) -> Bytes:
+        """uint8 view of one layer of a block: `layer` counts the layers of the group, from 0."""
+        if self._layer_count == 0:
+            raise invalid("this layer group's fingerprint lists no layers: its payload is opaque")
+        payload = self.payload(block)
+        if not 0 <= layer < self._layer_count or len(payload) % self._layer_count:
+            raise invalid(f"layer {layer} of {self._layer_count} cannot be cut from {len(payload)} bytes")
+        size = len(payload) // self._layer_count
+        return payload[layer * size : (layer + 1) * size]
+
+    def copy_into(self, destinations: Sequence[npt.NDArray[Any]], first_block: int = 0) -> int:
+        """Copy blocks first_block, first_block + 1, … into C-contiguous arrays of just their size, without
+        the GIL.
+
+        Returns how many blocks were copied while the lease was valid: all of them, or 0 when it had ended by
+        then (the destinations then hold nothing of use). Raises KVStoreError for arrays that do not fit.
+        """
+        if first_block + len(destinations) > len(self._blocks):
+            raise invalid(f"{len(destinations)} destinations from block {first_block}, but {len(self)} blocks are held")
+        for index, destination in enumerate(destinations, first_block):
+            np.copyto(_flat_bytes(destination, self._blocks[index].payload_bytes), self.payload(index))
+        return len(destinations) if self.valid else 0
+
+    def verify(self, tokens: TokenIds) -> bool:
+        """Whether the headers of all blocks held say that they belong to these tokens (done by `get`
+        already).
+        """
+        if self._anchor is None:
+            return not self._blocks
+        chain = self._anchor.chain(tokens)
+        return len(chain) >= len(self._blocks) and all(
+            not mismatch(
+                block.arena.data,
+                block.offset,
+                chain.keys[index],
+                chain.tokens_of(index),
+                block.payload_bytes,
+                block.generation,
+            )
+            for index, block in enumerate(self._blocks)
+        )
+
+    def renew(self) -> bool:
+        """Ask for more time. False when the lease has ended; the blocks must then be acquired again."""
+        if not self.valid or self._anchor is None:
+            return False
+        before = self._clock()  # the daemon's time starts later than this
+        expires_in_s = self._anchor.renew(self._lease_id)
+        if expires_in_s is None:
+            return False
+        self._valid_until = before + _usable_s(expires_in_s)
+        return self.valid
+
+    def release(self) -> None:
+        """Give the blocks back; does not wait. Idempotent."""
+        if not self._released:
+            self._released = True
+            if self._anchor is not None and self._lease_id:
+                self._anchor.release(self._lease_id)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "released" if self._released else "valid" if self.valid else "ended"
+        return f"Lease({len(self)} blocks, {state}{', ' + self.reason if self.reason else ''})"
+
+    def _held(self, block: int) -> LeasedBlock:
+        if self._released:
+            raise invalid("the lease was released: its bytes may be recycled; copy what you need before leaving it")
+        return self._blocks[block]
+
+
+def _usable_s(expires_in_s: float) -> float:
+    return expires_in_s - min(expires_in_s * MARGIN_SHARE, MAX_MARGIN_S)
+
+
+def _flat_bytes(destination: npt.NDArray[Any], expected_bytes: int) -> Bytes:
+    if not destination.flags.c_contiguous or not destination.flags.writeable:
+        raise invalid("copy_into needs writable C-contiguous destinations")
+    if destination.nbytes != expected_bytes:
+        raise invalid(f"a destination has {destination.nbytes} bytes, its block {expected_bytes}")
+    return destination.reshape(-1).view(np.uint8)

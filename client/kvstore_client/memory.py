@@ -1,0 +1,72 @@
+"""Mapping the daemon's memory into this process: arenas to read, staging to write.
+
+Owns the mmap objects and the arrays over them. An array keeps its mapping alive, so memory is never unmapped
+under a view, whatever becomes of the session. Never does: decide what a byte means (that is
+`kvstore_proto.arena`).
+Invariant: arena arrays are read-only, by mapping and by flag; both mappings stay out of core dumps, since
+headers hold token ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
+_libc: ctypes.CDLL | None = None
+
+
+def map_read_only(descriptor: int, size_bytes: int) -> Bytes:
+    """The whole arena as one read-only array. Closes the descriptor. Raises OSError or ValueError if it is
+    short.
+    """
+    return _map(descriptor, size_bytes, mmap.PROT_READ)
+
+
+def map_read_write(descriptor: int, size_bytes: int) -> Bytes:
+    """The staging memory as one writable array. Closes the descriptor. Raises as `map_read_only`."""
+    return _map(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _map(descriptor: int, size_bytes: int, protection: int) -> Bytes:
+    try:
+        mapping = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, prot=protection)
+    finally:
+        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_DONTDUMP)
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def populate(arena: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
+    """Enter the pages of (offset, length) ranges into our page table, one system call a contiguous run.
+
+    Only a speed-up: errors (an older kernel) are ignored. Runs without the GIL. Offsets must be page-aligned.
+    """
+    global _libc
+    if _libc is None:
+        _libc = ctypes.CDLL(None, use_errno=True)
+        _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    base = arena.ctypes.data
+    for offset, length in contiguous_runs(ranges):
+        _libc.madvise(base + offset, length, MADV_POPULATE_READ)
+
+
+def contiguous_runs(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges sorted by offset, neighbours that touch or overlap joined."""
+    runs: list[tuple[int, int]] = []
+    for offset, length in sorted(ranges):
+        if runs and offset <= runs[-1][0] + runs[-1][1]:
+            start, joined = runs[-1]
+            runs[-1] = (start, max(joined, offset + length - start))
+        else:
+            runs.append((offset, length))
+    return runs

@@ -1,0 +1,47 @@
+"""Where a daemon's sockets are.
+
+Owns the names inside a socket directory and how the directory is chosen: argument, then the environment
+variable KVSTORED_SOCKET_DIR, then /run/kvstored.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ENVIRONMENT_VARIABLE = "KVSTORED_SOCKET_DIR"
+DEFAULT_DIRECTORY = Path("/run/kvstored")
+HANDSHAKE_SOCKET = "handshake.sock"
+DATA_SOCKET = "data.sock"
+ADMIN_SOCKET = "admin.sock"
+MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path less its final zero
+
+
+def socket_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
+    """The directory that holds the sockets; a path to one of the sockets is taken for its directory."""
+    if chosen is None:
+        chosen = os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT_DIRECTORY
+    path = Path(chosen)
+    if path.name in (HANDSHAKE_SOCKET, DATA_SOCKET, ADMIN_SOCKET):
+        path = path.parent
+    return path.absolute()
+
+
+def explain_unreachable(path: Path, error: OSError) -> str:
+    """One sentence for a socket that cannot be connected to, with what to do next."""
+    start = f"start it with: kvstored serve --socket-dir {path.parent}"
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        return f"socket path {path} is over {MAX_SOCKET_PATH_BYTES} bytes: choose a shorter socket directory"
+    if isinstance(error, FileNotFoundError):
+        return f"no daemon at {path.parent} ({path.name} does not exist); {start}"
+    if isinstance(error, ConnectionRefusedError):
+        return f"no daemon at {path.parent} (stale socket {path.name}, nobody listens); {start}"
+    if isinstance(error, PermissionError):
+        group = "kvstored-admin" if path.name == ADMIN_SOCKET else "kvstored"
+        return (
+            f"permission denied at {path}; join its group ({group}: sudo usermod -aG {group} $USER, "
+            "then log in again) or run as the daemon's user"
+        )
+    if isinstance(error, (TimeoutError, BlockingIOError)):
+        return f"the daemon at {path.parent} does not answer (stopped or overloaded)"
+    return f"cannot connect to {path}: {error.strerror or error}"

@@ -1,0 +1,93 @@
+"""What became of each block of a put.
+
+Owns the per-block outcome and, for blocks still on their way to stable storage, the wait for their final
+answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvstore_client.stream import PendingCall
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+STORED, PRESENT, THROTTLED, FAILED = "stored", "present", "throttled", "failed"
+VOLATILE, PENDING, DURABLE = "volatile", "pending", "durable"
+
+_COMMIT_STATUSES: Final[dict[int, str]] = {
+    wire.COMMIT_STATUS_STORED: STORED,
+    wire.COMMIT_STATUS_PRESENT: PRESENT,
+    wire.COMMIT_STATUS_THROTTLED: THROTTLED,
+}
+_DURABILITIES: Final[dict[int, str]] = {wire.DURABILITY_PENDING: PENDING, wire.DURABILITY_DURABLE: DURABLE}
+
+
+class PutReceipt:
+    """`statuses[i]` and `durability[i]` belong to block first_block + i.
+
+    statuses: "stored", "present" (was there already), "throttled" (no room, or the deadline came first),
+    "failed".
+    durability: what the daemon promised: "durable", "volatile", "pending" (not yet said); "volatile" for
+    blocks that this put did not store. `reason` says in words why blocks were throttled or failed.
+    """
+
+    def __init__(self, blocks: int, reason: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.statuses = [FAILED] * blocks
+        self.durability = [VOLATILE] * blocks
+        self.reason = reason
+        self._clock = clock
+        self._unsettled: list[tuple[PendingCall, Sequence[int]]] = []
+
+    def __len__(self) -> int:
+        return len(self.statuses)
+
+    @property
+    def stored_blocks(self) -> int:
+        return self.statuses.count(STORED)
+
+    @property
+    def visible_blocks(self) -> int:
+        """Blocks that another client finds now, whoever stored them."""
+        return self.statuses.count(STORED) + self.statuses.count(PRESENT)
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._unsettled
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until each block is durable or volatile for good. False when that is still open after
+        `timeout_s`.
+        """
+        deadline = self._clock() + timeout_s
+        while self._unsettled:
+            call, blocks = self._unsettled[0]
+            response = call.wait(deadline - self._clock())
+            if response is None:
+                return False
+            del self._unsettled[0]
+            self._take(response, blocks)
+        return True
+
+    def record_commit(self, call: PendingCall, response: wire.Response, blocks: Sequence[int]) -> None:
+        """Enter the first answer to a commit of these blocks (indices into the receipt)."""
+        self._take(response, blocks)
+        if any(self.durability[block] == PENDING for block in blocks):
+            self._unsettled.append((call, blocks))
+
+    def _take(self, response: wire.Response, blocks: Sequence[int]) -> None:
+        if not response.HasField("commit"):
+            self.reason = response.error.message
+            for block in blocks:
+                if self.durability[block] == PENDING:
+                    self.durability[block] = VOLATILE  # never confirmed: promise nothing
+            return
+        reply = response.commit
+        for block, status, durability in zip(blocks, reply.statuses, reply.durability, strict=False):
+            self.statuses[block] = _COMMIT_STATUSES.get(status, FAILED)
+            self.durability[block] = _DURABILITIES.get(durability, VOLATILE)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{self.statuses.count(name)} {name}" for name in dict.fromkeys(self.statuses))
+        return f"PutReceipt({counts}{'; ' + self.reason if self.reason else ''})"

@@ -1,0 +1,81 @@
+"""What a session answers: plain frozen records.
+
+Misses are values here, with a reason in words; nothing in this file talks to anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TIER_NAMES = ("absent", "gpu", "host", "cxl", "nvme", "remote")  # by kvstore.v1.TierCode
+MISS_REASONS = (  # by kvstore.v1.MissReason
+    "",
+    "never_stored",
+    "evicted",
+    "expired",
+    "quota",
+    "other_fingerprint",
+    "corrupt",
+    "invalidated",
+    "dropped",
+    "read_failed",
+)
+REASON_NO_DAEMON = "no_daemon"  # degraded: nobody was asked
+REASON_DEADLINE = "deadline"  # the daemon did not answer in time
+REASON_VERIFY_FAILED = "verify_failed"  # the bytes in the arena are not those that were asked for
+REASON_NO_ARENA = "arena_not_mapped"  # the daemon did not hand over the memory in time
+REASON_LIMIT = "limit"  # more blocks than one request may name
+
+
+def tier_name(code: int) -> str:
+    """A code this client does not know counts as absent (docs/wire.md)."""
+    return TIER_NAMES[code] if code < len(TIER_NAMES) else TIER_NAMES[0]
+
+
+def miss_reason(code: int) -> str:
+    return MISS_REASONS[code] if 0 <= code < len(MISS_REASONS) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The longest prefix that can be restored. `reason` says why it ends where it ends; empty when all is
+    there.
+    """
+
+    blocks: int = 0
+    tokens: int = 0
+    tiers: tuple[str, ...] = ()  # of each block asked for, also those beyond `blocks`
+    estimated_load_s: float = 0.0  # to have all `blocks` mapped
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """What became of a hint. All zero when the daemon could not be asked."""
+
+    resident_blocks: int = 0
+    scheduled_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Since the session was opened. `hits` and `misses` count lookups and gets that found at least one block,
+    or none.
+    """
+
+    state: str
+    lookups: int = 0
+    gets: int = 0
+    puts: int = 0
+    hits: int = 0
+    misses: int = 0
+    timeouts: int = 0
+    verify_failures: int = 0
+    reconnects: int = 0
+    blocks_restored: int = 0
+    blocks_stored: int = 0
+    bytes_restored: int = 0
+    bytes_stored: int = 0
+    grpc_message_bytes: int = 0  # all of both directions: keys, ids, offsets
+    grpc_payload_bytes: int = 0  # in the fields of the wire that can carry opaque bytes
+    last_error: str = ""

@@ -1,0 +1,338 @@
+"""A session: what an engine holds to put, get and look up blocks by token ids.
+
+The facade of the package: checks arguments, picks the connection, counts, and leaves the work to `reading`,
+`storing` and `link`. Usable from several threads; not across fork. Never does: block longer than its
+deadlines, or raise for a miss, a throttle or an absent daemon (unless `required=True`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Literal
+
+from kvstore_client.asking import Asker
+from kvstore_client.connection import Connection, Introduction, open_connection
+from kvstore_client.counters import Counters
+from kvstore_client.errors import ConnectError, DaemonUnavailable, invalid
+from kvstore_client.keys import Chain
+from kvstore_client.lease import Lease
+from kvstore_client.link import Link
+from kvstore_client.paths import socket_directory
+from kvstore_client.reading import Reader, key_set
+from kvstore_client.receipt import STORED, PutReceipt
+from kvstore_client.results import REASON_NO_DAEMON, Lookup, Prefetched, Statistics
+from kvstore_client.staging import Payload, payload_size
+from kvstore_client.storing import DURABILITY_MODES, Put, PutOrder
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.identity import BlockKeys, TokenIds
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+DEFAULT_DEADLINE_S = 0.25
+DEFAULT_CONNECT_TIMEOUT_S = 0.5
+DEFAULT_PUT_DEADLINE_S = 5.0
+DEFAULT_STAGING_BYTES = 64 * 1024 * 1024
+
+
+class Session:
+    """Made by `connect`. Wherever a method takes tokens it takes `keys=BlockKeys` instead.
+
+    Raised is KVStoreError(INVALID) for a wrong call, and nothing for a miss. `group` names a layer group of
+    the fingerprint; the first one by default.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        fingerprint: Fingerprint,
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        prefault: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link = link
+        self._asker = Asker(link, deadline_s)
+        self._counters = Counters()
+        self._reader = Reader(self._asker, fingerprint, self._counters, clock=clock)
+        self._deadline_s = deadline_s
+        self._prefault = prefault
+        self._clock = clock
+        self.fingerprint = fingerprint
+
+    @property
+    def block_tokens(self) -> int:
+        return self.fingerprint.block_tokens
+
+    @property
+    def state(self) -> str:
+        """ "connected", "degraded" (every lookup is a miss; it reconnects by itself) or "closed"."""
+        return self._link.state
+
+    def lookup(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: BlockKeys | None = None,
+        group: int | None = None,
+        deadline_s: float | None = None,
+    ) -> Lookup:
+        """The longest prefix that the daemon can restore, and how long that would take. Moves nothing."""
+        layers, connection = self._group(group), self._link.current()
+        if connection is None:
+            found = Lookup(reason=REASON_NO_DAEMON)
+        else:
+            chain = connection.chains.chain(tokens, keys, layers.group_id)
+            found = self._reader.lookup(connection, chain, layers, self._deadline(deadline_s))
+        self._counters.add(lookups=1, hits=int(found.blocks > 0), misses=int(found.blocks == 0))
+        return found
+
+    def get(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: BlockKeys | None = None,
+        max_blocks: int | None = None,
+        group: int | None = None,
+        deadline_s: float | None = None,
+        verify: bool = True,
+        prefault: bool | None = None,
+    ) -> Lease:
+        """A lease on the leading blocks that can be had within the deadline; empty (a miss) if none.
+
+        Blocks in slower tiers are promoted first, as many as the deadline allows. `verify` compares the token
+        ids in each block's header with `tokens` (only keys, with `keys=`). `prefault` enters the leased pages
+        into our page table in one system call. Measured, that moves the cost of a first pass (64 MiB: 3.5 ms)
+        from the pass into this call and costs 3 ms again each time, so it is off; turn it on where `get` runs
+        in a thread of its own and the pass is what somebody waits for.
+        """
+        layers, connection = self._group(group), self._link.current()
+        if connection is None:
+            lease = Lease(reason=REASON_NO_DAEMON)
+        else:
+            chain = _head(connection.chains.chain(tokens, keys, layers.group_id), max_blocks)
+            if len(chain):
+                lease = self._reader.acquire(
+                    connection,
+                    chain,
+                    layers,
+                    self._deadline(deadline_s),
+                    verify=verify,
+                    prefault=self._prefault if prefault is None else prefault,
+                )
+            else:
+                lease = Lease()
+        held = len(lease)
+        self._counters.add(
+            gets=1,
+            hits=int(held > 0),
+            misses=int(held == 0),
+            blocks_restored=held,
+            bytes_restored=lease.payload_bytes,
+        )
+        return lease
+
+    def put(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        payloads: Sequence[Payload],
+        keys: BlockKeys | None = None,
+        first_block: int = 0,
+        group: int | None = None,
+        payload_bytes: int | None = None,
+        durability: str = "default",
+        wait: Literal["published", "settled"] = "published",
+        deadline_s: float = DEFAULT_PUT_DEADLINE_S,
+    ) -> PutReceipt:
+        """Store blocks first_block, first_block + 1, … of the prefix; each payload of the group's fixed size.
+
+        A payload is bytes-like, an array, or a function(dest) that writes straight into shared memory.
+        `wait`:
+        "published" returns when other clients can find the blocks, "settled" when their durability is decided
+        too.
+        `durability`: "default" (the tenant's), "none", "batch" or "always". `payload_bytes` is needed only
+        for functions in a group whose fingerprint leaves the size open.
+        """
+        layers = self._group(group)
+        if durability not in DURABILITY_MODES:
+            raise invalid(f"durability {durability!r} is unknown; known: {', '.join(DURABILITY_MODES)}")
+        if wait not in ("published", "settled"):
+            raise invalid(f'wait must be "published" or "settled", got {wait!r}')
+        size = self._payload_bytes(payloads, layers, payload_bytes)
+        deadline = self._clock() + deadline_s
+        connection = self._link.current()
+        self._counters.add(puts=1)
+        if connection is None:
+            return PutReceipt(len(payloads), REASON_NO_DAEMON)
+        chain = connection.chains.chain(tokens, keys, layers.group_id)
+        if first_block < 0 or first_block + len(payloads) > len(chain):
+            raise invalid(
+                f"blocks {first_block}..{first_block + len(payloads)} asked for, but the prefix has "
+                f"{len(chain)} full blocks of {self.block_tokens} tokens"
+            )
+        if connection.reads_only:
+            raise invalid("this session was opened with staging_bytes=0, so it can only read")
+        if connection.max_block_bytes and size > connection.max_block_bytes:
+            raise invalid(f"a block of {size} bytes is over the daemon's limit of {connection.max_block_bytes}")
+        if connection.staging is None:
+            return PutReceipt(len(payloads), "the daemon granted no staging memory")
+        order = PutOrder(chain, first_block, payloads, size, layers.group_id, DURABILITY_MODES[durability])
+        receipt = Put(self._asker, connection, order, deadline_s, clock=self._clock).run()
+        if wait == "settled":
+            receipt.settle(deadline - self._clock())
+        stored = receipt.statuses.count(STORED)
+        self._counters.add(blocks_stored=stored, bytes_stored=stored * size)
+        return receipt
+
+    def prefetch(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: BlockKeys | None = None,
+        in_s: float | None = None,
+        budget_bytes: int = 0,
+        group: int | None = None,
+    ) -> Prefetched:
+        """Hint that these blocks will be asked for in about `in_s` seconds (soon, by default). 0 = default
+        budget.
+        """
+        asked = self._key_set(tokens, keys, group)
+        if asked is None:
+            return Prefetched()
+        connection, blocks = asked
+        in_ms = 0 if in_s is None else max(0, int(in_s * 1000))
+        request = wire.Request(prefetch=wire.Prefetch(set=blocks, in_ms=in_ms, budget_bytes=budget_bytes))
+        answer = self._asker.ask(connection, request, self._deadline_s)
+        if isinstance(answer, str):
+            return Prefetched()
+        return Prefetched(answer.prefetch.resident_blocks, answer.prefetch.scheduled_blocks)
+
+    def touch(self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None) -> int:
+        """Count an access, as if the blocks had been read. Returns how many the daemon knows."""
+        asked = self._key_set(tokens, keys, group)
+        if asked is None:
+            return 0
+        answer = self._asker.ask(asked[0], wire.Request(touch=wire.Touch(set=asked[1])), self._deadline_s)
+        return 0 if isinstance(answer, str) else answer.touch.touched
+
+    def ping(self, deadline_s: float | None = None) -> float | None:
+        """Seconds of one empty round trip on the stream; None when there was no answer in time."""
+        connection = self._link.current()
+        if connection is None:
+            return None
+        started = self._clock()
+        answer = self._asker.ask(connection, wire.Request(ping=wire.Ping()), self._deadline(deadline_s))
+        return None if isinstance(answer, str) else self._clock() - started
+
+    def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
+        """Keys of the full blocks of a prefix; None while degraded (the root comes from the daemon)."""
+        connection = self._link.current()
+        return None if connection is None else connection.chains.chain(tokens, None, self._group(group).group_id).keys
+
+    def statistics(self) -> Statistics:
+        message_bytes, payload_bytes = self._link.traffic_bytes()
+        return Statistics(
+            state=self.state,
+            timeouts=self._link.timeouts,
+            reconnects=self._link.reconnects,
+            last_error=self._link.last_error,
+            grpc_message_bytes=message_bytes,
+            grpc_payload_bytes=payload_bytes,
+            **self._counters.read(),
+        )
+
+    def close(self) -> None:
+        """End the session: leases end, views stay readable memory without a promise about their content."""
+        self._link.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _group(self, group_id: int | None) -> LayerGroup:
+        groups = self.fingerprint.groups
+        group = groups[0] if group_id is None else self.fingerprint.group(group_id)
+        if group is None:
+            raise invalid(f"the fingerprint has no layer group {group_id}; groups are {[g.group_id for g in groups]}")
+        return group
+
+    def _deadline(self, deadline_s: float | None) -> float:
+        return self._deadline_s if deadline_s is None else deadline_s
+
+    def _key_set(
+        self, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int | None
+    ) -> tuple[Connection, wire.KeySet] | None:
+        """At most one request's worth of keys; None when there is nobody to ask or nothing to ask for."""
+        group, connection = self._group(group_id), self._link.current()
+        if connection is None:
+            return None
+        packed = connection.chains.chain(tokens, keys, group.group_id).keys[: connection.max_keys].packed
+        return (connection, key_set(self.fingerprint, group, packed)) if packed else None
+
+    def _payload_bytes(self, payloads: Sequence[Payload], group: LayerGroup, stated: int | None) -> int:
+        fixed = self.fingerprint.payload_bytes(group.group_id)
+        sizes = {size for size in map(payload_size, payloads) if size is not None}
+        expected = fixed or stated or (min(sizes) if sizes else 0)
+        if stated is not None and stated != expected:
+            raise invalid(f"payload_bytes={stated}, but the fingerprint fixes {expected} bytes for a block")
+        if payloads and not expected:
+            raise invalid("the fingerprint leaves the payload size open: give payload_bytes=")
+        wrong = sorted(sizes - {expected})
+        if wrong:
+            raise invalid(f"a payload has {wrong[0]} bytes, but a block of group {group.group_id} has {expected}")
+        return expected
+
+
+def connect(
+    socket: str | os.PathLike[str] | None = None,
+    *,
+    fingerprint: Fingerprint,
+    client_name: str = "",
+    deadline_s: float = DEFAULT_DEADLINE_S,
+    connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+    required: bool = False,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    prefault: bool = False,
+    rng: random.Random | None = None,
+) -> Session:
+    """Open a session with the daemon whose sockets are in `socket` (default: $KVSTORED_SOCKET_DIR or
+    /run/kvstored).
+
+    Without a daemon the session is returned degraded and reconnects by itself; with `required=True`
+    DaemonUnavailable is raised instead. A daemon that answers and refuses for good (fingerprint, protocol,
+    permission by policy) is the caller's mistake in both cases: KVStoreError. `staging_bytes=0` makes a
+    session that only reads.
+    """
+    if not (math.isfinite(deadline_s) and deadline_s > 0 and connect_timeout_s > 0):
+        raise invalid(f"deadlines must be positive seconds, got {deadline_s} and {connect_timeout_s}")
+    introduction = Introduction(socket_directory(socket), fingerprint, client_name, staging_bytes)
+
+    def attempt(timeout_s: float, on_end: Callable[[str], None], on_answer: Callable[[], None]) -> Connection:
+        return open_connection(introduction, timeout_s, on_end=on_end, on_answer=on_answer)
+
+    link = Link(attempt, connect_timeout_s=connect_timeout_s, rng=rng or random.Random())
+    try:
+        link.connect()
+    except ConnectError as error:
+        if error.is_permanent and error.refused_as is not None:
+            link.close()
+            raise KVStoreError(error.refused_as, str(error)) from None
+        if required:
+            link.close()
+            raise DaemonUnavailable(str(error)) from None
+    return Session(link, fingerprint, deadline_s=deadline_s, prefault=prefault)
+
+
+def _head(chain: Chain, max_blocks: int | None) -> Chain:
+    if max_blocks is None or max_blocks >= len(chain):
+        return chain
+    return Chain(chain.keys[: max(max_blocks, 0)], chain.packed_tokens, chain.block_tokens)

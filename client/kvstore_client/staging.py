@@ -1,0 +1,51 @@
+"""Writing one block into its staging slot: the payload and the token ids, nothing else.
+
+Every other field of the header is the daemon's to write. Copies run without the GIL (np.copyto), so that
+other threads of the engine go on. Never does: reserve or commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client.errors import invalid
+from kvstore_client.memory import Bytes
+from kvstore_client.verify import TOKEN_COUNT_OFFSET
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, TOKENS_OFFSET
+
+FillSlot = Callable[[Bytes], None]
+"""Writes a whole payload into the array it is given: uint8[payload_bytes], writable, in shared memory."""
+Payload = bytes | bytearray | memoryview | npt.NDArray[Any] | FillSlot
+
+
+def payload_size(payload: Payload) -> int | None:
+    """Bytes of a payload; None for a function that will write it."""
+    if isinstance(payload, np.ndarray):
+        return payload.nbytes
+    if isinstance(payload, (bytes, bytearray, memoryview)):
+        return memoryview(payload).nbytes
+    if callable(payload):
+        return None
+    raise invalid(f"a payload must be bytes-like, an array, or a function(dest); got {type(payload).__name__}")
+
+
+def write_slot(staging: Bytes, offset: int, payload: Payload, payload_bytes: int, tokens: bytes | None) -> None:
+    """Fill the slot at `offset`. Raises RuntimeError for a slot outside the staging memory."""
+    end = offset + HEADER_BYTES + payload_bytes
+    if offset % ALIGNMENT_BYTES or end > len(staging):
+        raise RuntimeError(f"the daemon granted slot {offset}..{end} outside {len(staging)} bytes of staging")
+    packed = tokens or b""
+    start = offset + TOKENS_OFFSET
+    np.copyto(staging[start : start + len(packed)], np.frombuffer(packed, np.uint8))
+    staging[offset + TOKEN_COUNT_OFFSET : offset + TOKEN_COUNT_OFFSET + 4].view("<u4")[0] = len(packed) // 4
+    destination = staging[offset + HEADER_BYTES : end]
+    if isinstance(payload, np.ndarray):
+        np.copyto(destination, np.ascontiguousarray(payload).reshape(-1).view(np.uint8))
+    elif isinstance(payload, (bytes, bytearray, memoryview)):
+        np.copyto(destination, np.frombuffer(payload, np.uint8))
+    else:
+        payload(destination)

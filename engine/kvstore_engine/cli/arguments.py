@@ -1,0 +1,172 @@
+"""The command line of `kvengine`: commands, options, help texts.
+
+Owns what can be asked and how it is explained. It never acts and imports nothing but argparse.
+"""
+
+import argparse
+from pathlib import Path
+
+_EXIT_CODES = """exit codes:
+  0  done
+  1  something failed: no network, a damaged download, a full disk
+  2  a mistake in the request, explained in one line: no such file, a damaged or unsupported model,
+     a prompt longer than the context, a missing extra
+"""
+_MODELS = """models:
+  a path to a .gguf file, or a known name: smollm2-135m-instruct (93 MB, fetched on first use).
+  Append :q8_0, :q4_0 or :f16 to run it in that quantisation (converted once, kept in the cache):
+  smollm2-135m-instruct:q4_0, ./model.gguf:q8_0
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser; `namespace.command` is "generate", "fetch" or "info"."""
+    top = argparse.ArgumentParser(
+        prog="kvengine",
+        description="Run GGUF models on the CPU, with their KV cache kept in kvstored.",
+        epilog=f"{_MODELS}\n{_EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_fetch(commands)
+    _add_info(commands)
+    return top
+
+
+def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "generate",
+        help="answer one prompt",
+        description="Answer one prompt. The text goes to stdout as it is generated, a summary to stderr.",
+        epilog=f"""examples:
+  kvengine generate --model smollm2-135m-instruct --chat --prompt "Why is the sky blue?"
+  kvengine generate --model ./llama.gguf --prompt-file story.txt --max-tokens 200 --temperature 0.8 --seed 1
+  kvengine generate --model smollm2-135m-instruct --system-file manual.txt --prompt "How do I reset it?" \\
+      --kvstore /run/kvstored --json
+
+{_MODELS}
+{_EXIT_CODES}""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "--model", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)"
+    )
+    prompt = command.add_argument_group("prompt")
+    text = prompt.add_mutually_exclusive_group(required=True)
+    text.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    text.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="read the prompt from FILE ('-' for stdin)"
+    )
+    prompt.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's message: wrap it in the model's chat template",
+    )
+    system = prompt.add_mutually_exclusive_group()
+    system.add_argument("--system", metavar="TEXT", help="a system message; implies --chat")
+    system.add_argument("--system-file", type=Path, metavar="FILE", help="read the system message from FILE")
+    _add_sampling(command)
+    _add_running(command)
+    output = command.add_argument_group("output")
+    output.add_argument(
+        "--json",
+        action="store_true",
+        help="end stdout with one line of JSON: text, tokens, timings, tokens_restored, bytes_restored, …",
+    )
+    output.add_argument("--no-stream", action="store_true", help="print the text once it is complete")
+    output.add_argument("--quiet", action="store_true", help="no summary on stderr")
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    sampling = command.add_argument_group("sampling")
+    sampling.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="stop after N tokens (default 256)"
+    )
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 always takes the likeliest token (default)",
+    )
+    sampling.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (0: all)"
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="only the likeliest tokens that reach P together (1: all)",
+    )
+    sampling.add_argument("--seed", type=int, metavar="S", help="make sampling repeatable")
+    sampling.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the end-of-text token (for measurements)"
+    )
+
+
+def _add_running(command: argparse.ArgumentParser) -> None:
+    running = command.add_argument_group("running")
+    running.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens of prompt and answer together (default: 4096, or the model's limit if smaller)",
+    )
+    running.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="compute threads (default: one for each physical core this process may use; from four cores up "
+        "one is left for the daemon)",
+    )
+    running.add_argument(
+        "--kvstore",
+        type=Path,
+        metavar="DIR",
+        help="the folder of kvstored's sockets; without it all is computed",
+    )
+    running.add_argument(
+        "--no-store", action="store_true", help="restore from kvstored but store nothing in it"
+    )
+    running.add_argument(
+        "--no-warm-up",
+        action="store_true",
+        help="let the first token pay for page faults and first-time set-up",
+    )
+
+
+def _add_fetch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "fetch",
+        help="download or convert a model and print its path",
+        description="Download a known model (or convert a file), verify it, and print the path to use.",
+        epilog=f"""examples:
+  kvengine fetch smollm2-135m-instruct
+  kvengine fetch smollm2-135m-instruct --quant q4_0
+  kvengine fetch ./model-f16.gguf --quant q8_0
+
+Files are kept in $XDG_CACHE_HOME/kvstored/models (~/.cache/kvstored/models).
+
+{_EXIT_CODES}""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("model", metavar="MODEL", help="a known name or a .gguf file")
+    command.add_argument("--quant", metavar="TYPE", help="q4_0, q8_0 or f16")
+
+
+def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "info",
+        help="show what a model is and whether it can be run",
+        description="Show a model's shape, types, tokenizer and K/V size, and whether this engine runs it.",
+        epilog=f"""examples:
+  kvengine info smollm2-135m-instruct
+  kvengine info ./model.gguf --json
+
+{_EXIT_CODES}""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("model", metavar="MODEL", help="a known name or a .gguf file")
+    command.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,0 +1,101 @@
+"""`kvengine generate`: one prompt in, text out.
+
+Owns the reading of prompts and what is printed where: the answer on stdout, everything else on stderr.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from kvstore_engine.errors import UsageError
+from kvstore_engine.generation import Generation, GenerationSettings, Prompt
+from kvstore_engine.loading import LoadedModel, LoadOptions, open_model
+from kvstore_engine.models import locate
+from kvstore_engine.sampler import SamplingSettings
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer the prompt that `options` describe; 0, or an error that `main` turns into an exit code."""
+    begin = time.perf_counter()
+    # The user's own inputs first: a misspelt file must not wait for a model to load.
+    text = _read(options.prompt, options.prompt_file)
+    system = (
+        _read(options.system, options.system_file)
+        if options.system_file or options.system is not None
+        else None
+    )
+    settings = GenerationSettings(
+        max_tokens=options.max_tokens,
+        sampling=SamplingSettings(options.temperature, options.top_k, options.top_p, options.seed),
+        store=not options.no_store,
+        ignore_end=options.ignore_eos,
+    )
+    path = locate(options.model)
+    load = LoadOptions(options.context, options.threads, options.kvstore, warm_up=not options.no_warm_up)
+    with open_model(path, load) as model:
+        prompt = _prompt(model, text, system, chat=options.chat or system is not None)
+        load_s = time.perf_counter() - begin
+        generation = model.generator.generate(prompt, settings, None if options.no_stream else _print_now)
+        _report(options, model, generation, load_s)
+    return 0
+
+
+def _print_now(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _prompt(model: LoadedModel, text: str, system: str | None, *, chat: bool) -> Prompt:
+    if not chat:
+        return Prompt(text)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+    return Prompt(model.chat_template().render(messages), rendered=True)
+
+
+def _read(text: str | None, path: Path | None) -> str:
+    if path is None:
+        assert text is not None, "argparse requires one of the two"
+        return text
+    try:
+        raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _report(options: argparse.Namespace, model: LoadedModel, generation: Generation, load_s: float) -> None:
+    if options.no_stream:
+        sys.stdout.write(generation.text)
+    if not generation.text.endswith("\n"):
+        sys.stdout.write("\n")
+    if options.json:
+        answer = {"model": model.name, "load_s": load_s, **generation.as_json()}
+        sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    if not options.quiet:
+        print(_summary(generation, load_s, with_store=options.kvstore is not None), file=sys.stderr)
+
+
+def _summary(generation: Generation, load_s: float, *, with_store: bool) -> str:
+    timings = generation.timings
+    parts = [
+        f"{generation.prompt_tokens} prompt tokens",
+        f"first token after {timings.ttft_s * 1e3:.0f} ms",
+        f"{len(generation.tokens)} generated ({generation.stop})",
+    ]
+    if timings.tpot_s:
+        parts.append(f"{1 / timings.tpot_s:.1f} tokens/s")
+    parts.append(f"loaded in {load_s:.1f} s")
+    if with_store:
+        restore, store = generation.restore, generation.store
+        restored = (
+            f"{restore.tokens} restored ({restore.bytes / 1e6:.1f} MB in {restore.restore_s * 1e3:.1f} ms)"
+        )
+        parts.append(restored if restore.tokens else f"0 restored: {restore.reason}")
+        parts.append(f"{store.stored} blocks stored" + (f", then {store.reason}" if store.reason else ""))
+    return "kvengine: " + "; ".join(parts)

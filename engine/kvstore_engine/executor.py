@@ -1,0 +1,240 @@
+"""Runs steps on the CPU: fills a graph's inputs, computes it, hands out logits.
+
+Owns the compute buffer, the cached graphs and the step's memory. It never samples, schedules or decides what to
+evict; callers own sequences, block tables and the order of steps.
+Invariants: at most `_MAX_GRAPHS` graphs are kept; all share one buffer, reserved for the largest step at creation,
+so a kept graph's addresses stay valid. One step at a time: an executor is not thread-safe.
+
+The GIL is released while ggml computes. ggml's threads spin at their barriers: leave cores for the daemon and for
+copies, since a step on an oversubscribed machine takes many times as long.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.ggml import Library, tensor_at
+from kvstore_engine.ggml.structs import InitParams
+from kvstore_engine.graph import LlamaGraph, SequenceSlice, StepInputs, build_graph, chunk_plan, plan_step
+from kvstore_engine.graph.llama import AttentionOperation, PoolTensors
+from kvstore_engine.graph.step import StepLimits
+from kvstore_engine.kernels.foreign import array_at
+from kvstore_engine.kernels.layout import AttentionShape, StepMemory
+from kvstore_engine.model import Model
+from kvstore_engine.pool import BlockPool
+
+FloatArray = npt.NDArray[np.float32]
+_MAX_GRAPHS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadyGraph:
+    """A graph with memory: its inputs and its logits as arrays."""
+
+    graph: LlamaGraph
+    tokens: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    slots: npt.NDArray[np.int64]
+    outputs: npt.NDArray[np.int32] | None
+    logits: FloatArray
+
+
+class Executor:
+    """Computes forward steps of one model over one block pool."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: BlockPool,
+        *,
+        threads: int = 2,
+        max_tokens_per_step: int = 512,
+        max_sequences: int = 16,
+        max_context: int = 8192,
+    ) -> None:
+        """Reserve memory for the largest step. ValueError if the pool was made for another model."""
+        config = model.config
+        if (pool.layers, pool.row_elements) != (config.layers, config.kv_width):
+            raise ValueError("the block pool was made for another model")
+        if threads < 1 or max_tokens_per_step < 1 or max_sequences < 1 or max_context < 1:
+            raise ValueError("threads, tokens per step, sequences and context must all be at least 1")
+        self.model, self.pool = model, pool
+        self.limits = StepLimits(
+            config.vocabulary, pool.blocks, pool.block_tokens, max_tokens_per_step, max_sequences, max_context
+        )
+        ggml = self._ggml = model.library
+        self._cache = _PoolView(ggml, pool)
+        shape = AttentionShape(
+            config.heads, config.kv_heads, config.head_dim, pool.block_tokens, pool.element_bytes
+        )
+        self._memory = StepMemory(
+            shape,
+            [pool.plane_addresses(layer) for layer in range(config.layers)],
+            max_sequences=max_sequences,
+            max_blocks=-(-max_context // pool.block_tokens),
+            max_tokens=max_tokens_per_step,
+        )
+        self._attention = AttentionOperation(
+            pool.kernels.attention_address,
+            tuple(self._memory.layer_address(layer) for layer in range(config.layers)),
+        )
+        self._backend = ggml.backend_cpu_init()
+        self.threads = threads
+        self._allocator = ggml.gallocr_new(ggml.backend_cpu_buffer_type())
+        self._graphs: OrderedDict[tuple[int, int], _ReadyGraph] = OrderedDict()
+        self._reserve(max_tokens_per_step, min(max_tokens_per_step, max_sequences))
+
+    @property
+    def threads(self) -> int:
+        """Compute threads; may be changed between steps."""
+        return self._threads
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        self._threads = count
+        self._ggml.backend_cpu_set_n_threads(self._backend, count)
+
+    def forward(self, slices: Sequence[SequenceSlice]) -> FloatArray:
+        """Compute one step; its K and V are in the pool afterwards.
+
+        Returns the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`: a copy.
+        Raises ValueError for a request that breaks a limit, RuntimeError if ggml fails.
+        """
+        inputs = plan_step(slices, self.limits)
+        ready = self._graph(len(inputs.tokens), len(inputs.outputs))
+        self._fill(ready, inputs, slices)
+        status = self._ggml.backend_graph_compute(self._backend, ready.graph.graph)
+        if status != 0:
+            raise RuntimeError(f"ggml_backend_graph_compute failed with status {status}")
+        return ready.logits.copy()
+
+    def prefill(
+        self,
+        tokens: npt.NDArray[np.int32],
+        start: int,
+        block_table: npt.NDArray[np.int32],
+        *,
+        block: int = 64,
+        chunk: int = 512,
+    ) -> FloatArray:
+        """Compute `tokens`, the positions from `start` on, in the steps of `chunk_plan`.
+
+        Returns the last token's logits, float32 [vocabulary].
+        """
+        end = start + len(tokens)
+        largest = self.limits.max_tokens // block * block
+        steps = chunk_plan(start, end, block=block, chunk=min(chunk, largest))
+        logits = np.empty((0, self.limits.vocabulary), np.float32)
+        for first, last in steps:
+            piece = tokens[first - start : last - start]
+            logits = self.forward([SequenceSlice(piece, first, block_table, "last" if last == end else "none")])
+        return logits[-1]
+
+    def close(self) -> None:
+        """Free graphs and compute memory; model and pool stay."""
+        if self._backend:
+            self._drop_graphs()
+            self._ggml.gallocr_free(self._allocator)
+            self._ggml.backend_free(self._backend)
+            self._cache.close()
+            self._backend = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _build(self, tokens: int, outputs: int) -> LlamaGraph:
+        return build_graph(self.model, self.pool, self._cache.tensors, self._attention, tokens, outputs)
+
+    def _reserve(self, tokens: int, outputs: int) -> None:
+        graph = self._build(tokens, outputs)
+        reserved = self._ggml.gallocr_reserve(self._allocator, graph.graph)
+        self._ggml.free(graph.context)
+        if not reserved:
+            raise RuntimeError(f"cannot reserve compute memory for {tokens} tokens")
+
+    def _graph(self, tokens: int, outputs: int) -> _ReadyGraph:
+        """A graph for these counts, kept or new."""
+        key = (tokens, outputs)
+        if ready := self._graphs.get(key):
+            self._graphs.move_to_end(key)
+            return ready
+        if len(self._graphs) >= _MAX_GRAPHS:
+            _, oldest = self._graphs.popitem(last=False)
+            self._ggml.free(oldest.graph.context)
+        graph = self._build(tokens, outputs)
+        before = self._ggml.gallocr_get_buffer_size(self._allocator, 0)
+        if not self._ggml.gallocr_alloc_graph(self._allocator, graph.graph):
+            raise RuntimeError(f"cannot allocate compute memory for {tokens} tokens")
+        if self._ggml.gallocr_get_buffer_size(self._allocator, 0) != before:
+            self._drop_graphs()  # the buffer moved (more outputs than reserved): kept graphs point to the old one
+        ready = self._graphs[key] = _ready(graph, self.limits.vocabulary)
+        return ready
+
+    def _drop_graphs(self) -> None:
+        for ready in self._graphs.values():
+            self._ggml.free(ready.graph.context)
+        self._graphs.clear()
+
+    def _fill(self, ready: _ReadyGraph, inputs: StepInputs, slices: Sequence[SequenceSlice]) -> None:
+        """Write the step's inputs. All of them, every time: the allocator reuses their memory within a step."""
+        ready.tokens[:] = inputs.tokens
+        ready.positions[:] = inputs.positions
+        ready.slots[:] = inputs.slots
+        if ready.outputs is not None:
+            ready.outputs[:] = inputs.outputs
+        count = len(slices)
+        self._memory.sequences[:count] = inputs.sequences
+        for row, piece in zip(self._memory.tables, slices, strict=False):
+            used = min(len(piece.block_table), len(row))
+            row[:used] = piece.block_table[:used]
+        self._memory.begin(count)
+
+
+class _PoolView:
+    """The pool's planes as ggml tensors, for the writes."""
+
+    def __init__(self, ggml: Library, pool: BlockPool) -> None:
+        self._ggml = ggml
+        self._context = ggml.init(InitParams(ggml.tensor_overhead() * 2 * pool.layers + 64, None, True))
+        self._buffer = ggml.backend_cpu_buffer_from_ptr(
+            pool.planes.ctypes.data, pool.planes.strides[0] * pool.planes.shape[0]
+        )
+        planes = [self._plane(pool, address) for layer in range(pool.layers) for address in pool.plane_addresses(layer)]
+        self.tensors = PoolTensors(keys=tuple(planes[::2]), values=tuple(planes[1::2]))
+
+    def _plane(self, pool: BlockPool, address: int) -> int:
+        slots = pool.blocks * pool.block_tokens
+        tensor: int = self._ggml.new_tensor_2d(self._context, pool.ggml_type, pool.row_elements, slots)
+        self._ggml.backend_tensor_alloc(self._buffer, tensor, address)
+        return tensor
+
+    def close(self) -> None:
+        self._ggml.free(self._context)
+        self._ggml.backend_buffer_free(self._buffer)
+
+
+def _ready(graph: LlamaGraph, vocabulary: int) -> _ReadyGraph:
+    def data(tensor: int) -> int:
+        address: int = tensor_at(tensor).data
+        return address
+
+    return _ReadyGraph(
+        graph=graph,
+        tokens=array_at(data(graph.token_input), np.int32, graph.tokens),
+        positions=array_at(data(graph.position_input), np.int32, graph.tokens),
+        slots=array_at(data(graph.slot_input), np.int64, graph.tokens),
+        outputs=array_at(data(graph.output_input), np.int32, graph.outputs) if graph.output_input else None,
+        logits=array_at(data(graph.logits), np.float32, graph.outputs, vocabulary)
+        if graph.logits
+        else np.empty((0, vocabulary), np.float32),
+    )

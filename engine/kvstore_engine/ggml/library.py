@@ -1,0 +1,177 @@
+"""Finds a ggml shared library, loads it, and proves that our view of its structs is right.
+
+Owns the search order and the self-check. It never builds or downloads ggml, and never calls `llama_*`.
+
+ggml answers a wrong argument with GGML_ASSERT, which aborts the process: so callers validate shapes and types
+*before* they call, and what can be checked about the library is checked here, once.
+"""
+
+import ctypes as ct
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvstore_engine.errors import OperationError
+from kvstore_engine.ggml.prototypes import PROTOTYPES, LogCallback
+from kvstore_engine.ggml.structs import InitParams, Tensor, tensor_at
+
+LIBRARY_VARIABLE = "KVENGINE_GGML"
+_SPLIT_LIBRARIES = ("ggml-base", "ggml-cpu", "ggml")
+_SUFFIXES = (".so", ".dylib", ".dll")
+# fmt: off
+_CPU_FEATURES = (
+    "sse3", "ssse3", "avx", "avx_vnni", "avx2", "f16c", "fma", "bmi2", "avx512", "avx512_vbmi",
+    "avx512_vnni", "avx512_bf16", "amx_int8", "neon", "arm_fma", "fp16_va", "dotprod", "matmul_int8",
+    "sve", "sme", "riscv_v", "vsx", "vxe", "wasm_simd", "llamafile",
+)
+# fmt: on
+_F32 = 0
+_WARNING_LEVEL, _ERROR_LEVEL = 3, 4  # GGML_LOG_LEVEL_*; 5 continues the line before
+_log = logging.getLogger("ggml")
+
+
+class GGMLError(OperationError):
+    """There is no usable ggml library; the message says what was tried and what to install."""
+
+
+@LogCallback
+def _forward_log(level: int, text: bytes, _: int | None) -> None:
+    """ggml's messages go to Python's logging: nothing but us writes to the terminal."""
+    warning = logging.ERROR if level == _ERROR_LEVEL else logging.WARNING
+    severity = warning if level in (_WARNING_LEVEL, _ERROR_LEVEL) else logging.DEBUG
+    _log.log(severity, "%s", text.decode(errors="replace").rstrip())
+
+
+class Library:
+    """The bound functions of one loaded ggml: `library.mul_mat(context, a, b)` is `ggml_mul_mat`."""
+
+    def __init__(self, path: Path) -> None:
+        """Load and check `path`, a shared library or a directory of them. Raises GGMLError."""
+        self.path = path
+        os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # an abort must not start gdb
+        try:
+            # Never RTLD_GLOBAL: two ggml builds in one process would resolve into each other and crash.
+            self._libraries = [ct.CDLL(str(file), mode=ct.RTLD_LOCAL) for file in _members(path)]
+        except OSError as error:
+            raise GGMLError(f"ggml library {path} cannot be loaded: {error}") from None
+        self._functions = {name.removeprefix("ggml_"): self._bind(name) for name in PROTOTYPES}
+        self.log_set(_forward_log, None)
+        self.cpu_init()
+        self._check_layout()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        try:
+            function: Callable[..., Any] = self.__dict__["_functions"][name]
+        except KeyError:
+            raise AttributeError(f"ggml_{name} is not bound: add it to PROTOTYPES") from None
+        self.__dict__[name] = function  # later look-ups skip this method
+        return function
+
+    def _symbol(self, name: str) -> Any:
+        return next((getattr(library, name) for library in self._libraries if hasattr(library, name)), None)
+
+    def _bind(self, name: str) -> Callable[..., Any]:
+        function = self._symbol(name)
+        if function is None:
+            raise GGMLError(
+                f"ggml library {self.path} has no {name}: too old, or not a ggml with a CPU backend"
+            )
+        function.restype, function.argtypes = PROTOTYPES[name]
+        bound: Callable[..., Any] = function
+        return bound
+
+    def _check_layout(self) -> None:
+        """Compare `Tensor` with what ggml writes: sizes, and every field that we or our kernels read."""
+        header = self.tensor_overhead() - ct.sizeof(Tensor)
+        if header not in (16, 32, 48):  # struct ggml_object in front of each tensor
+            raise GGMLError(
+                f"{self.path}: struct ggml_tensor has an unknown size; this ggml is not supported"
+            )
+        context = self.init(InitParams(1 << 16, None, False))
+        left, right = (self.new_tensor_2d(context, _F32, 3, 5) for _ in range(2))
+        self.set_name(left, b"probe")
+        result = self.add(context, left, right)
+        probe, added = tensor_at(left), tensor_at(result)
+        seen = (probe.type, list(probe.ne), list(probe.nb), probe.name, probe.data, list(added.src)[:3])
+        wanted = (_F32, [3, 5, 1, 1], [4, 12, 60, 60], b"probe", self.get_data(left), [left, right, None])
+        self.free(context)
+        if seen != wanted:
+            raise GGMLError(
+                f"{self.path}: struct ggml_tensor is laid out otherwise; this ggml is not supported"
+            )
+
+    def extra_buffer_types(self) -> dict[str, int]:
+        """The CPU's repacking buffer types by name: those that llama.cpp's loader would use, in its order."""
+        registry = self.backend_cpu_reg()
+        address = self.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+        if not address:
+            return {}
+        list_types = ct.CFUNCTYPE(ct.POINTER(ct.c_void_p), ct.c_void_p)(address)
+        array = list_types(self.backend_reg_dev_get(registry, 0))
+        found: dict[str, int] = {}
+        index = 0
+        while array and (pointer := array[index]):
+            found[self.backend_buft_name(pointer).decode()] = pointer
+            index += 1
+        return found
+
+    def describe(self) -> dict[str, str]:
+        """Path, version and the CPU features that this ggml was built with (not those that the CPU has)."""
+        features = [
+            f for f in _CPU_FEATURES if (has := self._symbol(f"ggml_cpu_has_{f}")) is not None and has()
+        ]
+        return {
+            "path": str(self.path),
+            "version": self.version().decode(),
+            "cpu_features": " ".join(features),
+            "repacking": " ".join(self.extra_buffer_types()),
+        }
+
+
+def find_library() -> Path:
+    """Where ggml is: $KVENGINE_GGML, else the wheel `xllamacpp`, else `ggml-python`. Raises GGMLError."""
+    if named := os.environ.get(LIBRARY_VARIABLE):
+        path = Path(named)
+        if not path.exists():
+            raise GGMLError(f"{LIBRARY_VARIABLE}={named} does not exist; name a ggml .so or its directory")
+        return path
+    # Both packages are located and not imported: importing them would load a second copy of ggml.
+    if (package := _package_folder("xllamacpp")) and (extension := _shared_library(package, "xllamacpp")):
+        return extension
+    if (package := _package_folder("ggml")) and _shared_library(package / "lib", "libggml"):
+        return package / "lib"
+    raise GGMLError(
+        "no ggml library found: run `pip install 'kvstored[engine]'`, "
+        f"or set {LIBRARY_VARIABLE} to a ggml .so or its directory"
+    )
+
+
+@cache
+def load_library(path: Path | None = None) -> Library:
+    """The process's ggml, loaded once. Raises GGMLError."""
+    return Library(path or find_library())
+
+
+def _package_folder(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    locations = spec.submodule_search_locations if spec else None
+    return Path(next(iter(locations))) if locations else None
+
+
+def _shared_library(folder: Path, stem: str) -> Path | None:
+    return next((f for suffix in _SUFFIXES for f in sorted(folder.glob(f"{stem}*{suffix}"))), None)
+
+
+def _members(path: Path) -> list[Path]:
+    """The files to load for `path`: itself, or a split build's libraries in order of dependence."""
+    if path.is_file():
+        return [path]
+    named = (_shared_library(path, f"lib{stem}.") for stem in _SPLIT_LIBRARIES)
+    files = [file for file in named if file]
+    if not files:
+        raise GGMLError(f"{path} holds no libggml*.so")
+    return files

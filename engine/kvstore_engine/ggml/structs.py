@@ -1,0 +1,46 @@
+"""The two ggml structs that cross the ctypes border by layout.
+
+Owns their field order. `Library` proves it against the loaded library before anything relies on it
+(`self_check`): everything else in ggml is an opaque pointer to us.
+"""
+
+import ctypes as ct
+
+MAX_DIMENSIONS = 4
+MAX_SOURCES = 10
+
+
+class Tensor(ct.Structure):
+    """`struct ggml_tensor` (ggml.h), unchanged from ggml 0.15 to 0.26: 336 bytes on 64-bit machines."""
+
+    _fields_ = (
+        ("type", ct.c_int),
+        ("buffer", ct.c_void_p),
+        ("ne", ct.c_int64 * MAX_DIMENSIONS),
+        ("nb", ct.c_size_t * MAX_DIMENSIONS),
+        ("op", ct.c_int),
+        ("op_params", ct.c_int32 * 16),
+        ("flags", ct.c_int32),
+        ("src", ct.c_void_p * MAX_SOURCES),
+        ("view_src", ct.c_void_p),
+        ("view_offs", ct.c_size_t),
+        ("data", ct.c_void_p),
+        ("name", ct.c_char * 64),
+        ("extra", ct.c_void_p),
+        ("padding", ct.c_char * 8),
+    )
+
+
+class InitParams(ct.Structure):
+    """`struct ggml_init_params`, passed by value to `ggml_init`."""
+
+    _fields_ = (("mem_size", ct.c_size_t), ("mem_buffer", ct.c_void_p), ("no_alloc", ct.c_bool))
+
+
+DATA_OFFSET_BYTES: int = Tensor.data.offset
+SOURCES_OFFSET_BYTES: int = Tensor.src.offset
+
+
+def tensor_at(address: int) -> Tensor:
+    """The tensor struct at `address`, in place: writing a field writes ggml's memory."""
+    return Tensor.from_address(address)

@@ -1,0 +1,154 @@
+"""Bounded reading of GGUF's scalars, strings and arrays.
+
+Owns the position inside the header and the promise that nothing is read past its end and nothing is allocated
+before its length is known to fit. It never knows what a key means.
+
+The file is hostile until proven otherwise: every count is compared with the bytes that are left *before*
+it is used, so a flipped length costs an error message and not memory.
+"""
+
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.errors import UsageError
+
+MAX_STRING_BYTES = 1 << 24  # chat templates reach 20 KiB; a longer string is a damaged length
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS: dict[int, struct.Struct] = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: struct.Struct("<I"),
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<B"),
+    10: struct.Struct("<Q"),
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+_ARRAY_DTYPES = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+_U64 = struct.Struct("<Q")
+
+
+class GGUFError(UsageError):
+    """The file is not a GGUF file that we can use; the message is one line and names the file."""
+
+
+class Cursor:
+    """A position in `buffer` that only moves forward; errors carry the file's name and the byte offset."""
+
+    def __init__(self, buffer: memoryview, file_name: str) -> None:
+        self.buffer = buffer
+        self.file_name = file_name
+        self.position = 0
+
+    def error(self, what: str) -> GGUFError:
+        """A GGUFError that says what is wrong, where, in which file."""
+        return GGUFError(f"{self.file_name}: {what} (at byte {self.position} of {len(self.buffer)})")
+
+    def take(self, count_bytes: int, what: str) -> memoryview:
+        """The next `count_bytes` bytes, in place."""
+        end = self.position + count_bytes
+        if end > len(self.buffer):
+            raise self.error(f"truncated: the file ends inside {what}")
+        view = self.buffer[self.position : end]
+        self.position = end
+        return view
+
+    def u32(self, what: str) -> int:
+        """Next unsigned 32-bit integer."""
+        return int.from_bytes(self.take(4, what), "little")
+
+    def u64(self, what: str) -> int:
+        """Next unsigned 64-bit integer."""
+        return int.from_bytes(self.take(8, what), "little")
+
+    def count(self, what: str, item_bytes: int) -> int:
+        """Next 64-bit count of items that take at least `item_bytes` each; refuses one that cannot fit."""
+        count = self.u64(what)
+        left = len(self.buffer) - self.position
+        if count * item_bytes > left:
+            raise self.error(
+                f"damaged or truncated: {what} is {count}, more than the {left} bytes left can hold"
+            )
+        return count
+
+    def string(self, what: str, max_bytes: int = MAX_STRING_BYTES) -> str:
+        """Next length-prefixed UTF-8 string."""
+        length = self.u64(what)
+        if length > max_bytes:
+            raise self.error(f"damaged: {what} claims {length} bytes, the limit is {max_bytes}")
+        try:
+            return str(self.take(length, what), "utf-8")
+        except UnicodeDecodeError:
+            raise self.error(f"damaged: {what} is not UTF-8") from None
+
+    def value(self, key: str) -> object:
+        """Next typed metadata value: bool, int, float, str, list[str], or a numpy array of numbers."""
+        kind = self.u32(f"the type of {key!r}")
+        if kind == _STRING:
+            return self.string(f"the value of {key!r}")
+        if kind == _ARRAY:
+            return self._array(key)
+        return self._scalar(kind, key)
+
+    def _scalar(self, kind: int, key: str) -> object:
+        layout = _SCALARS.get(kind)
+        if layout is None:
+            raise self.error(f"damaged: {key!r} has the unknown value type {kind}")
+        (value,) = layout.unpack(self.take(layout.size, f"the value of {key!r}"))
+        return bool(value) if kind == _BOOL else value
+
+    def _array(self, key: str) -> object:
+        kind = self.u32(f"the element type of {key!r}")
+        if kind == _STRING:
+            return self._strings(key)
+        if kind != _BOOL and kind not in _ARRAY_DTYPES:
+            raise self.error(f"{key!r} is an array of the unsupported element type {kind}")
+        dtype: npt.DTypeLike = np.dtype(np.bool_ if kind == _BOOL else _ARRAY_DTYPES[kind])
+        size = np.dtype(dtype).itemsize
+        count = self.count(f"the length of {key!r}", size)
+        raw = self.take(count * size, f"the array {key!r}")
+        if kind == _BOOL:
+            return np.frombuffer(raw, np.uint8) != 0
+        return np.frombuffer(raw, dtype).copy()
+
+    def _strings(self, key: str) -> list[str]:
+        # A vocabulary has up to a quarter of a million of these: the loop below is most of the time to open
+        # a file, so it works on local names and checks the bound itself instead of calling `string`.
+        count = self.count(f"the length of {key!r}", 8)
+        unpack: Callable[[memoryview, int], tuple[int]] = _U64.unpack_from
+        buffer, position, size = self.buffer, self.position, len(self.buffer)
+        strings: list[str] = []
+        append = strings.append
+        for _ in range(count):
+            start = position + 8
+            if start > size:
+                raise self.error(f"truncated: the file ends inside {key!r}")
+            position = start + unpack(buffer, position)[0]
+            if position > size:
+                raise self.error(
+                    f"damaged or truncated: string {len(strings)} of {key!r} runs past the file's end"
+                )
+            try:
+                append(str(buffer[start:position], "utf-8"))
+            except UnicodeDecodeError:
+                raise self.error(f"damaged: string {len(strings)} of {key!r} is not UTF-8") from None
+        self.position = position
+        return strings

@@ -1,0 +1,209 @@
+"""Opens a GGUF file: metadata, tensor table, and the tensors' bytes where they lie.
+
+Owns the parsed header and the memory map. It never copies tensor data, never dequantises and never writes.
+Invariants after `open`: every tensor lies wholly inside the file, has a known type, and starts on the file's
+alignment; so whoever holds a `TensorInfo` may use its bytes without another check.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. We parse
+it ourselves because `gguf.GGUFReader` builds a numpy view per string and takes seconds on large vocabularies.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore_engine.gguf.cursor import Cursor, GGUFError
+from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
+
+__all__ = ["GGUFError", "GGUFFile", "TensorInfo"]
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT_BYTES = 32
+_MAX_ALIGNMENT_BYTES = 1 << 16
+_MAX_KEY_BYTES = 65535
+_MAX_NAME_BYTES = 64  # GGML_MAX_NAME
+_MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
+_MAX_ELEMENTS = 1 << 48
+_MIN_METADATA_BYTES = 8 + 4 + 1  # empty key, type, one-byte value
+_MIN_TENSOR_BYTES = 8 + 4 + 4 + 8  # empty name, no dimensions, type, offset
+_HASH_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies. `shape` is in ggml's order: the contiguous dimension first."""
+
+    name: str
+    ggml_type: int
+    type_name: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    nbytes: int
+
+
+class GGUFFile:
+    """An open GGUF file. Use as a context manager, or call `close`.
+
+    `metadata` maps keys to bool, int, float, str, list[str] or 1-d numpy arrays; `tensors` maps names to
+    `TensorInfo`; `data` is the whole file as a read-only uint8 memory map.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        data: npt.NDArray[np.uint8],
+        metadata: Mapping[str, object],
+        tensors: Mapping[str, TensorInfo],
+    ) -> None:
+        self.path = path
+        self.data = data
+        self.metadata = MappingProxyType(dict(metadata))
+        self.tensors = MappingProxyType(dict(tensors))
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Map and parse `path`; raises GGUFError with a one-line reason if it is not a usable file."""
+        path = Path(path)
+        try:
+            data = np.memmap(path, np.uint8, mode="r")
+        except OSError as error:
+            raise GGUFError(f"{path}: cannot be opened: {error.strerror or error}") from None
+        except ValueError:  # numpy refuses to map an empty file
+            raise GGUFError(f"{path}: not a GGUF file: it is empty") from None
+        cursor = Cursor(memoryview(data.data), str(path))
+        metadata_count, tensor_count = _read_header(cursor)
+        metadata = _read_metadata(cursor, metadata_count)
+        tensors = _read_tensors(cursor, tensor_count, _alignment_bytes(cursor, metadata))
+        return cls(path, data, metadata, tensors)
+
+    def tensor_bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        """The stored bytes of tensor `name`, uint8 [nbytes], in place. KeyError if there is none."""
+        info = self.tensors[name]
+        return self.data[info.offset_bytes : info.offset_bytes + info.nbytes]
+
+    def weights_digest(self) -> str:
+        """32 hex digits over all that K and V depend on.
+
+        That is the architecture, its hyperparameters, the tensor table and the tensors' bytes. Tokenizer and
+        descriptive keys are left out: renaming a model must not orphan its cache. xxh3_128 runs at memory
+        speed, and the pages it touches are those that loading is about to touch anyway; so nothing is cached
+        beside the file, where it could outlive a changed file. It guards against mix-ups, not against
+        forgery: tenants are kept apart by the key's root and not by this digest.
+        """
+        architecture = self.metadata.get("general.architecture", "")
+        relevant = {k: _plain(v) for k, v in self.metadata.items() if k.startswith(f"{architecture}.")}
+        table = [(t.name, t.ggml_type, t.shape) for t in self.tensors.values()]
+        digest = xxhash.xxh3_128(json.dumps([architecture, relevant, table], sort_keys=True).encode())
+        for name in self.tensors:
+            tensor = self.tensor_bytes(name)
+            for start in range(0, tensor.size, _HASH_CHUNK_BYTES):
+                digest.update(tensor[start : start + _HASH_CHUNK_BYTES].data)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Drop our hold on the map. The pages go when the last array that views them goes."""
+        self.data = np.empty(0, np.uint8)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _read_header(cursor: Cursor) -> tuple[int, int]:
+    """(number of metadata entries, number of tensors)."""
+    magic = bytes(cursor.buffer[:4])
+    if magic != _MAGIC[: len(magic)]:
+        raise cursor.error(f"not a GGUF file: it starts with {magic!r}")
+    cursor.take(4, "the magic number")
+    version = cursor.u32("the version")
+    if version not in _VERSIONS:
+        hint = "a big-endian file" if version >> 16 else "convert it with a current llama.cpp"
+        raise cursor.error(f"GGUF version {version} is not supported, only {_VERSIONS} are: {hint}")
+    tensor_count = cursor.count("the number of tensors", _MIN_TENSOR_BYTES)
+    return cursor.count("the number of metadata entries", _MIN_METADATA_BYTES), tensor_count
+
+
+def _read_metadata(cursor: Cursor, count: int) -> dict[str, object]:
+    metadata: dict[str, object] = {}
+    for index in range(count):
+        key = cursor.string(f"metadata key {index}", _MAX_KEY_BYTES)
+        if key in metadata:
+            raise cursor.error(f"damaged: the metadata key {key!r} appears twice")
+        metadata[key] = cursor.value(key)
+    return metadata
+
+
+def _alignment_bytes(cursor: Cursor, metadata: Mapping[str, object]) -> int:
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT_BYTES)
+    if (
+        not isinstance(alignment, int)
+        or not 0 < alignment <= _MAX_ALIGNMENT_BYTES
+        or alignment & (alignment - 1)
+    ):
+        raise cursor.error(f"damaged: general.alignment is {alignment!r}, not a power of two")
+    return alignment
+
+
+def _read_tensors(cursor: Cursor, count: int, alignment_bytes: int) -> dict[str, TensorInfo]:
+    relative = [_read_tensor(cursor, index, alignment_bytes) for index in range(count)]
+    start = -(-cursor.position // alignment_bytes) * alignment_bytes
+    tensors: dict[str, TensorInfo] = {}
+    for info in relative:
+        offset = start + info.offset_bytes
+        if offset + info.nbytes > len(cursor.buffer):
+            raise cursor.error(
+                f"truncated: the tensor {info.name!r} ends at {offset + info.nbytes}, past the file's end"
+            )
+        if info.name in tensors:
+            raise cursor.error(f"damaged: the tensor {info.name!r} appears twice")
+        tensors[info.name] = TensorInfo(
+            info.name, info.ggml_type, info.type_name, info.shape, offset, info.nbytes
+        )
+    return tensors
+
+
+def _read_tensor(cursor: Cursor, index: int, alignment_bytes: int) -> TensorInfo:
+    """One entry of the tensor table, its offset still relative to the data section."""
+    name = cursor.string(f"the name of tensor {index}", _MAX_NAME_BYTES)
+    dimensions = cursor.u32(f"the rank of {name!r}")
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise cursor.error(f"damaged: the tensor {name!r} has {dimensions} dimensions")
+    shape = tuple(cursor.u64(f"the shape of {name!r}") for _ in range(dimensions))
+    elements = 1
+    for extent in shape:
+        elements *= extent
+    if not 0 < elements <= _MAX_ELEMENTS:
+        raise cursor.error(f"damaged: the tensor {name!r} has the shape {shape}")
+    number = cursor.u32(f"the type of {name!r}")
+    kind = TENSOR_TYPES.get(number)
+    if kind is None:
+        raise cursor.error(f"the tensor {name!r} has the unknown ggml type {number}")
+    if shape[0] % kind.block_elements:
+        raise cursor.error(
+            f"damaged: {name!r} has rows of {shape[0]}, {kind.name} needs {kind.block_elements}s"
+        )
+    offset = cursor.u64(f"the offset of {name!r}")
+    if offset % alignment_bytes:
+        raise cursor.error(
+            f"damaged: the tensor {name!r} starts at {offset}, not a multiple of {alignment_bytes}"
+        )
+    return TensorInfo(
+        name, number, kind.name, shape, offset, kind.row_bytes(shape[0]) * (elements // shape[0])
+    )
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,0 +1,31 @@
+"""Where to cut a prompt into steps.
+
+Pure. The rule exists for one promise: a prompt whose prefix was restored gives exactly the tokens that it would
+have given without. Attention rows do not depend on what else is in a step (kernels.base), but ggml's matrix
+product may treat the last `n % 4` rows of a step with another kernel, which rounds differently. So all steps but
+the last have a multiple of `block` tokens, and the last one, the tail, begins at the same place whether or not a
+prefix was restored: at the last block boundary before the end.
+"""
+
+
+def chunk_plan(start: int, end: int, *, block: int = 64, chunk: int = 512) -> list[tuple[int, int]]:
+    """Steps `[first, last)` that cover the token positions `[start, end)` in order.
+
+    `block` is the storage block, the unit in which prefixes are restored; `chunk` a multiple of it. Steps end at
+    absolute multiples of `chunk`, then at the tail, which has 1 to `block` tokens: it yields the first token's
+    logits, is never restored (a restored prompt must still compute its last token), and is the same step in a
+    cold and in a warm run. ValueError unless 0 <= start <= end and block divides chunk.
+    """
+    if not 0 <= start <= end:
+        raise ValueError(f"tokens [{start}, {end}) are not a range")
+    if block < 1 or chunk < block or chunk % block:
+        raise ValueError(f"chunk {chunk} must be a multiple of block {block}")
+    tail = (end - 1) // block * block if end else 0
+    cuts = [start]
+    if start % block:  # not a restored prefix but a continued sequence: first reach a boundary
+        cuts.append(min(-(-start // block) * block, end))
+    while cuts[-1] < tail:
+        cuts.append(min((cuts[-1] // chunk + 1) * chunk, tail))
+    if cuts[-1] < end:
+        cuts.append(end)
+    return list(zip(cuts, cuts[1:], strict=False))

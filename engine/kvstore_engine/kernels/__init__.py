@@ -1,0 +1,6 @@
+"""The engine's own CPU kernels: paged attention and block copies, in C++, numba and numpy."""
+
+from kvstore_engine.kernels.base import Kernels
+from kvstore_engine.kernels.selection import KernelError, select_kernels
+
+__all__ = ["KernelError", "Kernels", "select_kernels"]

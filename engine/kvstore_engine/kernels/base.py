@@ -1,0 +1,44 @@
+"""What a kernel set is: paged attention as a ggml custom operation, and the block copy.
+
+The caller guarantees that step and layer records describe live memory, that block ids lie inside the pool and
+that payloads have the right size. The implementation MUST compute each row independently of the other rows of the
+step: the same token at the same position over the same context gives the same bits in any batch. It MUST NOT read
+keys or values past a row's own position, which may be uninitialised.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Int32Array = npt.NDArray[np.int32]
+
+
+class Kernels(ABC):
+    """One implementation of the engine's own CPU kernels."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def attention_address(self) -> int:
+        """Address of a `ggml_custom_op_t`; its user data is a `layout.Layer`."""
+
+    @abstractmethod
+    def copy_blocks(
+        self,
+        planes: Bytes,
+        payloads: Sequence[Bytes],
+        tables: Int32Array,
+        *,
+        into_pool: bool,
+        threads: int = 1,
+    ) -> None:
+        """Copy storage blocks into the pool, or out of it.
+
+        planes:   uint8 [planes, blocks, block_bytes], the pool.
+        payloads: one uint8 [planes * blocks_per_payload * block_bytes] for each storage block.
+        tables:   int32 [storage blocks, blocks_per_payload], engine block ids.
+        """

@@ -1,0 +1,113 @@
+"""The kernels in plain numpy: what the fast ones must agree with. Slow; for tests and as the last resort.
+
+`paged_attention` is the definition, straight from the softmax; `ReferenceKernels` wraps it as a ggml operation.
+"""
+
+import ctypes as ct
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
+from kvstore_engine.kernels.layout import Layer, Step
+
+FloatArray = npt.NDArray[np.float32]
+_CALLBACK = ct.CFUNCTYPE(None, ct.c_void_p, ct.c_int, ct.c_int, ct.c_void_p)
+
+
+def paged_attention(
+    queries: FloatArray, keys: npt.NDArray[np.floating], values: npt.NDArray[np.floating], context: Int32Array
+) -> FloatArray:
+    """Causal attention of one sequence whose K and V have been gathered into order.
+
+    queries float32 [rows, heads, head_dim]; keys, values [tokens, kv_heads, head_dim]; context int32 [rows], the
+    number of leading tokens that each row sees. Returns float32 [rows, heads, head_dim].
+    """
+    rows, heads, head_dim = queries.shape
+    group = heads // keys.shape[1]
+    output = np.empty_like(queries)
+    for row in range(rows):
+        seen = int(context[row])
+        key = np.repeat(keys[:seen].astype(np.float64), group, axis=1)
+        value = np.repeat(values[:seen].astype(np.float64), group, axis=1)
+        scores = np.einsum("hd,thd->ht", queries[row].astype(np.float64), key) / np.sqrt(head_dim)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        output[row] = np.einsum("ht,thd->hd", weights, value)
+    return output
+
+
+class ReferenceKernels(Kernels):
+    """Attention by `paged_attention`, copies by numpy."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._callback = _CALLBACK(_attend)
+
+    @property
+    def attention_address(self) -> int:
+        address = ct.cast(self._callback, ct.c_void_p).value
+        assert address is not None
+        return address
+
+    def copy_blocks(
+        self,
+        planes: Bytes,
+        payloads: Sequence[Bytes],
+        tables: Int32Array,
+        *,
+        into_pool: bool,
+        threads: int = 1,
+    ) -> None:
+        plane_count, _, block_bytes = planes.shape
+        for payload, table in zip(payloads, tables, strict=True):
+            packed = payload.reshape(plane_count, len(table), block_bytes)
+            if into_pool:
+                planes[:, table] = packed
+            else:
+                np.copyto(packed, planes[:, table])
+
+
+def _attend(destination: int, thread: int, threads: int, userdata: int) -> None:
+    """`ggml_custom_op_t`: thread 0 computes every sequence of the step."""
+    if thread:
+        return
+    layer = Layer.from_address(userdata)
+    step = Step.from_address(layer.step)
+    source = ct.c_void_p.from_address(destination + step.source_offset).value
+    assert source is not None
+    shape = (step.query_heads, step.head_dim)
+    sequences = _array(step.sequences, np.int32, (1 + _last_sequence(step), 4))
+    tokens = int((sequences[:, 0] + sequences[:, 1]).max())
+    queries = _array(_pointer(source + step.data_offset), np.float32, (tokens, *shape))
+    output = _array(_pointer(destination + step.data_offset), np.float32, (tokens, *shape))
+    for index, (first, rows, context, _) in enumerate(sequences.tolist()):
+        table = _array(step.tables + 4 * index * step.table_stride, np.int32, (step.table_stride,))
+        key, value = (_gather(plane, step, table, context) for plane in (layer.keys, layer.values))
+        seen = np.arange(context - rows + 1, context + 1, dtype=np.int32)
+        output[first : first + rows] = paged_attention(queries[first : first + rows], key, value, seen)
+
+
+def _last_sequence(step: Step) -> int:
+    return int(_array(step.items, np.int32, (step.item_count, 4))[:, 0].max())
+
+
+def _gather(plane: int, step: Step, table: Int32Array, tokens: int) -> npt.NDArray[np.floating]:
+    """The first `tokens` rows of one plane in order, [tokens, kv_heads, head_dim]."""
+    blocks = table[: -(-tokens // step.block_tokens)]
+    dtype = np.float16 if step.element_bytes == 2 else np.float32
+    shape = (int(blocks.max()) + 1, step.block_tokens, step.kv_heads, step.head_dim)
+    return _array(plane, dtype, shape)[blocks].reshape(-1, step.kv_heads, step.head_dim)[:tokens]
+
+
+def _pointer(address: int) -> int:
+    value = ct.c_void_p.from_address(address).value
+    assert value is not None
+    return value
+
+
+def _array(address: int, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer((ct.c_uint8 * size).from_address(address), dtype).reshape(shape)

@@ -1,0 +1,59 @@
+"""Chooses the kernels: compiled C++ if this machine has a compiler, else numba, else numpy.
+
+Owns the order and the one-line notice when the first choice fails. $KVENGINE_KERNEL=cpp|numba|reference forces
+one, and then its failure is an error.
+"""
+
+import logging
+import os
+from functools import cache
+
+from kvstore_engine.errors import OperationError
+from kvstore_engine.kernels.base import Kernels
+from kvstore_engine.kernels.build import BuildError, build_kernels
+from kvstore_engine.kernels.native import NativeKernels
+from kvstore_engine.kernels.reference import ReferenceKernels
+
+KERNEL_VARIABLE = "KVENGINE_KERNEL"
+_NAMES = ("cpp", "numba", "reference")
+_log = logging.getLogger(__name__)
+
+
+class KernelError(OperationError):
+    """The kernels that were asked for cannot be used here; the message says why."""
+
+
+def select_kernels(name: str | None = None) -> Kernels:
+    """The kernels `name`, or those of $KVENGINE_KERNEL, or the fastest that work. Raises KernelError."""
+    name = name or os.environ.get(KERNEL_VARIABLE)
+    if name is None:
+        return _fastest()
+    if name not in _NAMES:
+        raise KernelError(f"{KERNEL_VARIABLE}={name} is unknown; choose one of {', '.join(_NAMES)}")
+    return _load(name)
+
+
+@cache
+def _load(name: str) -> Kernels:
+    if name == "reference":
+        return ReferenceKernels()
+    try:
+        if name == "cpp":
+            return NativeKernels(build_kernels())
+        from kvstore_engine.kernels.paged_numba import NumbaKernels
+
+        return NumbaKernels()
+    except (BuildError, OSError) as error:
+        raise KernelError(f"kernels {name!r}: {error}") from None
+    except ImportError:
+        raise KernelError("kernels 'numba': run `pip install 'kvstored[engine]'`") from None
+
+
+@cache
+def _fastest() -> Kernels:
+    for name in _NAMES[:-1]:
+        try:
+            return _load(name)
+        except KernelError as error:
+            _log.warning("slower attention: %s", error)
+    return _load("reference")

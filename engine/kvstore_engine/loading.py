@@ -1,0 +1,150 @@
+"""Puts a model file, a pool, an executor and a kvstored session together into a `Generator`.
+
+Owns the lifetime of all of them and the defaults that tie them together. It never runs a token itself, except
+to warm up.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore_engine.errors import UsageError
+from kvstore_engine.generate import PREFILL_STEP_TOKENS, Generator
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.models.cache import cache_root
+from kvstore_engine.restore.costs import CostModel
+from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS, model_fingerprint
+from kvstore_engine.restore.profile import CostProfile
+from kvstore_engine.restore.session import KvSession
+from kvstore_engine.template import ChatTemplate
+from kvstore_engine.threads import default_threads
+from kvstore_engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvstore_engine.model import Model
+    from kvstore_engine.pool import BlockPool
+
+DEFAULT_CONTEXT_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """`context` None: 4096 tokens or the model's limit if smaller. `threads` None: `threads.default_threads`.
+
+    `kvstore`: the folder of the daemon's sockets, None to run without it.
+    """
+
+    context: int | None = None
+    threads: int | None = None
+    kvstore: Path | None = None
+    warm_up: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What a front end needs: the generator, the template for chats, and what to call the model."""
+
+    name: str
+    generator: Generator
+    template_source: GGUFFile
+
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template; TemplateError if it has none."""
+        tokenizer = self.generator.tokenizer
+        vocabulary = tokenizer.vocabulary
+        bos, eos = (
+            "" if token_id is None else vocabulary.tokens[token_id]
+            for token_id in (vocabulary.bos_id, vocabulary.eos_id)
+        )
+        return ChatTemplate.from_metadata(self.template_source.metadata, bos, eos)
+
+
+@contextlib.contextmanager
+def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
+    """Load `path` and keep it until the block ends.
+
+    GGUFError, UnsupportedModel, TokenizerError, GGMLError and UsageError each say in one line what is wrong.
+    """
+    # Imported here: the compute half loads ggml and builds or loads the kernels.
+    from kvstore_engine.executor import Executor
+    from kvstore_engine.model import load_model
+    from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
+
+    threads = default_threads() if options.threads is None else options.threads
+    if threads < 1:
+        raise UsageError(f"threads must be at least 1, got {threads}")
+    with contextlib.ExitStack() as stack:
+        file = GGUFFile.open(path)
+        tokenizer = Tokenizer.from_metadata(file.metadata)
+        model = stack.enter_context(load_model(file))
+        config = model.config
+        _check_vocabulary(tokenizer, config.vocabulary)
+        context = _context_tokens(options.context, config.context_length)
+        blocks = -(-context // STORAGE_BLOCK_TOKENS) * STORAGE_BLOCK_TOKENS // ENGINE_BLOCK_TOKENS
+        pool = BlockPool(config, blocks)
+        executor = stack.enter_context(
+            Executor(
+                model,
+                pool,
+                threads=threads,
+                max_tokens_per_step=PREFILL_STEP_TOKENS,
+                max_sequences=1,
+                max_context=context,
+            )
+        )
+        session, costs = None, CostModel()
+        if options.kvstore is not None:
+            # Only now is the digest needed, and with it a pass over all the weights.
+            digest = file.weights_digest()
+            session = _connect(options.kvstore, model, tokenizer, pool, digest)
+            stack.callback(session.close)
+            profile = CostProfile(cache_root(), digest, threads)
+            costs = profile.load()
+            stack.callback(profile.save, costs)
+        generator = Generator(
+            tokenizer=tokenizer, pool=pool, executor=executor, context=context, session=session, costs=costs
+        )
+        stack.callback(generator.close)
+        if options.warm_up:
+            generator.warm_up()
+        yield LoadedModel(config.name, generator, file)
+
+
+def _connect(folder: Path, model: "Model", tokenizer: Tokenizer, pool: "BlockPool", digest: str) -> KvSession:
+    """A session for this model's state; degraded, not an error, while no daemon answers in `folder`."""
+    import kvstore_client
+
+    from kvstore_engine.pool import PAYLOAD_LAYOUT
+
+    fingerprint = model_fingerprint(
+        model.config,
+        weights_digest=digest,
+        tokenizer_digest=tokenizer.digest,
+        kv_dtype=pool.kv_dtype,
+        kv_item_bytes=pool.element_bytes,
+        engine_block_tokens=pool.block_tokens,
+        layout=PAYLOAD_LAYOUT,
+    )
+    session: KvSession = kvstore_client.connect(folder, fingerprint=fingerprint, client_name="kvengine")
+    return session
+
+
+def _context_tokens(asked: int | None, most: int) -> int:
+    if asked is None:
+        return min(DEFAULT_CONTEXT_TOKENS, most)
+    if asked < 2:
+        raise UsageError(f"the context must hold at least 2 tokens, got {asked}")
+    if asked > most:
+        raise UsageError(
+            f"a context of {asked} tokens is more than the {most} that this model was trained for"
+        )
+    return asked
+
+
+def _check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
+    """Embeddings may be padded past the vocabulary, but every token needs a row."""
+    count = len(tokenizer.vocabulary.tokens)
+    if count > rows:
+        raise UsageError(f"the file is damaged: {count} tokens but only {rows} rows of embeddings")

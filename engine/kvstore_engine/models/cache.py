@@ -1,0 +1,71 @@
+"""The folder that holds fetched and converted models, and how files appear in it.
+
+Owns the location, the lock between processes, and the rule that a file appears whole or not at all: it is
+written under a temporary name in the same folder, synced, and renamed. It never deletes a finished file.
+"""
+
+import contextlib
+import fcntl
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from kvstore_engine.errors import OperationError
+
+
+def cache_root() -> Path:
+    """`$XDG_CACHE_HOME/kvstored`, or `~/.cache/kvstored`; it may not exist yet."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path is invalid and must be ignored.
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+    return base / "kvstored"
+
+
+def models_directory() -> Path:
+    """The models' folder, created if need be; OperationError if that cannot be done."""
+    directory = cache_root() / "models"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OperationError(
+            f"cannot create the model cache {directory}: {error.strerror}; "
+            "set XDG_CACHE_HOME to a writable folder"
+        ) from None
+    return directory
+
+
+@contextlib.contextmanager
+def exclusive(target: Path) -> Iterator[None]:
+    """Hold the lock for producing `target`, so that a second process waits and then finds it done.
+
+    The lock file stays: deleting it would let two processes hold locks on two different files of one name.
+    """
+    lock = target.with_name(f".{target.name}.lock")
+    with open(lock, "a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process to finish {target.name}", file=sys.stderr)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[BinaryIO]:
+    """A file to write that becomes `target` when the block ends well, and vanishes when it does not."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    part = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        part.chmod(0o644)
+        part.replace(target)
+    except OSError as error:
+        raise OperationError(f"cannot write {target}: {error.strerror or error}") from None
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,83 @@
+"""What a user may write for a model, and the file it means.
+
+Owns the syntax `NAME[:QUANT]` or `PATH[:QUANT]`. A path that exists is always a path, whatever it is called.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore_engine.errors import UsageError
+from kvstore_engine.models.cache import models_directory
+from kvstore_engine.models.convert import QUANTISATIONS, convert, converted_path
+from kvstore_engine.models.fetch import fetch
+from kvstore_engine.models.known import KNOWN_MODELS, KnownModel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReference:
+    """A known model or a file, and the quantisation asked for; `quant` None means the file as it is."""
+
+    known: KnownModel | None
+    path: Path | None
+    quant: str | None
+
+
+def parse_reference(text: str, quant: str | None = None) -> ModelReference:
+    """Understand `text`; `quant` is one asked for separately. UsageError says what was not understood."""
+    if Path(text).exists():
+        return ModelReference(None, Path(text), _checked(quant))
+    base, colon, suffix = text.rpartition(":")
+    name = base if colon and suffix in QUANTISATIONS else text
+    if name != text:
+        if quant not in (None, suffix):
+            raise UsageError(f"{text!r} asks for {suffix} and --quant for {quant}: give one of them")
+        quant = suffix
+    known = KNOWN_MODELS.get(name.lower())
+    if known is not None:
+        return ModelReference(known, None, _checked(quant) or known.default_quant)
+    if Path(name).exists():
+        return ModelReference(None, Path(name), _checked(quant))
+    wrong = (
+        f"; {suffix!r} is no quantisation ({', '.join(QUANTISATIONS)})"
+        if base.lower() in KNOWN_MODELS
+        else ""
+    )
+    raise UsageError(
+        f"no model {text!r}: no such file, and the known names are {', '.join(KNOWN_MODELS)}{wrong}"
+    )
+
+
+def locate(text: str, quant: str | None = None) -> Path:
+    """The GGUF file that `text` means, fetched and converted if need be. Raises as `fetch` and `convert`
+    do.
+    """
+    reference = parse_reference(text, quant)
+    if reference.known is not None:
+        return _locate_known(reference.known, reference.quant)
+    source = reference.path
+    assert source is not None
+    if source.is_dir():
+        raise UsageError(f"{source} is a folder; give a .gguf file in it")
+    if reference.quant is None:
+        return source
+    return convert(
+        source, reference.quant, source.parent if os.access(source.parent, os.W_OK) else models_directory()
+    )
+
+
+def _locate_known(known: KnownModel, quant: str | None) -> Path:
+    folder, digest = models_directory(), known.gguf_sha256
+    if quant is not None:
+        # The registry vouches for the source, so a conversion that exists is found without opening anything.
+        ready = converted_path(folder / known.file_name, quant, folder, digest)
+        if ready.exists():
+            return ready
+    source = fetch(known)
+    return source if quant is None else convert(source, quant, folder, digest)
+
+
+def _checked(quant: str | None) -> str | None:
+    if quant is not None and quant not in QUANTISATIONS:
+        raise UsageError(f"no quantisation {quant!r}; choose one of {', '.join(QUANTISATIONS)}")
+    return quant

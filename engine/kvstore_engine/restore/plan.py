@@ -1,0 +1,56 @@
+"""Decides how much of a resident prefix to load rather than compute.
+
+Pure: costs in, a plan out. It never loads anything.
+
+All or nothing is optimal here: loading costs a constant plus so much a block, while computing a block costs
+more the later it stands (attention), so the sum over "load the first m, compute the rest" is concave in m and
+its minimum lies at an end. (Loading the end of a prefix while computing its start, as Cake does, can beat
+both; this planner does not do that.)
+"""
+
+from dataclasses import dataclass
+
+from kvstore_engine.restore.costs import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """Load `blocks` leading storage blocks (0: compute all). The two estimates are what was compared."""
+
+    blocks: int
+    load_s: float
+    compute_s: float
+    reason: str
+
+
+def plan_restore(
+    *,
+    prompt_tokens: int,
+    resident_blocks: int,
+    block_tokens: int,
+    block_bytes: int,
+    estimated_load_s: float,
+    step_tokens: int,
+    costs: CostModel,
+) -> RestorePlan:
+    """The plan for a prompt of which `resident_blocks` leading blocks are in the store.
+
+    At least one token is left to compute: its logits are what generation starts from. `estimated_load_s` is
+    the store's figure for all resident blocks, `step_tokens` the size of a prefill step.
+    """
+    usable = min(resident_blocks, max(prompt_tokens - 1, 0) // block_tokens)
+    if usable <= 0:
+        reason = (
+            "nothing resident"
+            if resident_blocks <= 0
+            else "the resident part is the whole prompt's last block"
+        )
+        return RestorePlan(0, 0.0, 0.0, reason)
+    covered = usable * block_tokens
+    load_s = costs.load_s(usable * block_bytes, estimated_load_s * usable / resident_blocks)
+    compute_s = costs.prefill_s(0, prompt_tokens, step_tokens) - costs.prefill_s(
+        covered, prompt_tokens, step_tokens
+    )
+    if load_s > compute_s:
+        return RestorePlan(0, load_s, compute_s, "computing is estimated to be faster than loading")
+    return RestorePlan(usable, load_s, compute_s, "loading is estimated to be faster than computing")

@@ -1,0 +1,113 @@
+"""Brings a prompt's stored prefix into the block pool before prefill.
+
+Owns the order lookup, decide, lease, copy, release, and the report of it. It never frees or allocates pool
+blocks and never computes. Invariants: no byte is read outside a lease; a block counts as restored only if its
+lease was still valid *after* it was copied; what is not restored is simply computed, so nothing here can fail
+a request.
+
+The tokens of each block are compared with the prompt's by the client (`get` verifies by default), so a
+colliding key cannot bring another conversation's state in.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore_engine.restore.costs import CostModel
+from kvstore_engine.restore.plan import RestorePlan, plan_restore
+from kvstore_engine.restore.session import Bytes, KvSession, Tokens
+
+BlockIds = Sequence[int]
+_LEAST_DEADLINE_S, _MOST_DEADLINE_S = 0.25, 30.0
+
+
+class BlockReceiver(Protocol):
+    """The part of the block pool that takes stored blocks in."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    def scatter_blocks(self, sources: Sequence[Bytes], tables: Sequence[BlockIds]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a request got from the store. `reason` says, for people, why no more than this was restored."""
+
+    tokens: int = 0
+    bytes: int = 0
+    resident_blocks: int = 0
+    lookup_s: float = 0.0
+    restore_s: float = 0.0
+    estimated_load_s: float = 0.0
+    estimated_compute_s: float = 0.0
+    reason: str = "no store"
+
+
+def restore_prefix(
+    session: KvSession,
+    tokens: Tokens,
+    pool: BlockReceiver,
+    block_table: BlockIds,
+    *,
+    block_bytes: int,
+    step_tokens: int,
+    costs: CostModel,
+) -> RestoreReport:
+    """Restore the longest worthwhile prefix of `tokens` (int32 [n]) into the pool blocks of `block_table`.
+
+    `block_bytes` is the size of a stored block, `step_tokens` that of a prefill step. `costs` learns from
+    what the load really took. On return the K/V of positions [0, report.tokens) is in the pool.
+    """
+    begin = time.perf_counter()
+    lookup = session.lookup(tokens)
+    lookup_s = time.perf_counter() - begin
+    plan = plan_restore(
+        prompt_tokens=len(tokens),
+        resident_blocks=lookup.blocks,
+        block_tokens=session.block_tokens,
+        block_bytes=block_bytes,
+        estimated_load_s=lookup.estimated_load_s,
+        step_tokens=step_tokens,
+        costs=costs,
+    )
+    begin = time.perf_counter()
+    copied = _copy_in(session, tokens, pool, block_table, plan) if plan.blocks else 0
+    restore_s = time.perf_counter() - begin
+    if copied:
+        share = copied / lookup.blocks
+        costs.observe_load(copied * block_bytes, lookup.estimated_load_s * share, restore_s)
+    return RestoreReport(
+        tokens=copied * session.block_tokens,
+        bytes=copied * block_bytes,
+        resident_blocks=lookup.blocks,
+        lookup_s=lookup_s,
+        restore_s=restore_s,
+        estimated_load_s=plan.load_s,
+        estimated_compute_s=plan.compute_s,
+        reason=_reason(session, plan, copied, str(lookup.reason)),
+    )
+
+
+def _copy_in(
+    session: KvSession, tokens: Tokens, pool: BlockReceiver, block_table: BlockIds, plan: RestorePlan
+) -> int:
+    """Copy the planned blocks from a lease into the pool; how many leading ones can be relied on."""
+    per_block = session.block_tokens // pool.block_tokens
+    # Waiting longer for a promotion than computing takes would be worse than never having asked.
+    deadline_s = min(max(plan.compute_s, _LEAST_DEADLINE_S), _MOST_DEADLINE_S)
+    with session.get(tokens, max_blocks=plan.blocks, deadline_s=deadline_s) as lease:
+        count = min(len(lease), plan.blocks)
+        sources = [lease.payload(index) for index in range(count)]
+        tables = [block_table[index * per_block : (index + 1) * per_block] for index in range(count)]
+        if count:
+            pool.scatter_blocks(sources, tables)
+        return count if lease.valid else 0
+
+
+def _reason(session: KvSession, plan: RestorePlan, copied: int, lookup_reason: str) -> str:
+    if session.state != "connected" and not copied:
+        return "the store cannot be reached"
+    if not plan.blocks:
+        return plan.reason if plan.compute_s else lookup_reason or plan.reason
+    return plan.reason if copied == plan.blocks else f"{copied} of {plan.blocks} planned blocks could be had"

@@ -1,0 +1,53 @@
+"""Keeps a cost model from one run to the next.
+
+Owns one small JSON file per model, thread count and processor in the cache folder. It is a hint: a file that
+is missing, damaged or from another version is ignored, and one that cannot be written is not missed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+
+from kvstore_engine.restore.costs import CostModel
+
+_VERSION = 1
+
+
+class CostProfile:
+    """Where the cost model of `weights_digest` run by `threads` threads on this machine is kept."""
+
+    def __init__(self, folder: Path, weights_digest: str, threads: int) -> None:
+        machine = hashlib.blake2b(_processor().encode(), digest_size=4).hexdigest()
+        self.path = folder / "profiles" / f"{weights_digest[:16]}-{threads}t-{machine}.json"
+
+    def load(self) -> CostModel:
+        """The kept model, or a fresh one."""
+        costs = CostModel()
+        try:
+            kept = json.loads(self.path.read_text())
+            if kept["version"] == _VERSION:
+                costs.compute.restore(**kept["compute"])
+                costs.load.restore(**kept["load"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return CostModel()
+        return costs
+
+    def save(self, costs: CostModel) -> None:
+        """Keep `costs`, atomically; silently gives up where the folder cannot be written."""
+        kept = {"version": _VERSION, "compute": costs.compute.state(), "load": costs.load.state()}
+        part = self.path.with_suffix(f".{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(kept))
+            part.replace(self.path)
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line
+    return platform.processor() or platform.machine()

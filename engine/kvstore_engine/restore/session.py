@@ -1,0 +1,63 @@
+"""What the engine needs of a kvstored session, as types.
+
+Owns no behaviour: `kvstore_client.connect` returns objects of this shape. The obligations that matter here:
+with a dead or absent daemon nothing raises, lookups miss and puts are dropped; bytes under a lease stay
+readable and unchanged until it is released; `put` returns only when it no longer needs the payload callables.
+"""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
+Payload = Callable[[Bytes], None]
+
+
+class KvLookup(Protocol):
+    """How much of a prefix is resident: `blocks` leading storage blocks, and about how long loading them
+    takes.
+    """
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def estimated_load_s(self) -> float: ...
+    @property
+    def reason(self) -> object: ...
+
+
+class KvLease(Protocol):
+    """A right to read `len(lease)` leading storage blocks in place; empty on a miss."""
+
+    @property
+    def valid(self) -> bool: ...
+    def __len__(self) -> int: ...
+    def payload(self, index: int, /) -> Bytes: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None, /
+    ) -> object: ...
+
+
+class KvReceipt(Protocol):
+    """What became of each block of a put: "stored", "present", "throttled" or "failed"."""
+
+    @property
+    def statuses(self) -> Sequence[str]: ...
+
+
+class KvSession(Protocol):
+    """A connection of one engine, for one model state, to the local daemon."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def state(self) -> str: ...
+    def lookup(self, tokens: Tokens, /) -> KvLookup: ...
+    def get(self, tokens: Tokens, /, *, max_blocks: int, deadline_s: float) -> KvLease: ...
+    def put(self, tokens: Tokens, /, *, first_block: int, payloads: Sequence[Payload]) -> KvReceipt: ...
+    def close(self) -> None: ...

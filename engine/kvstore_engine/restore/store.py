@@ -1,0 +1,164 @@
+"""Stores full blocks of a running request, off the generating thread.
+
+Owns one worker thread and the queue to it. It never allocates or frees pool blocks, and nothing it does can
+fail a request: what cannot be stored is counted and left.
+
+Obligations of the caller: a block is announced (`advance`) only once all its tokens have been computed, which
+never changes it again; the request's pool blocks stay allocated until `finish` has returned. In return no
+bytes are read from the pool after `finish`, so that a reused block can never be published under another
+prefix's key.
+
+Why a thread: a put waits for the daemon, and a decode step must not. The bytes go from the pool straight into
+the shared staging area by a call that releases the interpreter lock.
+"""
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from kvstore_engine.restore.session import Bytes, KvSession, Tokens
+
+BlockIds = Sequence[int]
+
+_BATCH_BLOCKS = 8  # one put's worth: large enough to spread the round trip, small enough to stop soon
+
+
+class BlockSender(Protocol):
+    """The part of the block pool that gives blocks out."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    def gather_block(self, block_ids: BlockIds, dest: Bytes) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What became of a request's blocks. `store_s` is the time in puts, which generation did not wait for."""
+
+    stored: int = 0
+    present: int = 0
+    throttled: int = 0
+    failed: int = 0
+    store_s: float = 0.0
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request's progress. `wanted_blocks` grows in the generating thread, the rest belongs to the
+    worker.
+    """
+
+    block_table: BlockIds
+    tokens: Tokens
+    wanted_blocks: int
+    done_blocks: int
+    statuses: Counter[str] = field(default_factory=Counter)
+    store_s: float = 0.0
+    reason: str = ""
+
+
+class BlockStore:
+    """Stores the blocks of one request at a time: `begin`, `advance` as tokens are computed, `finish`."""
+
+    def __init__(self, session: KvSession, pool: BlockSender) -> None:
+        self._session = session
+        self._pool = pool
+        self._request: _Request | None = None
+        # A request to look at, an event to set once everything before it is done, or None to end.
+        self._work: queue.SimpleQueue[_Request | threading.Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, block_table: BlockIds, restored_tokens: int) -> None:
+        """A request starts whose K/V lies in `block_table`; its first `restored_tokens` came from the
+        store.
+        """
+        assert self._request is None, "finish() the previous request first"
+        done = restored_tokens // self._session.block_tokens
+        self._request = _Request(block_table, np.empty(0, np.int32), done, done)
+
+    def advance(self, tokens: Tokens) -> None:
+        """`tokens` (int32 [n], the whole sequence so far) have all been computed; stores the full blocks
+        among them.
+        """
+        request = self._request
+        assert request is not None, "begin() first"
+        full = len(tokens) // self._session.block_tokens
+        if full <= request.wanted_blocks or request.reason:
+            return
+        # The worker may be reading the old array: it is replaced, never changed.
+        request.tokens = np.array(tokens[: full * self._session.block_tokens], np.int32)
+        request.wanted_blocks = full
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvengine-store", daemon=True)
+            self._thread.start()
+        self._work.put(request)
+
+    def finish(self) -> StoreReport:
+        """Wait until everything announced is stored or given up, and report. Each put's deadline bounds the
+        wait.
+        """
+        request = self._request
+        if request is None:
+            return StoreReport()
+        self._request = None
+        if self._thread is not None:
+            idle = threading.Event()
+            self._work.put(idle)
+            idle.wait()
+        counts = request.statuses
+        return StoreReport(
+            stored=counts["stored"],
+            present=counts["present"],
+            throttled=counts["throttled"],
+            failed=counts["failed"],
+            store_s=request.store_s,
+            reason=request.reason,
+        )
+
+    def close(self) -> None:
+        """Stop the worker."""
+        self.finish()
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            begin = time.perf_counter()
+            try:
+                self._put_wanted(item)
+            except Exception as error:  # the thread's end: a bug in storing must not end the answer
+                item.reason = f"storing failed: {type(error).__name__}: {error}"
+            item.store_s += time.perf_counter() - begin
+
+    def _put_wanted(self, request: _Request) -> None:
+        while request.done_blocks < request.wanted_blocks and not request.reason:
+            first = request.done_blocks
+            count = min(request.wanted_blocks - first, _BATCH_BLOCKS)
+            tokens = request.tokens[: (first + count) * self._session.block_tokens]
+            payloads = [partial(self._gather, request.block_table, first + index) for index in range(count)]
+            statuses = self._session.put(tokens, first_block=first, payloads=payloads).statuses
+            request.statuses.update(statuses)
+            request.done_blocks += count
+            lost = next((status for status in statuses if status not in ("stored", "present")), None)
+            if lost is not None:
+                # A prefix is found only up to its first gap: blocks after one would be stored in vain.
+                request.reason = (
+                    f"block {first + list(statuses).index(lost)} was {lost}; later ones are not stored"
+                )
+
+    def _gather(self, block_table: BlockIds, block: int, dest: Bytes) -> None:
+        per_block = self._session.block_tokens // self._pool.block_tokens
+        self._pool.gather_block(block_table[block * per_block : (block + 1) * per_block], dest)

@@ -1,0 +1,58 @@
+"""How many compute threads to use when nobody said.
+
+Owns one rule: one thread for each physical core that this process may use, less one where there are at least
+four.
+
+ggml's threads spin at every barrier, so a thread too many costs far more than a thread too few: hyperthreads
+share the vector units, and a step whose thread is descheduled waits for it. The core left over is for the
+daemon, the copies in and out of the pool, and the rest of the machine. A container's CPU quota counts as
+cores.
+"""
+
+import contextlib
+import math
+import os
+from pathlib import Path
+
+_CPUS = Path("/sys/devices/system/cpu")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_ENOUGH_TO_SPARE_ONE = 4
+
+
+def default_threads() -> int:
+    """The number of compute threads for this process on this machine, at least 1."""
+    cores = physical_cores(_usable_cpus(), _CPUS)
+    quota = cpu_quota(_QUOTA)
+    if quota is not None:
+        cores = min(cores, max(1, math.floor(quota)))
+    return cores - 1 if cores >= _ENOUGH_TO_SPARE_ONE else max(1, cores)
+
+
+def physical_cores(cpus: set[int], topology: Path) -> int:
+    """How many cores the logical `cpus` belong to, by the kernel's `topology` folder; each its own if
+    unknown.
+    """
+    cores = set()
+    for cpu in cpus:
+        siblings = str(cpu)
+        with contextlib.suppress(OSError):
+            siblings = (topology / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+        cores.add(siblings)
+    return max(1, len(cores))
+
+
+def cpu_quota(path: Path) -> float | None:
+    """The control group's quota in cores (cgroup v2 `cpu.max`: "quota period" or "max period"); None if
+    unlimited.
+    """
+    try:
+        quota, period = path.read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _usable_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))

@@ -1,0 +1,143 @@
+"""The tokenizer of one model: text to ids, ids to text, and a digest for the cache's fingerprint.
+
+Owns the order of steps: special tokens first, then plain stretches, then BOS and EOS. What a plain stretch
+becomes is decided in `byte_level` or `sentencepiece`. Correctness is equality with llama.cpp, id by id.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.tokenizer import byte_level, sentencepiece
+from kvstore_engine.tokenizer.pretokenize import pre_tokenizer
+from kvstore_engine.tokenizer.special import SpecialTokens
+from kvstore_engine.tokenizer.stream import StreamingDetokenizer
+from kvstore_engine.tokenizer.vocabulary import CONTROL, UNKNOWN, USER_DEFINED, TokenizerError, Vocabulary
+
+
+class Tokenizer:
+    """Built once per model. Safe to share between threads: nothing changes after construction but a cache."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        sentence_piece = vocabulary.model == "llama"
+        build = sentencepiece.build_encoder if sentence_piece else byte_level.build_encoder
+        self._encoder = build(vocabulary)
+        self._special = SpecialTokens(vocabulary)
+        self._pieces: dict[int, bytes] = {}
+        self._sentence_piece = sentence_piece
+        silent = sentence_piece or pre_tokenizer(vocabulary.pre).add_bos
+        self.add_bos = silent if vocabulary.add_bos is None else vocabulary.add_bos
+        self.add_eos = bool(vocabulary.add_eos)
+        prefix = vocabulary.add_space_prefix
+        self._space_prefix = sentence_piece and prefix is not False
+        for flag, token_id, name in (
+            (self.add_bos, vocabulary.bos_id, "bos"),
+            (self.add_eos, vocabulary.eos_id, "eos"),
+        ):
+            if flag and token_id is None:
+                raise TokenizerError(
+                    f"the file asks to add a {name.upper()} token but has no valid "
+                    f"tokenizer.ggml.{name}_token_id"
+                )
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, object]) -> "Tokenizer":
+        """Build from a GGUF file's metadata; TokenizerError says why that cannot be done."""
+        return cls(Vocabulary.from_metadata(metadata))
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end a generation (EOS, end of turn, and their kin)."""
+        return self.vocabulary.end_ids
+
+    def encode(
+        self, text: str, add_special: bool = True, parse_special: bool = False
+    ) -> npt.NDArray[np.int32]:
+        """Token ids of `text`, int32 [n].
+
+        `add_special` adds BOS and EOS where the model wants them. `parse_special` recognises control tokens
+        in the text: right for a rendered chat template, wrong for what a user typed.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"the text is not valid Unicode: lone surrogate at character {error.start}"
+            ) from None
+        ids: list[int] = []
+        if add_special and self.add_bos:
+            ids.append(_required(self.vocabulary.bos_id))
+        after_special = True
+        for stretch in self._special.split(text, parse_special):
+            if isinstance(stretch, int):
+                ids.append(stretch)
+            else:
+                ids.extend(self._encode_plain(stretch, after_special))
+            after_special = isinstance(stretch, int)
+        if add_special and self.add_eos:
+            ids.append(_required(self.vocabulary.eos_id))
+        return np.array(ids, np.int32)
+
+    def _encode_plain(self, text: str, after_special: bool) -> list[int]:
+        if self._sentence_piece:
+            if after_special and self._space_prefix:
+                text = " " + text
+            text = text.replace(" ", sentencepiece.SPACE)
+        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        placeholder = len(self.vocabulary.tokens)
+        return [token_id for token_id in ids if token_id != placeholder] if placeholder in ids else ids
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of `ids`; control tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
+        stream = self.stream(special)
+        return "".join([*(stream.push(int(token_id)) for token_id in ids), stream.finish()])
+
+    def stream(self, special: bool = False, continues: bool = False) -> StreamingDetokenizer:
+        """A detokenizer for one answer; `continues` when text stands before it, so a leading space is
+        text.
+        """
+        piece = self.piece if special else self._visible_piece
+        return StreamingDetokenizer(piece, strip_first_space=self._space_prefix and not continues)
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of one token, control tokens as their text. IndexError outside the vocabulary."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            if not 0 <= token_id < len(self.vocabulary.tokens):
+                raise IndexError(
+                    f"token id {token_id} is outside a vocabulary of {len(self.vocabulary.tokens)}"
+                )
+            piece = self._pieces[token_id] = self._spell(token_id)
+        return piece
+
+    def _spell(self, token_id: int) -> bytes:
+        text, kind = self.vocabulary.tokens[token_id], int(self.vocabulary.kinds[token_id])
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED):
+            return text.encode()
+        return sentencepiece.token_bytes(text, kind) if self._sentence_piece else byte_level.token_bytes(text)
+
+    def _visible_piece(self, token_id: int) -> bytes:
+        piece = self.piece(token_id)
+        return b"" if self.vocabulary.kinds[token_id] in (CONTROL, UNKNOWN) else piece
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits over everything that decides which ids a text becomes."""
+        vocabulary = self.vocabulary
+        state = hashlib.blake2b(digest_size=16)
+        flags = (self.add_bos, self.add_eos, self._space_prefix, vocabulary.bos_id, vocabulary.eos_id)
+        state.update(repr((vocabulary.model, vocabulary.pre, len(vocabulary.tokens), flags)).encode())
+        for strings in (vocabulary.tokens, vocabulary.merges):
+            state.update("\0".join(strings).encode())
+        for numbers in (vocabulary.kinds, vocabulary.scores):
+            state.update(np.ascontiguousarray(numbers).tobytes())
+        return state.hexdigest()
+
+
+def _required(token_id: int | None) -> int:
+    assert token_id is not None, "checked at construction"
+    return token_id

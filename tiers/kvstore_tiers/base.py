@@ -1,0 +1,219 @@
+"""The contract of a tier: a place where blocks' bytes live.
+
+A tier knows slots and bytes. It never knows what is worth keeping, who owns a block or whether anybody reads it: that
+is the daemon's. A slot holds one block in the layout of kvstore_proto.arena (4096-byte header, then payload).
+
+Obligations
+- The caller allocates, writes once, then may read many times, then frees; it never frees a slot with a transfer in
+  flight, and never writes a slot twice without freeing it.
+- The implementation MUST keep `used_bytes <= capacity_bytes` at every instant, counting everything it holds (slots,
+  quarantine, index, free space it cannot give back); MUST return None from `allocate` rather than exceed it; MUST make
+  the outcome of every transfer available exactly once; MUST NOT report DONE for bytes that fail verification.
+- `allocate`, `free`, `quarantine` and `statistics` are called from one control thread, never wait for a device, and
+  take microseconds.
+- Transfers return at once; their completion is called from a thread of the tier's own (from the caller's own only
+  when the tier is closed already). A completion must be quick and must not raise.
+
+`kvstore_tiers.testing` holds the suite that proves an implementation keeps its side.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader
+from kvstore_tiers.image import image_header, stamp_header
+from kvstore_tiers.segments import MemoryKind, Segment
+
+__all__ = [
+    "Completion",
+    "Durability",
+    "MemoryKind",
+    "Outcome",
+    "OutcomeKind",
+    "Segment",
+    "Slot",
+    "Tier",
+    "TierInfo",
+    "TierState",
+    "TierStatistics",
+    "require_fits",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for one block. `nbytes` includes header and padding; `generation` grows each time a place is reused."""
+
+    container: int  # arena or slab number
+    offset: int
+    nbytes: int
+    generation: int
+
+
+class OutcomeKind(Enum):
+    DONE = "done"
+    CORRUPT = "corrupt"  # bytes came back and are wrong: quarantine
+    FAILED = "failed"  # the medium refused: retry or shed the tier
+    CANCELLED = "cancelled"  # closed before it ran
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a transfer ended. `header` is the verified header after a successful read or write."""
+
+    kind: OutcomeKind
+    header: BlockHeader | None = None
+    nbytes: int = 0
+    message: str = ""
+    errno: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.kind is OutcomeKind.DONE
+
+
+Completion = Callable[[Outcome], None]
+
+
+class Durability(Enum):
+    """What is left of a tier's blocks after its process dies."""
+
+    VOLATILE = "volatile"
+    DURABLE = "durable"
+
+
+@dataclass(frozen=True, slots=True)
+class TierInfo:
+    name: str
+    kind: str  # memory | host | nvme | gpu | cxl | remote
+    memory: MemoryKind
+    durability: Durability
+    alignment_bytes: int  # of segment addresses and lengths it can move directly
+    max_slot_bytes: int
+    verifies_reads: bool
+
+
+class TierState(Enum):
+    OK = "ok"
+    FULL = "full"  # the medium has no room although the capacity would allow it
+    READ_ONLY = "read-only"  # writes fail, reads work
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """A frozen report. `used_by` splits `used_bytes` by what holds it (blocks, free, quarantine, index...)."""
+
+    state: TierState
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    bytes_read: int = 0
+    bytes_written: int = 0
+    reads: int = 0
+    writes: int = 0
+    errors: int = 0
+    corrupt: int = 0
+    quarantined_slots: int = 0
+    used_by: dict[str, int] = field(default_factory=dict)
+    message: str = ""
+
+
+def require_fits(slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> None:
+    """Raise RuntimeError when a write's payload is not what its header says or does not fit its slot."""
+    given_bytes = sum(segment.nbytes for segment in segments)
+    if given_bytes != header.payload_bytes:
+        raise RuntimeError(f"the header says {header.payload_bytes} payload bytes, the segments hold {given_bytes}")
+    if HEADER_BYTES + given_bytes > slot.nbytes:
+        raise RuntimeError(f"{given_bytes} payload bytes and a header do not fit a slot of {slot.nbytes}")
+
+
+class Tier(ABC):
+    """See the module for what both sides owe each other."""
+
+    info: TierInfo
+
+    @abstractmethod
+    def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
+        """A slot of at least `nbytes` (a multiple of 4096), or None when there is no room within the capacity.
+
+        `owner` separates memory that may be mapped by different tenants; tiers that are never mapped ignore it.
+        Raises ValueError for a size that is not a positive multiple of 4096.
+        """
+
+    @abstractmethod
+    def free(self, slot: Slot) -> None:
+        """Give a slot back. Raises RuntimeError when it is not allocated (a broken invariant, not a result)."""
+
+    @abstractmethod
+    def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
+        """Store payload bytes (the concatenation of `segments`, `header.payload_bytes` long) and header in `slot`.
+
+        `done` gets the header as stored, with the payload's checksum (computed from the stored copy when
+        `header.checksum` is 0, else taken as given) and the slot's generation.
+        Raises RuntimeError when lengths disagree or the payload does not fit.
+        """
+
+    @abstractmethod
+    def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
+        """Fill `segments` with the payload of the block in `slot`; what they hold beyond it is left as it is or zeroed.
+
+        A tier that verifies (`info.verifies_reads`) checks magic, key, generation and checksums before it reports DONE;
+        CORRUPT says the destination holds garbage. Segments shorter than the payload end in FAILED.
+        """
+
+    def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
+        """Store a whole slot image (header and payload) that lies in another tier's memory.
+
+        The header is stored with this slot's generation. CORRUPT when `source` does not hold the block `expect_key`.
+        """
+        header = image_header(source, expect_key)
+        if isinstance(header, str):
+            done(Outcome(OutcomeKind.CORRUPT, message=header))
+            return
+        self.write(slot, header, [source.part(HEADER_BYTES, header.payload_bytes)], done)
+
+    def move_out(self, slot: Slot, destination: Segment, expect_key: bytes, done: Completion) -> None:
+        """Fill `destination` with the slot image, verified as in `read`; its header is written last and carries
+        `destination.generation`."""
+
+        def stamp(outcome: Outcome) -> None:
+            if outcome.header is not None and outcome.ok:
+                stamp_header(destination, outcome.header)
+            done(outcome)
+
+        self.read(slot, expect_key, [destination.part(HEADER_BYTES, destination.nbytes - HEADER_BYTES)], stamp)
+
+    def sync(self, done: Completion) -> None:
+        """Make every write that completed and every slot freed before this call durable, then call `done`.
+
+        Volatile tiers answer at once, from the caller's thread.
+        """
+        done(Outcome(OutcomeKind.DONE))
+
+    def quarantine(self, slot: Slot, reason: str) -> None:
+        """Take a corrupt slot out of use and keep its bytes for inspection, within a bound; else it is freed."""
+        self.free(slot)
+
+    def location(self, slot: Slot) -> str:
+        """Where an operator finds the slot's bytes: FILE:OFFSET where there is a file."""
+        return f"{self.info.name}:{slot.container}+{slot.offset}"
+
+    def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
+        """What survived the last process, each block once, with its slot allocated. Headers carry no token ids.
+
+        A durable tier allocates only from containers that were recovered; a volatile one has nothing to tell.
+        """
+        return iter(())
+
+    @abstractmethod
+    def statistics(self) -> TierStatistics: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish transfers under way, release memory and descriptors. Idempotent."""

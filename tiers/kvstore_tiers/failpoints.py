@@ -1,0 +1,130 @@
+"""Named fault injection: places in the source where a test can make the process die, fail or wait.
+
+Owns the list of names and what is armed. Never acts unless armed; a `hit` then costs one look at a module global.
+Arming: `arm("nvme.after-slot-write=kill@3")` in a test, or the environment variable KVSTORED_FAILPOINTS, a list like
+`name=kill;name2=error:ENOSPC;name3=delay:0.1@3`. Actions: `kill` (SIGKILL to this process), `error:ERRNO` (an
+OSError), `delay:SECONDS`. `@N`: at the N-th hit alone; without it at every hit.
+Invariants: each declared name occurs in the source (tested); an unknown name in `arm` is an error, since a failpoint
+that never fires makes a test that cannot fail.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+
+ENVIRONMENT = "KVSTORED_FAILPOINTS"
+
+REGISTRY: dict[str, str] = {
+    "host.before-copy": "a copy thread is about to copy a payload into an arena",
+    "host.before-header": "the payload lies in the arena, its header does not",
+    "nvme.read": "an I/O thread is about to read a slot",
+    "nvme.before-slot-write": "an I/O thread is about to write a slot; the old record may still stand",
+    "nvme.after-invalidate": "the old record of a slot about to be overwritten is withdrawn",
+    "nvme.after-slot-write": "a slot image is written, nothing is synced, no record names it",
+    "nvme.sync-start": "a group commit took its batch",
+    "nvme.after-data-sync": "slot images of the batch are on the medium, their records are not written",
+    "nvme.between-records": "withdrawn records of the batch are written, new ones are not",
+    "nvme.after-records-write": "all records of the batch are written, not synced",
+    "nvme.after-record-sync": "records are on the medium, the index does not know them",
+    "nvme.before-index-commit": "the index transaction is filled, not committed",
+    "nvme.after-index-commit": "the batch is durable, nobody was told",
+    "nvme.slab-allocated": "a new slab file has its space, no superblock and no final name",
+    "nvme.slab-before-rename": "a new slab file is complete under its temporary name",
+    "nvme.slab-after-rename": "a new slab file has its name, the directory is not synced",
+    "nvme.slab-records-zeroed": "the records of a free slab are gone, its geometry is still the old one",
+    "nvme.slab-reformat": "a free slab has its new front superblock, not yet the one at its end",
+    "nvme.recover-before-repair": "recovery read the records and is about to withdraw the bad ones",
+    "nvme.recover-before-index": "recovery is about to rebuild the index",
+    "nvme.index-seal": "the index is closed, the seal that vouches for it is not written",
+}
+
+
+@dataclass
+class _Armed:
+    action: str
+    argument: str
+    only_at_hit: int  # 0: at every hit
+    hits: int = 0
+
+
+_armed: dict[str, _Armed] = {}
+_counting = threading.Lock()
+
+
+def declare(name: str, description: str) -> None:
+    """Add a name of another package. Raises ValueError when it is taken with another meaning."""
+    if REGISTRY.setdefault(name, description) != description:
+        raise ValueError(f"failpoint {name!r} is declared twice")
+
+
+def hit(name: str) -> None:
+    """A place that can fail. Raises OSError, waits or dies only where a test armed it."""
+    if _armed:
+        _fire(name)
+
+
+def arm(specification: str) -> None:
+    """Arm the failpoints of a list. Raises ValueError for a name nobody declared or an action that is none."""
+    armed = _parse(specification)
+    unknown = sorted(set(armed) - set(REGISTRY))
+    if unknown:
+        raise ValueError(f"no such failpoint: {', '.join(unknown)}; there are: {', '.join(sorted(REGISTRY))}")
+    _armed.update(armed)
+
+
+def disarm() -> None:
+    """Disarm everything."""
+    _armed.clear()
+
+
+def unknown_names() -> list[str]:
+    """Armed names that nobody declared: for a program to check once all its modules are imported."""
+    return sorted(set(_armed) - set(REGISTRY))
+
+
+def hits(name: str) -> int:
+    """How often an armed failpoint was passed."""
+    entry = _armed.get(name)
+    return entry.hits if entry else 0
+
+
+def _parse(specification: str) -> dict[str, _Armed]:
+    armed = {}
+    for item in filter(None, (part.strip() for part in specification.split(";"))):
+        name, equals, rest = item.partition("=")
+        rest, _, count = rest.partition("@")
+        action, _, argument = rest.partition(":")
+        valid = (
+            (action == "kill" and not argument)
+            or (action == "error" and argument in errno.errorcode.values())
+            or (action == "delay" and argument.replace(".", "", 1).isdigit())
+        )
+        if not equals or not valid or (count and not count.isdigit()):
+            raise ValueError(f"{item!r} is not NAME=kill, NAME=error:ERRNO or NAME=delay:SECONDS, with @N after it")
+        armed[name] = _Armed(action, argument, int(count or 0))
+    return armed
+
+
+def _fire(name: str) -> None:
+    entry = _armed.get(name)
+    if entry is None:
+        return
+    with _counting:
+        entry.hits += 1
+        if entry.only_at_hit and entry.hits != entry.only_at_hit:
+            return
+    if entry.action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif entry.action == "error":
+        number = getattr(errno, entry.argument)
+        raise OSError(number, f"{os.strerror(number)} (failpoint {name})")
+    else:
+        time.sleep(float(entry.argument))
+
+
+_armed.update(_parse(os.environ.get(ENVIRONMENT, "")))

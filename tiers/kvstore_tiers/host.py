@@ -1,0 +1,352 @@
+"""The host tier: blocks in DRAM, in arenas that clients map read-only.
+
+Owns arenas, their capacity and the copy threads. Never knows which client maps what, nor what a lease is.
+Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and whatever the
+daemon `charge`s: staging, reservations.
+Invariants: one owner and one slot size an arena; a container number is never reused; a payload is copied first and the
+copy is checksummed, because staging memory stays writable by the client; the header is written last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
+from kvstore_tiers import failpoints
+from kvstore_tiers.arena import Arena, ArenaMode
+from kvstore_tiers.base import (
+    Completion,
+    Durability,
+    MemoryKind,
+    Outcome,
+    OutcomeKind,
+    Segment,
+    Slot,
+    Tier,
+    TierInfo,
+    TierState,
+    TierStatistics,
+    require_fits,
+)
+from kvstore_tiers.counters import TransferCounters
+from kvstore_tiers.image import image_header, stamp_header
+from kvstore_tiers.segments import Bytes, checksum_at, gather, scatter, total_bytes
+from kvstore_tiers.sizes import aligned_down, require_slot_size
+from kvstore_tiers.threads import ResidentThreads, Transfer, complete
+
+DEFAULT_ARENA_BYTES = 64 * 2**20
+Write = tuple[Slot, BlockHeader, Sequence[Segment]]
+CompletionOfMany = Callable[[int, Outcome], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaReport:
+    """One arena as `containers` tells it."""
+
+    container: int
+    owner: str
+    nbytes: int
+    slot_bytes: int
+    slots: int
+    used_slots: int
+    populated_bytes: int
+
+
+class HostTier(Tier):
+    """`capacity_bytes` of DRAM in arenas of `arena_bytes`, filled and emptied by `copy_threads` resident threads."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        arena_bytes: int = DEFAULT_ARENA_BYTES,
+        mode: ArenaMode = "owned",
+        copy_threads: int = 2,
+        verify_reads: bool = True,
+        name: str = "host",
+    ) -> None:
+        self.info = TierInfo(
+            name, "host", MemoryKind.HOST, Durability.VOLATILE, ALIGNMENT_BYTES, capacity_bytes, verify_reads
+        )
+        self._capacity_bytes = capacity_bytes
+        self._arena_bytes = aligned_down(arena_bytes)
+        self._mode: ArenaMode = mode
+        self._arenas: dict[int, Arena] = {}
+        self._empty: dict[int, Arena] = {}
+        self._with_room: defaultdict[tuple[str, int], list[Arena]] = defaultdict(list)
+        self._next_number = 1
+        self._arenas_bytes = 0
+        self._blocks = 0
+        self._blocks_bytes = 0
+        self._charges: defaultdict[str, int] = defaultdict(int)
+        self._counters = TransferCounters()
+        self._reshaping = threading.Lock()  # between the control thread and whoever prefaults
+        self._threads = ResidentThreads(f"{name}-copy", copy_threads)
+        self._closed = False
+
+    # -- places ------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
+        require_slot_size(nbytes)
+        if self._closed:
+            return None
+        candidates = self._with_room[owner, nbytes]
+        while candidates and not candidates[-1].has_room:
+            candidates.pop()
+        if not candidates:
+            found = self._arena_for(nbytes, owner)
+            if found is None:
+                return None
+            candidates.append(found)
+        arena = candidates[-1]
+        slot = arena.allocate()
+        self._empty.pop(arena.number, None)
+        self._blocks += 1
+        self._blocks_bytes += slot.nbytes
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        arena = self._arena_of(slot)
+        had_room = arena.has_room
+        arena.free(slot)
+        self._blocks -= 1
+        self._blocks_bytes -= slot.nbytes
+        if not had_room:
+            self._with_room[arena.owner, arena.slot_bytes].append(arena)
+        if arena.used_slots == 0:
+            self._empty[arena.number] = arena
+
+    def charge(self, nbytes: int, label: str) -> bool:
+        """Count `nbytes` of memory outside the arenas against the capacity; False when there is no room.
+
+        Empty arenas are given back first where that makes the room (some 20 ms for 64 MiB).
+        """
+        if self._closed:
+            return False
+        releasable = [arena for arena in self._empty.values() if arena.mode == "owned"]
+        while self.used_bytes + nbytes > self._capacity_bytes:
+            if not releasable:
+                return False
+            self._release(releasable.pop())
+        self._charges[label] += nbytes
+        return True
+
+    def discharge(self, nbytes: int, label: str) -> None:
+        """Undo a charge. Raises RuntimeError when less was charged."""
+        if self._charges[label] < nbytes:
+            raise RuntimeError(f"{nbytes} bytes discharged from {label!r}, {self._charges[label]} were charged")
+        self._charges[label] -= nbytes
+
+    def emptiest_container(self, owner: str, nbytes: int) -> int | None:
+        """The arena to empty so that `allocate(nbytes, owner)` finds room although the capacity is spent.
+
+        It is the one with the fewest bytes to evict among those of another owner or slot size; None when there is none.
+        """
+        usable = [
+            arena
+            for arena in self._arenas.values()
+            if arena.nbytes >= nbytes
+            and (arena.owner, arena.slot_bytes) != (owner, nbytes)
+            and (arena.owner == owner or arena.mode == "owned")
+        ]
+        emptiest = min(usable, key=lambda arena: arena.used_slots * arena.slot_bytes, default=None)
+        return emptiest.number if emptiest else None
+
+    @property
+    def used_bytes(self) -> int:
+        return self._arenas_bytes + sum(self._charges.values())
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def address(self, slot: Slot) -> int:
+        """Where the slot lies in this process: the address of its header."""
+        return self.slot_segment(slot).address
+
+    def view(self, slot: Slot) -> Bytes:
+        """A writable uint8[slot.nbytes] over header and payload. It must not outlive the slot."""
+        return self._arena_of(slot).view(slot)
+
+    def slot_segment(self, slot: Slot) -> Segment:
+        """The slot's memory, for another tier's `move_in` and `move_out`. RuntimeError when it is not allocated."""
+        arena = self._arena_of(slot)
+        arena.require_out(slot)
+        return arena.segment(slot)
+
+    def readonly_fd(self, container: int) -> int:
+        """A new read-only descriptor of an arena, to be handed to a client; the caller closes it."""
+        return self._arenas[container].readonly_fd()
+
+    def container_bytes(self, container: int) -> int:
+        """How many bytes a client maps of an arena."""
+        return self._arenas[container].nbytes
+
+    def containers(self) -> list[ArenaReport]:
+        return [
+            ArenaReport(a.number, a.owner, a.nbytes, a.slot_bytes, a.slots, a.used_slots, a.populated_bytes)
+            for a in self._arenas.values()
+        ]
+
+    def precreate(self, owner: str, nbytes: int) -> int:
+        """Make empty arenas for `owner` until `nbytes` are reserved or the capacity is spent; bytes reserved."""
+        reserved_bytes = 0
+        while reserved_bytes < nbytes:
+            arena = self._fresh_arena(ALIGNMENT_BYTES, owner)
+            if arena is None:
+                break
+            reserved_bytes += arena.nbytes
+        return reserved_bytes
+
+    def prefault_slice(self, budget_bytes: int) -> tuple[int, int]:
+        """Fault in up to `budget_bytes` of arena memory; (populated, total) bytes of all arenas.
+
+        May be called from one background thread at a time; the page faults run without the GIL. A first touch costs
+        five times a copy, so this keeps it out of puts.
+        """
+        with self._reshaping:
+            for arena in list(self._arenas.values()):
+                if budget_bytes <= 0:
+                    break
+                budget_bytes -= arena.populate(budget_bytes)
+            arenas = list(self._arenas.values())
+        return sum(arena.populated_bytes for arena in arenas), sum(arena.nbytes for arena in arenas)
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
+        require_fits(slot, header, segments)
+        target = self.slot_segment(slot)
+        self._threads.submit(lambda: self._store(target, header, segments), done)
+
+    def write_many(self, writes: Sequence[Write], done_each: CompletionOfMany) -> None:
+        """`write` for a batch, with one wake-up a copy thread. `done_each` gets position in `writes` and outcome."""
+        jobs: list[tuple[int, Transfer]] = []
+        for position, (slot, header, segments) in enumerate(writes):
+            require_fits(slot, header, segments)
+            jobs.append((position, partial(self._store, self.slot_segment(slot), header, segments)))
+        share = -(-len(jobs) // len(self._threads)) or 1
+        for start in range(0, len(jobs), share):
+            part = jobs[start : start + share]
+            if not self._threads.post(partial(_run_part, part, done_each)):
+                for position, _ in part:
+                    done_each(position, Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
+
+    def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
+        source = self.slot_segment(slot)
+        self._threads.submit(lambda: self._load(source, expect_key, segments), done)
+
+    def statistics(self) -> TierStatistics:
+        used_by = {"blocks": self._blocks_bytes, "free": self._arenas_bytes - self._blocks_bytes}
+        used_by.update({label: nbytes for label, nbytes in self._charges.items() if nbytes})
+        return self._counters.report(
+            state=TierState.CLOSED if self._closed else TierState.OK,
+            capacity_bytes=self._capacity_bytes,
+            used_bytes=self.used_bytes,
+            blocks=self._blocks,
+            used_by=used_by,
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._threads.close()
+        with self._reshaping:
+            for arena in self._arenas.values():
+                arena.release()
+            self._arenas.clear()
+            self._empty.clear()
+        self._with_room.clear()
+        self._charges.clear()
+        self._arenas_bytes = self._blocks = self._blocks_bytes = 0
+
+    # -- on the copy threads -----------------------------------------------------------------------------------------
+
+    def _store(self, target: Segment, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
+        with self._counters.watch() as count:
+            failpoints.hit("host.before-copy")
+            gather(target.address + HEADER_BYTES, segments)
+            checksum = header.checksum or checksum_at(target.address + HEADER_BYTES, header.payload_bytes)
+            failpoints.hit("host.before-header")
+            stored = stamp_header(target, replace(header, checksum=checksum))
+            return count.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes))
+
+    def _load(self, source: Segment, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+        with self._counters.watch() as count:
+            header = image_header(source, expect_key)
+            if isinstance(header, str):
+                return count.read(Outcome(OutcomeKind.CORRUPT, message=header))
+            if total_bytes(segments) < header.payload_bytes:
+                message = f"{header.payload_bytes} payload bytes do not fit {total_bytes(segments)} bytes of segments"
+                return count.read(Outcome(OutcomeKind.FAILED, message=message))
+            payload = source.address + HEADER_BYTES
+            scatter(payload, header.payload_bytes, segments)
+            if self.info.verifies_reads and checksum_at(payload, header.payload_bytes) != header.checksum:
+                return count.read(Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold"))
+            return count.read(Outcome(OutcomeKind.DONE, header, header.payload_bytes))
+
+    # -- arenas ------------------------------------------------------------------------------------------------------
+
+    def _arena_of(self, slot: Slot) -> Arena:
+        arena = self._arenas.get(slot.container)
+        if arena is None:
+            raise RuntimeError(f"{slot} is in no arena")
+        return arena
+
+    def _arena_for(self, nbytes: int, owner: str) -> Arena | None:
+        """An arena with room, by falling cost: an empty one of this owner, new memory, another owner's empty one."""
+        empty = [arena for arena in self._empty.values() if arena.nbytes >= nbytes]
+        own = next((arena for arena in empty if arena.owner == owner), None)
+        if own is not None:
+            self._forget_room(own)
+            own.shape(nbytes)
+            return own
+        arena = self._fresh_arena(nbytes, owner)
+        if arena is None:
+            donor = next((arena for arena in empty if arena.mode == "owned"), None)
+            if donor is None:
+                return None
+            arena = self._inherit(donor, owner)
+        arena.shape(nbytes)
+        return arena
+
+    def _fresh_arena(self, at_least_bytes: int, owner: str) -> Arena | None:
+        room_bytes = aligned_down(self._capacity_bytes - self.used_bytes)
+        nbytes = min(max(self._arena_bytes, at_least_bytes), room_bytes)
+        return self._add(nbytes, owner) if nbytes >= at_least_bytes else None
+
+    def _inherit(self, donor: Arena, owner: str) -> Arena:
+        """A new arena in the place of an empty one of another owner, whose clients may still map the old one."""
+        with self._reshaping:
+            self._drop(donor)
+            return self._add(donor.nbytes, owner, donor)
+
+    def _add(self, nbytes: int, owner: str, donor: Arena | None = None) -> Arena:
+        arena = Arena(self._next_number, nbytes, owner, mode=self._mode, donor=donor)
+        self._next_number += 1
+        self._arenas[arena.number] = self._empty[arena.number] = arena
+        self._arenas_bytes += nbytes
+        return arena
+
+    def _release(self, arena: Arena) -> None:
+        with self._reshaping:
+            self._drop(arena)
+            arena.release()
+
+    def _drop(self, arena: Arena) -> None:
+        self._forget_room(arena)
+        del self._arenas[arena.number], self._empty[arena.number]
+        self._arenas_bytes -= arena.nbytes
+
+    def _forget_room(self, arena: Arena) -> None:
+        rooms = self._with_room.get((arena.owner, arena.slot_bytes))
+        if rooms and arena in rooms:
+            rooms.remove(arena)
+
+
+def _run_part(part: Sequence[tuple[int, Transfer]], done_each: CompletionOfMany) -> None:
+    for position, transfer in part:
+        complete(transfer, partial(done_each, position))

@@ -1,0 +1,51 @@
+"""Slot images in host memory: a header page and a payload, whole.
+
+Owns what makes an image valid: how its header is judged, how the payload is checked against it, and that the header is
+written last. Never moves payload bytes.
+Invariant: an image whose header passes `image_header` had its whole payload in place before that header was written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader, read_header
+from kvstore_tiers.segments import Segment, buffer_at, put_bytes
+
+FIXED_BYTES = 256  # the part of a header page before the token ids
+
+
+def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int | None = None) -> BlockHeader | str:
+    """The header in 4096 raw bytes, or a sentence on what is wrong with it.
+
+    It must hold its own checksum, name `expect_key`, describe a payload of at most `room_bytes` and, where
+    `generation` is given, belong to that use of the slot.
+    """
+    header = read_header(raw)
+    if isinstance(header, str):
+        return header
+    if header.key != expect_key:
+        return f"the slot holds block {header.key.hex()}, not {expect_key.hex()}"
+    if generation is not None and header.generation != generation:
+        return f"the slot holds generation {header.generation}, not {generation}"
+    if header.payload_bytes > room_bytes:
+        return f"the header says {header.payload_bytes} payload bytes, the slot has room for {room_bytes}"
+    return header
+
+
+def image_header(image: Segment, expect_key: bytes) -> BlockHeader | str:
+    """The header of a slot image in host memory, or what is wrong with it, a wrong generation included."""
+    raw = buffer_at(image.address, HEADER_BYTES).raw
+    return judge_header(raw, expect_key, image.nbytes - HEADER_BYTES, image.generation or None)
+
+
+def stamp_header(image: Segment, header: BlockHeader) -> BlockHeader:
+    """Write `header` to the front of an image with the image's own generation, and return it so stamped."""
+    stamped = replace(header, generation=image.generation)
+    put_bytes(image.address, stamped.pack())
+    return stamped
+
+
+def erase_header(image: Segment) -> None:
+    """Make an image hold no block: nobody who scans the memory later takes it for one."""
+    put_bytes(image.address, bytes(FIXED_BYTES))

@@ -1,0 +1,107 @@
+"""The reference tier: plain, slow and right.
+
+Owns copies of payloads in a dict. It exists to say what every other tier must do: the conformance suite passes on it,
+and the others are compared with it. Never used to hold real data.
+Invariants: counts a slot as `nbytes`, as the others do; a slot read before it was written is CORRUPT, not a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader, payload_checksum
+from kvstore_tiers.base import (
+    Completion,
+    Durability,
+    MemoryKind,
+    Outcome,
+    OutcomeKind,
+    Segment,
+    Slot,
+    Tier,
+    TierInfo,
+    TierState,
+    TierStatistics,
+    require_fits,
+)
+from kvstore_tiers.counters import TransferCounters
+from kvstore_tiers.segments import buffer_at, put_bytes, total_bytes
+from kvstore_tiers.sizes import require_slot_size
+from kvstore_tiers.threads import ResidentThreads
+
+
+class MemoryTier(Tier):
+    """`capacity_bytes` of slots in ordinary Python objects."""
+
+    def __init__(self, capacity_bytes: int, *, name: str = "memory") -> None:
+        self.info = TierInfo(
+            name, "memory", MemoryKind.HOST, Durability.VOLATILE, 1, capacity_bytes, verifies_reads=True
+        )
+        self._capacity_bytes = capacity_bytes
+        self._slots: dict[Slot, tuple[BlockHeader, bytes] | None] = {}
+        self._used_bytes = 0
+        self._next_offset = 0
+        self._counters = TransferCounters()
+        self._threads = ResidentThreads(name, 1)
+        self._closed = False
+
+    def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
+        require_slot_size(nbytes)
+        if self._closed or self._used_bytes + nbytes > self._capacity_bytes:
+            return None
+        slot = Slot(0, self._next_offset, nbytes, 1)
+        self._next_offset += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._slots[slot] = None
+        self._used_bytes += nbytes
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        if slot not in self._slots:
+            raise RuntimeError(f"{slot} is not allocated")
+        del self._slots[slot]
+        self._used_bytes -= slot.nbytes
+
+    def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
+        require_fits(slot, header, segments)
+        self._threads.submit(lambda: self._store(slot, header, segments), done)
+
+    def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
+        self._threads.submit(lambda: self._load(slot, expect_key, segments), done)
+
+    def statistics(self) -> TierStatistics:
+        return self._counters.report(
+            state=TierState.CLOSED if self._closed else TierState.OK,
+            capacity_bytes=self._capacity_bytes,
+            used_bytes=self._used_bytes,
+            blocks=len(self._slots),
+            used_by={"blocks": self._used_bytes},
+        )
+
+    def close(self) -> None:
+        self._closed = True
+        self._threads.close()
+        self._slots.clear()
+        self._used_bytes = 0
+
+    def _store(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
+        payload = b"".join(buffer_at(segment.address, segment.nbytes).raw for segment in segments)
+        checksum = header.checksum or payload_checksum(payload)
+        stored = replace(header, checksum=checksum, generation=slot.generation)
+        self._slots[slot] = (stored, payload)
+        return self._counters.wrote(Outcome(OutcomeKind.DONE, stored, len(payload)))
+
+    def _load(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+        block = self._slots.get(slot)
+        if block is None or block[0].key != expect_key or payload_checksum(block[1]) != block[0].checksum:
+            message = f"{slot} does not hold block {expect_key.hex()}"
+            return self._counters.read(Outcome(OutcomeKind.CORRUPT, message=message))
+        header, payload = block
+        if total_bytes(segments) < len(payload):
+            message = f"{len(payload)} payload bytes do not fit {total_bytes(segments)} bytes of segments"
+            return self._counters.read(Outcome(OutcomeKind.FAILED, message=message))
+        rest = payload
+        for segment in segments:
+            put_bytes(segment.address, rest[: segment.nbytes])
+            rest = rest[segment.nbytes :]
+        return self._counters.read(Outcome(OutcomeKind.DONE, header, len(payload)))

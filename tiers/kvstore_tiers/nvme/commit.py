@@ -1,0 +1,108 @@
+"""Group commit: makes everything that completed before it durable. docs/ordering.md gives the order and its reasons.
+
+Owns the thread that syncs, and the order: slot images synced, records withdrawn, records published, records synced,
+index committed, waiters told. Requests that arrive while a commit runs share the next one.
+Invariant: a waiter is told DONE only after the records of every block written before its request are on the medium;
+the index may fail, since it can be rebuilt from the records, without taking that away.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kvstore_tiers import failpoints
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind
+from kvstore_tiers.nvme.index import KeyIndex
+from kvstore_tiers.nvme.journal import Batch, Journal, Withdrawn
+from kvstore_tiers.nvme.slab import Slab
+from kvstore_tiers.threads import deliver, run_transfer
+
+
+class GroupCommit:
+    """One resident thread that commits the journal whenever somebody asked."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        index: KeyIndex,
+        watch: Callable[[Outcome], Outcome],
+        index_budget: Callable[[], int],
+    ) -> None:
+        self._journal = journal
+        self._index = index
+        self._watch = watch
+        self._index_budget = index_budget
+        self._waiters: list[Completion] = []
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="nvme-commit", daemon=True)
+        self._thread.start()
+
+    def request(self, done: Completion) -> None:
+        """Call `done` once everything that completed before this call is durable."""
+        with self._wake:
+            if not self._closing:
+                self._waiters.append(done)
+                self._wake.notify()
+                return
+        done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
+
+    def close(self) -> None:
+        """Answer who waits, commit once more, end the thread. Idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        closing = False
+        while not closing:
+            with self._wake:
+                self._wake.wait_for(lambda: self._waiters or self._closing)
+                waiters, self._waiters, closing = self._waiters, [], self._closing
+            outcome = self._watch(run_transfer(self._commit))
+            for done in waiters:
+                deliver(outcome, done)
+
+    def _commit(self) -> Outcome:
+        sequence = self._journal.sequence
+        batch = self._journal.take()
+        if batch:
+            try:
+                self._write(batch, sequence)
+            except BaseException:
+                self._journal.put_back(batch)
+                raise
+        return Outcome(OutcomeKind.DONE)
+
+    def _write(self, batch: Batch, sequence: int) -> None:
+        failpoints.hit("nvme.sync-start")
+        for slab in batch.written:
+            slab.file.sync()
+        failpoints.hit("nvme.after-data-sync")
+        for slab, indices in batch.freed.items():
+            if slab.is_made:
+                batch.withdrawn += slab.withdraw(indices, sequence)
+        for slab, by_slot in batch.quarantined.items():
+            batch.withdrawn += slab.publish_quarantine(by_slot, sequence)
+        failpoints.hit("nvme.between-records")
+        published: Withdrawn = []
+        for slab, blocks in batch.written.items():
+            published += slab.publish(blocks.items(), sequence)
+        failpoints.hit("nvme.after-records-write")
+        for slab in _touched(batch):
+            slab.file.sync()
+        failpoints.hit("nvme.after-record-sync")
+        reasons = {
+            (slab.number, slot): reason
+            for slab, by_slot in batch.quarantined.items()
+            for slot, reason in by_slot.items()
+        }
+        self._index.resize(self._index_budget())
+        self._index.apply(published, batch.withdrawn, reasons, sequence)
+        failpoints.hit("nvme.after-index-commit")
+
+
+def _touched(batch: Batch) -> set[Slab]:
+    return {slab for slab in (*batch.written, *batch.freed, *batch.quarantined) if slab.is_made}

@@ -1,0 +1,149 @@
+"""A tier's directory: who holds it, what lies in it, what its file system can do.
+
+    DIR/lock            held with flock for the life of the process; the holder's pid is written in it
+    DIR/format          "format_version: 1"
+    DIR/slabs/N.slab    slab files; N.new one that is being made; N.damaged one whose geometry is lost
+    DIR/index/          LMDB and its seal
+
+Owns the lock and the paths. Never reads a block. Invariant: nothing in the directory is changed before the lock is
+held and the format is known to be ours.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from kvstore_tiers.nvme.errors import DirectoryInUse, DirectoryUnusable, FormatUnsupported
+from kvstore_tiers.nvme.layout import FORMAT_VERSION
+
+_FORMAT_KEY = "format_version"
+
+
+class TierDirectory:
+    """An opened, locked directory. `create=False` neither makes nor writes anything but the lock (for the checker)."""
+
+    def __init__(self, path: str | os.PathLike[str], *, create: bool = True) -> None:
+        self.path = Path(path)
+        self.slabs = self.path / "slabs"
+        self.index = self.path / "index"
+        self._lock_fd = -1
+        try:
+            if create:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock_fd = self._lock()
+            self._check_format(create)
+            if create:
+                self.slabs.mkdir(mode=0o700, exist_ok=True)
+                self.index.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            self.close()
+            raise DirectoryUnusable(
+                f"{self.path} cannot hold blocks: {error.strerror or error}; "
+                "give a directory that this user may write to"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the lock. Idempotent."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def slab_path(self, number: int, suffix: str = "slab") -> Path:
+        return self.slabs / f"{number:08d}.{suffix}"
+
+    def numbers(self, suffix: str = "slab") -> list[int]:
+        """Numbers of the slab files with this suffix, ascending. Names that are none of ours are left alone."""
+        if not self.slabs.is_dir():
+            return []
+        return sorted(int(path.stem) for path in self.slabs.glob(f"*.{suffix}") if path.stem.isdigit())
+
+    def damaged_bytes(self) -> int:
+        """Bytes of slab files put aside because their geometry is lost."""
+        return sum(allocated_bytes(self.slab_path(number, "damaged")) for number in self.numbers("damaged"))
+
+    def remove_unfinished(self) -> int:
+        """Delete slab files that a crash left half made; how many."""
+        numbers = self.numbers("new")
+        for number in numbers:
+            self.slab_path(number, "new").unlink()
+        return len(numbers)
+
+    def _lock(self) -> int:
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 32, 0).strip()
+            os.close(fd)
+            raise DirectoryInUse(str(self.path), int(holder) if holder.isdigit() else 0) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        return fd
+
+    def _check_format(self, create: bool) -> None:
+        path = self.path / "format"
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            text = ""
+        if not text:
+            if create:
+                self._write_format(path)
+            return
+        key, _, version = text.strip().partition(":")
+        if key != _FORMAT_KEY or version.strip() != str(FORMAT_VERSION):
+            raise FormatUnsupported(str(path), version.strip() or text[:40], FORMAT_VERSION)
+
+    def _write_format(self, path: Path) -> None:
+        temporary = path.with_suffix(".new")
+        temporary.write_text(f"{_FORMAT_KEY}: {FORMAT_VERSION}\n", encoding="utf-8")
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(path)
+        sync_directory(self.path)
+
+
+def open_direct(path: Path, *, require_direct: bool = False) -> tuple[int, bool]:
+    """Open a slab for slot I/O: (descriptor, whether it is O_DIRECT).
+
+    A file system without O_DIRECT (some FUSE and network ones, tmpfs before Linux 6.6) gets buffered I/O, which keeps
+    a second copy of every block in the page cache; `require_direct` makes that a DirectoryUnusable instead.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC), True
+    except OSError as error:
+        if not is_without_direct(error):
+            raise
+    if require_direct:
+        raise DirectoryUnusable(
+            f"{path.parent} is on a file system without direct I/O, which the configuration requires: "
+            "use a local disk, or allow buffered I/O"
+        )
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC), False
+
+
+def is_without_direct(error: OSError) -> bool:
+    return error.errno in (22, 95)  # EINVAL, EOPNOTSUPP: what file systems answer to O_DIRECT they lack
+
+
+def allocated_bytes(path: Path) -> int:
+    """Bytes a file takes: the larger of its length and its blocks (preallocated ones too); 0 when it is not there."""
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        return max(status.st_size, status.st_blocks * 512)
+    return 0
+
+
+def sync_directory(path: Path) -> None:
+    """Make names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

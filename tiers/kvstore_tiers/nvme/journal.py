@@ -1,0 +1,75 @@
+"""What changed since the last group commit: blocks to publish, slots to withdraw, slots to quarantine.
+
+Owns the pending changes of all slabs, and the sequence number of the next commit. Never writes.
+Invariants: a batch is taken whole; a batch that could not be committed is put back under what changed meanwhile, so no
+change is ever forgotten; a block is noted only when its slot image is whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from kvstore_proto.arena import BlockHeader
+from kvstore_tiers.nvme.slab import Location, Slab
+
+Withdrawn = list[tuple[bytes, Location]]
+
+
+@dataclass
+class Batch:
+    """Pending changes by slab."""
+
+    written: defaultdict[Slab, dict[int, BlockHeader]] = field(default_factory=lambda: defaultdict(dict))
+    freed: defaultdict[Slab, set[int]] = field(default_factory=lambda: defaultdict(set))
+    quarantined: defaultdict[Slab, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    withdrawn: Withdrawn = field(default_factory=list)  # their records are gone already, the index still names them
+
+    def __bool__(self) -> bool:
+        return bool(self.written or self.freed or self.quarantined or self.withdrawn)
+
+
+class Journal:
+    """Collects changes from the control thread and the I/O threads; the group commit takes them."""
+
+    def __init__(self, first_sequence: int) -> None:
+        self._lock = threading.Lock()
+        self._batch = Batch()
+        self.sequence = first_sequence  # of the next commit; above every sequence on the medium
+
+    def note_written(self, slab: Slab, index: int, header: BlockHeader) -> None:
+        with self._lock:
+            self._batch.written[slab][index] = header
+
+    def note_freed(self, slab: Slab, index: int) -> None:
+        with self._lock:
+            self._batch.freed[slab].add(index)
+
+    def note_quarantined(self, slab: Slab, index: int, reason: str) -> None:
+        with self._lock:
+            self._batch.quarantined[slab][index] = reason
+
+    def note_withdrawn(self, withdrawn: Withdrawn) -> None:
+        if withdrawn:
+            with self._lock:
+                self._batch.withdrawn += withdrawn
+
+    def take(self) -> Batch:
+        """The changes so far; the next ones go to a new batch and a higher sequence number."""
+        with self._lock:
+            batch, self._batch = self._batch, Batch()
+            self.sequence += 1
+            return batch
+
+    def put_back(self, old: Batch) -> None:
+        """A commit failed: its changes are pending again, newer ones over them."""
+        with self._lock:
+            new, self._batch = self._batch, old
+            for slab, blocks in new.written.items():
+                old.written[slab].update(blocks)
+            for slab, indices in new.freed.items():
+                old.freed[slab] |= indices
+            for slab, reasons in new.quarantined.items():
+                old.quarantined[slab].update(reasons)
+            old.withdrawn += new.withdrawn

@@ -1,0 +1,160 @@
+"""The bytes of a slab file: superblock, record region, slots, second superblock. docs/format.md describes them.
+
+    offset 0                superblock, 4096 bytes
+    4096                    records, 256 bytes a slot, padded to a multiple of 4096
+    slots_offset            slots, `slot_bytes` each (kvstore_proto.arena layout)
+    file_bytes - 4096       copy of the superblock
+
+Owns packing, parsing and the arithmetic; never touches a file.
+Invariants: little-endian; reserved bytes zero; everything carries a checksum; a record's checksum is seeded with the
+slab's `format_id` and the record's place, so that a record of an earlier format of the file, or one that was written
+to a wrong place, does not hold.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
+from kvstore_tiers.sizes import aligned_down, aligned_up
+
+FORMAT_VERSION = 1
+SUPERBLOCK_BYTES = 4096
+RECORD_BYTES = 256
+_SUPERBLOCK_MAGIC = b"KVSLAB\r\n"
+_RECORD_MAGIC = b"KVR1"
+_SUPERBLOCK = struct.Struct("<8sHHIQ16sQQQQQ")  # the rest is zero up to the checksum in the last 8 bytes
+_RECORD = struct.Struct("<4sHBBQQ16s16s16s32s16sHHIIIQQQ")
+_RECORD_CHECKSUM_OFFSET = RECORD_BYTES - 8
+assert _RECORD.size <= _RECORD_CHECKSUM_OFFSET
+
+RECORD_DTYPE = np.dtype(  # the fields that recovery looks at in bulk
+    {
+        "names": ["state", "generation", "sequence", "key", "payload_bytes"],
+        "formats": ["u1", "<u8", "<u8", "V16", "<u8"],
+        "offsets": [6, 8, 16, 24, 136],
+        "itemsize": RECORD_BYTES,
+    }
+)
+Records = npt.NDArray[np.void]
+
+
+class RecordState(IntEnum):
+    FREE = 0
+    LIVE = 1
+    QUARANTINED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """The geometry of a slab file. `first_generation` is above every generation that earlier formats of it used."""
+
+    uuid: bytes
+    format_id: int
+    number: int
+    slot_bytes: int
+    slots: int
+    first_generation: int
+    file_bytes: int
+    created_ns: int
+
+    @property
+    def slots_offset(self) -> int:
+        return SUPERBLOCK_BYTES + aligned_up(self.slots * RECORD_BYTES)
+
+    def slot_offset(self, index: int) -> int:
+        return self.slots_offset + index * self.slot_bytes
+
+    def index_of(self, offset: int) -> int:
+        """The slot that begins at `offset`. Raises RuntimeError when none does."""
+        index, misplaced = divmod(offset - self.slots_offset, self.slot_bytes)
+        if misplaced or not 0 <= index < self.slots:
+            raise RuntimeError(f"no slot of slab {self.number} begins at offset {offset}")
+        return index
+
+    def record_seed(self, index: int) -> int:
+        return (self.format_id + index) & (2**64 - 1)
+
+    def pack(self) -> bytes:
+        raw = bytearray(SUPERBLOCK_BYTES)
+        _SUPERBLOCK.pack_into(
+            raw, 0, _SUPERBLOCK_MAGIC, FORMAT_VERSION, 0, self.number, self.format_id, self.uuid, self.slot_bytes,
+            self.slots, self.first_generation, self.file_bytes, self.created_ns,
+        )  # fmt: skip
+        raw[-8:] = xxhash.xxh3_64_intdigest(raw[:-8]).to_bytes(8, "little")
+        return bytes(raw)
+
+
+def slots_that_fit(file_bytes: int, slot_bytes: int) -> int:
+    """How many slots a slab file of `file_bytes` holds beside its superblocks and records."""
+    room_bytes = aligned_down(file_bytes) - 2 * SUPERBLOCK_BYTES
+    slots = max(0, room_bytes // (slot_bytes + RECORD_BYTES))
+    while slots and aligned_up(slots * RECORD_BYTES) + slots * slot_bytes > room_bytes:
+        slots -= 1
+    return slots
+
+
+def smallest_file_bytes(slot_bytes: int) -> int:
+    """The size of a slab file that holds one slot."""
+    return 2 * SUPERBLOCK_BYTES + ALIGNMENT_BYTES + slot_bytes
+
+
+def read_superblock(raw: bytes) -> Superblock | int | str:
+    """A superblock; the version, when it is one this code does not read; or what is wrong with the bytes."""
+    if len(raw) < SUPERBLOCK_BYTES:
+        return f"superblock cut short: {len(raw)} of {SUPERBLOCK_BYTES} bytes"
+    magic, version, _flags, number, format_id, uuid, slot_bytes, slots, generation, file_bytes, created = (
+        _SUPERBLOCK.unpack_from(raw)
+    )
+    if magic != _SUPERBLOCK_MAGIC:
+        return "no superblock here: wrong magic"
+    if xxhash.xxh3_64_intdigest(raw[: SUPERBLOCK_BYTES - 8]) != int.from_bytes(raw[SUPERBLOCK_BYTES - 8 :], "little"):
+        return "superblock checksum does not hold"
+    if version != FORMAT_VERSION:
+        return int(version)
+    return Superblock(uuid, format_id, number, slot_bytes, slots, generation, file_bytes, created)
+
+
+def pack_record(header: BlockHeader, state: RecordState, sequence: int, seed: int) -> bytes:
+    """The 256 bytes that say what a slot holds. `header` carries the slot's generation; its token ids are left out."""
+    raw = bytearray(RECORD_BYTES)
+    _RECORD.pack_into(
+        raw, 0, _RECORD_MAGIC, FORMAT_VERSION, state, 0, header.generation, sequence, header.key, header.parent,
+        header.extra, header.fingerprint, header.tenant, header.group, 0, header.depth, len(header.tokens) // 4, 0,
+        header.payload_bytes, header.checksum, header.created_ns,
+    )  # fmt: skip
+    raw[_RECORD_CHECKSUM_OFFSET:] = _record_checksum(raw, seed).to_bytes(8, "little")
+    return bytes(raw)
+
+
+def nothing_at(generation: int) -> BlockHeader:
+    """What the record of a slot without a block names: only the generation that the slot has seen."""
+    return BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0, generation=generation)
+
+
+def record_holds(raw: bytes, seed: int) -> bool:
+    """Whether 256 bytes are a record of this place and format of the slab."""
+    if raw[:4] != _RECORD_MAGIC:
+        return False
+    return _record_checksum(raw, seed) == int.from_bytes(raw[_RECORD_CHECKSUM_OFFSET:], "little")
+
+
+def record_header(raw: bytes) -> BlockHeader:
+    """The header a sound record describes, without its token ids."""
+    values = _RECORD.unpack_from(raw)
+    generation, _sequence, key, parent, extra, fingerprint, tenant, group, _r, depth = values[4:14]
+    _tokens, _r2, payload_bytes, checksum, created_ns = values[14:19]
+    return BlockHeader(
+        key=key, parent=parent, extra=extra, fingerprint=fingerprint, tenant=tenant, group=group, depth=depth,
+        payload_bytes=payload_bytes, generation=generation, checksum=checksum, created_ns=created_ns,
+    )  # fmt: skip
+
+
+def _record_checksum(raw: bytes | bytearray, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(raw[:_RECORD_CHECKSUM_OFFSET], seed=seed)

@@ -1,0 +1,161 @@
+"""One slab file on the medium: made, opened, reformatted, its records read and written.
+
+Owns two descriptors of one file: direct I/O for slots, buffered I/O for superblocks and records (the regions share no
+page). Never knows which slots are free; slab.py does.
+Invariants: a file has its final name only when its space and both superblocks are on the medium; a reformat withdraws
+all records before it changes the geometry, and returns when all of it is durable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from kvstore_tiers import failpoints
+from kvstore_tiers.nvme.directory import TierDirectory, open_direct, sync_directory
+from kvstore_tiers.nvme.errors import FormatUnsupported
+from kvstore_tiers.nvme.layout import (
+    FORMAT_VERSION,
+    RECORD_BYTES,
+    RECORD_DTYPE,
+    SUPERBLOCK_BYTES,
+    Records,
+    Superblock,
+    read_superblock,
+)
+
+
+class SlabFile:
+    """An open slab file of the geometry `superblock`."""
+
+    def __init__(self, path: Path, superblock: Superblock, *, require_direct: bool = False) -> None:
+        self.path = path
+        self.superblock = superblock
+        self.slot_fd, self.direct = open_direct(path, require_direct=require_direct)
+        self._record_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    @classmethod
+    def create(cls, directory: TierDirectory, superblock: Superblock, *, require_direct: bool = False) -> SlabFile:
+        """Make a new slab file with all its space. Raises OSError (ENOSPC...), leaving nothing behind."""
+        unfinished = directory.slab_path(superblock.number, "new")
+        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, superblock.file_bytes)
+            failpoints.hit("nvme.slab-allocated")
+            _write_superblocks(fd, superblock)
+            os.fsync(fd)
+        except OSError:
+            unfinished.unlink()
+            raise
+        finally:
+            os.close(fd)
+        failpoints.hit("nvme.slab-before-rename")
+        path = directory.slab_path(superblock.number)
+        unfinished.rename(path)
+        failpoints.hit("nvme.slab-after-rename")
+        sync_directory(directory.slabs)
+        return cls(path, superblock, require_direct=require_direct)
+
+    @classmethod
+    def open(cls, directory: TierDirectory, number: int, *, require_direct: bool = False) -> SlabFile | str:
+        """Open an existing slab file; a sentence when both its superblocks are lost.
+
+        Raises FormatUnsupported when a newer version wrote it, OSError when it cannot be opened.
+        """
+        path = directory.slab_path(number)
+        superblock = find_superblock(path)
+        if isinstance(superblock, str):
+            return superblock
+        if superblock.number != number:
+            return f"its superblock is that of slab {superblock.number}"
+        return cls(path, superblock, require_direct=require_direct)
+
+    @property
+    def length_bytes(self) -> int:
+        return os.fstat(self._record_fd).st_size
+
+    def restore_length(self) -> None:
+        """Give a truncated file its space back (zeros) and both superblocks. Raises OSError."""
+        os.posix_fallocate(self._record_fd, 0, self.superblock.file_bytes)
+        _write_superblocks(self._record_fd, self.superblock)
+
+    def reformat(self, superblock: Superblock) -> None:
+        """Give an empty slab another geometry. Raises OSError.
+
+        Old records are zeroed first, then what becomes records: at no time does a record that holds name a slot that
+        was zeroed, and the new superblock never sees bytes of old slots as records.
+        """
+        old_end, new_end = self.superblock.slots_offset, superblock.slots_offset
+        os.pwrite(self._record_fd, bytes(old_end - SUPERBLOCK_BYTES), SUPERBLOCK_BYTES)
+        if new_end > old_end:
+            os.fdatasync(self._record_fd)
+            os.pwrite(self._record_fd, bytes(new_end - old_end), old_end)
+        os.fdatasync(self._record_fd)
+        failpoints.hit("nvme.slab-records-zeroed")
+        os.pwrite(self._record_fd, superblock.pack(), 0)
+        failpoints.hit("nvme.slab-reformat")
+        os.fdatasync(self._record_fd)
+        _write_superblocks(self._record_fd, superblock)
+        os.fdatasync(self._record_fd)
+        self.superblock = superblock
+
+    def read_records(self) -> Records:
+        """All records, in slot order; those beyond the end of a truncated file are zeros."""
+        raw = os.pread(self._record_fd, self.superblock.slots * RECORD_BYTES, SUPERBLOCK_BYTES)
+        return np.frombuffer(raw.ljust(self.superblock.slots * RECORD_BYTES, b"\0"), dtype=RECORD_DTYPE)
+
+    def read_record(self, index: int) -> bytes:
+        return os.pread(self._record_fd, RECORD_BYTES, SUPERBLOCK_BYTES + index * RECORD_BYTES)
+
+    def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
+        """Write records by slot; neighbours go in one call."""
+        for first, run in _runs(sorted(records)):
+            os.pwrite(self._record_fd, run, SUPERBLOCK_BYTES + first * RECORD_BYTES)
+
+    def sync(self) -> None:
+        """Make slots and records that were written durable."""
+        os.fdatasync(self._record_fd)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.slot_fd >= 0:
+            os.close(self.slot_fd)
+            os.close(self._record_fd)
+            self.slot_fd = self._record_fd = -1
+
+
+def find_superblock(path: Path) -> Superblock | str:
+    """The geometry of a slab file, from its front or its end; a sentence when both are lost.
+
+    Raises FormatUnsupported when a newer version wrote it.
+    """
+    with open(path, "rb", buffering=0) as file:
+        length_bytes = os.fstat(file.fileno()).st_size
+        front = read_superblock(os.pread(file.fileno(), SUPERBLOCK_BYTES, 0))
+        if isinstance(front, str) and length_bytes >= 2 * SUPERBLOCK_BYTES:
+            front = read_superblock(os.pread(file.fileno(), SUPERBLOCK_BYTES, length_bytes - SUPERBLOCK_BYTES))
+    if isinstance(front, int):
+        raise FormatUnsupported(str(path), front, FORMAT_VERSION)
+    return front
+
+
+def _write_superblocks(fd: int, superblock: Superblock) -> None:
+    raw = superblock.pack()
+    os.pwrite(fd, raw, 0)
+    os.pwrite(fd, raw, superblock.file_bytes - SUPERBLOCK_BYTES)
+
+
+def _runs(records: list[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    first, run = -1, bytearray()
+    for index, raw in records:
+        if run and index != first + len(run) // RECORD_BYTES:
+            yield first, bytes(run)
+            run.clear()
+        if not run:
+            first = index
+        run += raw
+    if run:
+        yield first, bytes(run)

@@ -1,0 +1,174 @@
+"""Which slabs there are and what they hold: the tier's capacity, kept hard.
+
+Owns the slabs, the slot size of each, and the sum of everything the tier may put on the medium. Never does I/O: a new
+slab is charged here at once and made by the I/O thread that first writes to it.
+Invariants: slab files + index budget + damaged files never exceed the capacity; a slab gets another slot size only when
+none of its slots is out.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable
+
+from kvstore_tiers.base import Slot
+from kvstore_tiers.nvme.directory import TierDirectory
+from kvstore_tiers.nvme.index import BASE_BUDGET_BYTES, BUDGET_BYTES_PER_SLOT
+from kvstore_tiers.nvme.layout import Superblock, slots_that_fit, smallest_file_bytes
+from kvstore_tiers.nvme.slab import Slab
+from kvstore_tiers.sizes import aligned_down, aligned_up
+
+DEFAULT_SLAB_BYTES = 256 * 2**20
+MAX_SLABS = 512  # two descriptors each
+
+
+class SlabSpace:
+    """`capacity_bytes` of slabs of about `slab_bytes`; larger ones where that would make too many files."""
+
+    def __init__(
+        self, directory: TierDirectory, capacity_bytes: int, slab_bytes: int, *, require_direct: bool = False
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.slabs: dict[int, Slab] = {}
+        self.damaged_bytes = directory.damaged_bytes()
+        self._directory = directory
+        self._slab_bytes = max(aligned_down(slab_bytes), aligned_up(capacity_bytes // MAX_SLABS))
+        self._require_direct = require_direct
+        self._with_room: defaultdict[int, list[Slab]] = defaultdict(list)
+        self._empty: dict[int, Slab] = {}
+        self._slab_file_bytes = 0
+        self._slots = 0
+        self._next_number = max([*directory.numbers(), *directory.numbers("damaged"), 0]) + 1
+
+    @property
+    def index_budget_bytes(self) -> int:
+        return BASE_BUDGET_BYTES + self._slots * BUDGET_BYTES_PER_SLOT
+
+    @property
+    def used_bytes(self) -> int:
+        return self._slab_file_bytes + self.index_budget_bytes + self.damaged_bytes
+
+    @property
+    def slab_file_bytes(self) -> int:
+        return self._slab_file_bytes
+
+    def allocate(self, nbytes: int, *, may_grow: bool) -> tuple[Slab, Slot] | None:
+        """A slot of exactly `nbytes`, from a slab with room, a new slab, or an empty one of another slot size."""
+        candidates = self._with_room[nbytes]
+        while candidates and not candidates[-1].has_room:
+            candidates.pop()
+        if not candidates:
+            slab = (self._new(nbytes) if may_grow else None) or self._reshaped(nbytes)
+            if slab is None:
+                return None
+            candidates.append(slab)
+        slab = candidates[-1]
+        self._empty.pop(slab.number, None)
+        return slab, slab.allocate()
+
+    def free(self, slot: Slot) -> tuple[Slab, int]:
+        """Take a slot back; its slab and index there."""
+        slab = self.slab_of(slot)
+        had_room = slab.has_room
+        index = slab.free(slot)
+        if not had_room and slab.has_room:
+            self._with_room[slab.superblock.slot_bytes].append(slab)
+        if slab.in_use == 0:
+            if slab.is_stillborn:
+                self.discard(slab)
+            elif slab.has_room:
+                self._empty[slab.number] = slab
+        return slab, index
+
+    def slab_of(self, slot: Slot) -> Slab:
+        """Raises RuntimeError for a slot of no slab."""
+        slab = self.slabs.get(slot.container)
+        if slab is None:
+            raise RuntimeError(f"{slot} is in no slab")
+        return slab
+
+    def adopt(self, slab: Slab) -> None:
+        """Count an existing slab."""
+        self.slabs[slab.number] = slab
+        self._slab_file_bytes += slab.superblock.file_bytes
+        self._slots += slab.superblock.slots
+
+    def open_room(self, slabs: Iterable[Slab]) -> None:
+        """Hand out slots of slabs that were recovered."""
+        for slab in slabs:
+            if slab.has_room:
+                self._with_room[slab.superblock.slot_bytes].append(slab)
+            if slab.in_use == 0:
+                self._empty[slab.number] = slab
+
+    def discard(self, slab: Slab) -> None:
+        """Forget a slab whose file is gone or was never made."""
+        del self.slabs[slab.number]
+        self._empty.pop(slab.number, None)
+        self._forget_room(slab)
+        self._slab_file_bytes -= slab.superblock.file_bytes
+        self._slots -= slab.superblock.slots
+
+    def emptiest(self, nbytes: int) -> int | None:
+        """The slab of another slot size that holds the fewest bytes and could take slots of `nbytes` once empty."""
+        others = [
+            slab
+            for slab in self.slabs.values()
+            if slab.superblock.slot_bytes != nbytes and slots_that_fit(slab.superblock.file_bytes, nbytes)
+        ]
+        emptiest = min(others, key=lambda slab: slab.in_use * slab.superblock.slot_bytes, default=None)
+        return emptiest.number if emptiest else None
+
+    def _new(self, slot_bytes: int) -> Slab | None:
+        room_bytes = self.capacity_bytes - self.used_bytes
+        file_bytes = min(max(self._slab_bytes, smallest_file_bytes(slot_bytes)), aligned_down(room_bytes))
+        slots = slots_that_fit(file_bytes, slot_bytes)
+        while slots and file_bytes + slots * BUDGET_BYTES_PER_SLOT > room_bytes:
+            file_bytes -= aligned_up(file_bytes + slots * BUDGET_BYTES_PER_SLOT - room_bytes)
+            slots = slots_that_fit(file_bytes, slot_bytes)
+        if slots < 1:
+            return None
+        superblock = Superblock(
+            uuid.uuid4().bytes,
+            secrets.randbits(64),
+            self._next_number,
+            slot_bytes,
+            slots,
+            1,
+            file_bytes,
+            time.time_ns(),
+        )
+        self._next_number += 1
+        slab = Slab(self._directory, superblock, require_direct=self._require_direct)
+        self.adopt(slab)
+        return slab
+
+    def _reshaped(self, slot_bytes: int) -> Slab | None:
+        for old in list(self._empty.values()):
+            if old.superblock.slot_bytes == slot_bytes:
+                continue
+            if not old.is_made:
+                self.discard(old)  # it was planned and never written to
+                return self._new(slot_bytes)
+            slots = slots_that_fit(old.superblock.file_bytes, slot_bytes)
+            spare_bytes = self.capacity_bytes - self.used_bytes + old.superblock.slots * BUDGET_BYTES_PER_SLOT
+            slots = min(slots, spare_bytes // BUDGET_BYTES_PER_SLOT)
+            if slots < 1:
+                continue
+            superblock = Superblock(
+                old.superblock.uuid, secrets.randbits(64), old.number, slot_bytes, slots, max(old.generations) + 1,
+                old.superblock.file_bytes, time.time_ns(),
+            )  # fmt: skip
+            self.discard(old)
+            slab = Slab(self._directory, superblock, replaces=old, require_direct=self._require_direct)
+            self.adopt(slab)
+            return slab
+        return None
+
+    def _forget_room(self, slab: Slab) -> None:
+        rooms = self._with_room.get(slab.superblock.slot_bytes)
+        if rooms and slab in rooms:
+            rooms.remove(slab)

@@ -1,0 +1,328 @@
+"""The NVMe tier: blocks in preallocated slab files, durable after `sync`.
+
+Owns the directory while it is open and joins its parts: space (which slots), io and the resident threads (bytes),
+journal and group commit (durability), index, recovery, health. Never knows what is worth keeping.
+Invariants: a slot's old record is withdrawn before its bytes are overwritten; a block is DONE on read only when magic,
+key, generation, header checksum and payload checksum hold; `used_bytes` never exceeds the capacity.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
+from kvstore_tiers import failpoints
+from kvstore_tiers.base import (
+    Completion,
+    Durability,
+    MemoryKind,
+    Outcome,
+    OutcomeKind,
+    Segment,
+    Slot,
+    Tier,
+    TierInfo,
+    TierState,
+    TierStatistics,
+    require_fits,
+)
+from kvstore_tiers.counters import TransferCounters
+from kvstore_tiers.image import judge_header
+from kvstore_tiers.nvme.commit import GroupCommit
+from kvstore_tiers.nvme.directory import TierDirectory
+from kvstore_tiers.nvme.errors import DirectoryUnusable
+from kvstore_tiers.nvme.health import TierHealth
+from kvstore_tiers.nvme.index import BASE_BUDGET_BYTES, KeyIndex
+from kvstore_tiers.nvme.io import SlotIO
+from kvstore_tiers.nvme.journal import Journal
+from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks
+from kvstore_tiers.nvme.slab import Slab, SlotState
+from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, SlabSpace
+from kvstore_tiers.segments import checksum_of, total_bytes
+from kvstore_tiers.sizes import require_slot_size
+from kvstore_tiers.threads import ResidentThreads
+
+DEFAULT_IO_THREADS = 6  # more than a virtual disk needs, about what a busy machine does
+DEFAULT_QUARANTINE_SLOTS = 16
+
+
+class NvmeTier(Tier):
+    """See `open`."""
+
+    def __init__(
+        self,
+        directory: TierDirectory,
+        space: SlabSpace,
+        index: KeyIndex,
+        report: RecoveryReport,
+        *,
+        io_threads: int,
+        quarantine_slots: int,
+        clock: Callable[[], float],
+        name: str,
+    ) -> None:
+        self.info = TierInfo(
+            name, "nvme", MemoryKind.FILE, Durability.DURABLE, ALIGNMENT_BYTES, space.capacity_bytes, True
+        )
+        self.recovery_report = report
+        self._directory = directory
+        self._space = space
+        self._index = index
+        self._max_quarantined = quarantine_slots
+        self._quarantined: dict[Slot, str] = {}
+        self._journal = Journal(report.last_sequence + 1)
+        self._health = TierHealth(clock)
+        self._counters = TransferCounters()
+        self._io = SlotIO()
+        self._threads = ResidentThreads(f"{name}-io", io_threads)
+        self._commit = GroupCommit(self._journal, index, self._health.watch_write, lambda: space.index_budget_bytes)
+        self._blocks = 0
+        self._blocks_bytes = 0
+        self._closed = False
+        self._take_over()
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        capacity_bytes: int,
+        *,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        io_threads: int = DEFAULT_IO_THREADS,
+        require_direct: bool = False,
+        quarantine_slots: int = DEFAULT_QUARANTINE_SLOTS,
+        clock: Callable[[], float] = time.monotonic,
+        name: str = "nvme",
+    ) -> NvmeTier:
+        """Lock and open a directory, made if need be. `recover` then tells what is in it.
+
+        Raises DirectoryInUse when another process has it, FormatUnsupported when a newer version wrote it,
+        DirectoryUnusable when it cannot hold a tier of this size, with or without direct I/O as required.
+        """
+        if capacity_bytes <= BASE_BUDGET_BYTES:
+            raise DirectoryUnusable(
+                f"{capacity_bytes} bytes for {directory}: the index alone needs {BASE_BUDGET_BYTES}"
+            )
+        opened = TierDirectory(directory)
+        try:
+            space = SlabSpace(opened, capacity_bytes, slab_bytes, require_direct=require_direct)
+            report = open_slabs(opened, space, require_direct=require_direct)
+            index = KeyIndex(opened.index, space.index_budget_bytes)
+            Recovery(space, index, report).run()
+        except OSError as error:
+            opened.close()
+            raise DirectoryUnusable(f"{directory} cannot be read: {error}") from error
+        except BaseException:
+            opened.close()
+            raise
+        return cls(
+            opened,
+            space,
+            index,
+            report,
+            io_threads=io_threads,
+            quarantine_slots=quarantine_slots,
+            clock=clock,
+            name=name,
+        )
+
+    @property
+    def path(self) -> Path:
+        return self._directory.path
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that bounce buffers hold, for the daemon to count."""
+        return self._io.bounce_bytes
+
+    # -- places ------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
+        require_slot_size(nbytes)
+        if self._closed or not self._health.may_write:
+            return None
+        found = self._space.allocate(nbytes, may_grow=self._health.may_grow)
+        if found is None:
+            return None
+        self._blocks += 1
+        self._blocks_bytes += nbytes
+        return found[1]
+
+    def free(self, slot: Slot) -> None:
+        slab, index = self._space.free(slot)
+        self._journal.note_freed(slab, index)
+        if self._quarantined.pop(slot, None) is None:
+            self._blocks -= 1
+            self._blocks_bytes -= slot.nbytes
+
+    def quarantine(self, slot: Slot, reason: str) -> None:
+        slab = self._space.slab_of(slot)
+        index = slab.require_out(slot)
+        if len(self._quarantined) >= self._max_quarantined:
+            self.free(slot)
+            return
+        slab.states[index] = SlotState.QUARANTINED
+        self._quarantined[slot] = reason
+        self._blocks -= 1
+        self._blocks_bytes -= slot.nbytes
+        self._journal.note_quarantined(slab, index, reason)
+
+    def quarantined(self) -> dict[Slot, str]:
+        """Slots out of use and why. `free` ends their quarantine."""
+        return dict(self._quarantined)
+
+    def emptiest_container(self, owner: str, nbytes: int) -> int | None:
+        """The slab to empty so that slots of `nbytes` find room although the capacity is spent; None: there is none."""
+        return self._space.emptiest(nbytes)
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
+        require_fits(slot, header, segments)
+        slab, index = self._place(slot)
+        self._threads.submit(lambda: self._store(slab, index, slot, header, segments), done)
+
+    def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
+        slab, index = self._place(slot)
+        self._threads.submit(lambda: self._load(slab, index, slot, expect_key, segments), done)
+
+    def sync(self, done: Completion) -> None:
+        self._commit.request(done)
+
+    def location(self, slot: Slot) -> str:
+        return f"{self._space.slab_of(slot).file.path}:{slot.offset}"
+
+    def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
+        for slab in list(self._space.slabs.values()):
+            if slab.is_made:
+                yield from recovered_blocks(slab, self.recovery_report.last_sequence)
+
+    def locate(self, key: bytes) -> Slot | None:
+        """Where the index says a block is, as of the last `sync`; the books of a daemon know better."""
+        location = self._index.get(key)
+        slab = self._space.slabs.get(location.slab) if location else None
+        if slab is None or location is None or slab.generations[location.index] != location.generation:
+            return None
+        return slab.slot(location.index)
+
+    def statistics(self) -> TierStatistics:
+        space = self._space
+        quarantine_bytes = sum(slot.nbytes for slot in self._quarantined)
+        used_by = {
+            "blocks": self._blocks_bytes,
+            "quarantine": quarantine_bytes,
+            "free": space.slab_file_bytes - self._blocks_bytes - quarantine_bytes,
+            "index": space.index_budget_bytes,
+            "damaged": space.damaged_bytes,
+        }
+        return self._counters.report(
+            state=TierState.CLOSED if self._closed else self._health.state,
+            capacity_bytes=space.capacity_bytes,
+            used_bytes=space.used_bytes,
+            blocks=self._blocks,
+            used_by=used_by,
+            quarantined_slots=len(self._quarantined),
+            message=self._message(),
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._threads.close()
+        self._commit.close()
+        self._index.close()
+        for slab in self._space.slabs.values():
+            slab.close()
+        self._directory.close()
+
+    # -- on the I/O threads ------------------------------------------------------------------------------------------
+
+    def _store(self, slab: Slab, index: int, slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
+        try:
+            with self._counters.watch():
+                self._ready(slab, index)
+                payload = self._io.stable(segments, header.payload_bytes)
+                checksum = header.checksum or checksum_of(payload, header.payload_bytes)
+                stored = replace(header, generation=slot.generation, checksum=checksum)
+                self._io.write_image(slab.file.slot_fd, slot.offset, stored.pack(), payload, header.payload_bytes)
+        except OSError as error:
+            self._health.watch_write(Outcome(OutcomeKind.FAILED, message=str(error), errno=error.errno or 0))
+            raise
+        failpoints.hit("nvme.after-slot-write")
+        slab.note_written(index, stored)
+        self._journal.note_written(slab, index, replace(stored, tokens=b""))
+        return self._health.watch_write(self._counters.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes)))
+
+    def _ready(self, slab: Slab, index: int) -> None:
+        """Make the slab's file if it is new, and withdraw the record of the slot's former block."""
+        was_made = slab.is_made
+        _, withdrawn = slab.made_file()
+        if not was_made:
+            self._health.note_growth()
+        failpoints.hit("nvme.before-slot-write")
+        withdrawn += slab.withdraw([index], self._journal.sequence)
+        self._journal.note_withdrawn(withdrawn)
+        failpoints.hit("nvme.after-invalidate")
+
+    def _load(self, slab: Slab, index: int, slot: Slot, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+        try:
+            with self._counters.watch():
+                outcome = self._read_verified(slab, index, slot, expect_key, segments)
+        except OSError as error:
+            self._health.watch_read(Outcome(OutcomeKind.FAILED, message=str(error), errno=error.errno or 0))
+            raise
+        return self._health.watch_read(self._counters.read(outcome))
+
+    def _read_verified(
+        self, slab: Slab, index: int, slot: Slot, expect_key: bytes, segments: Sequence[Segment]
+    ) -> Outcome:
+        nbytes = slab.payload_bytes[index]
+        if slab.states[index] == SlotState.ALLOCATED:
+            return Outcome(OutcomeKind.CORRUPT, message=f"{slot} was allocated and never written")
+        if total_bytes(segments) < nbytes:
+            message = f"{nbytes} payload bytes do not fit {total_bytes(segments)} bytes of segments"
+            return Outcome(OutcomeKind.FAILED, message=message)
+        failpoints.hit("nvme.read")
+        image = self._io.read_image(slab.file.slot_fd, slot.offset, segments, nbytes)
+        header = judge_header(image.raw_header, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
+        if isinstance(header, str):
+            return Outcome(OutcomeKind.CORRUPT, message=header)
+        if header.payload_bytes != nbytes:
+            message = f"the header says {header.payload_bytes} payload bytes, the record {nbytes}"
+            return Outcome(OutcomeKind.CORRUPT, message=message)
+        if image.checksum() != header.checksum:
+            return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
+        image.deliver()
+        return Outcome(OutcomeKind.DONE, header, nbytes)
+
+    # -- books -------------------------------------------------------------------------------------------------------
+
+    def _place(self, slot: Slot) -> tuple[Slab, int]:
+        slab = self._space.slab_of(slot)
+        return slab, slab.require_out(slot)
+
+    def _take_over(self) -> None:
+        """Count what recovery found."""
+        reasons = self._index.reasons()
+        for slab in self._space.slabs.values():
+            for index in slab.indices_in(SlotState.QUARANTINED):
+                reason = reasons.get((slab.number, index), "quarantined before the last start")
+                self._quarantined[slab.slot(index)] = reason
+        self._blocks = sum(slab.in_use for slab in self._space.slabs.values()) - len(self._quarantined)
+        in_use_bytes = sum(slab.in_use * slab.superblock.slot_bytes for slab in self._space.slabs.values())
+        self._blocks_bytes = in_use_bytes - sum(slot.nbytes for slot in self._quarantined)
+
+    def _message(self) -> str:
+        direct = all(slab.file.direct for slab in self._space.slabs.values() if slab.is_made)
+        parts = (
+            self._health.message,
+            self._index.broken,
+            "" if direct else "no direct I/O on this file system: blocks lie in the page cache too",
+            self.recovery_report.sentence(),
+        )
+        return "; ".join(filter(None, parts))

@@ -1,0 +1,131 @@
+"""Memory that a transfer reads or fills, named by address.
+
+Owns the `Segment` record and the few operations on raw addresses that every host-memory tier shares: copy, view,
+checksum. Never allocates payload memory and never follows an address that is not HOST or HOST_PINNED.
+Invariants: every copy and checksum here releases the GIL for blocks of kilobytes and more (ctypes.memmove is a foreign
+call; python-xxhash lets go above 100 KiB), because a copy that holds it stalls the control thread for milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore_proto.arena import ALIGNMENT_BYTES
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class MemoryKind(Enum):
+    """What a segment's address means."""
+
+    HOST = "host"  # an address in this process
+    HOST_PINNED = "host-pinned"  # the same, page-locked and known to the GPU driver
+    CUDA = "cuda"  # a device address; `Segment.device` says which
+    FILE = "file"  # no address: reached by reads and writes alone
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of bytes that a transfer reads or fills. `owner` keeps the memory alive while the transfer runs.
+
+    `generation` is that of the slot this memory is, where it is a slot of a mapped tier: whoever fills such a segment
+    with a slot image stamps it into the image's header.
+    """
+
+    address: int
+    nbytes: int
+    memory: MemoryKind = MemoryKind.HOST
+    device: int = 0
+    owner: object = None
+    generation: int = 0
+
+    def part(self, offset: int, nbytes: int) -> Segment:
+        """The `nbytes` bytes from `offset`. Raises ValueError outside the segment."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset}..{offset + nbytes} lie outside a segment of {self.nbytes}")
+        return Segment(self.address + offset, nbytes, self.memory, self.device, self.owner, self.generation)
+
+
+class AlignedBuffer:
+    """Page-aligned memory, zeroed, that lives as long as this object or a segment of it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._mapping = mmap.mmap(-1, max(nbytes, ALIGNMENT_BYTES))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    def segment(self, nbytes: int) -> Segment:
+        return Segment(self.address, nbytes, owner=self)
+
+
+def segment_of(array: Bytes) -> Segment:
+    """The memory of a contiguous array, which the segment keeps alive."""
+    if not array.flags.c_contiguous:
+        raise ValueError("a segment needs contiguous memory")
+    return Segment(array.ctypes.data, array.nbytes, owner=array)
+
+
+def total_bytes(segments: Sequence[Segment]) -> int:
+    return sum(segment.nbytes for segment in segments)
+
+
+def buffer_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """A writable buffer over `nbytes` at `address`. The caller keeps that memory alive."""
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+def view_at(address: int, nbytes: int) -> Bytes:
+    """A writable uint8[nbytes] over `address`. The caller keeps that memory alive."""
+    return np.frombuffer(memoryview(buffer_at(address, nbytes)).cast("B"), dtype=np.uint8)
+
+
+def checksum_at(address: int, nbytes: int) -> int:
+    """xxh3_64 of the bytes at `address`."""
+    return xxhash.xxh3_64_intdigest(buffer_at(address, nbytes))
+
+
+def checksum_of(segments: Sequence[Segment], nbytes: int) -> int:
+    """xxh3_64 of the first `nbytes` of a scatter list."""
+    if len(segments) == 1:
+        return checksum_at(segments[0].address, nbytes)
+    digest = xxhash.xxh3_64()
+    for segment in clipped(segments, nbytes):
+        digest.update(buffer_at(segment.address, segment.nbytes))
+    return digest.intdigest()
+
+
+def clipped(segments: Sequence[Segment], nbytes: int) -> Iterator[Segment]:
+    """The first `nbytes` of a scatter list."""
+    left = nbytes
+    for segment in segments:
+        if left <= 0:
+            return
+        yield segment if segment.nbytes <= left else segment.part(0, left)
+        left -= segment.nbytes
+
+
+def gather(destination: int, segments: Sequence[Segment]) -> None:
+    """Copy a scatter list to the address `destination`."""
+    for segment in segments:
+        ctypes.memmove(destination, segment.address, segment.nbytes)
+        destination += segment.nbytes
+
+
+def scatter(source: int, nbytes: int, segments: Sequence[Segment]) -> None:
+    """Copy `nbytes` from the address `source` into a scatter list that holds at least as many."""
+    for segment in clipped(segments, nbytes):
+        ctypes.memmove(segment.address, source, segment.nbytes)
+        source += segment.nbytes
+
+
+def put_bytes(address: int, data: bytes) -> None:
+    """Copy `data` to `address`."""
+    ctypes.memmove(address, data, len(data))

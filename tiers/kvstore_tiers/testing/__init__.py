@@ -1,0 +1,20 @@
+"""The conformance suite of the tier contract, shipped so that a tier of yours can prove itself.
+
+    from kvstore_tiers.testing import TierContract, tier_state_machine
+
+    class TestMyTier(TierContract):
+        def make_tier(self, capacity_bytes):
+            return MyTier(capacity_bytes)
+
+    TestMyTierStateful = tier_state_machine(lambda: MyTier(1 << 20)).TestCase
+
+Importing this needs neither pytest nor hypothesis; running the state machine needs hypothesis.
+"""
+
+from __future__ import annotations
+
+from kvstore_tiers.testing.contract import TierContract
+from kvstore_tiers.testing.driving import block, finish, finish_all
+from kvstore_tiers.testing.stateful import tier_state_machine
+
+__all__ = ["TierContract", "block", "finish", "finish_all", "tier_state_machine"]

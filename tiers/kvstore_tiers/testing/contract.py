@@ -1,0 +1,273 @@
+"""What every tier must do, as tests. Subclass `TierContract` and give `make_tier`.
+
+Owns the obligations of kvstore_tiers.base, one test each. Never knows a tier's kind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from kvstore_proto.arena import HEADER_BYTES, payload_checksum, read_header, slot_bytes
+from kvstore_tiers.base import Durability, Outcome, OutcomeKind, Slot, Tier, TierState
+from kvstore_tiers.segments import AlignedBuffer, Segment, segment_of, view_at
+from kvstore_tiers.testing.driving import block, finish, finish_all, get, pieces, put
+
+CAPACITY_BYTES = 4 << 20
+PAYLOAD_BYTES = 3 * 4096 + 1000  # ends within a page
+
+
+class TierContract:
+    """Obligations of a tier. `make_tier` opens an empty one of about `capacity_bytes`; each test closes its own."""
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        raise TypeError("a subclass of TierContract must define make_tier")
+
+    def test_a_block_comes_back_as_it_was_written(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(1, PAYLOAD_BYTES)
+            slot = put(tier, header, payload)
+            assert slot is not None
+            outcome, copy = get(tier, slot, header.key, PAYLOAD_BYTES)
+            assert outcome.ok, outcome
+            assert np.array_equal(copy, payload)
+            assert outcome.header is not None
+            assert (outcome.header.key, outcome.header.parent) == (header.key, header.parent)
+            assert outcome.header.tokens == header.tokens
+            assert outcome.header.generation == slot.generation
+            assert outcome.header.checksum != 0
+
+    def test_a_given_checksum_is_taken_and_judged(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(1, PAYLOAD_BYTES)
+            slot = put(tier, replace(header, checksum=12345), payload)
+            assert slot is not None
+            outcome, _ = get(tier, slot, header.key, PAYLOAD_BYTES)
+            expected = OutcomeKind.CORRUPT if tier.info.verifies_reads else OutcomeKind.DONE
+            assert outcome.kind is expected
+
+    def test_scattered_memory_is_gathered_and_filled(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(2, PAYLOAD_BYTES)
+            slot = tier.allocate(slot_bytes(PAYLOAD_BYTES))
+            assert slot is not None
+            written = finish(lambda done: tier.write(slot, header, pieces(payload, 17, 5000), done))
+            assert written.ok, written
+            copy = np.zeros_like(payload)
+            outcome = finish(lambda done: tier.read(slot, header.key, pieces(copy, 1, 4096, 9000), done))
+            assert outcome.ok, outcome
+            assert np.array_equal(copy, payload)
+
+    def test_aligned_memory_is_read_in_place_and_no_further(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(3, PAYLOAD_BYTES)
+            slot = put(tier, header, payload)
+            assert slot is not None
+            destination = AlignedBuffer(8 * 4096)
+            outcome = finish(lambda done: tier.read(slot, header.key, [destination.segment(8 * 4096)], done))
+            assert outcome.ok, outcome
+            got = view_at(destination.address, destination.nbytes)
+            assert np.array_equal(got[:PAYLOAD_BYTES], payload)
+            assert not got[PAYLOAD_BYTES:].any(), "bytes beyond the payload are somebody else's"
+
+    def test_a_destination_that_is_too_small_fails(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(4, PAYLOAD_BYTES)
+            slot = put(tier, header, payload)
+            assert slot is not None
+            outcome, _ = get(tier, slot, header.key, PAYLOAD_BYTES - 1)
+            assert outcome.kind is OutcomeKind.FAILED
+
+    def test_another_key_is_corrupt_not_served(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(5, PAYLOAD_BYTES)
+            slot = put(tier, header, payload)
+            assert slot is not None
+            outcome, _ = get(tier, slot, b"x" * 16, PAYLOAD_BYTES)
+            assert outcome.kind is OutcomeKind.CORRUPT
+            assert tier.statistics().corrupt == 1
+
+    def test_a_slot_that_was_never_written_is_not_served(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(6, PAYLOAD_BYTES)
+            old = put(tier, header, payload)
+            assert old is not None
+            tier.free(old)
+            slots = _fill(tier, old.nbytes)  # one of these has the old block's place
+            for slot in slots:
+                outcome, _ = get(tier, slot, header.key, PAYLOAD_BYTES)
+                assert outcome.kind is OutcomeKind.CORRUPT, slot
+
+    def test_capacity_is_hard_and_space_comes_back(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            nbytes = slot_bytes(PAYLOAD_BYTES)
+            slots = _fill(tier, nbytes)
+            assert slots, "nothing fits an empty tier"
+            statistics = tier.statistics()
+            assert statistics.blocks == len(slots)
+            assert sum(slot.nbytes for slot in slots) <= statistics.used_bytes <= statistics.capacity_bytes
+            assert sum(statistics.used_by.values()) == statistics.used_bytes
+            for slot in slots[::2]:
+                tier.free(slot)
+            assert len(_fill(tier, nbytes)) == len(slots[::2])
+
+    def test_slots_do_not_overlap_and_hold_what_was_asked(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            slots = [slot for size in (8192, 20480, 65536) if (slot := tier.allocate(size)) is not None]
+            slots += _fill(tier, 8192)
+            places = sorted((slot.container, slot.offset, slot.nbytes) for slot in slots)
+            for (container, offset, nbytes), (next_container, next_offset, _) in pairwise(places):
+                assert container != next_container or offset + nbytes <= next_offset
+            assert all(slot.nbytes >= 8192 and slot.offset % 4096 == 0 for slot in slots)
+
+    def test_another_slot_size_gets_the_room_of_freed_slots(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            for slot in _fill(tier, 8192):
+                tier.free(slot)
+            header, payload = block(7, 60000)
+            assert put(tier, header, payload) is not None
+            assert tier.statistics().used_bytes <= tier.statistics().capacity_bytes
+
+    def test_a_reused_place_has_a_higher_generation(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            seen: dict[tuple[int, int], int] = {}
+            for _ in range(3):
+                slots = _fill(tier, 65536)
+                for slot in slots:
+                    place = (slot.container, slot.offset)
+                    assert slot.generation > seen.get(place, 0)
+                    seen[place] = slot.generation
+                    tier.free(slot)
+
+    def test_broken_invariants_are_raised(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            slot = tier.allocate(8192)
+            assert slot is not None
+            tier.free(slot)
+            _raises(RuntimeError, lambda: tier.free(slot))
+            _raises(RuntimeError, lambda: tier.free(Slot(999, 0, 8192, 1)))
+            for size in (0, -4096, 5000):
+                _raises(ValueError, partial(tier.allocate, size))
+            again = tier.allocate(8192)
+            assert again is not None
+            header, payload = block(8, 8192)
+            _raises(RuntimeError, lambda: tier.write(again, header, [segment_of(payload)], _ignore))
+            _raises(RuntimeError, lambda: tier.write(again, header, [segment_of(payload[:100])], _ignore))
+
+    def test_many_transfers_at_once_end_once_each(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            blocks = [block(number, 4096) for number in range(64)]
+            slots = _fill(tier, 8192)[: len(blocks)]
+            writes = [
+                partial(tier.write, slot, header, [segment_of(payload)])
+                for slot, (header, payload) in zip(slots, blocks, strict=True)
+            ]
+            assert all(outcome.ok for outcome in finish_all(writes))
+            copies = [np.zeros(4096, dtype=np.uint8) for _ in blocks]
+            reads = [
+                partial(tier.read, slot, header.key, [segment_of(copy)])
+                for slot, (header, _), copy in zip(slots, blocks, copies, strict=True)
+            ]
+            assert all(outcome.ok for outcome in finish_all(reads))
+            assert all(np.array_equal(copy, b[1]) for copy, b in zip(copies, blocks, strict=True))
+            statistics = tier.statistics()
+            assert (statistics.writes, statistics.reads) == (64, 64)
+            assert (statistics.bytes_written, statistics.bytes_read) == (64 * 4096, 64 * 4096)
+
+    def test_an_empty_payload_is_a_block_too(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(9, 0)
+            slot = put(tier, header, payload)
+            assert slot is not None
+            outcome, _ = get(tier, slot, header.key, 0)
+            assert outcome.ok, outcome
+
+    def test_slot_images_move_in_and_out(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(10, PAYLOAD_BYTES)
+            image = AlignedBuffer(slot_bytes(PAYLOAD_BYTES))
+            source = image.segment(image.nbytes)
+            raw = view_at(image.address, image.nbytes)
+            sealed = replace(header, checksum=payload_checksum(payload), generation=77)
+            raw[:HEADER_BYTES] = np.frombuffer(sealed.pack(), dtype=np.uint8)
+            raw[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload
+            slot = tier.allocate(image.nbytes)
+            assert slot is not None
+            outcome = finish(lambda done: tier.move_in(slot, source, header.key, done))
+            assert outcome.ok, outcome
+            assert outcome.header is not None and outcome.header.generation == slot.generation
+            target = AlignedBuffer(image.nbytes)
+            destination = Segment(target.address, target.nbytes, owner=target, generation=4711)
+            outcome = finish(lambda done: tier.move_out(slot, destination, header.key, done))
+            assert outcome.ok, outcome
+            moved = view_at(target.address, target.nbytes)
+            assert np.array_equal(moved[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES], payload)
+            assert read_header(moved) == replace(sealed, generation=4711)
+
+    def test_memory_without_the_block_does_not_move_in(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            garbage = AlignedBuffer(8192)
+            slot = tier.allocate(8192)
+            assert slot is not None
+            outcome = finish(lambda done: tier.move_in(slot, garbage.segment(8192), b"k" * 16, done))
+            assert outcome.kind is OutcomeKind.CORRUPT
+
+    def test_sync_and_quarantine_end_well(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(11, PAYLOAD_BYTES)
+            slot = put(tier, header, payload)
+            assert slot is not None
+            assert finish(tier.sync).ok
+            tier.quarantine(slot, "a test says so")
+            assert tier.statistics().blocks == 0
+            assert finish(tier.sync).ok
+
+    def test_an_empty_tier_recovers_nothing(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            assert list(tier.recover()) == []
+            assert tier.info.durability in (Durability.VOLATILE, Durability.DURABLE)
+
+    def test_close_finishes_what_was_asked_and_refuses_more(self) -> None:
+        tier = self.make_tier(CAPACITY_BYTES)
+        header, payload = block(12, PAYLOAD_BYTES)
+        slot = tier.allocate(slot_bytes(PAYLOAD_BYTES))
+        assert slot is not None
+        ended: list[Outcome] = []
+        done = threading.Event()
+
+        def record(outcome: Outcome) -> None:
+            ended.append(outcome)
+            done.set()
+
+        tier.write(slot, header, [segment_of(payload)], record)
+        tier.close()
+        assert done.is_set() and len(ended) == 1
+        assert ended[0].kind in (OutcomeKind.DONE, OutcomeKind.CANCELLED)
+        assert tier.statistics().state is TierState.CLOSED
+        assert tier.allocate(8192) is None
+        tier.close()
+
+
+def _fill(tier: Tier, nbytes: int) -> list[Slot]:
+    slots = []
+    while (slot := tier.allocate(nbytes)) is not None:
+        slots.append(slot)
+    return slots
+
+
+def _ignore(_outcome: Outcome) -> None:
+    """For transfers that must not start."""
+
+
+def _raises(expected: type[Exception], action: Callable[[], object]) -> None:
+    try:
+        action()
+    except expected:
+        return
+    raise AssertionError(f"{expected.__name__} was not raised")

@@ -1,0 +1,77 @@
+"""Driving a tier from a test: make a block, start a transfer, wait for its outcome. Never judges an outcome."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from kvstore_proto.arena import BlockHeader, slot_bytes
+from kvstore_tiers.base import Completion, Outcome, Slot, Tier
+from kvstore_tiers.segments import Bytes, Segment, segment_of
+
+PATIENCE_S = 60.0
+
+
+def finish(start: Callable[[Completion], None]) -> Outcome:
+    """Start one transfer and wait for its outcome."""
+    return finish_all([start])[0]
+
+
+def finish_all(starts: Sequence[Callable[[Completion], None]]) -> list[Outcome]:
+    """Start transfers together; all outcomes, in order. AssertionError when one never ends or ends twice."""
+    outcomes: list[list[Outcome]] = [[] for _ in starts]
+    all_ended = threading.Semaphore(0)
+
+    def completion(position: int) -> Completion:
+        def done(outcome: Outcome) -> None:
+            outcomes[position].append(outcome)
+            all_ended.release()
+
+        return done
+
+    for position, start in enumerate(starts):
+        start(completion(position))
+    for _ in starts:
+        assert all_ended.acquire(timeout=PATIENCE_S), "a transfer did not end"
+    assert all(len(ended) == 1 for ended in outcomes), "a transfer ended twice"
+    return [ended[0] for ended in outcomes]
+
+
+def block(number: int, payload_bytes: int, *, tokens: int = 4) -> tuple[BlockHeader, Bytes]:
+    """Block `number` with a payload that only this number and size give."""
+    payload = np.random.default_rng([number, payload_bytes]).integers(0, 256, payload_bytes, dtype=np.uint8)
+    header = BlockHeader(
+        key=number.to_bytes(16, "big"),
+        parent=max(0, number - 1).to_bytes(16, "big"),
+        fingerprint=bytes([number % 251]) * 32,
+        tenant=b"tenant".ljust(16, b"\0"),
+        tokens=np.arange(number, number + tokens, dtype="<i4").tobytes(),
+        payload_bytes=payload_bytes,
+        depth=number % 7,
+        created_ns=1_000_000 + number,
+    )
+    return header, payload
+
+
+def put(tier: Tier, header: BlockHeader, payload: Bytes, owner: str = "") -> Slot | None:
+    """Allocate and write; the slot, or None when there is no room. AssertionError when the write fails."""
+    slot = tier.allocate(slot_bytes(payload.nbytes), owner)
+    if slot is not None:
+        outcome = finish(lambda done: tier.write(slot, header, [segment_of(payload)], done))
+        assert outcome.ok, outcome
+    return slot
+
+
+def get(tier: Tier, slot: Slot, key: bytes, payload_bytes: int) -> tuple[Outcome, Bytes]:
+    """Read into fresh memory."""
+    destination = np.zeros(payload_bytes, dtype=np.uint8)
+    return finish(lambda done: tier.read(slot, key, [segment_of(destination)], done)), destination
+
+
+def pieces(array: Bytes, *cuts: int) -> list[Segment]:
+    """The array as a scatter list cut at these offsets."""
+    bounds = [0, *cuts, array.nbytes]
+    return [segment_of(array[a:b]) for a, b in pairwise(bounds)]

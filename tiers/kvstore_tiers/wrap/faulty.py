@@ -1,0 +1,135 @@
+"""A tier around a tier that fails, waits, damages or stays silent by plan: how tests see a medium go bad.
+
+Owns the plan and nothing else; books are those of the inner tier. Without faults it is the inner tier (the conformance
+suite runs on it so). Never used outside tests and drills.
+Invariant: a transfer that is not named by the plan ends as the inner tier ends it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstore_proto.arena import BlockHeader
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot, Tier, TierStatistics
+
+Operation = Literal["allocate", "write", "read", "sync"]
+Action = Literal["fail", "delay", "corrupt", "hang", "refuse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to the `at`-th to `until`-th use of `operation`, counted from 1; `until` 0 is for ever.
+
+    `fail`: FAILED with `errno`, the inner tier is not asked. `delay`: the completion comes `delay_s` later. `corrupt`:
+    CORRUPT, whatever the inner tier says. `hang`: the completion comes at `close`, as CANCELLED. `refuse`: `allocate`
+    finds no room. `write` and `read` stand for `move_in` and `move_out` too.
+    """
+
+    operation: Operation
+    action: Action
+    at: int = 1
+    until: int = 0
+    errno: int = errno.EIO
+    delay_s: float = 0.0
+
+
+class FaultyTier(Tier):
+    """`inner` with `faults`. The plan can be replaced while it runs: `plan`."""
+
+    def __init__(self, inner: Tier, faults: Sequence[Fault] = ()) -> None:
+        self.inner = inner
+        self.info = inner.info
+        self._lock = threading.Lock()
+        self._faults = tuple(faults)
+        self._uses: dict[Operation, int] = {}
+        self._hanging: list[Completion] = []
+        self._timers: list[threading.Timer] = []
+
+    def plan(self, *faults: Fault) -> None:
+        """Replace the plan and count uses from 1 again."""
+        with self._lock:
+            self._faults = faults
+            self._uses.clear()
+
+    def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
+        fault = self._next("allocate")
+        return None if fault and fault.action == "refuse" else self.inner.allocate(nbytes, owner)
+
+    def free(self, slot: Slot) -> None:
+        self.inner.free(slot)
+
+    def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
+        if passed := self._apply("write", done):
+            self.inner.write(slot, header, segments, passed)
+
+    def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
+        if passed := self._apply("read", done):
+            self.inner.read(slot, expect_key, segments, passed)
+
+    def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
+        if passed := self._apply("write", done):
+            self.inner.move_in(slot, source, expect_key, passed)
+
+    def move_out(self, slot: Slot, destination: Segment, expect_key: bytes, done: Completion) -> None:
+        if passed := self._apply("read", done):
+            self.inner.move_out(slot, destination, expect_key, passed)
+
+    def sync(self, done: Completion) -> None:
+        if passed := self._apply("sync", done):
+            self.inner.sync(passed)
+
+    def quarantine(self, slot: Slot, reason: str) -> None:
+        self.inner.quarantine(slot, reason)
+
+    def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
+        return self.inner.recover()
+
+    def statistics(self) -> TierStatistics:
+        return self.inner.statistics()
+
+    def close(self) -> None:
+        for timer in self._timers:
+            timer.join()
+        with self._lock:
+            hanging, self._hanging = self._hanging, []
+        for done in hanging:
+            done(Outcome(OutcomeKind.CANCELLED, message="the tier was closed on a hanging transfer"))
+        self.inner.close()
+
+    def _next(self, operation: Operation) -> Fault | None:
+        with self._lock:
+            use = self._uses.get(operation, 0) + 1
+            self._uses[operation] = use
+            for fault in self._faults:
+                if fault.operation == operation and fault.at <= use and (not fault.until or use <= fault.until):
+                    return fault
+        return None
+
+    def _apply(self, operation: Operation, done: Completion) -> Completion | None:
+        """The completion to hand to the inner tier; None when the inner tier is not to be asked."""
+        fault = self._next(operation)
+        if fault is None or fault.action == "refuse":
+            return done
+        if fault.action == "fail":
+            message = f"{os.strerror(fault.errno)} (planned)"
+            self._later(0.0, done, Outcome(OutcomeKind.FAILED, message=message, errno=fault.errno))
+            return None
+        if fault.action == "hang":
+            with self._lock:
+                self._hanging.append(done)
+            return None
+        if fault.action == "corrupt":
+            return lambda _outcome: done(Outcome(OutcomeKind.CORRUPT, message="damaged (planned)"))
+        return lambda outcome: self._later(fault.delay_s, done, outcome)
+
+    def _later(self, delay_s: float, done: Completion, outcome: Outcome) -> None:
+        timer = threading.Timer(delay_s, done, (outcome,))
+        timer.daemon = True
+        self._timers = [other for other in self._timers if other.is_alive()]
+        self._timers.append(timer)
+        timer.start()
