@@ -18,7 +18,7 @@ from pathlib import Path
 from kvstore_client.errors import ConnectError
 from kvstore_client.handshake import PROTOCOL_VERSION, Handshake, open_handshake
 from kvstore_client.keys import KeyChains
-from kvstore_client.memory import Bytes, map_read_only, map_read_write
+from kvstore_client.memory import Bytes, map_read_only, map_read_write, prefault
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
 from kvstore_client.stream import Stream
 from kvstore_proto.fingerprint import Fingerprint
@@ -76,6 +76,12 @@ class Connection:
         staging_fd = handshake.take_staging()
         if staging_fd >= 0:
             self.staging = map_read_write(staging_fd, welcome.staging_bytes)
+            threading.Thread(
+                target=prefault,
+                args=(self.staging, lambda: not self._dead),
+                name="kvstore-prefault",
+                daemon=True,
+            ).start()
         self.stream = self._open_stream()
 
     def arena(self, arena_id: int, timeout_s: float) -> Bytes | None:

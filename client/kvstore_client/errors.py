@@ -12,8 +12,9 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 class DaemonUnavailable(KVStoreError):  # noqa: N818 - names a condition, like BrokenPipe
     """No daemon answers at the socket directory, and `connect(required=True)` was asked for."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, is_denied: bool = False) -> None:
         super().__init__(ErrorKind.UNAVAILABLE, message)
+        self.is_denied = is_denied  # the file system does not let us at the socket
 
 
 class ConnectError(Exception):
@@ -22,9 +23,10 @@ class ConnectError(Exception):
     `refused_as` is the daemon's reason when it answered and said no, None when nobody answered.
     """
 
-    def __init__(self, message: str, refused_as: ErrorKind | None = None) -> None:
+    def __init__(self, message: str, refused_as: ErrorKind | None = None, *, is_denied: bool = False) -> None:
         super().__init__(message)
         self.refused_as = refused_as
+        self.is_denied = is_denied
 
     @property
     def is_permanent(self) -> bool:

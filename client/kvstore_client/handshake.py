@@ -114,7 +114,7 @@ def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake
         packet, descriptor = _receive(connection, deadline)
     except OSError as error:
         connection.close()
-        raise ConnectError(explain_unreachable(path, error)) from None
+        raise ConnectError(explain_unreachable(path, error), is_denied=isinstance(error, PermissionError)) from None
     except ConnectError:
         connection.close()
         raise

@@ -13,7 +13,8 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
+MADV_POPULATE_WRITE = 23
+PREFAULT_SLICE_BYTES = 2 * 1024 * 1024
+PREFAULT_NICE = 10
 _libc: ctypes.CDLL | None = None
 
 
@@ -51,13 +55,30 @@ def populate(arena: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
 
     Only a speed-up: errors (an older kernel) are ignored. Runs without the GIL. Offsets must be page-aligned.
     """
+    for offset, length in contiguous_runs(ranges):
+        _madvise(arena, offset, length, MADV_POPULATE_READ)
+
+
+def prefault(staging: Bytes, is_wanted: Callable[[], bool]) -> None:
+    """Allocate and map all of the staging memory, in slices, while it is wanted. For a thread of its own.
+
+    A first put into untouched pages takes some 1.2 ms a MiB, into touched ones 0.15. The thread steps behind the
+    engine's own (nice 10), since nobody waits for it.
+    """
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PREFAULT_NICE)
+    for offset in range(0, len(staging), PREFAULT_SLICE_BYTES):
+        length = min(PREFAULT_SLICE_BYTES, len(staging) - offset)
+        if not is_wanted() or not _madvise(staging, offset, length, MADV_POPULATE_WRITE):
+            return
+
+
+def _madvise(memory: Bytes, offset: int, length: int, advice: int) -> bool:
     global _libc
     if _libc is None:
         _libc = ctypes.CDLL(None, use_errno=True)
         _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    base = arena.ctypes.data
-    for offset, length in contiguous_runs(ranges):
-        _libc.madvise(base + offset, length, MADV_POPULATE_READ)
+    return bool(_libc.madvise(memory.ctypes.data + offset, length, advice) == 0)
 
 
 def contiguous_runs(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -32,7 +32,7 @@ class AdminSocket:
         self.directory = directory
         self.timeout_s = timeout_s
         path = directory / ADMIN_SOCKET
-        probe(path, socket.SOCK_STREAM)
+        _probe(path)
         self._channel = grpc.insecure_channel(f"unix:{path}", options=CHANNEL_OPTIONS)
         self._stub: Any = admin_pb2_grpc.AdminStub(self._channel)
 
@@ -70,9 +70,9 @@ class AdminSocket:
         return CommandError(FAILED, f"{verb}: {details or code.name.lower()}")
 
 
-def probe(path: Path, kind: socket.SocketKind) -> None:
-    """Raises CommandError when nobody listens at a socket or we may not connect."""
-    with socket.socket(socket.AF_UNIX, kind) as trial:
+def _probe(path: Path) -> None:
+    """Raises CommandError when nobody listens at the socket or we may not connect."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.settimeout(PROBE_TIMEOUT_S)
         try:
             trial.connect(str(path))

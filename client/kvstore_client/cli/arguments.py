@@ -187,6 +187,6 @@ def _count(text: str) -> int:
 
 
 def _hex(text: str) -> str:
-    if not re.fullmatch(r"[0-9a-fA-F]{1,32}", text):
-        raise argparse.ArgumentTypeError(f"a key begins with 1 to 32 hex digits, got {text!r}")
+    if not re.fullmatch(r"[0-9a-fA-F]{0,32}", text):
+        raise argparse.ArgumentTypeError(f"a key begins with at most 32 hex digits, got {text!r}")
     return text

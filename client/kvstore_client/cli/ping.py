@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import statistics
 from pathlib import Path
 
-from kvstore_client.cli.admin import probe
-from kvstore_client.cli.exit_codes import FAILED, UNREACHABLE, CommandError
+from kvstore_client.cli.exit_codes import DENIED, FAILED, UNREACHABLE, CommandError
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.units import human_seconds
-from kvstore_client.paths import HANDSHAKE_SOCKET
+from kvstore_client.errors import DaemonUnavailable
 from kvstore_client.session import connect
-from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 
 _NOBODY = Fingerprint(model_name="kvctl ping", weights_digest="kvctl ping")  # stores nothing
@@ -21,7 +19,6 @@ _NOBODY = Fingerprint(model_name="kvctl ping", weights_digest="kvctl ping")  # s
 
 def ping(directory: Path, arguments: argparse.Namespace) -> Output:
     """Connect as a client that only reads, and send empty messages. Raises CommandError."""
-    probe(directory / HANDSHAKE_SOCKET, socket.SOCK_SEQPACKET)
     try:
         session = connect(
             directory,
@@ -31,9 +28,10 @@ def ping(directory: Path, arguments: argparse.Namespace) -> Output:
             required=True,
             staging_bytes=0,
         )
+    except DaemonUnavailable as error:
+        raise CommandError(DENIED if error.is_denied else UNREACHABLE, error.message) from None
     except KVStoreError as error:
-        absent = error.kind is ErrorKind.UNAVAILABLE
-        raise CommandError(UNREACHABLE if absent else FAILED, error.message) from None
+        raise CommandError(FAILED, error.message) from None
     with session:
         trips = [session.ping(arguments.timeout) for _ in range(arguments.count)]
     times = sorted(trip for trip in trips if trip is not None)
