@@ -1,12 +1,12 @@
 """Runs steps on the CPU: fills a graph's inputs, computes it, hands out logits.
 
-Owns the compute buffer, the cached graphs and the step's memory. It never samples, schedules or decides what to
-evict; callers own sequences, block tables and the order of steps.
-Invariants: at most `_MAX_GRAPHS` graphs are kept; all share one buffer, reserved for the largest step at creation,
-so a kept graph's addresses stay valid. One step at a time: an executor is not thread-safe.
+Owns the compute buffer, the cached graphs and the step's memory. It never samples, schedules or decides what
+to evict; callers own sequences, block tables and the order of steps.
+Invariants: at most `_MAX_GRAPHS` graphs are kept; all share one buffer, reserved for the largest step at
+creation, so a kept graph's addresses stay valid. One step at a time: an executor is not thread-safe.
 
-The GIL is released while ggml computes. ggml's threads spin at their barriers: leave cores for the daemon and for
-copies, since a step on an oversubscribed machine takes many times as long.
+The GIL is released while ggml computes. ggml's threads spin at their barriers: leave cores for the daemon
+and for copies, since a step on an oversubscribed machine takes many times as long.
 """
 
 from collections import OrderedDict
@@ -22,6 +22,7 @@ from kvstore_engine.ggml import Library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.graph import LlamaGraph, SequenceSlice, StepInputs, build_graph, chunk_plan, plan_step
 from kvstore_engine.graph.llama import AttentionOperation, PoolTensors
+from kvstore_engine.graph.plan import BLOCK_TOKENS, CHUNK_TOKENS
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import AttentionShape, StepMemory
@@ -102,8 +103,8 @@ class Executor:
     def forward(self, slices: Sequence[SequenceSlice]) -> FloatArray:
         """Compute one step; its K and V are in the pool afterwards.
 
-        Returns the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`: a copy.
-        Raises ValueError for a request that breaks a limit, RuntimeError if ggml fails.
+        Returns the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`:
+        a copy. Raises ValueError for a request that breaks a limit, RuntimeError if ggml fails.
         """
         inputs = plan_step(slices, self.limits)
         ready = self._graph(len(inputs.tokens), len(inputs.outputs))
@@ -111,7 +112,7 @@ class Executor:
         status = self._ggml.backend_graph_compute(self._backend, ready.graph.graph)
         if status != 0:
             raise RuntimeError(f"ggml_backend_graph_compute failed with status {status}")
-        return ready.logits.copy()
+        return np.copy(ready.logits)
 
     def prefill(
         self,
@@ -119,21 +120,23 @@ class Executor:
         start: int,
         block_table: npt.NDArray[np.int32],
         *,
-        block: int = 64,
-        chunk: int = 512,
+        block: int = BLOCK_TOKENS,
+        chunk: int = CHUNK_TOKENS,
     ) -> FloatArray:
         """Compute `tokens`, the positions from `start` on, in the steps of `chunk_plan`.
 
         Returns the last token's logits, float32 [vocabulary].
         """
         end = start + len(tokens)
-        largest = self.limits.max_tokens // block * block
+        if not len(tokens):
+            raise ValueError("a prefill needs at least one token: the last one's logits are the result")
+        largest = max(block, self.limits.max_tokens // block * block)
         steps = chunk_plan(start, end, block=block, chunk=min(chunk, largest))
-        logits = np.empty((0, self.limits.vocabulary), np.float32)
-        for first, last in steps:
-            piece = tokens[first - start : last - start]
-            logits = self.forward([SequenceSlice(piece, first, block_table, "last" if last == end else "none")])
-        return logits[-1]
+        for first, last in steps[:-1]:
+            self.forward([SequenceSlice(tokens[first - start : last - start], first, block_table, "none")])
+        tail, _ = steps[-1]
+        logits: FloatArray = self.forward([SequenceSlice(tokens[tail - start :], tail, block_table)])[0]
+        return logits
 
     def close(self) -> None:
         """Free graphs and compute memory; model and pool stay."""
@@ -153,7 +156,7 @@ class Executor:
         self.close()
 
     def _build(self, tokens: int, outputs: int) -> LlamaGraph:
-        return build_graph(self.model, self.pool, self._cache.tensors, self._attention, tokens, outputs)
+        return build_graph(self.model, self._cache.tensors, self._attention, tokens, outputs)
 
     def _reserve(self, tokens: int, outputs: int) -> None:
         graph = self._build(tokens, outputs)
@@ -176,7 +179,8 @@ class Executor:
         if not self._ggml.gallocr_alloc_graph(self._allocator, graph.graph):
             raise RuntimeError(f"cannot allocate compute memory for {tokens} tokens")
         if self._ggml.gallocr_get_buffer_size(self._allocator, 0) != before:
-            self._drop_graphs()  # the buffer moved (more outputs than reserved): kept graphs point to the old one
+            # More outputs than reserved: the buffer moved, and kept graphs point to the old one.
+            self._drop_graphs()
         ready = self._graphs[key] = _ready(graph, self.limits.vocabulary)
         return ready
 
@@ -186,7 +190,7 @@ class Executor:
         self._graphs.clear()
 
     def _fill(self, ready: _ReadyGraph, inputs: StepInputs, slices: Sequence[SequenceSlice]) -> None:
-        """Write the step's inputs. All of them, every time: the allocator reuses their memory within a step."""
+        """Write the step's inputs: all of them, since the allocator reuses their memory within a step."""
         ready.tokens[:] = inputs.tokens
         ready.positions[:] = inputs.positions
         ready.slots[:] = inputs.slots
@@ -209,7 +213,8 @@ class _PoolView:
         self._buffer = ggml.backend_cpu_buffer_from_ptr(
             pool.planes.ctypes.data, pool.planes.strides[0] * pool.planes.shape[0]
         )
-        planes = [self._plane(pool, address) for layer in range(pool.layers) for address in pool.plane_addresses(layer)]
+        addresses = [address for layer in range(pool.layers) for address in pool.plane_addresses(layer)]
+        planes = [self._plane(pool, address) for address in addresses]
         self.tensors = PoolTensors(keys=tuple(planes[::2]), values=tuple(planes[1::2]))
 
     def _plane(self, pool: BlockPool, address: int) -> int:

@@ -1,12 +1,13 @@
 """The paged K/V cache in this process: memory, free blocks, and copies in and out of it.
 
-Owns the planes (K and V of each layer) and the list of free engine blocks. It never knows which sequence holds a
-block, what a block's key is, or what should be evicted: callers own block tables.
+Owns the planes (K and V of each layer) and the list of free engine blocks. It never knows which sequence
+holds a block, what a block's key is, or what should be evicted: callers own block tables.
 Invariants: a block is free or allocated, never both; freeing a free block is a broken invariant and raises.
 
-Memory is one anonymous map, touched at creation: a first write to an untouched page costs five times the copy.
-A storage block's payload is layer-major: for each layer K [tokens, kv_heads * head_dim], then V, rows in token
-order, which is this pool's own layout, so that copies are memcpy.
+Memory is one anonymous map, touched at creation: a first write to an untouched page costs five times the
+copy.
+A storage block's payload is layer-major: for each layer K [tokens, kv_heads * head_dim], then V, rows in
+token order, which is this pool's own layout, so that copies are memcpy.
 """
 
 import mmap
@@ -75,8 +76,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` block ids, neighbours where possible. Raises PoolExhausted, and then allocates nothing.
 
-        The smallest run of free blocks that holds them all, else the largest runs first: adjacent blocks copy in
-        one memcpy, and small requests leave the large runs whole.
+        The smallest run of free blocks that holds them all, else the largest runs first: adjacent blocks
+        copy in one memcpy, and small requests leave the large runs whole.
         """
         if count <= 0:
             return []
@@ -113,7 +114,9 @@ class BlockPool:
         """Read one storage block's payload, uint8, into the engine blocks `block_ids` (in token order)."""
         self._copy([source], [block_ids], into_pool=True, threads=1)
 
-    def scatter_blocks(self, sources: Sequence[Bytes], tables: Sequence[Sequence[int]], *, threads: int = 2) -> None:
+    def scatter_blocks(
+        self, sources: Sequence[Bytes], tables: Sequence[Sequence[int]], *, threads: int = 2
+    ) -> None:
         """`scatter_block` for many storage blocks at once, at memcpy speed: the way to restore a prefix."""
         self._copy(sources, tables, into_pool=True, threads=threads)
 
@@ -131,7 +134,9 @@ class BlockPool:
         wanted = self.payload_bytes(table.shape[1])
         for payload in payloads:
             if payload.dtype != np.uint8 or payload.size != wanted or not payload.flags.c_contiguous:
-                raise ValueError(f"a payload must be {wanted} contiguous uint8, is {payload.size} {payload.dtype}")
+                raise ValueError(
+                    f"a payload must be {wanted} contiguous uint8, is {payload.size} {payload.dtype}"
+                )
             if not into_pool and not payload.flags.writeable:
                 raise ValueError("the destination of a gather is read-only")
         flat = [payload.reshape(-1) for payload in payloads]

@@ -38,12 +38,14 @@ class GGMLError(OperationError):
     """There is no usable ggml library; the message says what was tried and what to install."""
 
 
-@LogCallback
 def _forward_log(level: int, text: bytes, _: int | None) -> None:
     """ggml's messages go to Python's logging: nothing but us writes to the terminal."""
     warning = logging.ERROR if level == _ERROR_LEVEL else logging.WARNING
     severity = warning if level in (_WARNING_LEVEL, _ERROR_LEVEL) else logging.DEBUG
     _log.log(severity, "%s", text.decode(errors="replace").rstrip())
+
+
+_LOG_CALLBACK = LogCallback(_forward_log)  # ggml keeps the pointer: it must live as long as the process
 
 
 class Library:
@@ -59,7 +61,7 @@ class Library:
         except OSError as error:
             raise GGMLError(f"ggml library {path} cannot be loaded: {error}") from None
         self._functions = {name.removeprefix("ggml_"): self._bind(name) for name in PROTOTYPES}
-        self.log_set(_forward_log, None)
+        self.log_set(_LOG_CALLBACK, None)
         self.cpu_init()
         self._check_layout()
 

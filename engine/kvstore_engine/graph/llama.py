@@ -1,8 +1,9 @@
 """Builds the ggml graph of one Llama step: embedding, layers, head.
 
 Owns the order of operations, which is llama.cpp's (src/models/llama.cpp), so that logits agree to rounding.
-Attention is one custom operation per layer that reads the paged cache through the step's block tables. Nothing
-in a graph depends on the step's content, only on its token and output counts: a graph can be kept and refilled.
+Attention is one custom operation per layer that reads the paged cache through the step's block tables.
+Nothing in a graph depends on the step's content, only on its token and output counts: a graph can be kept
+and refilled.
 
 Touvron et al., "LLaMA" (2023): RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
 """
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.gguf.tensor_types import F32, I32, I64
 from kvstore_engine.model import LayerWeights, Model
-from kvstore_engine.pool import BlockPool
 
 _NODES_PER_LAYER = 40
 _NODES_AROUND = 64
@@ -23,7 +23,7 @@ _ROPE_NORMAL = 0  # adjacent pairs are rotated: Llama's order in GGUF
 
 @dataclass(frozen=True, slots=True)
 class LlamaGraph:
-    """A graph for `tokens` rows of which `outputs` get logits; the fields are ggml handles. 0: not present."""
+    """A graph for `tokens` rows of which `outputs` get logits. ggml handles; 0: not present."""
 
     context: int
     graph: int
@@ -53,23 +53,26 @@ class AttentionOperation:
 
 
 def build_graph(
-    model: Model, pool: BlockPool, cache: PoolTensors, attention: AttentionOperation, tokens: int, outputs: int
+    model: Model,
+    cache: PoolTensors,
+    attention: AttentionOperation,
+    tokens: int,
+    outputs: int,
 ) -> LlamaGraph:
-    """A new graph in a context of its own; the caller frees `context`. Memory for its tensors is not allocated."""
-    return _Builder(model, pool, cache, attention, tokens, outputs).build()
+    """A new graph in a context of its own, which the caller frees. Its tensors have no memory yet."""
+    return _Builder(model, cache, attention, tokens, outputs).build()
 
 
 class _Builder:
     def __init__(
         self,
         model: Model,
-        pool: BlockPool,
         cache: PoolTensors,
         attention: AttentionOperation,
         tokens: int,
         outputs: int,
     ) -> None:
-        self.model, self.pool, self.cache, self.attention = model, pool, cache, attention
+        self.model, self.cache, self.attention = model, cache, attention
         self.tokens, self.outputs = tokens, outputs
         ggml = self.ggml = model.library
         nodes = _NODES_PER_LAYER * model.config.layers + _NODES_AROUND
@@ -87,7 +90,9 @@ class _Builder:
         last = model.config.layers - 1
         for index in range(last):
             hidden = self._feed_forward(index, self._attention(index, hidden))
-        logits = self._finish(last, hidden, output_input) if self.outputs else self._finish_cache(last, hidden)
+        logits = (
+            self._finish(last, hidden, output_input) if self.outputs else self._finish_cache(last, hidden)
+        )
         return LlamaGraph(
             self.context,
             self.graph,
@@ -158,7 +163,8 @@ class _Builder:
         normed = self._norm(hidden, self.model.layers[index].attn_norm)
         query = self._heads(ggml.mul_mat(self.context, self.model.layers[index].attn_q, normed), config.heads)
         keys, values = self._write_cache(index, normed)
-        # The planes are sources only so that the graph runs the writes first: the kernel reads by block table.
+        # The planes are sources only so that the graph runs the writes first: the kernel reads by block
+        # table.
         sources = (ct.c_void_p * 3)(query, keys, values)
         attended: int = ggml.custom_4d(
             self.context,

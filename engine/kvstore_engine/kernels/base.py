@@ -1,9 +1,9 @@
 """What a kernel set is: paged attention as a ggml custom operation, and the block copy.
 
 The caller guarantees that step and layer records describe live memory, that block ids lie inside the pool and
-that payloads have the right size. The implementation MUST compute each row independently of the other rows of the
-step: the same token at the same position over the same context gives the same bits in any batch. It MUST NOT read
-keys or values past a row's own position, which may be uninitialised.
+that payloads have the right size. The implementation MUST compute each row independently of the other rows of
+the step: the same token at the same position over the same context gives the same bits in any batch. It MUST
+NOT let keys or values past a row's own position, which may be uninitialised, change that row.
 """
 
 from abc import ABC, abstractmethod

@@ -1,8 +1,9 @@
 """Compiles the C++ kernels for this very machine, once, into the user's cache directory.
 
-Owns the compiler call and the cached file's name. It never decides whether to use the result (`selection` does).
-The name holds a digest of sources, compiler, flags and CPU features: a cache directory shared by unlike machines,
-or kept across an upgrade, can never serve a library with instructions that the CPU lacks.
+Owns the compiler call and the cached file's name. It never decides whether to use the result (`selection`
+does). The name holds a digest of sources, compiler, flags and CPU features: a cache directory shared by
+unlike machines, or kept across an upgrade, can never serve a library with instructions that the CPU
+lacks.
 """
 
 import hashlib
@@ -15,8 +16,8 @@ from pathlib import Path
 
 _SOURCES = ("paged_attention.cpp", "block_copy.cpp")
 _HEADERS = ("layout.h",)
-# -ffp-contract=fast lets a*b+c become one fused operation, in every loop alike. -ffast-math would also reorder
-# sums, and then a row's result would depend on the tile that it is computed in.
+# -ffp-contract=fast lets a*b+c become one fused operation, in every loop alike. -ffast-math would also
+# reorder sums, and then a row's result would depend on the tile that it is computed in.
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -60,11 +61,10 @@ def _compiler() -> str:
 def _digest(compiler: str) -> str:
     here = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=12)
-    for part in (*(here / name for name in _SOURCES + _HEADERS), compiler):
-        digest.update(part.read_bytes() if isinstance(part, Path) else part.encode())
-    digest.update(" ".join(_FLAGS).encode())
-    digest.update(_version(compiler).encode())
-    digest.update(_cpu().encode())
+    for name in _SOURCES + _HEADERS:
+        digest.update((here / name).read_bytes())
+    for text in (compiler, _version(compiler), *_FLAGS, _cpu()):
+        digest.update(text.encode() + b"\0")
     return digest.hexdigest()
 
 
@@ -89,7 +89,7 @@ def _cpu() -> str:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """Compile to a temporary name, then rename: two processes that build at once both end with a whole file."""
+    """Compile to a temporary name, then rename: of two processes at once, both end with a whole file."""
     here = Path(__file__).parent
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,7 +1,7 @@
 """The structs through which a step reaches the attention kernels (layout.h, field by field).
 
-Owns the memory that the pointers point to: `StepMemory` outlives every graph that refers to it, so a graph can
-be kept and only its inputs rewritten. It never computes.
+Owns the memory that the pointers point to: `StepMemory` outlives every graph that refers to it, so a graph
+can be kept and only its inputs rewritten. It never computes.
 """
 
 import ctypes as ct
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.ggml.structs import DATA_OFFSET_BYTES, SOURCES_OFFSET_BYTES
+from kvstore_engine.kernels.foreign import array_at
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -68,7 +69,7 @@ ROWS_PER_ITEM = 48  # kRows of paged_attention.cpp: one pass of the kernel
 class StepMemory:
     """The step's arrays at fixed addresses, and one `Layer` record per layer.
 
-    `sequences` int32 [max_sequences, 4], `tables` int32 [max_sequences, max_blocks]; the work items are derived.
+    `sequences` int32 [max_sequences, 4], `tables` int32 [max_sequences, max_blocks]; work items are derived.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class StepMemory:
         self.layers = (Layer * len(planes))(
             *(Layer(keys=k, values=v, step=ct.addressof(self.step)) for k, v in planes)
         )
-        self._counters = np.frombuffer(self.layers, np.int64).reshape(len(planes), -1)[:, -1]
+        fields = len(Layer._fields_)
+        self._counters = array_at(ct.addressof(self.layers), np.int64, len(planes), fields)[:, -1]
 
     def layer_address(self, index: int) -> int:
         """Address of layer `index`'s record: the custom operation's user data."""

@@ -1,8 +1,8 @@
 """The kernels for machines without a C++ compiler, compiled by numba at first use.
 
 The same algorithm as paged_attention.cpp, lane for lane: rows of a tile are the vector's lanes, so a row's
-result does not depend on its neighbours here either. LLVM vectorises the inner loops over lanes. Slower than the
-C++, since running sums go through memory, but far ahead of numpy.
+result does not depend on its neighbours here either. LLVM vectorises the inner loops over lanes. Slower
+than the C++, since running sums go through memory, but far ahead of numpy.
 
 Names without a leading underscore in `_compile` are numba functions; they call one another, so they are built
 together, once.
@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.extending import intrinsic
 
 from kvstore_engine.kernels.reference import ReferenceKernels
@@ -59,10 +59,12 @@ def _to_float(_typing: Any, _bits: Any) -> Any:
     return types.float32(types.uint16), generate
 
 
-_pointer = intrinsic(_to_pointer)
-_half = intrinsic(_to_float)
+# numba's own annotations describe the Python view of these, not what compiled code may do with them.
+_pointer: Any = intrinsic(_to_pointer)
+_half: Any = intrinsic(_to_float)
+carray: Any = numba.carray  # type: ignore[attr-defined]
 # `contract` allows fused multiply-add and nothing else: sums keep their order.
-_jit = numba.njit(error_model="numpy", fastmath={"contract"})
+_jit: Any = numba.njit(error_model="numpy", fastmath={"contract"})
 
 
 def _widen_row(address: int, element_bytes: int, target: Any) -> None:
@@ -119,7 +121,7 @@ def _compile() -> Any:
     widen_row, score, softmax, accumulate = map(_jit, (_widen_row, _score, _softmax, _accumulate))
 
     def run_item(layer: Any, step: Any, item: Any, sequence: Any, queries: Any, output: Any) -> None:
-        """One work item; `queries` and `output` are [token][head][channel], from the item's first query on."""
+        """One work item; `queries`, `output`: [token][head][channel] from the item's first query on."""
         head_dim, group = step[_HEAD_DIM], step[_HEADS] // step[_KV_HEADS]
         kv_head, lanes = item[1], item[3] * group
         before = sequence[2] - sequence[1] + item[2]  # context of the first query, itself excluded

@@ -1,6 +1,7 @@
 """The kernels in plain numpy: what the fast ones must agree with. Slow; for tests and as the last resort.
 
-`paged_attention` is the definition, straight from the softmax; `ReferenceKernels` wraps it as a ggml operation.
+`paged_attention` is the definition, straight from the softmax; `ReferenceKernels` wraps it as a ggml
+operation.
 """
 
 import ctypes as ct
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
+from kvstore_engine.kernels.foreign import array_at, pointer_at
 from kvstore_engine.kernels.layout import Layer, Step
 
 FloatArray = npt.NDArray[np.float32]
@@ -17,12 +19,12 @@ _CALLBACK = ct.CFUNCTYPE(None, ct.c_void_p, ct.c_int, ct.c_int, ct.c_void_p)
 
 
 def paged_attention(
-    queries: FloatArray, keys: npt.NDArray[np.floating], values: npt.NDArray[np.floating], context: Int32Array
+    queries: FloatArray, keys: FloatArray, values: FloatArray, context: Int32Array
 ) -> FloatArray:
     """Causal attention of one sequence whose K and V have been gathered into order.
 
-    queries float32 [rows, heads, head_dim]; keys, values [tokens, kv_heads, head_dim]; context int32 [rows], the
-    number of leading tokens that each row sees. Returns float32 [rows, heads, head_dim].
+    queries [rows, heads, head_dim]; keys, values [tokens, kv_heads, head_dim]; all float32. context int32
+    [rows]: the number of leading tokens that each row sees. Returns float32 [rows, heads, head_dim].
     """
     rows, heads, head_dim = queries.shape
     group = heads // keys.shape[1]
@@ -76,38 +78,25 @@ def _attend(destination: int, thread: int, threads: int, userdata: int) -> None:
         return
     layer = Layer.from_address(userdata)
     step = Step.from_address(layer.step)
-    source = ct.c_void_p.from_address(destination + step.source_offset).value
-    assert source is not None
-    shape = (step.query_heads, step.head_dim)
-    sequences = _array(step.sequences, np.int32, (1 + _last_sequence(step), 4))
+    items = array_at(step.items, np.int32, step.item_count, 4)
+    sequences = array_at(step.sequences, np.int32, 1 + int(items[:, 0].max()), 4)
     tokens = int((sequences[:, 0] + sequences[:, 1]).max())
-    queries = _array(_pointer(source + step.data_offset), np.float32, (tokens, *shape))
-    output = _array(_pointer(destination + step.data_offset), np.float32, (tokens, *shape))
+    source = pointer_at(destination + step.source_offset)
+    queries, output = (
+        array_at(pointer_at(tensor + step.data_offset), np.float32, tokens, step.query_heads, step.head_dim)
+        for tensor in (source, destination)
+    )
     for index, (first, rows, context, _) in enumerate(sequences.tolist()):
-        table = _array(step.tables + 4 * index * step.table_stride, np.int32, (step.table_stride,))
-        key, value = (_gather(plane, step, table, context) for plane in (layer.keys, layer.values))
+        table = array_at(step.tables + 4 * index * step.table_stride, np.int32, step.table_stride)
+        keys, values = (_gather(plane, step, table, context) for plane in (layer.keys, layer.values))
         seen = np.arange(context - rows + 1, context + 1, dtype=np.int32)
-        output[first : first + rows] = paged_attention(queries[first : first + rows], key, value, seen)
+        output[first : first + rows] = paged_attention(queries[first : first + rows], keys, values, seen)
 
 
-def _last_sequence(step: Step) -> int:
-    return int(_array(step.items, np.int32, (step.item_count, 4))[:, 0].max())
-
-
-def _gather(plane: int, step: Step, table: Int32Array, tokens: int) -> npt.NDArray[np.floating]:
-    """The first `tokens` rows of one plane in order, [tokens, kv_heads, head_dim]."""
+def _gather(plane: int, step: Step, table: Int32Array, tokens: int) -> FloatArray:
+    """The first `tokens` rows of one plane in order, float32 [tokens, kv_heads, head_dim]."""
     blocks = table[: -(-tokens // step.block_tokens)]
-    dtype = np.float16 if step.element_bytes == 2 else np.float32
+    dtype: type[np.float16 | np.float32] = np.float16 if step.element_bytes == 2 else np.float32
     shape = (int(blocks.max()) + 1, step.block_tokens, step.kv_heads, step.head_dim)
-    return _array(plane, dtype, shape)[blocks].reshape(-1, step.kv_heads, step.head_dim)[:tokens]
-
-
-def _pointer(address: int) -> int:
-    value = ct.c_void_p.from_address(address).value
-    assert value is not None
-    return value
-
-
-def _array(address: int, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer((ct.c_uint8 * size).from_address(address), dtype).reshape(shape)
+    rows = array_at(plane, dtype, *shape)[blocks].reshape(-1, step.kv_heads, step.head_dim)
+    return rows[:tokens].astype(np.float32)

@@ -1,7 +1,7 @@
 """Chooses the kernels: compiled C++ if this machine has a compiler, else numba, else numpy.
 
-Owns the order and the one-line notice when the first choice fails. $KVENGINE_KERNEL=cpp|numba|reference forces
-one, and then its failure is an error.
+Owns the order and the one-line notice when the first choice fails. $KVENGINE_KERNEL=cpp|numba|reference
+forces one, and then its failure is an error.
 """
 
 import logging

@@ -21,7 +21,7 @@ _MAX_LAYERS = 1024
 
 
 class UnsupportedModel(UsageError):  # noqa: N818 - it is the model, not the program
-    """A sound GGUF file holding a model that this engine does not run; the message names what and what would."""
+    """A sound GGUF file whose model this engine does not run; the message names what, and what would do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a Llama-family decoder. `width` is the residual stream, `kv_width` one token's K (or V)."""
+    """The shape of a Llama decoder. `width` is the residual stream, `kv_width` one token's K (or V)."""
 
     name: str
     architecture: str
@@ -147,7 +147,7 @@ def _refuse_unsupported(file: GGUFFile, keys: _Keys) -> None:
         if tensor.ggml_type not in SUPPORTED_TYPES:
             supported = ", ".join(TENSOR_TYPES[number].name for number in SUPPORTED_TYPES)
             raise UnsupportedModel(
-                f"quantisation {tensor.type_name} (tensor {tensor.name}) is not supported; supported: {supported}"
+                f"quantisation {tensor.type_name} ({tensor.name}) is not supported; supported: {supported}"
             )
 
 
@@ -176,9 +176,9 @@ def _check_shape(config: ModelConfig, keys: _Keys) -> None:
         raise UnsupportedModel(f"head size {config.head_dim} must be a multiple of 8 up to {MAX_HEAD_DIM}")
     if config.heads % config.kv_heads:
         raise UnsupportedModel(f"{config.heads} query heads cannot share {config.kv_heads} K/V heads evenly")
-    if config.rope.dimensions % 2 or config.rope.dimensions > config.head_dim:
+    if config.rope.dimensions != config.head_dim:  # llama.cpp refuses it for this architecture, too
         raise UnsupportedModel(
-            f"RoPE over {config.rope.dimensions} of {config.head_dim} dimensions is impossible"
+            f"RoPE over {config.rope.dimensions} of {config.head_dim} dimensions is not supported"
         )
     if config.layers > _MAX_LAYERS:
         raise UnsupportedModel(f"{config.layers} layers are more than the {_MAX_LAYERS} that are supported")

@@ -4,8 +4,9 @@ Owns the ggml context, buffers and tensor handles of the weights. It never build
 Invariants: every tensor of the file is used (an unknown one, such as a bias, would be silently ignored and is
 refused instead), and every shape has been compared with the configuration before ggml sees it.
 
-Matrices whose type the CPU can interleave (Q4_0 on AVX2 and NEON) are copied through ggml's extra buffer types,
-as llama.cpp's loader does; all else is used where the file is mapped, so that processes share its pages.
+Matrices whose type the CPU can interleave (Q4_0 on AVX2 and NEON) are copied through ggml's extra buffer
+types, as llama.cpp's loader does; all else is used where the file is mapped, so that processes share its
+pages.
 """
 
 from collections.abc import Iterator
@@ -59,8 +60,8 @@ class Model:
         )
         tensors = file.tensors
         self.token_embedding = self._in_place(tensors["token_embd.weight"])
-        # A tied output matrix is a second tensor: it is multiplied with, so it may be repacked; rows are looked
-        # up in the first.
+        # A tied output matrix is a second tensor: it is multiplied with, so it may be repacked; rows are
+        # looked up in the first.
         self.output = self._matrix(tensors.get("output.weight", tensors["token_embd.weight"]))
         self.output_norm = self._in_place(tensors["output_norm.weight"])
         factors = tensors.get("rope_freqs.weight")
