@@ -1,0 +1,54 @@
+"""`python -m demo [--json] [--model MODEL] [--keep]`: First light, in five answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from demo.first_light import DEFAULT_MODEL, FirstLight
+from demo.node import DemoFailed, Node
+from demo.report import as_json, as_text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="make demo",
+        description="One question, answered cold, from DRAM, from NVMe, after kill -9, and past a damaged block.",
+    )
+    parser.add_argument("--json", action="store_true", help="end with the figures as one JSON object")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"as for kvengine (default: {DEFAULT_MODEL})")
+    parser.add_argument("--keep", action="store_true", help="keep the temporary directory, to look into it")
+    arguments = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="kvstored-demo-"))
+    node = Node(directory, host_capacity="1GiB", nvme_capacity="2GiB")
+    show = Progress()
+    try:
+        result = FirstLight(node, arguments.model, show).run()
+        show.out(as_text(result))
+        if arguments.json:
+            print(json.dumps(as_json(result)), flush=True)
+    except DemoFailed as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        node.stop()
+        if not arguments.keep:
+            shutil.rmtree(directory, ignore_errors=True)
+    return 0 if result.good else 1
+
+
+class Progress:
+    """What the person in front of the screen sees while it runs. On stdout: the JSON line comes last."""
+
+    def out(self, text: str) -> None:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What was measured, as a table for people and as one object for machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from demo.first_light import Result
+
+_LABELS = {
+    "cold": "cold",
+    "dram": "warm from DRAM",
+    "nvme": "warm from NVMe",
+    "restart": "after kill -9",
+    "damaged": "damaged block",
+}
+
+
+def as_text(result: Result) -> str:
+    cold = result.answer("cold")
+    lines = [
+        "",
+        f"{'':16}{'TTFT':>10}{'speed-up':>10}{'restored':>10}{'computed':>10}{'from DRAM':>12}{'from NVMe':>12}",
+    ]
+    for answer in result.answers:
+        lines.append(
+            f"{_LABELS[answer.name]:16}{answer.ttft_s * 1000:>7.0f} ms{cold.ttft_s / answer.ttft_s:>9.1f}x"
+            f"{answer.restored_tokens:>10}{answer.computed_tokens:>10}"
+            f"{answer.host_bytes / 1e6:>9.1f} MB{answer.nvme_bytes / 1e6:>9.1f} MB"
+        )
+    verdict = "identical, token for token" if result.identical else "NOT identical"
+    damage = "detected, quarantined and recomputed" if result.corruption_detected else "NOT detected"
+    lines += [
+        "",
+        f"answers: {verdict}      damaged block: {damage}      K/V bytes inside gRPC: {result.grpc_payload_bytes}",
+        f"daemon: ready in {result.ready_s:.2f} s, {result.idle_rss_bytes / 1e6:.0f} MB resident when idle",
+        "",
+        "$ kvctl tiers",
+        result.tiers_table.rstrip(),
+        "",
+        "$ kvctl blocks --limit 4",
+        result.blocks_table.rstrip(),
+    ]
+    return "\n".join(lines)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    cold, dram, nvme, restart = (result.answer(name) for name in ("cold", "dram", "nvme", "restart"))
+    return {
+        "model": result.model,
+        "ttft_cold_s": cold.ttft_s,
+        "ttft_warm_dram_s": dram.ttft_s,
+        "ttft_warm_nvme_s": nvme.ttft_s,
+        "ttft_warm_restart_s": restart.ttft_s,
+        "prefix_tokens": cold.prompt_tokens,
+        "tokens_restored": dram.restored_tokens,
+        "nvme_bytes_read": nvme.nvme_bytes,
+        "outputs": [answer.text for answer in (cold, dram, nvme, restart)],
+        "outputs_identical": result.identical,
+        "corruption_detected": result.corruption_detected,
+        "daemon_ready_s": result.ready_s,
+        "daemon_restart_ready_s": result.restart_ready_s,
+        "daemon_idle_rss_bytes": result.idle_rss_bytes,
+        "prefill_tokens_per_s": cold.computed_tokens / cold.prefill_s,
+        "grpc_payload_bytes": result.grpc_payload_bytes,
+        "answers": [
+            {
+                "name": answer.name,
+                "ttft_s": answer.ttft_s,
+                "tokens_restored": answer.restored_tokens,
+                "tokens_computed": answer.computed_tokens,
+                "dram_bytes": answer.host_bytes,
+                "nvme_bytes": answer.nvme_bytes,
+                "text": answer.text,
+            }
+            for answer in result.answers
+        ],
+    }
