@@ -1,7 +1,7 @@
 """Time as an argument: the one place of the daemon that reads the operating system's clocks.
 
-Owns the `Clock` protocol and its two implementations. Policies, residency and lanes never hold a clock: they are handed
-`now_ns`, so that the simulator and the tests drive them in virtual time.
+Owns the `Clock` protocol and its two implementations. Policies, residency and lanes never hold a clock: they
+are handed `now_ns`, so that the simulator and the tests drive them in virtual time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""The life of a copy of a block as one table, and the closed lists of why a block moves and why it is missing.
+"""The life of a copy of a block as one table, and the closed lists of why a block moves and why it is
+missing.
 
-A block has at most one copy in each tier. What the daemon may do to a copy is a `Step`; `advance(state, step)` is the
-only way from one `CopyState` to the next, and a step that the table does not hold is a broken invariant and crashes.
+A block has at most one copy in each tier. What the daemon may do to a copy is a `Step`; `advance(state,
+step)` is the only way from one `CopyState` to the next, and a step that the table does not hold is a broken
+invariant and crashes.
 
-The index (residency) holds copies that are FILLING, RESIDENT or DRAINING. LIMBO and QUARANTINED are the afterlife of a
-slot: the block no longer has the copy, but the bytes are not free yet; the data plane and the tier account for them.
+The index (residency) holds copies that are FILLING, RESIDENT or DRAINING. LIMBO and QUARANTINED are the
+afterlife of a slot: the block no longer has the copy, but the bytes are not free yet; the data plane and the
+tier account for them.
 
-Never here: which copy should move (policies), when (movement), or what else must hold (residency: leaf-first).
+Never here: which copy should move (policies), when (movement), or what else must hold (residency:
+leaf-first).
 """
 
 from __future__ import annotations
@@ -114,7 +118,8 @@ class Cause(IntEnum):
     READ_FAILED = 9
 
 
-# Causes that obey leaf-first and leases: the daemon chose the block, so it must choose one that leaves no hole.
+# Causes that obey leaf-first and leases: the daemon chose the block, so it must choose one that leaves no
+# hole.
 BY_CHOICE = frozenset({Cause.EVICTED, Cause.EXPIRED, Cause.QUOTA})
 
 CAUSE_OF_LOSS: dict[Move, Cause] = {

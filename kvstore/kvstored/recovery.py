@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore_tiers.base import Tier
 from kvstored.clock import Clock
-from kvstored.residency import CyclicChain, Residency
+from kvstored.residency import CyclicChainError, Residency
 from kvstored.tenants import TenantDirectory
 from kvstored.tiering import NVME
 
@@ -32,7 +32,7 @@ def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, c
                 payload_bytes=header.payload_bytes,
                 now_ns=now_ns,
             )
-        except CyclicChain as error:
+        except CyclicChainError as error:
             nvme.quarantine(slot, str(error))
             continue
         residency.attach(row, NVME, slot, now_ns)

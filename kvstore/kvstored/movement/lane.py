@@ -1,120 +1,56 @@
 """A lane: one direction between two media, as a pure scheduler.
 
-Owns the queue of one lane: what runs next, how much at once, and how fast. It starts nothing itself: the caller runs
-what `next` returns and reports each with `completed`. Never does I/O, reads a clock, or knows what a block is (`work`
-is the caller's). Deterministic: the same calls give the same answers.
+Owns the queue of one lane: what runs next, how much at once, and how fast. It starts nothing itself: the
+caller runs what `next` returns and reports each with `completed`. Never does I/O, reads a clock, or knows
+what a block is (`work` is the caller's). Deterministic: the same calls give the same answers.
 
 Rules
 - Priority: demand > prefetch > demotion > maintenance; within one, first come, first served.
-- Prefetch runs only while no demand is queued or in flight, here or in a lane that shares a medium, and `quiet_s` have
-  passed since the last demand, or longer where gets are small (see `pauses`); few items at once (one by default), each
-  no larger than `prefetch_item_bytes`. So demand waits for at most that much of prefetch, however long the prefetch
-  queue is, and its p99 grows by at most 10 %.
-- Demotion and maintenance run while no demand is queued; but one that has waited `aged_s` runs even then, in a bounded
-  share (`aged_share`) of the bytes that demand moves, so that neither starves. Prefetch never ages: it only gets stale.
+- Prefetch runs only while no demand is queued or in flight, here or in a lane that shares a medium, and
+  `quiet_s` have passed since the last demand, or longer where gets are small (see `pauses`); few items at
+  once (one by default), each no larger than `prefetch_item_bytes`. So demand waits for at most that much of
+  prefetch, however long the prefetch queue is, and its p99 grows by at most 10 %.
+- Demotion and maintenance run while no demand is queued; but one that has waited `aged_s` runs even then, in
+  a bounded share (`aged_share`) of the bytes that demand moves, so that neither starves. Prefetch never ages:
+  it only gets stale.
 - Everything is bounded: a full queue refuses, with the reason.
 
-Invariants: a ticket is queued, in flight or gone; no more than `max_in_flight` items in flight in all, nor more than
-each priority's own limit.
+Invariants: a ticket is queued, in flight or gone; no more than `max_in_flight` items in flight in all, nor
+more than each priority's own limit.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import Enum, IntEnum
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic
 
+from kvstored.movement.items import (
+    Accepted,
+    Dispatch,
+    LaneSettings,
+    LaneStatistics,
+    Limits,
+    Priority,
+    Refused,
+    RefusedWhy,
+    Work,
+)
 from kvstored.movement.pauses import DemandPauses
 from kvstored.movement.rates import NS_PER_S, RateMeter, ServiceModel, TokenBucket
 
-Work = TypeVar("Work")
-
-
-class Priority(IntEnum):
-    DEMAND = 0  # a client waits for it
-    PREFETCH = 1  # a guess that a client soon will
-    DEMOTION = 2  # makes room, writes behind
-    MAINTENANCE = 3  # scrubbing, moving, tidying
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of one priority. `bytes_per_s`: None is unlimited; `burst_bytes` may be spent at once after a pause."""
-
-    queued_items: int
-    in_flight: int
-    bytes_per_s: float | None = None
-    burst_bytes: int = 64 << 20
-
-
-def _default_limits() -> dict[Priority, Limits]:
-    return {
-        Priority.DEMAND: Limits(queued_items=8192, in_flight=8),
-        Priority.PREFETCH: Limits(queued_items=2048, in_flight=1),
-        Priority.DEMOTION: Limits(queued_items=8192, in_flight=4),
-        Priority.MAINTENANCE: Limits(queued_items=1024, in_flight=1),
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class LaneSettings:
-    """Bounds of one lane. The priors describe the device until enough has been moved to know it."""
-
-    max_in_flight: int = 8
-    limits: dict[Priority, Limits] = field(default_factory=_default_limits)
-    quiet_s: float = 0.002
-    quiet_max_s: float = 0.25
-    prefetch_item_bytes: int = 4 << 20
-    aged_s: float = 1.0
-    aged_share: float = 0.05
-    prior_bytes_per_s: float = 1e9
-    prior_latency_us: float = 200.0
-
-
-class RefusedWhy(Enum):
-    QUEUE_FULL = "the queue of this priority is full"
-    ITEM_TOO_LARGE = "larger than a prefetch item may be"
-    CLOSED = "the lane is closed"
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    ticket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    why: RefusedWhy
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch(Generic[Work]):
-    """An item to start now; report `ticket` when it has ended."""
-
-    ticket: int
-    work: Work
-    nbytes: int
-    priority: Priority
-
-
-@dataclass(frozen=True, slots=True)
-class LaneStatistics:
-    """A frozen report. Tuples are by Priority. `service_bytes_per_s` is the device's rate while busy; `bytes_per_s` what
-    the lane moved lately."""
-
-    name: str
-    queued: tuple[int, ...]
-    queued_bytes: tuple[int, ...]
-    in_flight: tuple[int, ...]
-    moved_blocks: tuple[int, ...]
-    moved_bytes: tuple[int, ...]
-    refused: tuple[int, ...]
-    cancelled: int
-    failed: int
-    bytes_per_s: float
-    service_bytes_per_s: float
+__all__ = [
+    "Accepted",
+    "Dispatch",
+    "Lane",
+    "LaneSettings",
+    "LaneStatistics",
+    "Limits",
+    "Priority",
+    "Refused",
+    "RefusedWhy",
+]
 
 
 @dataclass(slots=True)
@@ -156,7 +92,9 @@ class Lane(Generic[Work]):
         self._failed = 0
 
     def share_medium(self, others: Iterable[Lane[Work]]) -> None:
-        """Demand in any of `others` (the other direction of one disk, say) counts as demand for this lane's prefetch."""
+        """Demand in any of `others` (the other direction of one disk, say) counts as demand for this lane's
+        prefetch.
+        """
         self._neighbours = [lane for lane in others if lane is not self]
 
     # What the caller does to items
@@ -180,10 +118,11 @@ class Lane(Generic[Work]):
         return Accepted(self._tickets)
 
     def promote(self, ticket: int, priority: Priority, now_ns: int) -> bool:
-        """Raise a queued item (a prefetch that a client now waits for) to the end of a higher priority's queue.
+        """Raise a queued item (a prefetch that a client now waits for) to the end of a higher priority's
+        queue.
 
-        False when the ticket is gone, in flight, or of that priority or a higher one already. Never refused: the item
-        is held already.
+        False when the ticket is gone, in flight, or of that priority or a higher one already. Never refused:
+        the item is held already.
         """
         item = self._queued(ticket)
         if item is None or item.priority <= priority:
@@ -248,15 +187,18 @@ class Lane(Generic[Work]):
         self._service.completed(item.nbytes, item.started_ns, item.shared_bytes, now_ns)
 
     def wake_at(self, now_ns: int) -> int | None:
-        """When to call `next` again if nothing else happens; None when only a submit or a completion can change it."""
+        """When to call `next` again if nothing else happens; None when only a submit or a completion can
+        change it.
+        """
         if len(self._running) >= self.settings.max_in_flight:
             return None
         times = [at for priority in Priority if (at := self._startable_at(priority, now_ns)) is not None]
         return min(times, default=None)
 
     def estimate_us(self, nbytes: int, *, queued: bool = True) -> float:
-        """How long a demand for `nbytes` submitted now would take, microseconds; `queued`: behind the demand that is
-        here already."""
+        """How long a demand for `nbytes` submitted now would take, microseconds; `queued`: behind the demand
+        that is here already.
+        """
         ahead = self._queued_bytes[Priority.DEMAND] + self._in_flight_bytes if queued else 0
         return self._service.estimate_us(nbytes + ahead)
 

@@ -1,9 +1,9 @@
 """When prefetch may use the pauses of demand.
 
-A prefetch in flight when demand arrives delays it by up to its own service time. That is little against a get of many
-blocks (below `HARMLESS_SHARE` of it), and a short quiet time after demand is enough. Against small gets it is a lot;
-then prefetch waits until the pause has outlasted nearly all recent ones: with random arrivals a pause of six times the
-mean is seen once in four hundred, so that p99 of demand does not notice.
+A prefetch in flight when demand arrives delays it by up to its own service time. That is little against a get
+of many blocks (below `HARMLESS_SHARE` of it), and a short quiet time after demand is enough. Against small
+gets it is a lot; then prefetch waits until the pause has outlasted nearly all recent ones: with random
+arrivals a pause of six times the mean is seen once in four hundred, so that p99 of demand does not notice.
 """
 
 from __future__ import annotations

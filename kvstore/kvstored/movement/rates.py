@@ -1,5 +1,5 @@
-"""How fast bytes move: a token bucket (a budget), a decaying meter (what was moved lately), and a model of a device's
-service time fitted from completions. Pure arithmetic over `now_ns`; nothing here reads a clock.
+"""How fast bytes move: a token bucket (a budget), a decaying meter (what was moved lately), and a model of a
+device's service time fitted from completions. Pure arithmetic over `now_ns`; nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ NS_PER_S = 1_000_000_000
 
 
 class TokenBucket:
-    """A budget in bytes a second with a burst. May run into debt: an item larger than the burst passes when the bucket
-    is not empty, and is paid for afterwards, so that any item size keeps the average."""
+    """A budget in bytes a second with a burst. May run into debt: an item larger than the burst passes when
+    the bucket is not empty, and is paid for afterwards, so that any item size keeps the average.
+    """
 
     __slots__ = ("_at_ns", "_burst_bytes", "_bytes_per_s", "_level_bytes")
 
@@ -63,8 +64,8 @@ class RateMeter:
 class ServiceModel:
     """A device's rate while it is busy and the least time one item takes, from completions.
 
-    The rate is bytes completed over time during which anything was in flight, both decayed by bytes, so that overlap is
-    seen as it is. The latency is an average of item times less their share at that rate.
+    The rate is bytes completed over time during which anything was in flight, both decayed by bytes, so that
+    overlap is seen as it is. The latency is an average of item times less their share at that rate.
     """
 
     __slots__ = ("_busy_ns", "_bytes", "_latency_ns", "_since_ns")

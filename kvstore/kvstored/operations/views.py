@@ -196,7 +196,7 @@ class Views:
         block.children = residency.children(row)
         block.residency = parts.policies[here[0]].residency_class(row, now_ns).value
         slot = residency.slot(row, here[-1])
-        block.location = f"{residency.tiers[here[-1]]} {slot.container}+{slot.offset}"
+        block.location = parts.tiers[here[-1]].location(slot)
 
 
 def resident_bytes() -> int:

@@ -1,7 +1,7 @@
 """Admission: whether a block is worth writing to a tier at all.
 
-76 % of the blocks of a production chat trace are used once; writing them to flash wears it and evicts what is used
-again. Admission keeps prefixes whole: a block with a child in the tier is always admitted.
+76 % of the blocks of a production chat trace are used once; writing them to flash wears it and evicts what is
+used again. Admission keeps prefixes whole: a block with a child in the tier is always admitted.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Always(Admission):
 class SecondTouch(Admission):
     """Admits a block from its second use on, counting uses before it was last forgotten.
 
-    The ghost of residency is the memory: a block that returns after eviction starts with the count it went with, as the
-    ghost lists of 2Q (Johnson & Shasha, VLDB 1994) and ARC do. A bad choice where a session's blocks must survive a
-    restart after one use, and where the time between two uses is longer than the ghost remembers.
+    The ghost of residency is the memory: a block that returns after eviction starts with the count it went
+    with, as the ghost lists of 2Q (Johnson & Shasha, VLDB 1994) and ARC do. A bad choice where a session's
+    blocks must survive a restart after one use, and where the time between two uses is longer than the ghost
+    remembers.
     """
 
     name: ClassVar[str] = "second-touch"

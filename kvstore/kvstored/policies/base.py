@@ -2,17 +2,19 @@
 
 One policy object serves one tier. The daemon and the simulator drive the same objects.
 
-Precedence, highest first: a lease or pin; leaf-first (no hole in a stored prefix); a tenant's minimum; a tenant over
-its maximum; priority; time to live; then the policy's own order (recency, frequency, ...).
+Precedence, highest first: a lease or pin; leaf-first (no hole in a stored prefix); a tenant's minimum; a
+tenant over its maximum; priority; time to live; then the policy's own order (recency, frequency, ...).
 
 Obligations
-- The caller MUST pass on every event of the tier (`create` wires the policy to residency), with `now_ns` never going
-  back; it acts on a victim (drain, detach, remove) or names it in `exclude` before it asks for another.
-- The implementation MUST name only rows that `residency.may_leave(row, tier)` at that moment; MUST be deterministic;
-  MUST NOT change residency; MUST answer `next_victim` in O(log n) amortised, however many rows cannot leave; MUST name
-  some row whenever any is allowed to leave; MUST treat `accessed` rows as touched from the tail to the head, so that a
-  parent is never older than its child.
-- Asking is free of side effects that a caller could see: the same question gets the same answer until an event.
+- The caller MUST pass on every event of the tier (`create` wires the policy to residency), with `now_ns`
+  never going back; it acts on a victim (drain, detach, remove) or names it in `exclude` before it asks for
+  another.
+- The implementation MUST name only rows that `residency.may_leave(row, tier)` at that moment; MUST be
+  deterministic; MUST NOT change residency; MUST answer `next_victim` in O(log n) amortised, however many rows
+  cannot leave; MUST name some row whenever any is allowed to leave; MUST treat `accessed` rows as touched
+  from the tail to the head, so that a parent is never older than its child.
+- Asking is free of side effects that a caller could see: the same question gets the same answer until an
+  event.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """`ttl_s`: a block not used for so long is expired (policies without a time to live ignore it); None: never."""
+    """`ttl_s`: a block not used for so long is expired (policies without a time to live ignore it); None:
+    never.
+    """
 
     ttl_s: float | None = None
 
@@ -62,7 +66,9 @@ class Policy(ABC):
         self.shares: dict[int, Share] = {}
 
     def set_share(self, tenant: int, share: Share) -> None:
-        """From now on `tenant` has this share of the tier. The caller sees to it that minima fit the capacity."""
+        """From now on `tenant` has this share of the tier. The caller sees to it that minima fit the
+        capacity.
+        """
         self.shares[tenant] = share
 
     # Events
@@ -89,8 +95,8 @@ class Policy(ABC):
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
         """The row whose copy should leave this tier next, or -1 when none may.
 
-        `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it is at its
-        own maximum), and its minimum does not protect it from itself.
+        `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it
+        is at its own maximum), and its minimum does not protect it from itself.
         """
 
     @abstractmethod
@@ -112,8 +118,8 @@ class Policy(ABC):
     def victims(self, now_ns: int, limit: int) -> Iterator[int]:
         """Up to `limit` rows that may leave right now, in eviction order.
 
-        Only of use for looking (`explain`): parents follow their children only after those have left, so whoever evicts
-        asks `next_victim` again after each.
+        Only of use for looking (`explain`): parents follow their children only after those have left, so
+        whoever evicts asks `next_victim` again after each.
         """
         seen: set[int] = set()
         while len(seen) < limit:

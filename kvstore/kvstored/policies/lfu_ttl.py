@@ -1,13 +1,15 @@
 """Least frequently used with dynamic ageing, and a time to live; leaf-first.
 
-The rank is LFU-DA's key K = age + uses (Arlitt, Cherkasova, Dilley, Friedrich, Jin: "Evaluating content management
-techniques for web proxy caches", 2000): `age` is the K of the last victim, so that what was popular once gives way when
-a cache's worth of others has passed. Uses are capped: one block outlives at most that many generations of one-time
-blocks (TinyLFU's counters are capped for the same reason). Blocks of equal K leave in the order of last use, tail first.
-A block unused for `ttl_s` leaves before all others of its priority, and is named by `expired`.
+The rank is LFU-DA's key K = age + uses (Arlitt, Cherkasova, Dilley, Friedrich, Jin: "Evaluating content
+management techniques for web proxy caches", 2000): `age` is the K of the last victim, so that what was
+popular once gives way when a cache's worth of others has passed. Uses are capped: one block outlives at most
+that many generations of one-time blocks (TinyLFU's counters are capped for the same reason). Blocks of equal
+K leave in the order of last use, tail first. A block unused for `ttl_s` leaves before all others of its
+priority, and is named by `expired`.
 
-A bad choice for sessions: a long chat's new blocks have been used once and go before the stale blocks of a session that
-ended; on agent traces plain frequency is far below LRU. A good one for many shared prompts and one-time requests.
+A bad choice for sessions: a long chat's new blocks have been used once and go before the stale blocks of a
+session that ended; on agent traces plain frequency is far below LRU. A good one for many shared prompts and
+one-time requests.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ class LfuTtl(OrderedPolicy):
         self._key = array("Q")  # K of each row
         self._links = Links()
         self._buckets: list[_Buckets] = []
-        # The order of last use, which is the order of expiry. An expired row that may not leave is held out of it.
+        # The order of last use, which is the order of expiry. An expired row that may not leave is held out
+        # of it.
         self._use_links = Links()
         self._held = bytearray()
         self._by_use: list[RowQueue] = []

@@ -1,10 +1,11 @@
-"""What every policy with a total order of rows shares: parking what cannot leave, and the precedence between tenants.
+"""What every policy with a total order of rows shares: parking what cannot leave, and the precedence between
+tenants.
 
-A subclass keeps, for each tenant, the rows that are QUEUED in its own order. When the first of them cannot leave (a
-lease, a child, a drain), it is PARKED: out of the queue, so that no later question stumbles over it. When residency
-says it may be free, it is RETURNED: in a heap by rank, from which it competes with the queue at the very place it had,
-since nobody used it in between. An access puts it back into the queue. Each parking is paid for by the event that ends
-it, hence O(log n) amortised a question.
+A subclass keeps, for each tenant, the rows that are QUEUED in its own order. When the first of them cannot
+leave (a lease, a child, a drain), it is PARKED: out of the queue, so that no later question stumbles over it.
+When residency says it may be free, it is RETURNED: in a heap by rank, from which it competes with the queue
+at the very place it had, since nobody used it in between. An access puts it back into the queue. Each parking
+is paid for by the event that ends it, hence O(log n) amortised a question.
 """
 
 from __future__ import annotations

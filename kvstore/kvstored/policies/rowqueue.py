@@ -1,7 +1,7 @@
 """Doubly linked queues of rows over two shared arrays: 8 bytes a row, O(1) at both ends and in the middle.
 
-A row is in at most one queue of a `Links`. Queues do not know which rows they hold: unlinking a row from a queue that
-does not hold it corrupts both, so owners keep a state a row.
+A row is in at most one queue of a `Links`. Queues do not know which rows they hold: unlinking a row from a
+queue that does not hold it corrupts both, so owners keep a state a row.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from kvstored.residency.check import check
 from kvstored.residency.events import TierListener
 from kvstored.residency.ghost import Absence
-from kvstored.residency.index import CyclicChain, Residency, TakenCopy
+from kvstored.residency.index import CyclicChainError, Residency, TakenCopy
 from kvstored.residency.listing import Page, page, rows_of_fingerprint
 from kvstored.residency.view import Kind, ResidencyView, unpack_keys
 
 __all__ = [
     "Absence",
-    "CyclicChain",
+    "CyclicChainError",
     "Kind",
     "Page",
     "Residency",

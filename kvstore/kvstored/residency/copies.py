@@ -1,8 +1,9 @@
 """The columns of the index that say where a block is in one tier: state, slot and in-tier children.
 
-Owns, for each tier, which rows have a copy and in which slot, and how many bytes each tenant holds. Never decides.
-Invariants: a row has a slot exactly while its state is FILLING, RESIDENT or DRAINING; `kids[row]` counts the children
-of `row` whose copy is here to stay (FILLING or RESIDENT); `bytes_by_tenant` sums the slots' `nbytes`.
+Owns, for each tier, which rows have a copy and in which slot, and how many bytes each tenant holds. Never
+decides. Invariants: a row has a slot exactly while its state is FILLING, RESIDENT or DRAINING; `kids[row]`
+counts the children of `row` whose copy is here to stay (FILLING or RESIDENT); `bytes_by_tenant` sums the
+slots' `nbytes`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from kvstore_tiers.base import Slot
 
 
 class TierCopies:
-    """One tier's columns. Rows beyond the columns' end have no copy: call `grow` before the first `put` of a row."""
+    """One tier's columns. Rows beyond the columns' end have no copy: call `grow` before the first `put` of a
+    row.
+    """
 
     __slots__ = (
         "_capacity",
@@ -69,7 +72,9 @@ class TierCopies:
         return Slot(self.container[row], self.offset[row], self.nbytes[row], self.generation[row])
 
     def rows_in(self, container: int) -> list[int]:
-        """Rows with a copy in `container`, by offset. A scan: about 1 ms a million rows, fit for reclaim only."""
+        """Rows with a copy in `container`, by offset. A scan: about 1 ms a million rows, fit for reclaim
+        only.
+        """
         state = np.frombuffer(self.state, dtype=np.uint8)
         here = np.frombuffer(self.container, dtype=np.uint32) == container
         rows = np.flatnonzero(here & (state != 0))

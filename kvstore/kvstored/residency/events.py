@@ -1,6 +1,7 @@
 """What residency tells the policy of a tier: the four things that can happen to a copy.
 
-Residency calls; a listener only updates its own books and never calls back into a method that changes residency.
+Residency calls; a listener only updates its own books and never calls back into a method that changes
+residency.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class TierListener(Protocol):
         """`row` has left this tier; the row number may be used again for another block."""
 
     def released(self, row: int) -> None:
-        """What kept `row` from leaving this tier (a lease, a child, a drain, being the last copy) may be gone."""
+        """What kept `row` from leaving this tier (a lease, a child, a drain, being the last copy) may be
+        gone.
+        """
 
 
 class NobodyListens:

@@ -1,7 +1,7 @@
 """The ghost: for keys that are gone, why and when they went and how often they had been used.
 
-One per tenant, bounded by count; the one forgotten longest ago falls off. It answers why-miss and lets admission see
-that a block which returns is not a block that was used once. It never holds bytes or token ids.
+One per tenant, bounded by count; the one forgotten longest ago falls off. It answers why-miss and lets
+admission see that a block which returns is not a block that was used once. It never holds bytes or token ids.
 """
 
 from __future__ import annotations

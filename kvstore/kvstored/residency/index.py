@@ -1,15 +1,19 @@
 """The residency index: which blocks exist, in which tiers, who their parents are, and what may leave.
 
-Owns every fact about where a block is; the tiers own the bytes. Tells each tier's listener (the policy) what happens.
-Never does I/O, reads a clock or decides what is worth keeping. Single-threaded: the control thread's alone.
+Owns every fact about where a block is; the tiers own the bytes. Tells each tier's listener (the policy) what
+happens. Never does I/O, reads a clock or decides what is worth keeping. Single-threaded: the control thread's
+alone.
 
 Invariants (walked by `check`)
-- A tenant's key has at most one row. A row is *readable* (a RESIDENT or DRAINING copy), *filling* (only FILLING
-  copies), or a *placeholder*: no copy at all, kept because children hang on it (the parent has not been stored yet, or
-  was taken by force: quarantine, drop, invalidation). Storing that key again revives the row, and the chain is whole.
-- Leaf-first: by choice (evict, expire, quota) the last copy of a block leaves only when no child row hangs on it, so
-  that a stored prefix never gets a hole. A copy may leave a tier at any time while another tier has a readable one.
-- A pinned block keeps all its copies, except by force; whoever pins keeps a token and asks `current` before unpinning.
+- A tenant's key has at most one row. A row is *readable* (a RESIDENT or DRAINING copy), *filling* (only
+  FILLING copies), or a *placeholder*: no copy at all, kept because children hang on it (the parent has not
+  been stored yet, or was taken by force: quarantine, drop, invalidation). Storing that key again revives the
+  row, and the chain is whole.
+- Leaf-first: by choice (evict, expire, quota) the last copy of a block leaves only when no child row hangs on
+  it, so that a stored prefix never gets a hole. A copy may leave a tier at any time while another tier has a
+  readable one.
+- A pinned block keeps all its copies, except by force; whoever pins keeps a token and asks `current` before
+  unpinning.
 """
 
 from __future__ import annotations
@@ -31,13 +35,14 @@ _FILLING = int(CopyState.FILLING)  # plain ints: half the time of a comparison w
 _DRAINING = int(CopyState.DRAINING)
 
 
-class CyclicChain(ValueError):
+class CyclicChainError(ValueError):
     """A block was to be stored as its own ancestor: the caller's keys are forged or mixed up."""
 
 
 class TakenCopy(NamedTuple):
-    """A copy that has left the index. The caller frees the slot: at once if it was readable and unpinned, when its
-    transfer ends if it was FILLING or DRAINING, through limbo if readers may remain."""
+    """A copy that has left the index. The caller frees the slot: at once if it was readable and unpinned,
+    when its transfer ends if it was FILLING or DRAINING, through limbo if readers may remain.
+    """
 
     tier: int
     slot: Slot
@@ -87,14 +92,14 @@ class Residency(ResidencyView):
     ) -> int:
         """A row for a block without copies yet: `attach` one next, or `forget_empty` it.
 
-        `parent_key` is 16 zero bytes for the first of a chain; a parent that is not stored becomes a placeholder.
-        The new row starts with the access count that the ghost remembers; storing is an access of its own only through
-        `touch_run`. Raises CyclicChain for a block that would be its own ancestor; RuntimeError when the block is
-        readable or being filled already.
+        `parent_key` is 16 zero bytes for the first of a chain; a parent that is not stored becomes a
+        placeholder. The new row starts with the access count that the ghost remembers; storing is an access
+        of its own only through `touch_run`. Raises CyclicChainError for a block that would be its own ancestor;
+        RuntimeError when the block is readable or being filled already.
         """
         index = self.tenants[tenant]
         if key == parent_key:
-            raise CyclicChain(f"block {key.hex()} names itself as its parent")
+            raise CyclicChainError(f"block {key.hex()} names itself as its parent")
         kind = self._kind(tenant, fingerprint_id, group)
         parent = -1
         if parent_key != NO_PARENT:
@@ -124,10 +129,12 @@ class Residency(ResidencyView):
         return row
 
     def remove(self, row: int, cause: Cause, now_ns: int) -> list[TakenCopy]:
-        """Take every copy of a block and remember why. The row ends, or stays as a placeholder under its children.
+        """Take every copy of a block and remember why. The row ends, or stays as a placeholder under its
+        children.
 
-        By choice (EVICTED, EXPIRED, QUOTA) raises RuntimeError unless `may_forget(row)`. By force (the other causes)
-        leases end too: pins are dropped, and the caller sees to it that readers keep their bytes (limbo).
+        By choice (EVICTED, EXPIRED, QUOTA) raises RuntimeError unless `may_forget(row)`. By force (the other
+        causes) leases end too: pins are dropped, and the caller sees to it that readers keep their bytes
+        (limbo).
         """
         if cause in BY_CHOICE and not self.may_forget(row):
             raise RuntimeError(f"row {row} cannot be {cause.name.lower()}: pinned, parent of a block, or being filled")
@@ -211,8 +218,9 @@ class Residency(ResidencyView):
     def detach(self, row: int, tier: int) -> Slot:
         """Take one copy. The caller frees its slot.
 
-        A FILLING copy may always go (the transfer failed); a row left without any copy ends as in `forget_empty`.
-        A readable one may go only while another tier has one, else RuntimeError: that is `remove`, with a cause.
+        A FILLING copy may always go (the transfer failed); a row left without any copy ends as in
+        `forget_empty`. A readable one may go only while another tier has one, else RuntimeError: that is
+        `remove`, with a cause.
         """
         state = self.copies[tier].state[row]
         if state != _FILLING and not self.rows.mask[row] & ~(1 << tier):
@@ -287,7 +295,7 @@ class Residency(ResidencyView):
         ancestor = parent
         while ancestor >= 0:  # only here: a row without children cannot close a cycle
             if ancestor == row:
-                raise CyclicChain(f"block {self.key(row).hex()} would be its own ancestor")
+                raise CyclicChainError(f"block {self.key(row).hex()} would be its own ancestor")
             ancestor = self.rows.parent[ancestor]
 
     def _take_copy(self, row: int, tier: int) -> TakenCopy:

@@ -1,4 +1,6 @@
-"""Listings over the index for operators: pages of blocks, and all blocks of a fingerprint. Scans, off the hot path."""
+"""Listings over the index for operators: pages of blocks, and all blocks of a fingerprint. Scans, off the hot
+path.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ def page(
     tier: int | None = None,
     key_prefix: str = "",
 ) -> Page:
-    """Readable blocks from cursor `after` on, in row order. A block stored or removed between two pages may be missed;
-    none is listed twice while it stays."""
+    """Readable blocks from cursor `after` on, in row order. A block stored or removed between two pages may
+    be missed; none is listed twice while it stays.
+    """
     if limit < 1:
         raise ValueError("a page holds at least one block")
     columns = residency.rows
@@ -48,7 +51,9 @@ def page(
 
 
 def rows_of_fingerprint(residency: ResidencyView, fingerprint_id: int, tenant: int | None = None) -> list[int]:
-    """Every readable row of a fingerprint, deepest first, so that removing them in order leaves no hole on the way."""
+    """Every readable row of a fingerprint, deepest first, so that removing them in order leaves no hole on
+    the way.
+    """
     kinds = [
         number
         for number, kind in enumerate(residency.kinds)

@@ -1,8 +1,8 @@
 """The columns of the index that say what a block is: one row a block, arrays instead of objects.
 
-Owns row numbers, their reuse and their generations, and each row's key, parent, child count and use. Never knows tiers.
-Invariants: a row is live while it has a key; `links[row]` is the number of live rows whose parent is `row`; a row
-number is used again only under a new generation.
+Owns row numbers, their reuse and their generations, and each row's key, parent, child count and use. Never
+knows tiers. Invariants: a row is live while it has a key; `links[row]` is the number of live rows whose
+parent is `row`; a row number is used again only under a new generation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ _ROW_MASK = (1 << _ROW_BITS) - 1
 
 
 class Rows:
-    """Scalar access to array.array beats numpy's by 3x, and control code is scalar; scans view them through numpy."""
+    """Scalar access to array.array beats numpy's by 3x, and control code is scalar; scans view them through
+    numpy.
+    """
 
     __slots__ = (
         "_free",
@@ -81,7 +83,6 @@ class Rows:
             raise RuntimeError(f"row {row} given back while in use")
         self.keys[row] = None
         self.parent[row] = -1
-        self.accesses[row] = 0
         self.renew(row)
         self.live -= 1
         self._free.append(row)

@@ -1,7 +1,8 @@
 """One tenant's part of the index: its keys, and the ghost of those that are gone.
 
-The dictionary of readable blocks is apart from that of the others, so that a lookup is one dictionary access a key and
-stops at the first that is not there. Structural separation: no key of one tenant is ever looked up in another's.
+The dictionary of readable blocks is apart from that of the others, so that a lookup is one dictionary access
+a key and stops at the first that is not there. Structural separation: no key of one tenant is ever looked up
+in another's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What the residency index knows, for reading: the half of `Residency` that policies and listings are given.
 
-Owns the columns and every question about them. Changes nothing: see `index` for the changes and the invariants.
+Owns the columns and every question about them. Changes nothing: see `index` for the changes and the
+invariants.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
 
 
 class ResidencyView:
-    """Questions about rows; a tier is named by its position. Rows are those of live blocks: a free row's answers mean
-    nothing."""
+    """Questions about rows; a tier is named by its position. Rows are those of live blocks: a free row's
+    answers mean nothing.
+    """
 
     def __init__(self, tiers: Sequence[str]) -> None:
         if not 1 <= len(tiers) <= _MAX_TIERS:
@@ -134,8 +136,9 @@ class ResidencyView:
         return self.pins.get(row, 0)
 
     def may_leave(self, row: int, tier: int) -> bool:
-        """Whether the copy in `tier` may go now: RESIDENT, unpinned, no child staying in this tier; and in the slowest
-        tier, from which nothing can be demoted, another copy or no child anywhere."""
+        """Whether the copy in `tier` may go now: RESIDENT, unpinned, no child staying in this tier; and in
+        the slowest tier, from which nothing can be demoted, another copy or no child anywhere.
+        """
         copies = self.copies[tier]
         if copies.state[row] != _RESIDENT or copies.kids[row] or row in self.pins:
             return False
@@ -145,6 +148,10 @@ class ResidencyView:
     def may_forget(self, row: int) -> bool:
         """Whether the block may go entirely, by choice: unpinned, no child, nothing being filled."""
         return not (self.rows.links[row] or self.rows.filling[row] or row in self.pins)
+
+    def being_filled(self, row: int) -> bool:
+        """Whether some tier has a FILLING copy: a put, promotion or demotion is under way."""
+        return self.rows.filling[row] != 0
 
     def children(self, row: int, tier: int | None = None) -> int:
         """Child rows overall, or those whose copy is in `tier` to stay."""

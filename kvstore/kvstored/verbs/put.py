@@ -25,7 +25,7 @@ from kvstored.dataplane.sessions import Reservation, Session, SessionTable
 from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.room import Room
 from kvstored.movement.writeback import WriteBack
-from kvstored.residency import CyclicChain, Residency
+from kvstored.residency import CyclicChainError, Residency
 from kvstored.telemetry import Counters
 from kvstored.tiering import HOST
 from kvstored.verbs.validate import keys_of, known_group, payload_size
@@ -237,7 +237,7 @@ class Put:
                     fingerprint_id=session.fingerprint_id, group=reservation.group, depth=depth,
                     payload_bytes=reservation.payload_bytes, now_ns=now_ns,
                 )  # fmt: skip
-            except CyclicChain as error:
+            except CyclicChainError as error:
                 self._host.free(slot)
                 log.warning("client %s of %s: %s", session.client_name, session.tenant.name, error)
                 continue

@@ -1,0 +1,46 @@
+"""The shipped conformance suite on every tier we ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore_tiers.base import Tier
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.memory import MemoryTier
+from kvstore_tiers.nvme import NvmeTier
+from kvstore_tiers.nvme.check import check_directory
+from kvstore_tiers.testing import TierContract
+from kvstore_tiers.wrap.faulty import FaultyTier
+
+
+class TestMemoryTier(TierContract):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return MemoryTier(capacity_bytes)
+
+
+class TestHostTier(TierContract):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return HostTier(capacity_bytes, arena_bytes=1 << 20)
+
+
+class TestSealedHostTier(TierContract):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return HostTier(capacity_bytes, arena_bytes=1 << 20, mode="sealed")
+
+
+class TestNvmeTier(TierContract):
+    @pytest.fixture(autouse=True)
+    def directory(self, tmp_path: Path):
+        self.path = tmp_path / "nvme"
+        yield
+        assert check_directory(self.path) == []
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return NvmeTier.open(self.path, capacity_bytes, slab_bytes=1 << 20)
+
+
+class TestFaultyTierWithoutFaults(TierContract):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return FaultyTier(MemoryTier(capacity_bytes))

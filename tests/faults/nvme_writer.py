@@ -1,0 +1,83 @@
+"""A child process that fills, reuses and reformats an NVMe tier until a failpoint kills it.
+
+Run as `python nvme_writer.py DIR`, armed by KVSTORED_FAILPOINTS. Says on stdout, before and after the fact, what its
+parent may count on: `durable N...` once a sync answered for these blocks, `freed N...` before they are freed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kvstore_tiers.base import Slot
+from kvstore_tiers.nvme import NvmeTier
+from kvstore_tiers.testing import block, finish
+from kvstore_tiers.testing.driving import put
+
+CAPACITY_BYTES = 3 << 20
+SLAB_BYTES = 512 << 10
+SMALL_BYTES = 4096
+LARGE_BYTES = 50_000
+
+
+def open_tier(directory: str) -> NvmeTier:
+    return NvmeTier.open(directory, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=2)
+
+
+class Writer:
+    """Puts numbered blocks and tells what became of them."""
+
+    def __init__(self, tier: NvmeTier) -> None:
+        self.tier = tier
+        self.slots: dict[int, Slot] = {int.from_bytes(h.key, "big"): slot for slot, h in tier.recover()}
+        self.next_number = max(self.slots, default=0) + 1
+        self.unsynced: list[int] = []
+
+    def put(self, payload_bytes: int) -> bool:
+        number = self.next_number
+        slot = put(self.tier, *block(number, payload_bytes))
+        if slot is None:
+            return False
+        self.next_number += 1
+        self.slots[number] = slot
+        self.unsynced.append(number)
+        return True
+
+    def fill(self, payload_bytes: int) -> None:
+        while self.put(payload_bytes):
+            if len(self.unsynced) == 16:
+                self.sync()
+        self.sync()
+
+    def free(self, numbers: list[int]) -> None:
+        self.say("freed", numbers)
+        for number in numbers:
+            self.tier.free(self.slots.pop(number))
+        self.unsynced = [number for number in self.unsynced if number not in numbers]
+
+    def sync(self) -> None:
+        assert finish(self.tier.sync).ok
+        self.say("durable", self.unsynced)
+        self.unsynced = []
+
+    def say(self, what: str, numbers: list[int]) -> None:
+        print(what, *numbers, flush=True)
+
+
+def main(directory: str) -> None:
+    writer = Writer(open_tier(directory))
+    writer.fill(SMALL_BYTES)
+    writer.free(sorted(writer.slots)[::2])  # freed and taken again before a sync: the old records must go first
+    writer.fill(SMALL_BYTES)
+    spoiled = min(writer.slots)
+    writer.say("freed", [spoiled])
+    writer.tier.quarantine(writer.slots.pop(spoiled), "to see it survive")
+    writer.sync()
+    writer.free(sorted(writer.slots))  # all slabs but the quarantined slot's become large ones
+    writer.fill(LARGE_BYTES)
+    writer.free(sorted(writer.slots)[:3])
+    writer.fill(LARGE_BYTES)
+    writer.tier.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

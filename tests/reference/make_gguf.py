@@ -1,0 +1,202 @@
+"""Random Llama models of any shape and quantisation, to compare the engine with llama.cpp.
+
+Needs numpy only and shares no code with the engine: the quantisers are those of ggml's reference
+(`quantize_row_*_ref`). The vocabulary is made up: the 256 bytes and a few merges. To make a file by hand:
+
+    python -m tests.reference.make_gguf OUT.gguf --quantisation q8_0 --layers 2
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.reference.gguf_bytes import Tensor, write_gguf
+
+FloatArray = npt.NDArray[np.float32]
+_TYPE_NUMBERS = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8, "bf16": 30}
+_FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32}
+_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_MERGES = (
+    "t h|th e|Ġ the|i n|a n|an d|Ġ and|e r|o n|r e|Ġ a|i s|Ġ is|o u|Ġ s|Ġ w|in g|e n|h e|Ġ t|o r|l l|e d|Ġ o"
+).split("|")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """The shape of a random model. `metadata` is added last and may replace any key."""
+
+    layers: int = 2
+    width: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    feed_forward: int = 256
+    vocabulary: int = 320
+    quantisation: str = "f16"
+    tied: bool = False
+    rope_factors: bool = False
+    seed: int = 0
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+# ---- ggml's quantisers, the reference versions -------------------------------------------------------------------
+
+
+def quantise(values: FloatArray, kind: str) -> bytes:
+    """The bytes of `values` as ggml type `kind`; rows of the q types are multiples of 32."""
+    if kind in ("f32", "f16"):
+        return values.astype({"f32": np.float32, "f16": np.float16}[kind]).tobytes()
+    if kind == "bf16":
+        bits = values.astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+    blocks = values.astype(np.float32).reshape(-1, 32)
+    return {"q8_0": _q8_0, "q4_0": _q4_0, "q4_1": _q4_1}[kind](blocks)
+
+
+def _inverse(scale: FloatArray) -> FloatArray:
+    return np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+
+
+def _q8_0(blocks: FloatArray) -> bytes:
+    scale = np.abs(blocks).max(axis=1, keepdims=True) / 127
+    codes = np.rint(blocks * _inverse(scale)).astype(np.int8)
+    return np.concatenate([scale.astype(np.float16).view(np.uint8), codes.view(np.uint8)], axis=1).tobytes()
+
+
+def _q4_0(blocks: FloatArray) -> bytes:
+    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
+    scale = extreme / -8
+    codes = np.clip(blocks * _inverse(scale) + 8.5, 0, 15).astype(np.uint8)
+    return _nibbles([scale], codes)
+
+
+def _q4_1(blocks: FloatArray) -> bytes:
+    low = blocks.min(axis=1, keepdims=True)
+    scale = (blocks.max(axis=1, keepdims=True) - low) / 15
+    codes = np.clip((blocks - low) * _inverse(scale) + 0.5, 0, 15).astype(np.uint8)
+    return _nibbles([scale, low], codes)
+
+
+def _nibbles(heads: list[FloatArray], codes: npt.NDArray[np.uint8]) -> bytes:
+    """Half-precision heads, then element i in the low and element i + 16 in the high half of byte i."""
+    packed = codes[:, :16] | codes[:, 16:] << 4
+    return np.concatenate(
+        [*(head.astype(np.float16).view(np.uint8) for head in heads), packed], axis=1
+    ).tobytes()
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def write_model(path: Path, model: TinyModel) -> Path:
+    """Write `model` with random weights, scaled so that activations stay near 1. Returns `path`."""
+    random = np.random.default_rng(model.seed)
+    tensors: dict[str, Tensor] = {}
+
+    def add(name: str, values: FloatArray, kind: str) -> None:
+        tensors[f"{name}.weight"] = (_TYPE_NUMBERS[kind], values.shape[::-1], quantise(values, kind))
+
+    def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> None:
+        values = random.standard_normal((rows, columns), dtype=np.float32) * np.float32(
+            gain / np.sqrt(columns)
+        )
+        add(name, values, model.quantisation)
+
+    def vector(name: str, size: int) -> None:
+        add(name, (1 + 0.1 * random.standard_normal(size)).astype(np.float32), "f32")
+
+    queries, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    matrix("token_embd", model.vocabulary, model.width, np.sqrt(model.width))
+    for layer in range(model.layers):
+        prefix = f"blk.{layer}."
+        vector(prefix + "attn_norm", model.width)
+        vector(prefix + "ffn_norm", model.width)
+        matrix(prefix + "attn_q", queries, model.width, 1.5)
+        matrix(prefix + "attn_k", kv_width, model.width, 1.5)
+        matrix(prefix + "attn_v", kv_width, model.width)
+        matrix(prefix + "attn_output", model.width, queries)
+        matrix(prefix + "ffn_gate", model.feed_forward, model.width)
+        matrix(prefix + "ffn_up", model.feed_forward, model.width)
+        matrix(prefix + "ffn_down", model.width, model.feed_forward)
+    vector("output_norm", model.width)
+    if not model.tied:
+        matrix("output", model.vocabulary, model.width)
+    if model.rope_factors:
+        add("rope_freqs", np.linspace(1, 8, model.head_dim // 2, dtype=np.float32), "f32")
+    metadata = {**_hyperparameters(model), **_tokenizer(model.vocabulary), **model.metadata}
+    return write_gguf(path, metadata, tensors)
+
+
+def _hyperparameters(model: TinyModel) -> dict[str, object]:
+    return {
+        "general.architecture": "llama",
+        "general.name": "tiny random llama",
+        "general.file_type": _FILE_TYPES[model.quantisation],
+        "llama.context_length": 2048,
+        "llama.embedding_length": model.width,
+        "llama.block_count": model.layers,
+        "llama.feed_forward_length": model.feed_forward,
+        "llama.attention.head_count": model.heads,
+        "llama.attention.head_count_kv": model.kv_heads,
+        "llama.attention.key_length": model.head_dim,
+        "llama.attention.value_length": model.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.dimension_count": model.head_dim,
+        "llama.rope.freq_base": 10000.0,
+        "llama.vocab_size": model.vocabulary,
+    }
+
+
+def _tokenizer(size: int) -> dict[str, object]:
+    """GPT-2's byte-level BPE: specials, the 256 bytes, the merges' results, then unused tokens up to `size`."""
+    tokens = [*_SPECIAL_TOKENS, *_byte_characters(), *(merge.replace(" ", "") for merge in _MERGES)]
+    if len(tokens) > size:
+        raise ValueError(f"a vocabulary needs at least {len(tokens)} tokens")
+    kinds = (
+        [3] * len(_SPECIAL_TOKENS) + [1] * (len(tokens) - len(_SPECIAL_TOKENS)) + [5] * (size - len(tokens))
+    )
+    tokens += [f"<|unused_{index}|>" for index in range(size - len(tokens))]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
+        "tokenizer.ggml.merges": list(_MERGES),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable stand-in for each byte value."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def main(arguments: list[str]) -> None:
+    """Write one file; every field of TinyModel is an option."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path)
+    for option in fields(TinyModel):
+        if isinstance(option.default, bool):
+            parser.add_argument(f"--{option.name}", action="store_true")
+        elif isinstance(option.default, (int, str)):
+            parser.add_argument(f"--{option.name}", type=type(option.default), default=option.default)
+    chosen = vars(parser.parse_args(arguments))
+    write_model(chosen.pop("path"), TinyModel(**chosen))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,247 @@
+"""No daemon, a stopped one, a slow one, a restarted one: misses within the deadline, and the way back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.reference.fake_daemon import FakeDaemon, Knobs, eventually
+
+import kvstore_client
+from kvstore_client import DaemonUnavailable, ErrorKind, Fingerprint, KVStoreError, LayerGroup, Session
+from kvstore_client.errors import ConnectError
+from kvstore_client.link import Link
+from kvstore_proto.v1 import kvstore_pb2 as pb
+
+FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, (0, 1), 32),))
+TOKENS = np.arange(64 * 3, dtype=np.int32)
+PAYLOADS = [bytes([block]) * FINGERPRINT.payload_bytes() for block in range(3)]
+
+
+def connect(directory: Path, **options: object) -> Session:
+    settings: dict[str, object] = {"deadline_s": 0.1, "connect_timeout_s": 2.0} | options
+    return kvstore_client.connect(directory, fingerprint=FINGERPRINT, **settings)  # type: ignore[arg-type]
+
+
+def test_without_a_daemon_everything_is_a_miss_and_nothing_raises(tmp_path: Path) -> None:
+    with connect(tmp_path / "none") as session:
+        assert session.state == "degraded"
+        assert session.lookup(TOKENS).reason == "no_daemon"
+        with session.get(TOKENS) as lease:
+            assert (len(lease), lease.valid, lease.reason) == (0, False, "no_daemon")
+        receipt = session.put(TOKENS, payloads=PAYLOADS)
+        assert (receipt.statuses, receipt.reason) == (["failed"] * 3, "no_daemon")
+        assert session.prefetch(TOKENS).scheduled_blocks == 0
+        assert session.ping() is None
+        assert session.keys(TOKENS) is None
+        assert "no daemon at" in session.statistics().last_error
+
+
+def test_a_required_daemon_that_is_absent_is_an_error_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(DaemonUnavailable, match="kvstored serve --socket-dir"):
+        connect(tmp_path / "none", required=True)
+
+
+def test_a_stale_socket_is_told_from_an_absent_one(tmp_path: Path) -> None:
+    with FakeDaemon(tmp_path):
+        pass
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:
+        stale.bind(str(tmp_path / "handshake.sock"))
+    with pytest.raises(DaemonUnavailable, match="stale socket"):
+        connect(tmp_path, required=True)
+
+
+def test_a_session_finds_a_daemon_that_starts_later(tmp_path: Path) -> None:
+    with connect(tmp_path / "s") as session:
+        assert session.state == "degraded"
+        with FakeDaemon(tmp_path / "s"):
+            eventually(lambda: session.state == "connected")
+            assert session.put(TOKENS, payloads=PAYLOADS).stored_blocks == 3
+            assert session.statistics().reconnects == 1
+
+
+def test_a_restarted_daemon_is_found_and_old_leases_are_over(tmp_path: Path) -> None:
+    with connect(tmp_path / "s") as session:
+        with FakeDaemon(tmp_path / "s"):
+            eventually(lambda: session.state == "connected")
+            session.put(TOKENS, payloads=PAYLOADS)
+            lease = session.get(TOKENS)
+            view = lease.payload(1)
+            assert lease.valid
+        eventually(lambda: session.state == "degraded")
+        assert not lease.valid
+        assert lease.copy_into([np.empty(len(view), np.uint8)]) == 0
+        assert view.tobytes() == PAYLOADS[1]
+        with FakeDaemon(tmp_path / "s") as second:
+            eventually(lambda: session.state == "connected")
+            assert session.lookup(TOKENS).reason == "never_stored"
+            assert session.put(TOKENS, payloads=PAYLOADS).stored_blocks == 3
+            lease.release()
+            assert not second.released
+
+
+def test_timeouts_are_misses_and_degrade_after_some_in_a_row(tmp_path: Path) -> None:
+    knobs = Knobs()
+    with FakeDaemon(tmp_path / "s", knobs) as daemon, connect(tmp_path / "s", required=True) as session:
+        knobs.silent |= {"lookup", "ping"}
+        assert [session.lookup(TOKENS).reason for _ in range(3)] == ["deadline"] * 3
+        assert session.state == "degraded"
+        asked = daemon.log.count("lookup")
+        assert [session.lookup(TOKENS).reason for _ in range(50)] == ["no_daemon"] * 50
+        assert daemon.log.count("lookup") == asked
+        assert session.statistics().timeouts == 3
+        knobs.silent.clear()
+        eventually(lambda: session.state == "connected")
+        assert session.lookup(TOKENS).reason == "never_stored"
+        assert session.statistics().reconnects == 0  # the connection, and its leases, were kept
+
+
+def test_a_late_acquire_gives_its_lease_back(tmp_path: Path) -> None:
+    knobs = Knobs()
+    with FakeDaemon(tmp_path / "s", knobs) as daemon, connect(tmp_path / "s", required=True) as session:
+        assert session.put(TOKENS, payloads=PAYLOADS).stored_blocks == 3
+        knobs.delay_s["acquire"] = 0.3
+        with session.get(TOKENS) as lease:
+            assert (len(lease), lease.reason) == (0, "deadline")
+        eventually(lambda: len(daemon.released) == 1)
+        assert not any(client.leases for client in daemon.clients.values())
+
+
+def test_a_late_reserve_is_aborted(tmp_path: Path) -> None:
+    knobs = Knobs()
+    with FakeDaemon(tmp_path / "s", knobs) as daemon, connect(tmp_path / "s", required=True) as session:
+        knobs.delay_s["reserve"] = 0.3
+        receipt = session.put(TOKENS, payloads=PAYLOADS)
+        assert (receipt.statuses, receipt.reason) == (["failed"] * 3, "deadline")
+        eventually(lambda: len(daemon.aborted) == 3)
+        assert not any(client.reservations for client in daemon.clients.values())
+
+
+def test_an_ended_session_is_opened_anew(tmp_path: Path) -> None:
+    with FakeDaemon(tmp_path / "s") as daemon, connect(tmp_path / "s", required=True) as session:
+        daemon.knobs.errors["lookup"] = pb.Error(kind=pb.ERROR_KIND_UNAUTHENTICATED, message="expired")
+        assert session.lookup(TOKENS).reason == "no_daemon"
+        daemon.knobs.errors.clear()
+        eventually(lambda: session.state == "connected")
+        assert session.statistics().reconnects == 1
+        assert len(daemon.clients) == 2
+
+
+def test_a_broken_stream_is_reopened_and_leases_survive(tmp_path: Path) -> None:
+    with FakeDaemon(tmp_path / "s") as daemon, connect(tmp_path / "s", required=True) as session:
+        session.put(TOKENS, payloads=PAYLOADS)
+        lease = session.get(TOKENS)
+        daemon.break_streams()
+        eventually(lambda: daemon.streams_opened == 2 and session.state == "connected")
+        assert len(daemon.clients) == 1
+        assert lease.valid
+        lease.release()
+        eventually(lambda: len(daemon.released) == 1)
+
+
+def test_a_refusal_for_good_is_the_callers_mistake(tmp_path: Path) -> None:
+    refusal = pb.Error(kind=pb.ERROR_KIND_FORBIDDEN, message="uid 1000 has no tenant")
+    with FakeDaemon(tmp_path / "s", Knobs(refuse=refusal)):
+        with pytest.raises(KVStoreError, match="uid 1000 has no tenant") as raised:
+            connect(tmp_path / "s")
+        assert raised.value.kind is ErrorKind.FORBIDDEN
+
+
+def test_a_passing_refusal_degrades(tmp_path: Path) -> None:
+    knobs = Knobs(refuse=pb.Error(kind=pb.ERROR_KIND_UNAVAILABLE, message="draining"))
+    with FakeDaemon(tmp_path / "s", knobs), connect(tmp_path / "s") as session:
+        assert session.state == "degraded"
+        assert "draining" in session.statistics().last_error
+        knobs.refuse = None
+        eventually(lambda: session.state == "connected")
+
+
+def _serve(directory: Path, ready: object) -> None:
+    with FakeDaemon(directory):
+        ready.set()  # type: ignore[attr-defined]
+        signal.pause()
+
+
+def test_a_stopped_daemon_never_hangs_an_engine(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=_serve, args=(tmp_path / "s", ready), daemon=True)
+    process.start()
+    assert process.pid is not None
+    try:
+        assert ready.wait(60)
+        with connect(tmp_path / "s", required=True) as session:
+            assert session.put(TOKENS, payloads=PAYLOADS).stored_blocks == 3
+            lease = session.get(TOKENS)
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)  # returns once it has stopped
+            answers = [session.lookup(TOKENS).reason for _ in range(4)]
+            assert answers == ["deadline"] * 3 + ["no_daemon"]
+            assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["failed"] * 3
+            assert lease.valid  # its bytes stand until the lease expires, by our own clock
+            with pytest.raises(DaemonUnavailable):
+                connect(tmp_path / "s", required=True, connect_timeout_s=0.2)
+            os.kill(process.pid, signal.SIGCONT)
+            eventually(lambda: session.state == "connected")
+            assert session.lookup(TOKENS).blocks == 3
+            assert lease.valid
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
+    with FakeDaemon(tmp_path / "s"), connect(tmp_path / "s", required=True) as session:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                session.lookup(TOKENS)
+            except KVStoreError as error:
+                session.close()
+                os._exit(7 if "fork" in error.message else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert session.lookup(TOKENS).reason == "never_stored"
+
+
+class FailingOpen:
+    """Counts attempts; each fails."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+
+    def __call__(self, timeout_s: float, on_end: Callable[[str], None], on_answer: Callable[[], None]) -> object:
+        self.attempts += 1
+        raise ConnectError(f"attempt {self.attempts}")
+
+
+def test_reconnecting_waits_longer_each_time_and_ends_with_the_session() -> None:
+    attempts = FailingOpen()
+    delays: list[float] = []
+    done = threading.Event()
+
+    def wait(closing: threading.Event, delay_s: float) -> bool:
+        delays.append(delay_s)
+        if len(delays) == 12:
+            done.set()
+            return True
+        return closing.is_set()
+
+    link = Link(attempts, connect_timeout_s=1.0, rng=random.Random(3), wait=wait)  # type: ignore[arg-type]
+    with pytest.raises(ConnectError):
+        link.connect()
+    assert done.wait(10)
+    link.close()
+    assert attempts.attempts == 12  # one in connect, eleven in the background
+    assert link.last_error == "attempt 12"
+    assert all(delay <= 5.0 for delay in delays)
+    assert max(delays[6:]) > max(delays[:3])
+    assert link.state == "closed"

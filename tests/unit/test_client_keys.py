@@ -1,0 +1,72 @@
+"""Keys of the client equal those of the ground floor, whatever was asked before; the cache only saves work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore_client.keys import REMEMBERED_CHAINS, KeyChains
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.identity import NO_PARENT, BlockKeys, block_keys
+
+FINGERPRINT = Fingerprint(
+    "m", "w", block_tokens=4, engine_block_tokens=2, groups=(LayerGroup(0), LayerGroup(3, "sliding", 8))
+)
+ROOTS = [b"r" * 16, b"s" * 16]
+
+
+def plain_keys(tokens: list[int], root: bytes) -> BlockKeys:
+    return block_keys(root, tokens, block_tokens=4, engine_block_tokens=2)
+
+
+# Few distinct values, so that prefixes are shared, extended, cut short and diverge in mid-block.
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), max_size=26)), max_size=12))
+def test_cached_chains_equal_plain_hashing(requests: list[tuple[bool, list[int]]]) -> None:
+    chains = KeyChains(FINGERPRINT, ROOTS)
+    for second_group, tokens in requests:
+        chain = chains.chain(tokens, None, 3 if second_group else 0)
+        assert chain.keys == plain_keys(tokens, ROOTS[second_group])
+        assert chain.packed_tokens == np.array(tokens[: len(chain) * 4], "<i4").tobytes()
+
+
+def test_more_chains_than_are_remembered_stay_right() -> None:
+    chains = KeyChains(FINGERPRINT, ROOTS)
+    prompts = [[i, i, i, i, 5, 6, 7, 8] for i in range(REMEMBERED_CHAINS + 10)]
+    for prompt in prompts + prompts[::-1]:
+        assert chains.chain(prompt, None, 0).keys == plain_keys(prompt, ROOTS[0])
+
+
+def test_a_chain_knows_parents_and_tokens_of_each_block() -> None:
+    chain = KeyChains(FINGERPRINT, ROOTS).chain(range(9), None, 0)
+    assert len(chain) == 2
+    assert chain.parent_of(0) == NO_PARENT
+    assert chain.parent_of(1) == chain.keys[0]
+    assert chain.tokens_of(1) == np.array([4, 5, 6, 7], "<i4").tobytes()
+
+
+def test_keys_instead_of_tokens_have_no_token_ids() -> None:
+    keys = plain_keys(list(range(8)), ROOTS[0])
+    chain = KeyChains(FINGERPRINT, ROOTS).chain(None, keys, 0)
+    assert chain.keys == keys
+    assert chain.tokens_of(0) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "group", "said"),
+    [
+        (None, None, 0, "either tokens or keys"),
+        ([1], BlockKeys(), 0, "either tokens or keys"),
+        ([1], None, 9, "no layer group 9"),
+        ([1 << 40], None, 0, "int32"),
+        (["a"], None, 0, "int32"),
+        (None, b"x" * 16, 0, "wrap packed bytes in BlockKeys"),
+    ],
+)
+def test_mistakes_are_named(tokens: object, keys: object, group: int, said: str) -> None:
+    with pytest.raises(KVStoreError, match=said) as raised:
+        KeyChains(FINGERPRINT, ROOTS).chain(tokens, keys, group)  # type: ignore[arg-type]
+    assert raised.value.kind is ErrorKind.INVALID

@@ -1,0 +1,284 @@
+"""A session against the double: bytes round trip, misses have reasons, mistakes are named, nothing leaks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.reference.fake_daemon import FakeDaemon, Knobs, eventually
+
+import kvstore_client
+from kvstore_client import BlockKeys, Fingerprint, KVStoreError, LayerGroup, Session
+from kvstore_proto.v1 import kvstore_pb2 as pb
+
+LAYERS = 4
+FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, tuple(range(LAYERS)), 16),))
+BLOCK_BYTES = FINGERPRINT.payload_bytes()
+TOKENS = np.arange(64 * 12 + 7, dtype=np.int32)
+
+
+def payload(block: int) -> np.ndarray:
+    return np.random.default_rng(block).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+
+
+PAYLOADS = [payload(block) for block in range(12)]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(tmp_path / "s") as running:
+        yield running
+
+
+def open_session(daemon: FakeDaemon, **options: object) -> Session:
+    settings: dict[str, object] = {"deadline_s": 5.0, "connect_timeout_s": 10.0, "required": True} | options
+    return kvstore_client.connect(daemon.directory, fingerprint=FINGERPRINT, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def session(daemon: FakeDaemon) -> Iterator[Session]:
+    with open_session(daemon) as opened:
+        yield opened
+
+
+def test_what_is_put_is_what_another_session_gets(daemon: FakeDaemon, session: Session) -> None:
+    receipt = session.put(TOKENS, payloads=PAYLOADS)
+    assert receipt.statuses == ["stored"] * 12
+    assert receipt.durability == ["durable"] * 12
+    with open_session(daemon) as other:
+        found = other.lookup(TOKENS)
+        assert (found.blocks, found.tokens, found.reason) == (12, 768, "")
+        assert found.tiers == ("host",) * 12
+        assert found.estimated_load_s == pytest.approx(12 * 100e-6)
+        with other.get(TOKENS) as lease:
+            assert (len(lease), lease.tokens, lease.valid) == (12, 768, True)
+            for block, expected in enumerate(PAYLOADS):
+                assert np.array_equal(lease.payload(block), expected)
+                assert not lease.payload(block).flags.writeable
+            assert np.array_equal(lease.layer(3, 1), PAYLOADS[3].reshape(LAYERS, -1)[1])
+            assert lease.verify(TOKENS)
+            assert not lease.verify(TOKENS[::-1])
+
+
+def test_the_rest_of_a_prefix_can_be_put_later_and_layers_are_whole(session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS[:5])
+    assert session.lookup(TOKENS).blocks == 5
+    assert session.lookup(TOKENS).reason == "never_stored"
+    receipt = session.put(TOKENS, first_block=4, payloads=PAYLOADS[4:])
+    assert receipt.statuses == ["present"] + ["stored"] * 7
+    with session.get(TOKENS, max_blocks=6) as lease:
+        assert len(lease) == 6
+
+
+def test_functions_and_bytes_are_payloads_too(session: Session) -> None:
+    payloads = [PAYLOADS[0].tobytes(), lambda destination: np.copyto(destination, PAYLOADS[1]), PAYLOADS[2]]
+    assert session.put(TOKENS, payloads=payloads).stored_blocks == 3
+    with session.get(TOKENS) as lease:
+        copies = [np.empty((4, BLOCK_BYTES // 4), np.uint8) for _ in range(3)]
+        assert lease.copy_into(copies) == 3
+        assert all(np.array_equal(c.ravel(), p) for c, p in zip(copies, PAYLOADS, strict=False))
+
+
+def test_keys_serve_instead_of_tokens(session: Session) -> None:
+    keys = session.keys(TOKENS)
+    assert keys is not None
+    assert session.put(keys=keys, payloads=PAYLOADS[:2]).stored_blocks == 2
+    assert session.lookup(keys=keys).blocks == 2
+    with session.get(keys=keys) as lease:
+        assert np.array_equal(lease.payload(1), PAYLOADS[1])
+    assert session.touch(keys=keys) == 2
+    assert session.prefetch(keys=keys, in_s=1.5).resident_blocks == 2
+    with session.get(TOKENS) as lease:  # stored without token ids: cannot be verified against any
+        assert (len(lease), lease.reason) == (0, "verify_failed")
+
+
+def test_leases_are_given_back_together_and_on_errors(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    leases = [session.get(TOKENS) for _ in range(20)]
+    for lease in leases:
+        lease.release()
+        lease.release()
+    with pytest.raises(ZeroDivisionError), session.get(TOKENS):
+        raise ZeroDivisionError
+    eventually(lambda: len(daemon.released) == 21)
+    assert len(set(daemon.released)) == 21
+    assert daemon.log.count("release") < 21
+    with pytest.raises(KVStoreError, match="released"):
+        leases[0].payload(0)
+    assert not leases[0].valid
+
+
+def test_renewing_needs_a_lease_that_the_daemon_knows(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    with session.get(TOKENS) as lease:
+        assert lease.renew()
+        next(iter(daemon.clients.values())).leases.clear()
+        assert not lease.renew()
+
+
+def test_a_slot_of_another_generation_is_a_counted_miss(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    daemon.knobs.generation_skew = 1
+    with session.get(TOKENS) as lease:
+        assert (len(lease), lease.reason) == (0, "verify_failed")
+    assert session.statistics().verify_failures == 1
+    eventually(lambda: len(daemon.released) == 1)
+    with session.get(TOKENS, verify=False) as lease:
+        assert len(lease) == 12
+
+
+def test_damaged_token_ids_end_the_run_there(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    keys = session.keys(TOKENS)
+    assert keys is not None
+    daemon.arena[daemon.blocks[keys[7]].offset + 256] ^= 1
+    with session.get(TOKENS) as lease:
+        assert (len(lease), lease.reason) == (7, "verify_failed")
+
+
+def test_an_arena_that_is_not_granted_is_a_miss(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    daemon.grants_arenas = False
+    with session.get(TOKENS) as lease:
+        assert (len(lease), lease.reason) == (0, "arena_not_mapped")
+    daemon.grants_arenas = True
+    with session.get(TOKENS) as lease:
+        assert len(lease) == 12
+
+
+def test_staging_smaller_than_a_put_is_refilled(tmp_path: Path) -> None:
+    slots = 3
+    knobs = Knobs(staging_limit_bytes=slots * 8192)
+    with FakeDaemon(tmp_path / "s", knobs) as daemon, open_session(daemon) as session:
+        assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["stored"] * 12
+        assert max(daemon.commit_sizes) <= slots
+        with session.get(TOKENS) as lease:
+            assert all(np.array_equal(lease.payload(i), PAYLOADS[i]) for i in range(12))
+
+
+def test_commits_are_in_sub_batches_so_that_copies_overlap(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    assert daemon.commit_sizes == [8, 4]
+    assert daemon.log.count("reserve") == 1
+
+
+def test_a_put_without_room_is_throttled_by_its_deadline(daemon: FakeDaemon, session: Session) -> None:
+    daemon.knobs.throttle_all = True
+    receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=0.05)
+    assert receipt.statuses == ["throttled"] * 12
+    assert "room" in receipt.reason
+
+
+def test_a_block_that_another_client_is_writing_is_asked_for_again(daemon: FakeDaemon, session: Session) -> None:
+    daemon.knobs.present_as_pending = 5
+    assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["stored"] * 12
+
+
+def test_settled_waits_for_the_second_answer(daemon: FakeDaemon, session: Session) -> None:
+    daemon.knobs.pending_then_durable = True
+    assert session.put(TOKENS, payloads=PAYLOADS, wait="settled").durability == ["durable"] * 12
+    other = TOKENS + 1
+    receipt = session.put(other, payloads=PAYLOADS)
+    assert receipt.durability == ["pending"] * 12
+    assert not receipt.is_settled
+    assert receipt.settle(5.0)
+    assert receipt.durability == ["durable"] * 12
+
+
+def test_a_payload_function_that_raises_aborts_what_was_reserved(daemon: FakeDaemon, session: Session) -> None:
+    def explode(_: np.ndarray) -> None:
+        raise OSError("the block pool is gone")
+
+    with pytest.raises(OSError, match="block pool"):
+        session.put(TOKENS, payloads=[*PAYLOADS[:9], explode, *PAYLOADS[10:]])
+    eventually(lambda: len(daemon.aborted) == 4)
+    eventually(lambda: not any(client.reservations for client in daemon.clients.values()))
+    assert session.lookup(TOKENS).blocks == 8
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda s: s.put(TOKENS, payloads=[b"short"]), "5 bytes, but a block of group 0 has 4096"),
+        (lambda s: s.put(TOKENS, payloads=PAYLOADS, first_block=1), "has 12 full blocks"),
+        (lambda s: s.put(TOKENS, payloads=[3]), "bytes-like"),
+        (lambda s: s.put(TOKENS, payloads=PAYLOADS, durability="sure"), "durability 'sure'"),
+        (lambda s: s.put(TOKENS, payloads=PAYLOADS, wait="soon"), "soon"),
+        (lambda s: s.put(TOKENS, payloads=PAYLOADS, payload_bytes=5), "fingerprint fixes 4096"),
+        (lambda s: s.lookup(TOKENS, group=4), "no layer group 4"),
+        (lambda s: s.lookup(TOKENS, keys=BlockKeys()), "either tokens or keys"),
+        (lambda s: s.get([[1, 2], [3]]), "int32"),
+    ],
+)
+def test_mistakes_are_named(session: Session, call: object, said: str) -> None:
+    with pytest.raises(KVStoreError, match=said):
+        call(session)  # type: ignore[operator]
+
+
+def test_a_reader_cannot_put_and_says_why(daemon: FakeDaemon) -> None:
+    with open_session(daemon, staging_bytes=0) as reader, pytest.raises(KVStoreError, match="only read"):
+        reader.put(TOKENS, payloads=PAYLOADS)
+
+
+def test_a_lookup_over_the_key_limit_is_split(tmp_path: Path) -> None:
+    with FakeDaemon(tmp_path / "s", Knobs(max_keys=5)) as daemon, open_session(daemon) as session:
+        session.put(TOKENS, payloads=PAYLOADS)
+        assert session.lookup(TOKENS).blocks == 12
+        with session.get(TOKENS) as lease:
+            assert (len(lease), lease.reason) == (5, "limit")
+
+
+def test_the_daemons_verdict_on_a_request_is_raised_or_a_miss(daemon: FakeDaemon, session: Session) -> None:
+    daemon.knobs.errors["lookup"] = pb.Error(kind=pb.ERROR_KIND_UNAVAILABLE, message="draining")
+    assert session.lookup(TOKENS).reason == "unavailable"
+    daemon.knobs.errors["lookup"] = pb.Error(kind=pb.ERROR_KIND_TOO_LARGE, message="over max_keys")
+    with pytest.raises(KVStoreError, match="over max_keys"):
+        session.lookup(TOKENS)
+    assert session.state == "connected"
+
+
+def test_threads_share_a_session(daemon: FakeDaemon, session: Session) -> None:
+    failures: list[object] = []
+
+    def work(number: int) -> None:
+        tokens = TOKENS + 1000 * number
+        for _ in range(10):
+            session.put(tokens, payloads=PAYLOADS[number : number + 3])
+            with session.get(tokens) as lease:
+                same = [np.array_equal(lease.payload(i), PAYLOADS[number + i]) for i in range(len(lease))]
+            if same != [True] * 3 or session.lookup(tokens).blocks != 3:
+                failures.append((number, same))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_statistics_count_what_happened(session: Session) -> None:
+    session.lookup(TOKENS)
+    session.put(TOKENS, payloads=PAYLOADS)
+    with session.get(TOKENS):
+        pass
+    counted = session.statistics()
+    assert (counted.state, counted.lookups, counted.gets, counted.puts) == ("connected", 1, 1, 1)
+    assert (counted.hits, counted.misses, counted.timeouts) == (1, 1, 0)
+    assert counted.bytes_stored == counted.bytes_restored == 12 * BLOCK_BYTES
+    assert counted.grpc_payload_bytes == 0
+    assert 0 < counted.grpc_message_bytes < BLOCK_BYTES
+
+
+def test_views_stay_readable_memory_after_the_session(session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    lease = session.get(TOKENS)
+    view = lease.payload(2)
+    session.close()
+    assert not lease.valid
+    assert np.array_equal(view, PAYLOADS[2])
+    with pytest.raises(KVStoreError, match="closed"):
+        session.lookup(TOKENS)

@@ -1,0 +1,85 @@
+"""Finding, loading and checking ggml."""
+
+import ctypes as ct
+from pathlib import Path
+
+import pytest
+
+from kvstore_engine.ggml import GGMLError, Library, Tensor, find_library, load_library
+from kvstore_engine.kernels import KernelError, select_kernels
+
+
+def test_the_installed_library_loads_and_describes_itself() -> None:
+    said = load_library().describe()
+    assert Path(said["path"]).exists()
+    assert said["version"][0].isdigit()
+
+
+def test_the_variable_wins_and_a_wrong_one_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVENGINE_GGML", str(tmp_path))
+    assert find_library() == tmp_path
+    with pytest.raises(GGMLError, match="libggml"):
+        Library(tmp_path)
+    monkeypatch.setenv("KVENGINE_GGML", str(tmp_path / "absent.so"))
+    with pytest.raises(GGMLError, match=r"KVENGINE_GGML=.*does not exist"):
+        find_library()
+
+
+def test_nothing_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVENGINE_GGML", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(GGMLError, match=r"kvstored\[engine\]"):
+        find_library()
+
+
+def test_a_file_that_is_no_library_or_no_ggml_is_refused(tmp_path: Path) -> None:
+    junk = tmp_path / "junk.so"
+    junk.write_bytes(b"not a library")
+    with pytest.raises(GGMLError, match="cannot be loaded"):
+        Library(junk)
+    libc = next(
+        (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libc.so" in line), None
+    )
+    if libc is None:
+        pytest.skip("no libc.so among this process's maps")
+    with pytest.raises(GGMLError, match="has no ggml_"):
+        Library(Path(libc))
+
+
+def test_another_tensor_layout_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moved(ct.Structure):
+        """`struct ggml_tensor` with `data` and `view_offs` exchanged: the size stays."""
+
+        _fields_ = tuple(
+            {"data": ("view_offs", ct.c_size_t), "view_offs": ("data", ct.c_void_p)}.get(name, (name, kind))
+            for name, kind in Tensor._fields_
+        )
+
+    monkeypatch.setattr("kvstore_engine.ggml.library.tensor_at", Moved.from_address)
+    with pytest.raises(GGMLError, match="laid out otherwise"):
+        Library(find_library())
+
+
+def test_kernels_can_be_forced_and_a_wrong_name_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVENGINE_KERNEL", "reference")
+    assert select_kernels().name == "reference"
+    monkeypatch.setenv("KVENGINE_KERNEL", "fortran")
+    with pytest.raises(KernelError, match="cpp, numba, reference"):
+        select_kernels()
+
+
+def test_a_machine_without_a_compiler_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstore_engine.kernels import selection
+
+    monkeypatch.delenv("KVENGINE_KERNEL", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    selection._load.cache_clear()
+    selection._fastest.cache_clear()
+    try:
+        assert select_kernels().name == "numba"
+        with pytest.raises(KernelError, match="no C\\+\\+ compiler"):
+            select_kernels("cpp")
+    finally:
+        selection._load.cache_clear()
+        selection._fastest.cache_clear()

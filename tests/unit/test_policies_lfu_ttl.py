@@ -1,0 +1,104 @@
+"""LFU with ageing and a time to live: what sets it apart from LRU."""
+
+import pytest
+from tests.reference.blocks import Shelf
+
+from kvstored.lifecycle import Cause
+from kvstored.policies import PolicySettings, Share, create
+
+S = 1_000_000_000
+
+
+def test_frequency_outranks_recency() -> None:
+    shelf = Shelf()
+    policy = create("lfu-ttl", shelf.residency, 0)
+    for _ in range(3):
+        often = shelf.chain(0)[0]
+    once = shelf.chain(1)[0]
+    assert list(policy.victims(1, 9)) == [once, often]
+
+
+def test_what_was_popular_once_gives_way_after_some_generations() -> None:
+    shelf = Shelf()
+    policy = create("lfu-ttl", shelf.residency, 0)
+    for _ in range(5):
+        popular = shelf.chain(0)[0]
+    generations = 0
+    for number in range(1, 50):
+        shelf.chain(number)
+        victim = policy.next_victim(1)
+        if victim == popular:
+            break
+        shelf.residency.remove(victim, Cause.EVICTED, 1)
+        generations += 1
+    assert generations == 4, "K = 5 of the popular one against K = 1, 2, 3, 4, then 5 and younger"
+
+
+def test_use_is_capped_so_that_nothing_stays_for_ever() -> None:
+    shelf = Shelf()
+    policy = create("lfu-ttl", shelf.residency, 0)
+    for _ in range(1000):
+        popular = shelf.chain(0)[0]
+    for number in range(1, 70):
+        shelf.chain(number)
+        victim = policy.next_victim(1)
+        if victim == popular:
+            break
+        shelf.residency.remove(victim, Cause.EVICTED, 1)
+    assert victim == popular
+
+
+def test_expired_blocks_leave_before_rarely_used_ones() -> None:
+    shelf = Shelf()
+    policy = create("lfu-ttl", shelf.residency, 0, PolicySettings(ttl_s=10))
+    for _ in range(5):
+        stale = shelf.chain(0)[0]
+    shelf.now_ns = 9 * S
+    fresh = shelf.chain(1)[0]
+    assert policy.next_victim(9 * S) == fresh
+    assert policy.next_victim(11 * S) == stale
+    assert policy.expired(11 * S, 5) == [stale]
+    assert policy.expired(9 * S, 5) == []
+
+
+def test_a_pinned_block_expires_once_it_is_free_and_does_not_hide_others() -> None:
+    shelf = Shelf()
+    policy = create("lfu-ttl", shelf.residency, 0, PolicySettings(ttl_s=10))
+    pinned, other = shelf.chain(0)[0], shelf.chain(1)[0]
+    shelf.residency.pin(pinned)
+    assert policy.expired(20 * S, 5) == [other]
+    shelf.residency.unpin(pinned)
+    assert policy.expired(20 * S, 5) == [pinned, other]
+    shelf.residency.pin(pinned)
+    assert policy.expired(20 * S, 5) == [other]
+    shelf.now_ns = 20 * S
+    shelf.chain(0)
+    shelf.residency.unpin(pinned)
+    assert policy.expired(21 * S, 5) == [other], "used again: its time starts anew"
+
+
+def test_priority_outranks_time_to_live() -> None:
+    shelf = Shelf(tenants=2)
+    policy = create("lfu-ttl", shelf.residency, 0, PolicySettings(ttl_s=10))
+    policy.set_share(0, Share(priority=1))
+    policy.set_share(1, Share(priority=0))
+    stale_but_dear = shelf.chain(0, tenant=0)[0]
+    shelf.now_ns = 15 * S
+    cheap = shelf.chain(0, tenant=1)[0]
+    assert policy.next_victim(16 * S) == cheap
+    policy.set_share(1, Share(priority=1))
+    assert policy.next_victim(16 * S) == stale_but_dear
+
+
+@pytest.mark.parametrize("chains", [200])
+def test_many_distinct_keys_do_not_pile_up(chains: int) -> None:
+    shelf = Shelf()
+    policy = create("lfu-ttl", shelf.residency, 0)
+    for number in range(chains):
+        for _ in range(number % 90):
+            shelf.chain(number)
+    left = 0
+    while (row := policy.next_victim(1)) >= 0:
+        shelf.residency.remove(row, Cause.EVICTED, 1)
+        left += 1
+    assert left == sum(1 for number in range(chains) if number % 90)
