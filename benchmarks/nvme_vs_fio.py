@@ -21,7 +21,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier

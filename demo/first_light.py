@@ -14,8 +14,7 @@ from demo.node import DemoFailed, Node, flip_a_byte
 DEFAULT_MODEL = "smollm2-135m-instruct:q8_0"
 SYSTEM_FILE = Path(__file__).with_name("prompt.txt")
 QUESTION = (
-    "My boat is fourteen metres long and I want to stay two nights on pontoon A. "
-    "When do I have to call the office?"
+    "My boat is fourteen metres long and I want to stay two nights on pontoon A. When do I have to call the office?"
 )
 ANSWER_TOKENS = 48
 DAMAGED_DEPTH = 12  # the block of the chain whose bytes are spoilt

@@ -15,7 +15,7 @@ class Backoff:
     """Delays between attempts: uniform in [floor, ceiling], the ceiling doubling up to `maximum_s`."""
 
     def __init__(
-        self, rng: random.Random, *, initial_s: float = 0.05, maximum_s: float = 5.0, floor_s: float = 0.01
+        self, rng: random.Random, *, initial_s: float = 0.05, maximum_s: float = 2.0, floor_s: float = 0.01
     ) -> None:
         self._rng = rng
         self._initial_s = initial_s

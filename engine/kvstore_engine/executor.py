@@ -70,9 +70,7 @@ class Executor:
         )
         ggml = self._ggml = model.library
         self._cache = _PoolView(ggml, pool)
-        shape = AttentionShape(
-            config.heads, config.kv_heads, config.head_dim, pool.block_tokens, pool.element_bytes
-        )
+        shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, pool.block_tokens, pool.element_bytes)
         self._memory = StepMemory(
             shape,
             [pool.plane_addresses(layer) for layer in range(config.layers)],
@@ -106,6 +104,8 @@ class Executor:
         Returns the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`:
         a copy. Raises ValueError for a request that breaks a limit, RuntimeError if ggml fails.
         """
+        if not self._backend:
+            raise RuntimeError("the executor is closed")
         inputs = plan_step(slices, self.limits)
         ready = self._graph(len(inputs.tokens), len(inputs.outputs))
         self._fill(ready, inputs, slices)

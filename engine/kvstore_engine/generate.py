@@ -84,17 +84,13 @@ class Generator:
         finally:
             self.pool.free(blocks)
 
-    def generate(
-        self, prompt: Prompt, settings: GenerationSettings, on_text: OnText | None = None
-    ) -> Generation:
+    def generate(self, prompt: Prompt, settings: GenerationSettings, on_text: OnText | None = None) -> Generation:
         """Answer `prompt`; `on_text` gets the text as it comes, never half a character.
 
         UsageError if the prompt is empty or does not fit the context.
         """
         answer = _Answer(self.tokenizer, on_text)
-        ids = self.tokenizer.encode(
-            prompt.text, add_special=not prompt.rendered, parse_special=prompt.rendered
-        )
+        ids = self.tokenizer.encode(prompt.text, add_special=not prompt.rendered, parse_special=prompt.rendered)
         tokenize_s = answer.elapsed_s()
         self._check_fits(len(ids), settings)
         blocks = self._allocate(min(len(ids) + settings.max_tokens, self.context))

@@ -115,7 +115,6 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
 def _connect(folder: Path, model: "Model", tokenizer: Tokenizer, pool: "BlockPool", digest: str) -> KvSession:
     """A session for this model's state; degraded, not an error, while no daemon answers in `folder`."""
     import kvstore_client
-
     from kvstore_engine.pool import PAYLOAD_LAYOUT
 
     fingerprint = model_fingerprint(
@@ -137,9 +136,7 @@ def _context_tokens(asked: int | None, most: int) -> int:
     if asked < 2:
         raise UsageError(f"the context must hold at least 2 tokens, got {asked}")
     if asked > most:
-        raise UsageError(
-            f"a context of {asked} tokens is more than the {most} that this model was trained for"
-        )
+        raise UsageError(f"a context of {asked} tokens is more than the {most} that this model was trained for")
     return asked
 
 

@@ -24,6 +24,7 @@ ENGINE_BLOCK_TOKENS = 16
 PAYLOAD_LAYOUT = "layer-major/k-then-v/token-major"
 _ELEMENTS = {"f16": (F16, 2), "f32": (F32, 4)}
 Bytes = npt.NDArray[np.uint8]
+BlockIds = Sequence[int] | npt.NDArray[np.int32]
 
 
 class PoolExhausted(RuntimeError):  # noqa: N818 - a state, as much as an error
@@ -95,7 +96,7 @@ class BlockPool:
         self._free[ids] = False
         return [int(block) for block in ids]
 
-    def free(self, ids: Sequence[int]) -> None:
+    def free(self, ids: BlockIds) -> None:
         """Give blocks back. RuntimeError if one is out of range, free already, or named twice."""
         if not len(ids):
             return
@@ -106,23 +107,19 @@ class BlockPool:
             raise RuntimeError(f"free: a block of {ids} is free already or named twice")
         self._free[blocks] = True
 
-    def gather_block(self, block_ids: Sequence[int], dest: Bytes) -> None:
+    def gather_block(self, block_ids: BlockIds, dest: Bytes) -> None:
         """Write the payload of the storage block held by `block_ids` (in token order) to `dest`, uint8."""
         self._copy([dest], [block_ids], into_pool=False, threads=1)
 
-    def scatter_block(self, source: Bytes, block_ids: Sequence[int]) -> None:
+    def scatter_block(self, source: Bytes, block_ids: BlockIds) -> None:
         """Read one storage block's payload, uint8, into the engine blocks `block_ids` (in token order)."""
         self._copy([source], [block_ids], into_pool=True, threads=1)
 
-    def scatter_blocks(
-        self, sources: Sequence[Bytes], tables: Sequence[Sequence[int]], *, threads: int = 2
-    ) -> None:
+    def scatter_blocks(self, sources: Sequence[Bytes], tables: Sequence[BlockIds], *, threads: int = 2) -> None:
         """`scatter_block` for many storage blocks at once, at memcpy speed: the way to restore a prefix."""
         self._copy(sources, tables, into_pool=True, threads=threads)
 
-    def _copy(
-        self, payloads: Sequence[Bytes], tables: Sequence[Sequence[int]], *, into_pool: bool, threads: int
-    ) -> None:
+    def _copy(self, payloads: Sequence[Bytes], tables: Sequence[BlockIds], *, into_pool: bool, threads: int) -> None:
         """Check everything the kernels take on trust, then copy."""
         if len(payloads) != len(tables):
             raise ValueError(f"{len(payloads)} payloads for {len(tables)} block tables")
@@ -134,9 +131,7 @@ class BlockPool:
         wanted = self.payload_bytes(table.shape[1])
         for payload in payloads:
             if payload.dtype != np.uint8 or payload.size != wanted or not payload.flags.c_contiguous:
-                raise ValueError(
-                    f"a payload must be {wanted} contiguous uint8, is {payload.size} {payload.dtype}"
-                )
+                raise ValueError(f"a payload must be {wanted} contiguous uint8, is {payload.size} {payload.dtype}")
             if not into_pool and not payload.flags.writeable:
                 raise ValueError("the destination of a gather is read-only")
         flat = [payload.reshape(-1) for payload in payloads]

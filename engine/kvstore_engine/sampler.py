@@ -52,9 +52,7 @@ class Sampler:
         """
         best = int(logits.argmax())  # numpy's argmax stops at the first NaN, so a NaN anywhere ends up here
         if not math.isfinite(logits[best]):
-            raise RuntimeError(
-                f"the model produced logits that cannot be sampled: the largest is {logits[best]}"
-            )
+            raise RuntimeError(f"the model produced logits that cannot be sampled: the largest is {logits[best]}")
         settings = self.settings
         if settings.temperature == 0 or settings.top_k == 1 or settings.top_p == 0:
             return best

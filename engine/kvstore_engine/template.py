@@ -37,9 +37,7 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
     @classmethod
-    def from_metadata(
-        cls, metadata: Mapping[str, object], bos_token: str = "", eos_token: str = ""
-    ) -> "ChatTemplate":
+    def from_metadata(cls, metadata: Mapping[str, object], bos_token: str = "", eos_token: str = "") -> "ChatTemplate":
         """The file's default template; TemplateError if there is none."""
         source = metadata.get(_KEY)
         if not isinstance(source, str) or not source.strip():
@@ -76,9 +74,7 @@ class ChatTemplate:
         ) as error:
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from None
         except (OverflowError, MemoryError, RecursionError) as error:
-            raise TemplateError(
-                f"the model's chat template runs out of bounds: {type(error).__name__}"
-            ) from None
+            raise TemplateError(f"the model's chat template runs out of bounds: {type(error).__name__}") from None
 
     @cached_property
     def _template(self) -> "Template":

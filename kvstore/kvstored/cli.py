@@ -88,8 +88,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         config = load_config(arguments.config, _overrides(arguments))
     except ConfigError as error:
         return _mistake(str(error))
+    from kvstore_tiers.failpoints import ENVIRONMENT, unknown_names
     from kvstored.daemon import StartupError, run
 
+    if unknown_names():
+        return _mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
     try:
         return run(config)
     except StartupError as error:
@@ -112,23 +115,25 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from kvstore_tiers.nvme.check import check_directory
+    from kvstore_tiers.nvme.check import Severity, check_directory
+    from kvstore_tiers.nvme.errors import DirectoryError
 
     if not arguments.directory.is_dir():
         return _mistake(f"{arguments.directory} is not a directory")
     try:
-        report = check_directory(arguments.directory, verify_payloads=arguments.payloads)
-    except OSError as error:
+        findings = check_directory(arguments.directory, verify_payloads=arguments.payloads)
+    except (OSError, DirectoryError) as error:
         print(f"kvstored: cannot check {arguments.directory}: {error}", file=sys.stderr)
         return EXIT_FAILED
-    findings = [str(finding) for finding in report.findings]
+    damaged = any(finding.severity is Severity.DAMAGE for finding in findings)
     if arguments.json:
-        print(json.dumps({"directory": str(arguments.directory), "findings": findings, "ok": not findings}))
+        listed = [{"severity": f.severity.value, "where": f.where, "what": f.what} for f in findings]
+        print(json.dumps({"directory": str(arguments.directory), "damaged": damaged, "findings": listed}))
     else:
         for finding in findings:
             print(finding)
-        print(f"{len(findings)} findings" if findings else "no damage found")
-    return EXIT_DAMAGE if findings else EXIT_OK
+        print("damaged" if damaged else "no damage found")
+    return EXIT_DAMAGE if damaged else EXIT_OK
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:

@@ -15,7 +15,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import grpc
@@ -77,6 +77,7 @@ def run(config: Config) -> int:
     """Serve until SIGTERM, SIGINT or a shutdown request. Raises StartupError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
+    _raise_descriptor_limit()
     return asyncio.run(_serve(config))
 
 
@@ -116,10 +117,10 @@ class Daemon:
 
     async def _start(self) -> None:
         config = self.config
+        prepare_directory(config.daemon.socket_dir, config.daemon.socket_group)
         _make_state_dir(config.daemon.state_dir)
         lock = InstanceLock(config.daemon.state_dir)
         self._stack.callback(lock.release)
-        prepare_directory(config.daemon.socket_dir, config.daemon.socket_group)
         self._build()
         await self._listen()
         self._start_tasks()
@@ -137,11 +138,22 @@ class Daemon:
     async def stop(self) -> None:
         """Flush, then take everything down in the reverse order of its making. Idempotent."""
         notify("STOPPING=1")
-        if self.lifetime is not None and self._writeback is not None:
+        if self.lifetime is not None:
+            self.lifetime.state = State.STOPPING
+            self._handshake.accepting = False
+            if self._writeback is not None:  # while clients who wait for that word can still hear it
+                await self._writeback.flush(STOP_GRACE_S)
+        await self._stack.aclose()
+
+    async def _settle(self, put: Put) -> None:
+        """Nobody asks any more: end what is under way, write what waits, leave no transfer in flight."""
+        await put.finish()
+        if self._writeback is not None:
             left = await self._writeback.flush(STOP_GRACE_S)
             if left:
                 log.warning("%d blocks could not be written in time; they were never called durable", left)
-        await self._stack.aclose()
+        self._mover.close()
+        await self._completions.drained()
 
     # Putting the parts together
 
@@ -157,7 +169,6 @@ class Daemon:
         self._policies = self._make_policies()
         rooms = self._make_rooms()
         self._mover = Mover(self._make_lanes(), self._completions, clock)
-        self._stack.callback(self._mover.close)
         nvme = self._nvme
         promoter = Promoter(
             self.residency, self._host, nvme, rooms[HOST], self._mover, clock, self.counters, self.flows
@@ -267,6 +278,7 @@ class Daemon:
             self.residency, self._leases, promoter, clock, max_keys=limits.max_keys,
             lease_ttl_ms=limits.lease_ttl_ms, prefetch_budget_bytes=movement.prefetch_budget_bytes,
         )  # fmt: skip
+        self._stack.push_async_callback(self._settle, put)
         look_up = LookUp(self.residency, promoter, self.counters, limits.max_keys)
         self._verbs = Verbs(look_up, put, get, hints)
         self._maintenance = Maintenance(put, self._leases, self._policies, rooms, self._host, clock, self.counters)
@@ -282,7 +294,9 @@ class Daemon:
             end_session, epoch=os.urandom(16), data_socket=sockets / "data.sock",
         )  # fmt: skip
         self._handshake = HandshakeServer(sockets / "handshake.sock", self._reception, limits.max_clients)
-        self.lifetime = Lifetime(self._handshake, self._sessions, self._leases, self._writeback, self._on_shutdown)
+        self.lifetime = Lifetime(
+            self._handshake, self._sessions, self._leases, self.residency, self._writeback, self._on_shutdown
+        )
 
     # Listening
 
@@ -321,7 +335,11 @@ class Daemon:
                 ("grpc.max_send_message_length", 2 * max_message_bytes),
             ]
         )
-        server.add_insecure_port(f"unix:{path}")
+        with _private_umask():  # nobody else connects between bind and chmod
+            try:
+                server.add_insecure_port(f"unix:{path}")
+            except RuntimeError as error:
+                raise StartupError(f"cannot listen on {path}: {error}") from None
         self._stack.push_async_callback(server.stop, 0.5)
         return server
 
@@ -362,6 +380,22 @@ class Daemon:
         if not self._leases.has_readers(slot):
             return True
         return self._leases.limbo_bytes(tenant) + slot.nbytes <= self.config.limits.limbo_per_tenant_bytes
+
+
+@contextlib.contextmanager
+def _private_umask() -> Iterator[None]:
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _raise_descriptor_limit() -> None:
+    """A client takes a few descriptors; the usual soft limit of 1024 would not do for `limits.max_clients`."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import grp
 import os
 import socket
+import stat
 from pathlib import Path
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its terminator
@@ -27,7 +28,11 @@ def prepare_directory(path: Path, group: str) -> None:
         )
     try:
         path.mkdir(mode=0o750, parents=True, exist_ok=True)
-        if path.stat().st_uid == os.geteuid():
+        if path.stat().st_mode & stat.S_IWOTH:
+            raise SocketError(
+                f"socket directory {path} can be written by everybody; set daemon.socket_dir to a directory of its own"
+            )
+        if path.stat().st_uid == os.geteuid() and _holds_only_sockets(path):
             path.chmod(0o750)
             if group:
                 os.chown(path, -1, _gid(group))
@@ -39,25 +44,32 @@ def prepare_directory(path: Path, group: str) -> None:
         raise SocketError(f"socket directory {path} is not writable by uid {os.geteuid()}")
 
 
+def _holds_only_sockets(path: Path) -> bool:
+    """Whether a directory is ours to close to others: a mistaken `--socket-dir /run` must not change /run."""
+    return all(entry.is_socket() for entry in path.iterdir())
+
+
 def clear_stale(path: Path) -> None:
-    """Remove a socket that a dead daemon left. Raises SocketError when something answers on it."""
+    """Remove a socket that a dead daemon left. Raises SocketError when somebody holds it or that cannot be known."""
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_socket():
         raise SocketError(f"{path} is in the way and is not a socket; remove it")
-    kinds = (socket.SOCK_SEQPACKET, socket.SOCK_STREAM)
-    for kind in kinds:
-        with contextlib.closing(socket.socket(socket.AF_UNIX, kind)) as probe:
-            probe.settimeout(0.5)
-            try:
-                probe.connect(str(path))
-            except (ConnectionRefusedError, FileNotFoundError):
-                continue
-            except OSError:
-                continue  # another socket type, or full backlog: the other probe or bind will tell
-            raise SocketError(f"another daemon is serving on {path}; stop it or choose another daemon.socket_dir")
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):  # whatever its type: nobody holds it
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            return
+        except PermissionError:
+            raise SocketError(
+                f"{path} belongs to somebody else; remove it or choose another daemon.socket_dir"
+            ) from None
+        except OSError:
+            pass  # a full backlog, or a socket of another type: somebody holds it
+    raise SocketError(f"another daemon is serving on {path}; stop it or choose another daemon.socket_dir")
 
 
 def listen_seqpacket(path: Path, group: str) -> socket.socket:

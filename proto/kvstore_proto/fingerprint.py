@@ -15,6 +15,7 @@ from kvstore_proto.identity import HASHES
 
 GROUP_KINDS = ("full", "sliding", "mla", "recurrent")
 MAX_BLOCK_TOKENS = 960  # what fits a block header (kvstore_proto.arena)
+MAX_GROUP_ID = 0xFFFF  # two bytes in a block's header
 MAX_FINGERPRINT_BYTES = 64 * 1024
 
 
@@ -107,8 +108,8 @@ def _check(fp: Fingerprint) -> None:
             f"group {group.group_id}: kind {group.kind!r} is unknown; known: {', '.join(GROUP_KINDS)}",
         )
         need(
-            group.group_id >= 0 and group.window_tokens >= 0 and group.bytes_per_token_per_layer >= 0,
-            f"group {group.group_id}: sizes and ids must not be negative",
+            0 <= group.group_id <= MAX_GROUP_ID and min(group.window_tokens, group.bytes_per_token_per_layer) >= 0,
+            f"group {group.group_id}: ids must be 0..{MAX_GROUP_ID}, sizes must not be negative",
         )
 
 

@@ -1,10 +1,10 @@
 """What every eviction policy must do, whatever its order. See kvstored.policies.base for the obligations."""
 
 import pytest
-from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 
 from kvstored.lifecycle import Cause
 from kvstored.policies import POLICIES, Policy, PolicySettings, ResidencyClass, Share, create
+from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 
 S = 1_000_000_000
 HOST, NVME = 0, 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_engine import loading
 from kvstore_engine.cli.main import main
 from kvstore_engine.ggml import GGMLError, library, load_library
 from tests.reference.gguf_bytes import write_gguf
@@ -30,8 +31,8 @@ def needs_ggml() -> None:
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "cache_root", lambda: tmp_path / "cache")
 
 
 def _generate(model: Path, *more: str) -> list[str]:
@@ -53,9 +54,7 @@ def test_generate_streams_text_and_ends_with_json(tiny: Path, capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("needs_ggml")
-def test_quiet_without_streaming_prints_the_text_alone(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_without_streaming_prints_the_text_alone(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(_generate(tiny, "--ignore-eos")) == 0
     streamed = capsys.readouterr().out
     assert main(_generate(tiny, "--ignore-eos", "--no-stream", "--quiet", "--no-warm-up")) == 0
@@ -77,10 +76,8 @@ def test_a_chat_is_rendered_with_its_system_message(
     assert lengths[0] < lengths[1] == lengths[2]
 
 
-@pytest.mark.usefixtures("needs_ggml", "own_cache")
-def test_an_absent_daemon_is_said_and_survived(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("needs_ggml", "own_profile")
+def test_an_absent_daemon_is_said_and_survived(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("kvstore_client")
     assert main(_generate(tiny, "--kvstore", str(tmp_path / "nowhere"))) == 0
     assert "0 restored: the store cannot be reached" in capsys.readouterr().err
@@ -131,9 +128,7 @@ def _mistakes() -> dict[str, tuple[Make, str]]:
     def k_quant(folder: Path) -> list[str]:
         tokenizer = byte_level_vocabulary()
         shape = {"general.architecture": "llama", "llama.block_count": 1, "llama.attention.head_count": 1}
-        return _generate(
-            write_gguf(folder / "t.gguf", {**shape, **tokenizer}, {"w": (14, (256, 1), bytes(210))})
-        )
+        return _generate(write_gguf(folder / "t.gguf", {**shape, **tokenizer}, {"w": (14, (256, 1), bytes(210))}))
 
     def tiny(**overrides: object) -> Callable[..., Make]:
         def options(*more: str) -> Make:
@@ -154,7 +149,11 @@ def _mistakes() -> dict[str, tuple[Make, str]]:
         "no template": (tiny(tokenizer__chat_template=None)("--chat"), "no chat template"),
         "bad template": (tiny(tokenizer__chat_template="{% for %}")("--chat"), "cannot be compiled"),
         "long prompt": (tiny()("--context", "2"), "tokens and the context holds 2"),
-        "empty prompt": (tiny()("--prompt-file", "/dev/null"), "not allowed with argument"),
+        "empty prompt": (
+            lambda folder: [*tiny()()(folder), "--prompt", ""],
+            "the prompt is empty",
+        ),
+        "two prompts": (tiny()("--prompt-file", "/dev/null"), "not allowed with argument"),
         "context too large": (tiny()("--context", "100000"), "more than the 512"),
         "context too small": (tiny()("--context", "0"), "at least 2"),
         "threads": (tiny()("--threads", "0"), "threads must be at least 1"),

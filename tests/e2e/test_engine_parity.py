@@ -1,7 +1,8 @@
 """Our logits against llama.cpp's, on the same shared library: no further off than llama.cpp is from itself.
 
-llama.cpp computes attention in two ways (with and without flash attention) that differ by rounding; that difference
-is the yardstick, measured here for each model. llama.cpp runs in a child process: one ggml a process.
+llama.cpp computes attention in two ways (with and without flash attention) that differ by rounding; that
+difference is the yardstick, measured here for each model. llama.cpp runs in a child process: one ggml a
+process.
 """
 
 import os
@@ -50,7 +51,7 @@ def _llama(model: Path, tokens: TokenArray, folder: Path, *, flash: bool) -> Flo
     np.save(folder / "tokens.npy", tokens)
     output = folder / f"logits-{flash}.npy"
     command = [sys.executable, str(_CHILD), "--model", str(model), "--tokens", str(folder / "tokens.npy")]
-    command += ["--logits", str(output)] + (["--flash"] if flash else [])
+    command += ["--threads", "1", "--logits", str(output)] + (["--flash"] if flash else [])
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     logits: FloatArray = np.load(output)
@@ -59,7 +60,10 @@ def _llama(model: Path, tokens: TokenArray, folder: Path, *, flash: bool) -> Flo
 
 def _ours(model_path: Path, tokens: TokenArray) -> FloatArray:
     """Our logits, computed in two steps over shuffled blocks."""
-    with load_model(GGUFFile.open(model_path)) as model, Executor(model, BlockPool(model.config, 32)) as executor:
+    with (
+        load_model(GGUFFile.open(model_path)) as model,
+        Executor(model, BlockPool(model.config, 32)) as executor,
+    ):
         table = np.random.default_rng(7).permutation(32).astype(np.int32)
         first = executor.forward([SequenceSlice(tokens[:64], 0, table, "all")])
         return np.concatenate([first, executor.forward([SequenceSlice(tokens[64:], 64, table, "all")])])

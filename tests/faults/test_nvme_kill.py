@@ -20,15 +20,15 @@ AT_OPEN = ("nvme.recover-before-repair", "nvme.recover-before-index")
 NOT_ON_THE_WAY = ("nvme.read",)  # killed while reading: nothing is being changed
 HITS = {  # early, and where slots are reused and slabs reformatted
     "nvme.before-slot-write": (1, 400),
-    "nvme.after-invalidate": (1, 300),
+    "nvme.after-invalidate": (300,),
     "nvme.after-slot-write": (2, 330),
-    "nvme.sync-start": (2, 18),
-    "nvme.after-data-sync": (1, 20),
-    "nvme.between-records": (3, 21),
+    "nvme.sync-start": (18,),
+    "nvme.after-data-sync": (20,),
+    "nvme.between-records": (21,),
     "nvme.after-records-write": (1, 22),
     "nvme.after-record-sync": (2, 23),
-    "nvme.before-index-commit": (1, 24),
-    "nvme.after-index-commit": (1, 25),
+    "nvme.before-index-commit": (24,),
+    "nvme.after-index-commit": (25,),
     "nvme.slab-records-zeroed": (1, 3),
     "nvme.slab-reformat": (1, 2),
 }

@@ -30,10 +30,12 @@ def test_a_restored_prefix_leaves_the_tail_as_it_was(
     cold = chunk_plan(0, end, block=block, chunk=block * chunk_blocks)
     warm = chunk_plan(start, end, block=block, chunk=block * chunk_blocks)
     assert warm[-1] == cold[-1] == (most * block, end)
-    assert set(last for _, last in warm) <= set(last for _, last in cold)
+    assert {last for _, last in warm} <= {last for _, last in cold}
 
 
-@pytest.mark.parametrize(("start", "end", "block", "chunk"), [(-1, 4, 64, 64), (5, 4, 64, 64), (0, 4, 64, 96), (0, 4, 0, 0)])
+@pytest.mark.parametrize(
+    ("start", "end", "block", "chunk"), [(-1, 4, 64, 64), (5, 4, 64, 64), (0, 4, 64, 96), (0, 4, 0, 0)]
+)
 def test_impossible_requests_are_refused(start: int, end: int, block: int, chunk: int) -> None:
     with pytest.raises(ValueError):
         chunk_plan(start, end, block=block, chunk=chunk)

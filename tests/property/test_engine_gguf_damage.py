@@ -33,9 +33,7 @@ def test_truncation_at_any_byte_is_a_gguf_error(sound: bytes, tmp_path: Path) ->
 
 @_SETTINGS
 @given(changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6))
-def test_changed_bytes_never_raise_anything_else(
-    sound: bytes, tmp_path: Path, changes: list[tuple[int, int]]
-) -> None:
+def test_changed_bytes_never_raise_anything_else(sound: bytes, tmp_path: Path, changes: list[tuple[int, int]]) -> None:
     damaged = bytearray(sound)
     for position, value in changes:
         damaged[position % len(damaged)] = value

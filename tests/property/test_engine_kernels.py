@@ -1,7 +1,9 @@
-"""Paged attention, every implementation, against its definition; and its promise that rows are independent."""
+"""Paged attention, each implementation, against its definition; and that rows are independent."""
 
 import ctypes as ct
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 
 from kvstore_engine.ggml import Tensor
 from kvstore_engine.kernels import Kernels, select_kernels
+from kvstore_engine.kernels.build import build_kernels
 from kvstore_engine.kernels.layout import AttentionShape, StepMemory, work_items
+from kvstore_engine.kernels.native import NativeKernels
 from kvstore_engine.kernels.reference import paged_attention
 
 _OPERATION = ct.CFUNCTYPE(None, ct.c_void_p, ct.c_int, ct.c_int, ct.c_void_p)
@@ -45,7 +49,8 @@ def _sequences(shape: AttentionShape, lengths: list[tuple[int, int]], seed: int)
     for (rows, before), table in zip(lengths, np.split(ids, np.cumsum(blocks)[:-1]), strict=True):
         queries = 2 * random.standard_normal((rows, shape.query_heads, shape.head_dim), dtype=np.float32)
         cached = random.standard_normal((2, rows + before, shape.kv_heads, shape.head_dim)).astype(dtype)
-        made.append(_Sequence(queries, *cached.astype(np.float32), table))
+        keys, values = cached.astype(np.float32)
+        made.append(_Sequence(queries, keys, values, table))
     return made
 
 
@@ -83,7 +88,9 @@ def _run(kernels: Kernels, shape: AttentionShape, sequences: list[_Sequence], th
 
 
 _SHAPES = st.builds(
-    lambda kv_heads, group, head_dim, block, element: AttentionShape(kv_heads * group, kv_heads, head_dim, block, element),
+    lambda kv_heads, group, head_dim, block, element: AttentionShape(
+        kv_heads * group, kv_heads, head_dim, block, element
+    ),
     st.integers(1, 3),
     st.sampled_from([1, 2, 3, 8, 50]),
     st.sampled_from([8, 24, 64, 128, 256]),
@@ -123,18 +130,28 @@ def test_a_rows_bits_do_not_depend_on_the_batch(
         np.testing.assert_array_equal(alone, together[first:last])
 
 
-@given(
-    lengths=_LENGTHS, queries_per_item=st.integers(1, 48), kv_heads=st.integers(1, 4)
-)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")
+@pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512"])
+def test_other_vector_widths_agree_too(cpu: str, tmp_path: Path) -> None:
+    """The source has 4, 8 or 16 lanes by processor: build each, run those that this machine can run."""
+    library = build_kernels(tmp_path, cpu)
+    needed = {"x86-64": "sse2", "haswell": "avx2", "skylake-avx512": "avx512vl"}[cpu]
+    if needed not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip(f"this machine has no {needed}: built, not run")
+    for shape in (AttentionShape(6, 2, 64, 16, 2), AttentionShape(50, 1, 24, 8, 4), AttentionShape(2, 2, 128, 40, 2)):
+        sequences = _sequences(shape, [(1, 70), (23, 0), (70, 33)], seed=5)
+        for result, sequence in zip(_run(NativeKernels(library), shape, sequences, 2), sequences, strict=True):
+            np.testing.assert_allclose(result, sequence.expected, atol=2e-5, rtol=2e-5)
+
+
+@given(lengths=_LENGTHS, queries_per_item=st.integers(1, 48), kv_heads=st.integers(1, 4))
 def test_work_items_cover_every_query_of_every_head_once(
     lengths: list[tuple[int, int]], queries_per_item: int, kv_heads: int
 ) -> None:
     sequences = np.array([(0, rows, rows + before, 0) for rows, before in lengths], np.int32)
     items = work_items(sequences, queries_per_item, kv_heads)
     covered = sorted(
-        (sequence, head, first + query)
-        for sequence, head, first, queries in items.tolist()
-        for query in range(queries)
+        (sequence, head, first + query) for sequence, head, first, queries in items.tolist() for query in range(queries)
     )
     assert covered == sorted(
         (index, head, query)

@@ -1,7 +1,8 @@
 """Writes GGUF files for tests, value by value, independently of the engine's own code.
 
-Owns the encoding of metadata and tensors as the format document says it (version 3, little-endian). Python types decide
-the stored type: bool, int (u32), float (f32), str, list of str, and numpy arrays of int32 or float32.
+Owns the encoding of metadata and tensors as the format document says it (version 3, little-endian). Python
+types decide the stored type: bool, int (u32), float (f32), str, list of str, and numpy arrays of int32 or
+float32. None leaves the key out.
 """
 
 import struct
@@ -22,6 +23,7 @@ def write_gguf(path: Path, metadata: Mapping[str, object], tensors: Mapping[str,
 
 def gguf_bytes(metadata: Mapping[str, object], tensors: Mapping[str, Tensor]) -> bytes:
     """The bytes of a GGUF file."""
+    metadata = {key: value for key, value in metadata.items() if value is not None}
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     head += b"".join(_string(key) + _value(value) for key, value in metadata.items())
     data = b""

@@ -3,10 +3,11 @@
     python llama_decode.py --model M.gguf --tokens tokens.npy --logits out.npy [--flash] [--threads 2]
     python llama_decode.py --model M.gguf --tokens tokens.npy --time prefill|decode --repeat 3
 
-Binds `llama_*` from the same shared library that the engine takes ggml from, so that a comparison compares code and
-not builds. llama.cpp's parameter structs grow with every release: we take the defaults as an oversized blob, find
-the few fields that we set by the pattern of their known defaults, and check afterwards, by llama.cpp's own getters
-and log, that they took effect. Anything unexpected stops the run; nothing is guessed.
+Binds `llama_*` from the same shared library that the engine takes ggml from, so that a comparison
+compares code and not builds. llama.cpp's parameter structs grow with every release: we take the defaults
+as an oversized blob, find the few fields that we set by the pattern of their known defaults, and check
+afterwards, by llama.cpp's own getters and log, that they took effect. Anything unexpected stops the run;
+nothing is guessed.
 """
 
 import argparse
@@ -31,7 +32,7 @@ _PAST_DRIFT_BYTES = 512  # more than any parameter struct takes
 
 
 class _Blob(ct.Structure):
-    """A parameter struct of unknown length. Passed by value it is a copy on the stack: extra bytes do no harm."""
+    """A parameter struct of unknown length: by value it is a copy on the stack, where more does no harm."""
 
     _fields_ = (("raw", ct.c_uint8 * _PAST_DRIFT_BYTES),)
 
@@ -126,7 +127,7 @@ class LlamaReference:
 
 
 def _set_context_fields(parameters: _Blob, context: int, threads: int, flash: bool, ubatch: int) -> None:
-    """Set n_ctx, n_batch, n_ubatch, both thread counts, flash_attn_type and kv_unified, found by their defaults."""
+    """Set context, batch and thread counts and flash_attn_type, at places found by their defaults."""
     raw = bytearray(bytes(parameters.raw))
     words = struct.unpack_from(f"<{len(raw) // 4}i", raw)
     if words[:4] != (512, 2048, 512, 1):
@@ -136,9 +137,7 @@ def _set_context_fields(parameters: _Blob, context: int, threads: int, flash: bo
     struct.pack_into("<3i", raw, 0, context, context, ubatch)
     struct.pack_into("<2i", raw, 4 * thread_word, threads, threads)
     struct.pack_into("<i", raw, 4 * (enum_word + 3), int(flash))  # rope, pooling, attention, flash
-    ct.memmove(
-        parameters.raw, bytes(raw), len(raw)
-    )  # kv_unified is off by default: the faster setting on CPUs
+    ct.memmove(parameters.raw, bytes(raw), len(raw))  # kv_unified is off by default: the faster setting on CPUs
 
 
 def _time(reference: LlamaReference, tokens: TokenArray, what: str, repeat: int, steps: int) -> list[float]:

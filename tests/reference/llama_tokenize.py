@@ -96,9 +96,7 @@ class _Llama:
         params = lib.llama_model_default_params()
         around = slice(_VOCAB_ONLY_OFFSET, _VOCAB_ONLY_OFFSET + len(_DEFAULTS_THERE))
         if bytes(params.opaque)[around] != _DEFAULTS_THERE:
-            raise SystemExit(
-                "llama_model_params of this xllamacpp build has another layout than the one we know"
-            )
+            raise SystemExit("llama_model_params of this xllamacpp build has another layout than the one we know")
         params.opaque[_VOCAB_ONLY_OFFSET] = 1
         model = lib.llama_model_load_from_file(gguf.encode(), params)
         if not model:

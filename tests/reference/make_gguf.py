@@ -21,11 +21,10 @@ FloatArray = npt.NDArray[np.float32]
 _TYPE_NUMBERS = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8, "bf16": 30}
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32}
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_MERGES = (
-    "t h|th e|Ġ the|i n|a n|an d|Ġ and|e r|o n|r e|Ġ a|i s|Ġ is|o u|Ġ s|Ġ w|in g|e n|h e|Ġ t|o r|l l|e d|Ġ o"
-).split("|")
+_MERGES = ("t h", "th e", "Ġ the", "i n", "a n", "an d", "Ġ and", "e r", "o n", "r e", "i s", "Ġ is", "in g")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -48,7 +47,8 @@ class TinyModel:
     metadata: Mapping[str, object] = field(default_factory=dict)
 
 
-# ---- ggml's quantisers, the reference versions -------------------------------------------------------------------
+# ---- ggml's quantisers, the reference versions
+# -------------------------------------------------------------------
 
 
 def quantise(values: FloatArray, kind: str) -> bytes:
@@ -63,25 +63,25 @@ def quantise(values: FloatArray, kind: str) -> bytes:
 
 
 def _inverse(scale: FloatArray) -> FloatArray:
-    return np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
 
 
 def _q8_0(blocks: FloatArray) -> bytes:
-    scale = np.abs(blocks).max(axis=1, keepdims=True) / 127
+    scale: FloatArray = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     codes = np.rint(blocks * _inverse(scale)).astype(np.int8)
     return np.concatenate([scale.astype(np.float16).view(np.uint8), codes.view(np.uint8)], axis=1).tobytes()
 
 
 def _q4_0(blocks: FloatArray) -> bytes:
     extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
-    scale = extreme / -8
+    scale: FloatArray = extreme / np.float32(-8)
     codes = np.clip(blocks * _inverse(scale) + 8.5, 0, 15).astype(np.uint8)
     return _nibbles([scale], codes)
 
 
 def _q4_1(blocks: FloatArray) -> bytes:
     low = blocks.min(axis=1, keepdims=True)
-    scale = (blocks.max(axis=1, keepdims=True) - low) / 15
+    scale: FloatArray = (blocks.max(axis=1, keepdims=True) - low) / np.float32(15)
     codes = np.clip((blocks - low) * _inverse(scale) + 0.5, 0, 15).astype(np.uint8)
     return _nibbles([scale, low], codes)
 
@@ -89,12 +89,11 @@ def _q4_1(blocks: FloatArray) -> bytes:
 def _nibbles(heads: list[FloatArray], codes: npt.NDArray[np.uint8]) -> bytes:
     """Half-precision heads, then element i in the low and element i + 16 in the high half of byte i."""
     packed = codes[:, :16] | codes[:, 16:] << 4
-    return np.concatenate(
-        [*(head.astype(np.float16).view(np.uint8) for head in heads), packed], axis=1
-    ).tobytes()
+    return np.concatenate([*(head.astype(np.float16).view(np.uint8) for head in heads), packed], axis=1).tobytes()
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
+# ---- the model
+# ------------------------------------------------------------------------------------------------------
 
 
 def write_model(path: Path, model: TinyModel) -> Path:
@@ -106,9 +105,7 @@ def write_model(path: Path, model: TinyModel) -> Path:
         tensors[f"{name}.weight"] = (_TYPE_NUMBERS[kind], values.shape[::-1], quantise(values, kind))
 
     def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> None:
-        values = random.standard_normal((rows, columns), dtype=np.float32) * np.float32(
-            gain / np.sqrt(columns)
-        )
+        values = random.standard_normal((rows, columns), dtype=np.float32) * np.float32(gain / np.sqrt(columns))
         add(name, values, model.quantisation)
 
     def vector(name: str, size: int) -> None:
@@ -157,13 +154,11 @@ def _hyperparameters(model: TinyModel) -> dict[str, object]:
 
 
 def _tokenizer(size: int) -> dict[str, object]:
-    """GPT-2's byte-level BPE: specials, the 256 bytes, the merges' results, then unused tokens up to `size`."""
+    """GPT-2's byte-level BPE: specials, the 256 bytes, what merges make, then unused up to `size`."""
     tokens = [*_SPECIAL_TOKENS, *_byte_characters(), *(merge.replace(" ", "") for merge in _MERGES)]
     if len(tokens) > size:
         raise ValueError(f"a vocabulary needs at least {len(tokens)} tokens")
-    kinds = (
-        [3] * len(_SPECIAL_TOKENS) + [1] * (len(tokens) - len(_SPECIAL_TOKENS)) + [5] * (size - len(tokens))
-    )
+    kinds = [3] * len(_SPECIAL_TOKENS) + [1] * (len(tokens) - len(_SPECIAL_TOKENS)) + [5] * (size - len(tokens))
     tokens += [f"<|unused_{index}|>" for index in range(size - len(tokens))]
     return {
         "tokenizer.ggml.model": "gpt2",

@@ -87,15 +87,11 @@ class MemorySession:
         count = min(self._resident(tokens), max_blocks)
         if self.granted_blocks is not None:
             count = min(count, self.granted_blocks)
-        lease = MemoryLease(
-            [self.blocks[self._key(tokens, block)] for block in range(count)], self.leases_stay_valid
-        )
+        lease = MemoryLease([self.blocks[self._key(tokens, block)] for block in range(count)], self.leases_stay_valid)
         self.leases.append(lease)
         return lease
 
-    def put(
-        self, tokens: Tokens, *, first_block: int, payloads: Sequence[Callable[[Bytes], None]]
-    ) -> MemoryReceipt:
+    def put(self, tokens: Tokens, *, first_block: int, payloads: Sequence[Callable[[Bytes], None]]) -> MemoryReceipt:
         self._maybe_fail()
         self.puts.append((first_block, len(payloads)))
         statuses = []

@@ -1,16 +1,20 @@
-"""A tiny Llama with random weights and a real tokenizer, for tests that need a whole model.
+"""A tiny Llama with random weights and a trained tokenizer, for tests that need a whole model.
 
-Owns its shape and its vocabularies. Its text is nonsense, but every path from prompt to answer is the real one.
+Owns its vocabularies; the weights are those of `make_gguf`. Its text is nonsense, but every path from prompt to
+answer is the real one.
 """
 
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.reference.gguf_bytes import Tensor, write_gguf
+from tests.reference.make_gguf import TinyModel, write_model
 
-LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, FEED_FORWARD, CONTEXT = 2, 64, 4, 2, 16, 96, 512
+CONTEXT = 512
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -20,7 +24,14 @@ _CORPUS = (
     "In 2024 there were 1234567 of them, 3.14159 each; def f(x):\n    return x ** 2\n\n\tfor i in range(10): pass\n"
     "naïve café déjà vu, Straße, Ελληνικά, русский текст, 日本語のテキスト, 한국어. aaaa bbbb    cccc    \n\n\n"
 )
-_F32 = 0
+_SHAPE = TinyModel(layers=2, width=64, heads=4, kv_heads=2, head_dim=16, feed_forward=96, quantisation="f32")
+# What `make_gguf` invents and our vocabularies replace or must not have.
+_MADE_UP_KEYS = (
+    "tokenizer.ggml.pre",
+    "tokenizer.ggml.merges",
+    "tokenizer.ggml.add_bos_token",
+    "tokenizer.chat_template",
+)
 
 
 def byte_level_vocabulary(merge_count: int = 120, pre: str = "gpt-2") -> dict[str, Any]:
@@ -30,9 +41,7 @@ def byte_level_vocabulary(merge_count: int = 120, pre: str = "gpt-2") -> dict[st
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=256 + merge_count, initial_alphabet=sorted(alphabet), show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=256 + merge_count, initial_alphabet=sorted(alphabet), show_progress=False)
     trained.train_from_iterator([_CORPUS], trainer)
     vocabulary = trained.get_vocab()
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -76,64 +85,17 @@ def sentencepiece_vocabulary(piece_count: int = 300) -> dict[str, Any]:
     }
 
 
-def write_tiny_llama(path: Path, tokenizer: dict[str, Any] | None = None, **overrides: object) -> Path:
+def write_tiny_llama(path: Path, tokenizer: Mapping[str, object] | None = None, **overrides: object) -> Path:
     """Write a whole model to `path`; `overrides` replace metadata keys, dots written as two underscores."""
     tokenizer = tokenizer or byte_level_vocabulary()
-    rows = len(tokenizer["tokenizer.ggml.tokens"])
-    metadata = {**_shape_metadata(), **tokenizer}
-    metadata.update({key.replace("__", "."): value for key, value in overrides.items()})
-    random = np.random.default_rng(7)
-    tensors = {"token_embd.weight": _matrix(random, WIDTH, rows), "output_norm.weight": _ones(WIDTH)}
-    for layer in range(LAYERS):
-        prefix = f"blk.{layer}."
-        for name, (columns, height) in _matrices().items():
-            tensors[f"{prefix}{name}.weight"] = _matrix(random, columns, height)
-        tensors[f"{prefix}attn_norm.weight"] = _ones(WIDTH)
-        tensors[f"{prefix}ffn_norm.weight"] = _ones(WIDTH)
-    return write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, tensors)
-
-
-def _shape_metadata() -> dict[str, object]:
-    return {
-        "general.architecture": "llama",
-        "general.name": "tiny",
-        "general.file_type": 0,
-        "llama.block_count": LAYERS,
-        "llama.context_length": CONTEXT,
-        "llama.embedding_length": WIDTH,
-        "llama.feed_forward_length": FEED_FORWARD,
-        "llama.attention.head_count": HEADS,
-        "llama.attention.head_count_kv": KV_HEADS,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.dimension_count": HEAD_DIM,
-        "llama.rope.freq_base": 10000.0,
-    }
-
-
-def _matrices() -> dict[str, tuple[int, int]]:
-    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    return {
-        "attn_q": (WIDTH, queries),
-        "attn_k": (WIDTH, keys),
-        "attn_v": (WIDTH, keys),
-        "attn_output": (queries, WIDTH),
-        "ffn_gate": (WIDTH, FEED_FORWARD),
-        "ffn_up": (WIDTH, FEED_FORWARD),
-        "ffn_down": (FEED_FORWARD, WIDTH),
-    }
-
-
-def _matrix(random: np.random.Generator, columns: int, rows: int) -> Tensor:
-    values = random.standard_normal((rows, columns)).astype(np.float32) * np.float32(1.5 / np.sqrt(columns))
-    return _F32, (columns, rows), values.tobytes()
-
-
-def _ones(size: int) -> Tensor:
-    return _F32, (size,), np.ones(size, np.float32).tobytes()
+    tokens = tokenizer["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    metadata: dict[str, object] = dict.fromkeys(_MADE_UP_KEYS)
+    metadata |= {"llama.context_length": CONTEXT, **tokenizer}
+    metadata |= {key.replace("__", "."): value for key, value in overrides.items()}
+    return write_model(path, replace(_SHAPE, vocabulary=len(tokens), metadata=metadata))
 
 
 def _merges(tokenizer_json: str) -> list[str]:
-    import json
-
     merges = json.loads(tokenizer_json)["model"]["merges"]
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]

@@ -22,15 +22,27 @@ def plain_keys(tokens: list[int], root: bytes) -> BlockKeys:
     return block_keys(root, tokens, block_tokens=4, engine_block_tokens=2)
 
 
-# Few distinct values, so that prefixes are shared, extended, cut short and diverge in mid-block.
+# Two different blocks and a tail, so that prefixes are shared, extended, cut short and diverge at every block.
+PROMPT = st.tuples(
+    st.lists(st.sampled_from([(0, 0, 0, 0), (0, 0, 1, 0)]), max_size=5).map(lambda blocks: sum(blocks, ())),
+    st.lists(st.just(0), max_size=3),
+).map(lambda parts: [*parts[0], *parts[1]])
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), max_size=26)), max_size=12))
+@given(st.lists(st.tuples(st.booleans(), PROMPT), max_size=12))
 def test_cached_chains_equal_plain_hashing(requests: list[tuple[bool, list[int]]]) -> None:
     chains = KeyChains(FINGERPRINT, ROOTS)
     for second_group, tokens in requests:
         chain = chains.chain(tokens, None, 3 if second_group else 0)
         assert chain.keys == plain_keys(tokens, ROOTS[second_group])
         assert chain.packed_tokens == np.array(tokens[: len(chain) * 4], "<i4").tobytes()
+
+
+def test_prompts_that_part_in_their_second_block_share_only_the_first_key() -> None:
+    chains = KeyChains(FINGERPRINT, ROOTS)
+    for prompt in ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 9], [1, 2, 3, 4, 0, 6, 7, 8, 1, 1, 1, 1]):
+        assert chains.chain(prompt, None, 0).keys == plain_keys(prompt, ROOTS[0])
 
 
 def test_more_chains_than_are_remembered_stay_right() -> None:

@@ -110,6 +110,7 @@ def check(header: BlockHeader, tokens: bytes | None = HEADER.tokens) -> str:
         ({"generation": 78}, "generation"),
         ({"payload_bytes": 4097}, "payload size"),
         ({"tokens": HEADER.tokens[:-4]}, "token ids"),
+        ({"tokens": HEADER.tokens + bytes(4)}, "token ids"),
         ({"tokens": HEADER.tokens[:-4] + b"\1\0\0\0"}, "token ids"),
     ],
 )

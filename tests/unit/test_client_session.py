@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.reference.fake_daemon import FakeDaemon, Knobs, eventually
 
 import kvstore_client
 from kvstore_client import BlockKeys, Fingerprint, KVStoreError, LayerGroup, Session
+from kvstore_proto.arena import BlockHeader, read_header
+from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.fake_daemon import FakeDaemon, Knobs, eventually
 
 LAYERS = 4
 FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, tuple(range(LAYERS)), 16),))
@@ -48,6 +50,13 @@ def test_what_is_put_is_what_another_session_gets(daemon: FakeDaemon, session: S
     receipt = session.put(TOKENS, payloads=PAYLOADS)
     assert receipt.statuses == ["stored"] * 12
     assert receipt.durability == ["durable"] * 12
+    keys = session.keys(TOKENS)
+    assert keys is not None
+    for block, key in enumerate(keys):
+        header = read_header(daemon.arena[daemon.blocks[key].offset :])
+        assert isinstance(header, BlockHeader)
+        assert header.parent == (keys[block - 1] if block else NO_PARENT)
+        assert header.tokens == TOKENS[block * 64 : block * 64 + 64].astype("<i4").tobytes()
     with open_session(daemon) as other:
         found = other.lookup(TOKENS)
         assert (found.blocks, found.tokens, found.reason) == (12, 768, "")

@@ -1,6 +1,7 @@
 """The executor on tiny random models: steps, limits, and that restored bytes are as good as computed ones."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,11 @@ _BLOCKS = 96
 @pytest.fixture(scope="module", params=["f16", "q8_0", "q4_0"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    write_model(path, TinyModel(**{**vars(_SHAPE), "quantisation": request.param}))
-    with load_model(GGUFFile.open(path)) as model, Executor(model, BlockPool(model.config, _BLOCKS)) as executor:
+    write_model(path, replace(_SHAPE, quantisation=request.param))
+    with (
+        load_model(GGUFFile.open(path)) as model,
+        Executor(model, BlockPool(model.config, _BLOCKS), threads=1) as executor,
+    ):
         yield executor
 
 
@@ -103,11 +107,11 @@ def test_many_shapes_do_not_grow_the_graph_cache(engine: Executor) -> None:
 
 
 def test_more_outputs_than_reserved_still_leave_kept_graphs_sound(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m.gguf", TinyModel(**{**vars(_SHAPE), "vocabulary": 4096}))
+    path = write_model(tmp_path / "m.gguf", replace(_SHAPE, vocabulary=4096))
     tokens, table = _tokens(128), np.arange(16, dtype=np.int32)
     with (
         load_model(GGUFFile.open(path)) as model,
-        Executor(model, BlockPool(model.config, 16), max_sequences=1) as executor,
+        Executor(model, BlockPool(model.config, 16), threads=1, max_sequences=1) as executor,
     ):
         before = executor.forward([SequenceSlice(tokens, 0, table)])
         every = executor.forward([SequenceSlice(tokens, 0, table, "all")])
@@ -133,6 +137,15 @@ def test_requests_that_would_corrupt_memory_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         engine.forward([SequenceSlice(np.array(tokens, np.int32), start, np.array(table, np.int32))])
+
+
+def test_a_closed_executor_refuses_work(tmp_path: Path) -> None:
+    with load_model(GGUFFile.open(write_model(tmp_path / "m.gguf", _SHAPE))) as model:
+        executor = Executor(model, BlockPool(model.config, 4), threads=1)
+        executor.close()
+        executor.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            executor.forward([SequenceSlice(_tokens(1), 0, np.zeros(1, np.int32))])
 
 
 def test_two_sequences_may_not_write_the_same_slot(engine: Executor) -> None:

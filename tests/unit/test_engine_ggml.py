@@ -2,6 +2,7 @@
 
 import ctypes as ct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,8 @@ def test_a_file_that_is_no_library_or_no_ggml_is_refused(tmp_path: Path) -> None
     with pytest.raises(GGMLError, match="cannot be loaded"):
         Library(junk)
     libc = next(
-        (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libc.so" in line), None
+        (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libc.so" in line),
+        None,
     )
     if libc is None:
         pytest.skip("no libc.so among this process's maps")
@@ -47,15 +49,17 @@ def test_a_file_that_is_no_library_or_no_ggml_is_refused(tmp_path: Path) -> None
 
 
 def test_another_tensor_layout_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Moved(ct.Structure):
-        """`struct ggml_tensor` with `data` and `view_offs` exchanged: the size stays."""
+    exchanged = {"data": ("view_offs", ct.c_size_t), "view_offs": ("data", ct.c_void_p)}
+    moved: Any = type(
+        "Moved",
+        (ct.Structure,),
+        {
+            "_fields_": [exchanged.get(field[0], field) for field in Tensor._fields_],
+            "__doc__": "The size stays.",
+        },
+    )
 
-        _fields_ = tuple(
-            {"data": ("view_offs", ct.c_size_t), "view_offs": ("data", ct.c_void_p)}.get(name, (name, kind))
-            for name, kind in Tensor._fields_
-        )
-
-    monkeypatch.setattr("kvstore_engine.ggml.library.tensor_at", Moved.from_address)
+    monkeypatch.setattr("kvstore_engine.ggml.library.tensor_at", moved.from_address)
     with pytest.raises(GGMLError, match="laid out otherwise"):
         Library(find_library())
 

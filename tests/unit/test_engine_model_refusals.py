@@ -1,5 +1,6 @@
 """Models that the engine cannot run are refused by name, before ggml could abort."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from kvstore_engine.gguf import TENSOR_TYPES
 from tests.reference.gguf_bytes import write_gguf
 from tests.reference.make_gguf import TinyModel, write_model
 
-_TINY = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "feed_forward": 32}
+_TINY = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, feed_forward=32)
 
 
 def _refusal(path: Path) -> str:
@@ -35,7 +36,7 @@ def _refusal(path: Path) -> str:
     ],
 )
 def test_metadata(tmp_path: Path, metadata: dict[str, object], words: tuple[str, ...]) -> None:
-    message = _refusal(write_model(tmp_path / "m.gguf", TinyModel(**_TINY, metadata=metadata)))
+    message = _refusal(write_model(tmp_path / "m.gguf", replace(_TINY, metadata=metadata)))
     for word in words:
         assert word in message
 
@@ -52,11 +53,10 @@ def test_quantisations_name_what_would_do(tmp_path: Path) -> None:
 
 
 def test_a_bias_is_not_silently_dropped(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "m.gguf", TinyModel(**_TINY))
+    model = write_model(tmp_path / "m.gguf", _TINY)
     with GGUFFile.open(model) as file:
         tensors = {
-            name: (info.ggml_type, info.shape, file.tensor_bytes(name).tobytes())
-            for name, info in file.tensors.items()
+            name: (info.ggml_type, info.shape, file.tensor_bytes(name).tobytes()) for name, info in file.tensors.items()
         }
         metadata = dict(file.metadata)
     tensors["blk.0.attn_q.bias"] = (0, (32,), bytes(128))
@@ -65,7 +65,7 @@ def test_a_bias_is_not_silently_dropped(tmp_path: Path) -> None:
 
 def test_weights_are_repacked_where_this_cpu_can_and_used_in_place_elsewhere(tmp_path: Path) -> None:
     for quantisation in ("q4_0", "f32"):
-        path = write_model(tmp_path / f"{quantisation}.gguf", TinyModel(**_TINY, quantisation=quantisation))
+        path = write_model(tmp_path / f"{quantisation}.gguf", replace(_TINY, quantisation=quantisation))
         with load_model(GGUFFile.open(path), repack=False) as plain, load_model(GGUFFile.open(path)) as model:
             assert plain.repacked_bytes == 0
             repackable = quantisation == "q4_0" and bool(model.library.extra_buffer_types())

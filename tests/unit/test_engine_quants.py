@@ -93,9 +93,7 @@ def test_quantise_equals_ggml(name: str) -> None:
     theirs = np.zeros(values.size // BLOCK * _BLOCK_BYTES[name], np.uint8)
     function = _ggml().ggml_quantize_chunk
     function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    function(
-        _GGML_TYPES[name], values.ctypes.data, theirs.ctypes.data, 0, values.size // BLOCK, BLOCK, None
-    )
+    function(_GGML_TYPES[name], values.ctypes.data, theirs.ctypes.data, 0, values.size // BLOCK, BLOCK, None)
     assert np.array_equal(quantise(name, values), theirs)
 
 

@@ -106,9 +106,7 @@ def test_a_prompt_that_is_wholly_stored_leaves_its_last_block_to_compute(
     assert _restore(session, tokens[:64], PlainPool(), table).tokens == 0
 
 
-def test_only_the_common_prefix_is_restored(
-    session: MemorySession, store: tuple[BlockStore, PlainPool]
-) -> None:
+def test_only_the_common_prefix_is_restored(session: MemorySession, store: tuple[BlockStore, PlainPool]) -> None:
     tokens, table = _tokens(256), list(range(16))
     _store_all(*store, tokens, table)
     other = tokens.copy()
@@ -128,9 +126,7 @@ def test_a_slow_store_is_not_waited_for(session: MemorySession, store: tuple[Blo
     assert not session.leases
 
 
-def test_fewer_blocks_than_planned_are_still_used(
-    session: MemorySession, store: tuple[BlockStore, PlainPool]
-) -> None:
+def test_fewer_blocks_than_planned_are_still_used(session: MemorySession, store: tuple[BlockStore, PlainPool]) -> None:
     tokens, table = _tokens(300), list(range(19))
     _store_all(*store, tokens, table)
     session.granted_blocks = 2
@@ -175,9 +171,7 @@ def test_blocks_are_stored_as_they_fill(session: MemorySession, store: tuple[Blo
     assert len(session.blocks) == 4
 
 
-def test_restored_blocks_are_not_stored_again(
-    session: MemorySession, store: tuple[BlockStore, PlainPool]
-) -> None:
+def test_restored_blocks_are_not_stored_again(session: MemorySession, store: tuple[BlockStore, PlainPool]) -> None:
     writer, pool = store
     tokens, table = _tokens(300), list(range(19))
     pool.fill(table, tokens)

@@ -18,7 +18,7 @@ def test_renders_messages_and_the_generation_prompt() -> None:
     assert template.render(_MESSAGES[1:], add_generation_prompt=False) == "<s>    [user] hi\n"
 
 
-def test_helpers_that_templates_rely_on() -> None:
+def test_functions_that_templates_rely_on() -> None:
     source = (
         "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
         "{{ strftime_now('%Y') | length }}"

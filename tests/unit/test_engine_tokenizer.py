@@ -22,7 +22,7 @@ def sentence_piece() -> Tokenizer:
 
 
 def test_an_unknown_cutting_rule_is_refused_by_name() -> None:
-    with pytest.raises(TokenizerError, match="'klingon'.*known: .*smollm"):
+    with pytest.raises(TokenizerError, match=r"'klingon'.*known: .*smollm"):
         Tokenizer.from_metadata(byte_level_vocabulary(pre="klingon"))
 
 

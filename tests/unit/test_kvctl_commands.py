@@ -11,14 +11,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tests.reference.fake_admin import FakeAdmin
-from tests.reference.fake_daemon import FakeDaemon, Knobs
 
 from kvstore_client.cli.arguments import build_parser
 from kvstore_client.cli.exit_codes import DENIED, FAILED, MEANINGS, OK, UNREACHABLE, USAGE
 from kvstore_client.cli.main import main
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2
+from tests.reference.fake_admin import FakeAdmin
+from tests.reference.fake_daemon import FakeDaemon, Knobs
 
 COMMANDS = ["status", "tiers", "tenants", "blocks", "drop", "flush", "drain", "shutdown", "invalidate", "ping"]
 
@@ -240,3 +240,9 @@ def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("kvctl ")
+
+
+def test_the_page_about_kvctl_lists_every_command_and_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kvctl.md").read_text()
+    assert all(f"| `{command}` |" in page for command in COMMANDS)
+    assert all(f"| {code} | {meaning} |" in page for code, meaning in MEANINGS.items())

@@ -49,15 +49,11 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 {_EXIT_CODES}""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument(
-        "--model", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)"
-    )
+    command.add_argument("--model", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)")
     prompt = command.add_argument_group("prompt")
     text = prompt.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="the prompt")
-    text.add_argument(
-        "--prompt-file", type=Path, metavar="FILE", help="read the prompt from FILE ('-' for stdin)"
-    )
+    text.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the prompt from FILE ('-' for stdin)")
     prompt.add_argument(
         "--chat",
         action="store_true",
@@ -80,9 +76,7 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
     sampling = command.add_argument_group("sampling")
-    sampling.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="stop after N tokens (default 256)"
-    )
+    sampling.add_argument("--max-tokens", type=int, default=256, metavar="N", help="stop after N tokens (default 256)")
     sampling.add_argument(
         "--temperature",
         type=float,
@@ -90,9 +84,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         metavar="T",
         help="0 always takes the likeliest token (default)",
     )
-    sampling.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (0: all)"
-    )
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (0: all)")
     sampling.add_argument(
         "--top-p",
         type=float,
@@ -127,9 +119,7 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the folder of kvstored's sockets; without it all is computed",
     )
-    running.add_argument(
-        "--no-store", action="store_true", help="restore from kvstored but store nothing in it"
-    )
+    running.add_argument("--no-store", action="store_true", help="restore from kvstored but store nothing in it")
     running.add_argument(
         "--no-warm-up",
         action="store_true",

@@ -21,11 +21,7 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     # The user's own inputs first: a misspelt file must not wait for a model to load.
     text = _read(options.prompt, options.prompt_file)
-    system = (
-        _read(options.system, options.system_file)
-        if options.system_file or options.system is not None
-        else None
-    )
+    system = _read(options.system, options.system_file) if options.system_file or options.system is not None else None
     settings = GenerationSettings(
         max_tokens=options.max_tokens,
         sampling=SamplingSettings(options.temperature, options.top_k, options.top_p, options.seed),
@@ -93,9 +89,7 @@ def _summary(generation: Generation, load_s: float, *, with_store: bool) -> str:
     parts.append(f"loaded in {load_s:.1f} s")
     if with_store:
         restore, store = generation.restore, generation.store
-        restored = (
-            f"{restore.tokens} restored ({restore.bytes / 1e6:.1f} MB in {restore.restore_s * 1e3:.1f} ms)"
-        )
+        restored = f"{restore.tokens} restored ({restore.bytes / 1e6:.1f} MB in {restore.restore_s * 1e3:.1f} ms)"
         parts.append(restored if restore.tokens else f"0 restored: {restore.reason}")
         parts.append(f"{store.stored} blocks stored" + (f", then {store.reason}" if store.reason else ""))
     return "kvengine: " + "; ".join(parts)

@@ -48,9 +48,7 @@ def _run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("kvstore_engine", "kvstore_client", "kvstore_proto"):
             raise
-        return _say(
-            f"the Python package {error.name!r} is missing: pip install 'kvstored[engine]'", EXIT_USAGE
-        )
+        return _say(f"the Python package {error.name!r} is missing: pip install 'kvstored[engine]'", EXIT_USAGE)
 
 
 def _say(error: object, code: int) -> int:

@@ -79,9 +79,7 @@ class Library:
     def _bind(self, name: str) -> Callable[..., Any]:
         function = self._symbol(name)
         if function is None:
-            raise GGMLError(
-                f"ggml library {self.path} has no {name}: too old, or not a ggml with a CPU backend"
-            )
+            raise GGMLError(f"ggml library {self.path} has no {name}: too old, or not a ggml with a CPU backend")
         function.restype, function.argtypes = PROTOTYPES[name]
         bound: Callable[..., Any] = function
         return bound
@@ -90,9 +88,7 @@ class Library:
         """Compare `Tensor` with what ggml writes: sizes, and every field that we or our kernels read."""
         header = self.tensor_overhead() - ct.sizeof(Tensor)
         if header not in (16, 32, 48):  # struct ggml_object in front of each tensor
-            raise GGMLError(
-                f"{self.path}: struct ggml_tensor has an unknown size; this ggml is not supported"
-            )
+            raise GGMLError(f"{self.path}: struct ggml_tensor has an unknown size; this ggml is not supported")
         context = self.init(InitParams(1 << 16, None, False))
         left, right = (self.new_tensor_2d(context, _F32, 3, 5) for _ in range(2))
         self.set_name(left, b"probe")
@@ -102,9 +98,7 @@ class Library:
         wanted = (_F32, [3, 5, 1, 1], [4, 12, 60, 60], b"probe", self.get_data(left), [left, right, None])
         self.free(context)
         if seen != wanted:
-            raise GGMLError(
-                f"{self.path}: struct ggml_tensor is laid out otherwise; this ggml is not supported"
-            )
+            raise GGMLError(f"{self.path}: struct ggml_tensor is laid out otherwise; this ggml is not supported")
 
     def extra_buffer_types(self) -> dict[str, int]:
         """The CPU's repacking buffer types by name: those that llama.cpp's loader would use, in its order."""
@@ -123,9 +117,7 @@ class Library:
 
     def describe(self) -> dict[str, str]:
         """Path, version and the CPU features that this ggml was built with (not those that the CPU has)."""
-        features = [
-            f for f in _CPU_FEATURES if (has := self._symbol(f"ggml_cpu_has_{f}")) is not None and has()
-        ]
+        features = [f for f in _CPU_FEATURES if (has := self._symbol(f"ggml_cpu_has_{f}")) is not None and has()]
         return {
             "path": str(self.path),
             "version": self.version().decode(),

@@ -84,9 +84,7 @@ class Cursor:
         count = self.u64(what)
         left = len(self.buffer) - self.position
         if count * item_bytes > left:
-            raise self.error(
-                f"damaged or truncated: {what} is {count}, more than the {left} bytes left can hold"
-            )
+            raise self.error(f"damaged or truncated: {what} is {count}, more than the {left} bytes left can hold")
         return count
 
     def string(self, what: str, max_bytes: int = MAX_STRING_BYTES) -> str:
@@ -143,9 +141,7 @@ class Cursor:
                 raise self.error(f"truncated: the file ends inside {key!r}")
             position = start + unpack(buffer, position)[0]
             if position > size:
-                raise self.error(
-                    f"damaged or truncated: string {len(strings)} of {key!r} runs past the file's end"
-                )
+                raise self.error(f"damaged or truncated: string {len(strings)} of {key!r} runs past the file's end")
             try:
                 append(str(buffer[start:position], "utf-8"))
             except UnicodeDecodeError:

@@ -148,11 +148,7 @@ def _read_metadata(cursor: Cursor, count: int) -> dict[str, object]:
 
 def _alignment_bytes(cursor: Cursor, metadata: Mapping[str, object]) -> int:
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT_BYTES)
-    if (
-        not isinstance(alignment, int)
-        or not 0 < alignment <= _MAX_ALIGNMENT_BYTES
-        or alignment & (alignment - 1)
-    ):
+    if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT_BYTES or alignment & (alignment - 1):
         raise cursor.error(f"damaged: general.alignment is {alignment!r}, not a power of two")
     return alignment
 
@@ -169,9 +165,7 @@ def _read_tensors(cursor: Cursor, count: int, alignment_bytes: int) -> dict[str,
             )
         if info.name in tensors:
             raise cursor.error(f"damaged: the tensor {info.name!r} appears twice")
-        tensors[info.name] = TensorInfo(
-            info.name, info.ggml_type, info.type_name, info.shape, offset, info.nbytes
-        )
+        tensors[info.name] = TensorInfo(info.name, info.ggml_type, info.type_name, info.shape, offset, info.nbytes)
     return tensors
 
 
@@ -192,17 +186,11 @@ def _read_tensor(cursor: Cursor, index: int, alignment_bytes: int) -> TensorInfo
     if kind is None:
         raise cursor.error(f"the tensor {name!r} has the unknown ggml type {number}")
     if shape[0] % kind.block_elements:
-        raise cursor.error(
-            f"damaged: {name!r} has rows of {shape[0]}, {kind.name} needs {kind.block_elements}s"
-        )
+        raise cursor.error(f"damaged: {name!r} has rows of {shape[0]}, {kind.name} needs {kind.block_elements}s")
     offset = cursor.u64(f"the offset of {name!r}")
     if offset % alignment_bytes:
-        raise cursor.error(
-            f"damaged: the tensor {name!r} starts at {offset}, not a multiple of {alignment_bytes}"
-        )
-    return TensorInfo(
-        name, number, kind.name, shape, offset, kind.row_bytes(shape[0]) * (elements // shape[0])
-    )
+        raise cursor.error(f"damaged: the tensor {name!r} starts at {offset}, not a multiple of {alignment_bytes}")
+    return TensorInfo(name, number, kind.name, shape, offset, kind.row_bytes(shape[0]) * (elements // shape[0]))
 
 
 def _plain(value: object) -> object:

@@ -90,9 +90,7 @@ class _Builder:
         last = model.config.layers - 1
         for index in range(last):
             hidden = self._feed_forward(index, self._attention(index, hidden))
-        logits = (
-            self._finish(last, hidden, output_input) if self.outputs else self._finish_cache(last, hidden)
-        )
+        logits = self._finish(last, hidden, output_input) if self.outputs else self._finish_cache(last, hidden)
         return LlamaGraph(
             self.context,
             self.graph,
@@ -112,9 +110,7 @@ class _Builder:
 
     def _norm(self, hidden: int, weight: int) -> int:
         ggml = self.ggml
-        normed: int = ggml.mul(
-            self.context, ggml.rms_norm(self.context, hidden, self.model.config.rms_epsilon), weight
-        )
+        normed: int = ggml.mul(self.context, ggml.rms_norm(self.context, hidden, self.model.config.rms_epsilon), weight)
         return normed
 
     def _heads(self, projected: int, heads: int) -> int:

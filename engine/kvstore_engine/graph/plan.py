@@ -16,9 +16,7 @@ BLOCK_TOKENS = 64  # the storage block's default
 CHUNK_TOKENS = 128
 
 
-def chunk_plan(
-    start: int, end: int, *, block: int = BLOCK_TOKENS, chunk: int = CHUNK_TOKENS
-) -> list[tuple[int, int]]:
+def chunk_plan(start: int, end: int, *, block: int = BLOCK_TOKENS, chunk: int = CHUNK_TOKENS) -> list[tuple[int, int]]:
     """Steps `[first, last)` that cover the token positions `[start, end)` in order.
 
     `block` is the storage block, the unit in which prefixes are restored; `chunk` a multiple of it. Steps

@@ -21,7 +21,6 @@ _HEADERS = ("layout.h",)
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-shared",
@@ -41,12 +40,15 @@ def cache_folder() -> Path:
     return Path(root) / "kvstored" / "kernels"
 
 
-def build_kernels(folder: Path | None = None) -> Path:
-    """The shared library's path; compiles it (a few seconds) if the cache has none. Raises BuildError."""
-    compiler = _compiler()
-    target = (folder or cache_folder()) / f"kernels-{_digest(compiler)}.so"
+def build_kernels(folder: Path | None = None, cpu: str = "native") -> Path:
+    """The shared library's path; compiles it (a few seconds) if the cache has none. Raises BuildError.
+
+    `cpu` is the compiler's -march: another than this machine's own is for tests.
+    """
+    compiler, flags = _compiler(), (*_FLAGS, f"-march={cpu}")
+    target = (folder or cache_folder()) / f"kernels-{_digest(compiler, flags)}.so"
     if not target.exists():
-        _compile(compiler, target)
+        _compile(compiler, flags, target)
     return target
 
 
@@ -58,21 +60,19 @@ def _compiler() -> str:
     return found
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     here = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=12)
     for name in _SOURCES + _HEADERS:
         digest.update((here / name).read_bytes())
-    for text in (compiler, _version(compiler), *_FLAGS, _cpu()):
+    for text in (compiler, _version(compiler), *flags, _cpu()):
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()
 
 
 def _version(compiler: str) -> str:
     try:
-        done = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
-        )
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{compiler} --version failed: {error}") from None
     return done.stdout
@@ -88,7 +88,7 @@ def _cpu() -> str:
     return platform.machine() + "".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
     """Compile to a temporary name, then rename: of two processes at once, both end with a whole file."""
     here = Path(__file__).parent
     try:
@@ -98,7 +98,7 @@ def _compile(compiler: str, target: Path) -> None:
         raise BuildError(f"cannot write {target.parent}: {error.strerror}") from None
     os.close(handle)
     try:
-        command = [compiler, *_FLAGS, "-o", temporary, *(str(here / name) for name in _SOURCES)]
+        command = [compiler, *flags, "-o", temporary, *(str(here / name) for name in _SOURCES)]
         subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
         Path(temporary).replace(target)
     except subprocess.CalledProcessError as error:

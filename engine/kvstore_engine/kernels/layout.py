@@ -102,9 +102,7 @@ class StepMemory:
             tables=self.tables.ctypes.data,
             items=self.items.ctypes.data,
         )
-        self.layers = (Layer * len(planes))(
-            *(Layer(keys=k, values=v, step=ct.addressof(self.step)) for k, v in planes)
-        )
+        self.layers = (Layer * len(planes))(*(Layer(keys=k, values=v, step=ct.addressof(self.step)) for k, v in planes))
         fields = len(Layer._fields_)
         self._counters = array_at(ct.addressof(self.layers), np.int64, len(planes), fields)[:, -1]
 

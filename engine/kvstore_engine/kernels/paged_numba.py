@@ -4,11 +4,9 @@ The same algorithm as paged_attention.cpp, lane for lane: rows of a tile are the
 result does not depend on its neighbours here either. LLVM vectorises the inner loops over lanes. Slower
 than the C++, since running sums go through memory, but far ahead of numpy.
 
-Names without a leading underscore in `_compile` are numba functions; they call one another, so they are built
-together, once.
+Compilation takes several seconds, once: numba keeps the machine code beside this file or in the user's cache.
 """
 
-from functools import cache
 from typing import Any
 
 import numba
@@ -34,7 +32,8 @@ class NumbaKernels(ReferenceKernels):
     name = "numba"
 
     def __init__(self) -> None:
-        self._operation = _compile()
+        signature = types.void(types.voidptr, types.int32, types.int32, types.voidptr)
+        self._operation: Any = numba.cfunc(signature, cache=True)(_attend)
 
     @property
     def attention_address(self) -> int:
@@ -77,6 +76,9 @@ def _widen_row(address: int, element_bytes: int, target: Any) -> None:
         target[:] = carray(_pointer(address), (len(target),), np.float32)
 
 
+widen_row: Any = _jit(_widen_row)
+
+
 def _score(scores: Any, keys: Any, queries: Any) -> None:
     """scores[key][lane] = keys[key] . queries[:, lane], channel after channel."""
     scores[: len(keys)] = 0
@@ -85,6 +87,9 @@ def _score(scores: Any, keys: Any, queries: Any) -> None:
             key = keys[t, d]
             for lane in range(queries.shape[1]):
                 scores[t, lane] += key * queries[d, lane]
+
+
+score: Any = _jit(_score)
 
 
 def _softmax(scores: Any, count: int, limits: Any, peaks: Any, totals: Any, rescale: Any) -> None:
@@ -104,6 +109,9 @@ def _softmax(scores: Any, count: int, limits: Any, peaks: Any, totals: Any, resc
         totals[lane] = totals[lane] * rescale[lane] + total
 
 
+softmax: Any = _jit(_softmax)
+
+
 def _accumulate(output: Any, scores: Any, values: Any, rescale: Any) -> None:
     """output[channel][lane] = output * rescale + values[:, channel] . scores[:, lane], key after key."""
     for d in range(output.shape[0]):
@@ -115,62 +123,60 @@ def _accumulate(output: Any, scores: Any, values: Any, rescale: Any) -> None:
                 output[d, lane] += value * scores[t, lane]
 
 
-@cache
-def _compile() -> Any:
-    """The `ggml_custom_op_t`, with all that it calls."""
-    widen_row, score, softmax, accumulate = map(_jit, (_widen_row, _score, _softmax, _accumulate))
+accumulate: Any = _jit(_accumulate)
 
-    def run_item(layer: Any, step: Any, item: Any, sequence: Any, queries: Any, output: Any) -> None:
-        """One work item; `queries`, `output`: [token][head][channel] from the item's first query on."""
-        head_dim, group = step[_HEAD_DIM], step[_HEADS] // step[_KV_HEADS]
-        kv_head, lanes = item[1], item[3] * group
-        before = sequence[2] - sequence[1] + item[2]  # context of the first query, itself excluded
-        table = carray(_pointer(step[_TABLES] + 4 * item[0] * step[_TABLE_STRIDE]), (_UNBOUNDED,), np.int32)
-        turned, summed = np.empty((head_dim, lanes), np.float32), np.zeros((head_dim, lanes), np.float32)
-        keys, values = np.empty((_KEYS, head_dim), np.float32), np.empty((_KEYS, head_dim), np.float32)
-        scores = np.empty((_KEYS, lanes), np.float32)
-        peaks, totals = np.full(lanes, _MASKED, np.float32), np.zeros(lanes, np.float32)
-        rescale, limits = np.empty(lanes, np.float32), np.empty(lanes, np.int64)
-        scale = np.float32(1 / np.sqrt(head_dim))
+
+def _run_item(layer: Any, step: Any, item: Any, sequence: Any, queries: Any, output: Any) -> None:
+    """One work item; `queries`, `output`: [token][head][channel] from the item's first query on."""
+    head_dim, group = step[_HEAD_DIM], step[_HEADS] // step[_KV_HEADS]
+    kv_head, lanes = item[1], item[3] * group
+    before = sequence[2] - sequence[1] + item[2]  # context of the first query, itself excluded
+    table = carray(_pointer(step[_TABLES] + 4 * item[0] * step[_TABLE_STRIDE]), (_UNBOUNDED,), np.int32)
+    turned, summed = np.empty((head_dim, lanes), np.float32), np.zeros((head_dim, lanes), np.float32)
+    keys, values = np.empty((_KEYS, head_dim), np.float32), np.empty((_KEYS, head_dim), np.float32)
+    scores = np.empty((_KEYS, lanes), np.float32)
+    peaks, totals = np.full(lanes, _MASKED, np.float32), np.zeros(lanes, np.float32)
+    rescale, limits = np.empty(lanes, np.float32), np.empty(lanes, np.int64)
+    scale = np.float32(1 / np.sqrt(head_dim))
+    for lane in range(lanes):
+        for d in range(head_dim):
+            turned[d, lane] = queries[lane // group, kv_head * group + lane % group, d] * scale
+    end = before + item[3]
+    for first in range(0, end, _KEYS):
+        count = min(_KEYS, end - first)
+        for t in range(count):
+            position = first + t
+            slot = np.int64(table[position // step[_BLOCK_TOKENS]]) * step[_BLOCK_TOKENS]
+            slot += position % step[_BLOCK_TOKENS]
+            offset = slot * step[_ROW_BYTES] + kv_head * head_dim * step[_ELEMENT_BYTES]
+            widen_row(layer[0] + offset, step[_ELEMENT_BYTES], keys[t])
+            widen_row(layer[1] + offset, step[_ELEMENT_BYTES], values[t])
         for lane in range(lanes):
-            for d in range(head_dim):
-                turned[d, lane] = queries[lane // group, kv_head * group + lane % group, d] * scale
-        end = before + item[3]
-        for first in range(0, end, _KEYS):
-            count = min(_KEYS, end - first)
-            for t in range(count):
-                position = first + t
-                slot = np.int64(table[position // step[_BLOCK_TOKENS]]) * step[_BLOCK_TOKENS]
-                slot += position % step[_BLOCK_TOKENS]
-                offset = slot * step[_ROW_BYTES] + kv_head * head_dim * step[_ELEMENT_BYTES]
-                widen_row(layer[0] + offset, step[_ELEMENT_BYTES], keys[t])
-                widen_row(layer[1] + offset, step[_ELEMENT_BYTES], values[t])
-            for lane in range(lanes):
-                limits[lane] = before + lane // group + 1 - first
-            score(scores, keys[:count], turned)
-            softmax(scores, count, limits, peaks, totals, rescale)
-            accumulate(summed, scores, values[:count], rescale)
-        for lane in range(lanes):
-            for d in range(head_dim):
-                output[lane // group, kv_head * group + lane % group, d] = summed[d, lane] / totals[lane]
+            limits[lane] = before + lane // group + 1 - first
+        score(scores, keys[:count], turned)
+        softmax(scores, count, limits, peaks, totals, rescale)
+        accumulate(summed, scores, values[:count], rescale)
+    for lane in range(lanes):
+        for d in range(head_dim):
+            output[lane // group, kv_head * group + lane % group, d] = summed[d, lane] / totals[lane]
 
-    run_item = _jit(run_item)
 
-    def attend(destination: Any, thread: int, threads: int, userdata: Any) -> None:
-        """Items are dealt out by turn."""
-        layer = carray(userdata, (_LAYER_WORDS,), np.int64)
-        step = carray(_pointer(layer[2]), (_STEP_WORDS,), np.int64)
-        tensor = carray(destination, (_TENSOR_WORDS,), np.int64)
-        source = carray(_pointer(tensor[step[_SOURCE_OFFSET] // 8]), (_TENSOR_WORDS,), np.int64)
-        rows = (_UNBOUNDED, step[_HEADS], step[_HEAD_DIM])
-        queries = carray(_pointer(source[step[_DATA_OFFSET] // 8]), rows, np.float32)
-        output = carray(_pointer(tensor[step[_DATA_OFFSET] // 8]), rows, np.float32)
-        items = carray(_pointer(step[_ITEMS]), (_UNBOUNDED, 4), np.int32)
-        sequences = carray(_pointer(step[_SEQUENCES]), (_UNBOUNDED, 4), np.int32)
-        for index in range(thread, step[_ITEM_COUNT], threads):
-            item = items[index].astype(np.int64)
-            sequence = sequences[item[0]].astype(np.int64)
-            start = sequence[0] + item[2]
-            run_item(layer, step, item, sequence, queries[start:], output[start:])
+run_item: Any = _jit(_run_item)
 
-    return numba.cfunc(types.void(types.voidptr, types.int32, types.int32, types.voidptr))(attend)
+
+def _attend(destination: Any, thread: int, threads: int, userdata: Any) -> None:
+    """Items are dealt out by turn."""
+    layer = carray(userdata, (_LAYER_WORDS,), np.int64)
+    step = carray(_pointer(layer[2]), (_STEP_WORDS,), np.int64)
+    tensor = carray(destination, (_TENSOR_WORDS,), np.int64)
+    source = carray(_pointer(tensor[step[_SOURCE_OFFSET] // 8]), (_TENSOR_WORDS,), np.int64)
+    rows = (_UNBOUNDED, step[_HEADS], step[_HEAD_DIM])
+    queries = carray(_pointer(source[step[_DATA_OFFSET] // 8]), rows, np.float32)
+    output = carray(_pointer(tensor[step[_DATA_OFFSET] // 8]), rows, np.float32)
+    items = carray(_pointer(step[_ITEMS]), (_UNBOUNDED, 4), np.int32)
+    sequences = carray(_pointer(step[_SEQUENCES]), (_UNBOUNDED, 4), np.int32)
+    for index in range(thread, step[_ITEM_COUNT], threads):
+        item = items[index].astype(np.int64)
+        sequence = sequences[item[0]].astype(np.int64)
+        start = sequence[0] + item[2]
+        run_item(layer, step, item, sequence, queries[start:], output[start:])

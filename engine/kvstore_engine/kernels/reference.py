@@ -18,9 +18,7 @@ FloatArray = npt.NDArray[np.float32]
 _CALLBACK = ct.CFUNCTYPE(None, ct.c_void_p, ct.c_int, ct.c_int, ct.c_void_p)
 
 
-def paged_attention(
-    queries: FloatArray, keys: FloatArray, values: FloatArray, context: Int32Array
-) -> FloatArray:
+def paged_attention(queries: FloatArray, keys: FloatArray, values: FloatArray, context: Int32Array) -> FloatArray:
     """Causal attention of one sequence whose K and V have been gathered into order.
 
     queries [rows, heads, head_dim]; keys, values [tokens, kv_heads, head_dim]; all float32. context int32

@@ -124,9 +124,7 @@ class _Keys:
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise UnsupportedModel(
-                f"metadata {self.architecture}.{key} must be a positive integer, is {value!r}"
-            )
+            raise UnsupportedModel(f"metadata {self.architecture}.{key} must be a positive integer, is {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -177,8 +175,6 @@ def _check_shape(config: ModelConfig, keys: _Keys) -> None:
     if config.heads % config.kv_heads:
         raise UnsupportedModel(f"{config.heads} query heads cannot share {config.kv_heads} K/V heads evenly")
     if config.rope.dimensions != config.head_dim:  # llama.cpp refuses it for this architecture, too
-        raise UnsupportedModel(
-            f"RoPE over {config.rope.dimensions} of {config.head_dim} dimensions is not supported"
-        )
+        raise UnsupportedModel(f"RoPE over {config.rope.dimensions} of {config.head_dim} dimensions is not supported")
     if config.layers > _MAX_LAYERS:
         raise UnsupportedModel(f"{config.layers} layers are more than the {_MAX_LAYERS} that are supported")

@@ -55,9 +55,7 @@ class Model:
         self._buffers: list[int] = []
         base = file.data.ctypes.data
         self._mapped = self._own(library.backend_cpu_buffer_from_ptr(base, file.data.size))
-        self._context = library.init(
-            InitParams(library.tensor_overhead() * (len(file.tensors) + 1), None, True)
-        )
+        self._context = library.init(InitParams(library.tensor_overhead() * (len(file.tensors) + 1), None, True))
         tensors = file.tensors
         self.token_embedding = self._in_place(tensors["token_embd.weight"])
         # A tied output matrix is a second tensor: it is multiplied with, so it may be repacked; rows are
@@ -123,9 +121,7 @@ class Model:
 
     def _repacked(self, tensor: int, info: TensorInfo, buffer_type: int) -> bool:
         ggml = self.library
-        buffer = ggml.backend_buft_alloc_buffer(
-            buffer_type, ggml.backend_buft_get_alloc_size(buffer_type, tensor)
-        )
+        buffer = ggml.backend_buft_alloc_buffer(buffer_type, ggml.backend_buft_get_alloc_size(buffer_type, tensor))
         ggml.backend_tensor_alloc(buffer, tensor, ggml.backend_buffer_get_base(buffer))
         # The buffer type answers by setting `extra`: no other call asks it about a type and a shape.
         if tensor_at(tensor).extra:
@@ -174,9 +170,7 @@ def _check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     for name, shape in expected.items():
         info = file.tensors.get(name)
         if info is None:
-            raise UnsupportedModel(
-                f"the model has no tensor {name}: the file is incomplete or of another kind"
-            )
+            raise UnsupportedModel(f"the model has no tensor {name}: the file is incomplete or of another kind")
         if info.shape != shape:
             raise UnsupportedModel(f"tensor {name} has the shape {info.shape}, the metadata asks for {shape}")
         if len(shape) == 1 and info.ggml_type != F32:

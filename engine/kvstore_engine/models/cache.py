@@ -31,8 +31,7 @@ def models_directory() -> Path:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OperationError(
-            f"cannot create the model cache {directory}: {error.strerror}; "
-            "set XDG_CACHE_HOME to a writable folder"
+            f"cannot create the model cache {directory}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
         ) from None
     return directory
 

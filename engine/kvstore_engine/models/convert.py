@@ -74,9 +74,7 @@ def _convert(file: GGUFFile, target_type: str, folder: Path, digest: str | None)
             f"{', '.join(READABLE)} can be read"
         )
     # All bytes, not only the weights': a corrected chat template must not keep its old conversion alive.
-    target = converted_path(
-        file.path, target_type, folder, digest or xxhash.xxh3_128(file.data.data).hexdigest()
-    )
+    target = converted_path(file.path, target_type, folder, digest or xxhash.xxh3_128(file.data.data).hexdigest())
     if not target.exists():
         with exclusive(target):
             if not target.exists():

@@ -38,14 +38,8 @@ def parse_reference(text: str, quant: str | None = None) -> ModelReference:
         return ModelReference(known, None, _checked(quant) or known.default_quant)
     if Path(name).exists():
         return ModelReference(None, Path(name), _checked(quant))
-    wrong = (
-        f"; {suffix!r} is no quantisation ({', '.join(QUANTISATIONS)})"
-        if base.lower() in KNOWN_MODELS
-        else ""
-    )
-    raise UsageError(
-        f"no model {text!r}: no such file, and the known names are {', '.join(KNOWN_MODELS)}{wrong}"
-    )
+    wrong = f"; {suffix!r} is no quantisation ({', '.join(QUANTISATIONS)})" if base.lower() in KNOWN_MODELS else ""
+    raise UsageError(f"no model {text!r}: no such file, and the known names are {', '.join(KNOWN_MODELS)}{wrong}")
 
 
 def locate(text: str, quant: str | None = None) -> Path:
@@ -61,9 +55,7 @@ def locate(text: str, quant: str | None = None) -> Path:
         raise UsageError(f"{source} is a folder; give a .gguf file in it")
     if reference.quant is None:
         return source
-    return convert(
-        source, reference.quant, source.parent if os.access(source.parent, os.W_OK) else models_directory()
-    )
+    return convert(source, reference.quant, source.parent if os.access(source.parent, os.W_OK) else models_directory())
 
 
 def _locate_known(known: KnownModel, quant: str | None) -> Path:

@@ -33,8 +33,7 @@ class CostModel:
     def prefill_s(self, start: int, end: int, step_tokens: int) -> float:
         """Seconds to compute positions [start, end) in steps of at most `step_tokens`."""
         return sum(
-            self.step_s(min(step_tokens, end - position), position)
-            for position in range(start, end, step_tokens)
+            self.step_s(min(step_tokens, end - position), position) for position in range(start, end, step_tokens)
         )
 
     def load_s(self, nbytes: int, estimated_s: float) -> float:

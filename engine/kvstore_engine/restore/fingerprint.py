@@ -4,9 +4,8 @@ Owns the translation from a model's configuration to `kvstore_proto`'s terms. Tw
 every field here is equal, so a field that is forgotten is garbage served to someone.
 """
 
-from kvstore_proto.fingerprint import Fingerprint, LayerGroup
-
 from kvstore_engine.model import ModelConfig
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
 STORAGE_BLOCK_TOKENS = 64
 

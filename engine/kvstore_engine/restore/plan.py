@@ -40,17 +40,11 @@ def plan_restore(
     """
     usable = min(resident_blocks, max(prompt_tokens - 1, 0) // block_tokens)
     if usable <= 0:
-        reason = (
-            "nothing resident"
-            if resident_blocks <= 0
-            else "the resident part is the whole prompt's last block"
-        )
+        reason = "nothing resident" if resident_blocks <= 0 else "the resident part is the whole prompt's last block"
         return RestorePlan(0, 0.0, 0.0, reason)
     covered = usable * block_tokens
     load_s = costs.load_s(usable * block_bytes, estimated_load_s * usable / resident_blocks)
-    compute_s = costs.prefill_s(0, prompt_tokens, step_tokens) - costs.prefill_s(
-        covered, prompt_tokens, step_tokens
-    )
+    compute_s = costs.prefill_s(0, prompt_tokens, step_tokens) - costs.prefill_s(covered, prompt_tokens, step_tokens)
     if load_s > compute_s:
         return RestorePlan(0, load_s, compute_s, "computing is estimated to be faster than loading")
     return RestorePlan(usable, load_s, compute_s, "loading is estimated to be faster than computing")

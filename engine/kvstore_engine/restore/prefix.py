@@ -89,9 +89,7 @@ def restore_prefix(
     )
 
 
-def _copy_in(
-    session: KvSession, tokens: Tokens, pool: BlockReceiver, block_table: BlockIds, plan: RestorePlan
-) -> int:
+def _copy_in(session: KvSession, tokens: Tokens, pool: BlockReceiver, block_table: BlockIds, plan: RestorePlan) -> int:
     """Copy the planned blocks from a lease into the pool; how many leading ones can be relied on."""
     per_block = session.block_tokens // pool.block_tokens
     # Waiting longer for a promotion than computing takes would be worse than never having asked.

@@ -8,9 +8,10 @@ never changes it again; the request's pool blocks stay allocated until `finish` 
 bytes are read from the pool after `finish`, so that a reused block can never be published under another
 prefix's key.
 
-Why a thread: a put waits for the daemon, and a decode step must not. The bytes go from the pool straight into
-the shared staging area by a call that releases the interpreter lock.
-"""
+Why a thread, and why it is waited for: a put waits for the daemon, and a decode step must not. But copying
+beside ggml's spinning threads slows both several times over on a machine without idle cores. So each
+`advance` hands the worker one batch and waits briefly for it: storing falls between two steps, and only a
+slow daemon is overtaken."""
 
 import queue
 import threading
@@ -27,7 +28,8 @@ from kvstore_engine.restore.session import Bytes, KvSession, Tokens
 
 BlockIds = Sequence[int]
 
-_BATCH_BLOCKS = 8  # one put's worth: large enough to spread the round trip, small enough to stop soon
+_BATCH_BLOCKS = 4  # one put, between two steps: large enough to spread the round trip, a few milliseconds long
+_PATIENCE_S = 0.01
 
 
 class BlockSender(Protocol):
@@ -64,6 +66,11 @@ class _Request:
     store_s: float = 0.0
     reason: str = ""
 
+    @property
+    def is_waiting(self) -> bool:
+        """Blocks are announced and neither stored nor given up. Only while the worker is idle."""
+        return self.done_blocks < self.wanted_blocks and not self.reason
+
 
 class BlockStore:
     """Stores the blocks of one request at a time: `begin`, `advance` as tokens are computed, `finish`."""
@@ -72,47 +79,43 @@ class BlockStore:
         self._session = session
         self._pool = pool
         self._request: _Request | None = None
-        # A request to look at, an event to set once everything before it is done, or None to end.
-        self._work: queue.SimpleQueue[_Request | threading.Event | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()  # None ends the worker
+        self._idle = threading.Event()  # while set, the worker touches nothing and the request is ours
+        self._idle.set()
         self._thread: threading.Thread | None = None
 
     def begin(self, block_table: BlockIds, restored_tokens: int) -> None:
-        """A request starts whose K/V lies in `block_table`; its first `restored_tokens` came from the
-        store.
-        """
+        """A request starts whose K/V lies in `block_table`; `restored_tokens` of it came from the store."""
         assert self._request is None, "finish() the previous request first"
         done = restored_tokens // self._session.block_tokens
         self._request = _Request(block_table, np.empty(0, np.int32), done, done)
 
     def advance(self, tokens: Tokens) -> None:
-        """`tokens` (int32 [n], the whole sequence so far) have all been computed; stores the full blocks
-        among them.
+        """`tokens` (int32 [n], the whole sequence so far) are computed; stores some of the full blocks.
+
+        Call it after every step, also one that fills no block: earlier blocks may still wait for their turn.
         """
         request = self._request
         assert request is not None, "begin() first"
         full = len(tokens) // self._session.block_tokens
-        if full <= request.wanted_blocks or request.reason:
-            return
-        # The worker may be reading the old array: it is replaced, never changed.
-        request.tokens = np.array(tokens[: full * self._session.block_tokens], np.int32)
-        request.wanted_blocks = full
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvengine-store", daemon=True)
-            self._thread.start()
-        self._work.put(request)
+        if full > request.wanted_blocks:
+            # The worker may be reading the old array: it is replaced, never changed.
+            request.tokens = np.array(tokens[: full * self._session.block_tokens], np.int32)
+            request.wanted_blocks = full
+        if self._idle.is_set() and request.is_waiting:
+            self._hand_over(request)
+            self._idle.wait(_PATIENCE_S)
 
     def finish(self) -> StoreReport:
-        """Wait until everything announced is stored or given up, and report. Each put's deadline bounds the
-        wait.
-        """
+        """Store what is left, or give it up, and report. Each put's deadline bounds the wait."""
         request = self._request
         if request is None:
             return StoreReport()
         self._request = None
-        if self._thread is not None:
-            idle = threading.Event()
-            self._work.put(idle)
-            idle.wait()
+        self._idle.wait()
+        while request.is_waiting:
+            self._hand_over(request)
+            self._idle.wait()
         counts = request.statuses
         return StoreReport(
             stored=counts["stored"],
@@ -131,33 +134,35 @@ class BlockStore:
             self._thread.join()
             self._thread = None
 
+    def _hand_over(self, request: _Request) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvengine-store", daemon=True)
+            self._thread.start()
+        self._idle.clear()
+        self._work.put(request)
+
     def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
+        while (request := self._work.get()) is not None:
             begin = time.perf_counter()
             try:
-                self._put_wanted(item)
+                self._put_batch(request)
             except Exception as error:  # the thread's end: a bug in storing must not end the answer
-                item.reason = f"storing failed: {type(error).__name__}: {error}"
-            item.store_s += time.perf_counter() - begin
+                request.reason = f"storing failed: {type(error).__name__}: {error}"
+            request.store_s += time.perf_counter() - begin
+            self._idle.set()
 
-    def _put_wanted(self, request: _Request) -> None:
-        while request.done_blocks < request.wanted_blocks and not request.reason:
-            first = request.done_blocks
-            count = min(request.wanted_blocks - first, _BATCH_BLOCKS)
-            tokens = request.tokens[: (first + count) * self._session.block_tokens]
-            payloads = [partial(self._gather, request.block_table, first + index) for index in range(count)]
-            statuses = self._session.put(tokens, first_block=first, payloads=payloads).statuses
-            request.statuses.update(statuses)
-            request.done_blocks += count
-            lost = next((status for status in statuses if status not in ("stored", "present")), None)
-            if lost is not None:
-                # A prefix is found only up to its first gap: blocks after one would be stored in vain.
-                request.reason = (
-                    f"block {first + list(statuses).index(lost)} was {lost}; later ones are not stored"
-                )
+    def _put_batch(self, request: _Request) -> None:
+        first = request.done_blocks
+        count = min(request.wanted_blocks - first, _BATCH_BLOCKS)
+        tokens = request.tokens[: (first + count) * self._session.block_tokens]
+        payloads = [partial(self._gather, request.block_table, first + index) for index in range(count)]
+        statuses = self._session.put(tokens, first_block=first, payloads=payloads).statuses
+        request.statuses.update(statuses)
+        request.done_blocks += count
+        lost = next((status for status in statuses if status not in ("stored", "present")), None)
+        if lost is not None:
+            # A prefix is found only up to its first gap: blocks after one would be stored in vain.
+            request.reason = f"block {first + list(statuses).index(lost)} was {lost}; later ones are not stored"
 
     def _gather(self, block_table: BlockIds, block: int, dest: Bytes) -> None:
         per_block = self._session.block_tokens // self._pool.block_tokens

@@ -47,9 +47,7 @@ def build_encoder(vocabulary: Vocabulary) -> "Encoder":
 def token_bytes(text: str) -> bytes:
     """The bytes that the stored token `text` stands for; characters outside GPT-2's alphabet as UTF-8."""
     alphabet = _byte_of_character()
-    return b"".join(
-        bytes([alphabet[character]]) if character in alphabet else character.encode() for character in text
-    )
+    return b"".join(bytes([alphabet[character]]) if character in alphabet else character.encode() for character in text)
 
 
 def _pair(merge: str) -> tuple[str, str]:

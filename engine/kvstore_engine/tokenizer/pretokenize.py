@@ -64,23 +64,17 @@ def _cased(contraction: str, digits: str) -> str:
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "": _DEFAULT_RULE,
     "default": _DEFAULT_RULE,
-    **dict.fromkeys(
-        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion", "granite-docling"), _GPT2_RULE
-    ),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion", "granite-docling"), _GPT2_RULE),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS_THEN_GPT2
     ),
-    **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3_RULE
-    ),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3_RULE),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer(_LLAMA3_RULE.patterns)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), _QWEN2_RULE),
     "tekken": PreTokenizer((_cased("", _DIGITS),), ignore_merges=True, add_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_cased(f"{_CONTRACTION}?", r"\p{N}{1,3}"),))),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    **dict.fromkeys(
-        ("deepseek-v3", "hunyuan-dense"), PreTokenizer((r"\p{N}{1,3}", _DEEPSEEK_CJK, _DEEPSEEK_WORDS))
-    ),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer((r"\p{N}{1,3}", _DEEPSEEK_CJK, _DEEPSEEK_WORDS))),
 }
 
 

@@ -40,8 +40,7 @@ class Tokenizer:
         ):
             if flag and token_id is None:
                 raise TokenizerError(
-                    f"the file asks to add a {name.upper()} token but has no valid "
-                    f"tokenizer.ggml.{name}_token_id"
+                    f"the file asks to add a {name.upper()} token but has no valid tokenizer.ggml.{name}_token_id"
                 )
 
     @classmethod
@@ -54,9 +53,7 @@ class Tokenizer:
         """Ids that end a generation (EOS, end of turn, and their kin)."""
         return self.vocabulary.end_ids
 
-    def encode(
-        self, text: str, add_special: bool = True, parse_special: bool = False
-    ) -> npt.NDArray[np.int32]:
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> npt.NDArray[np.int32]:
         """Token ids of `text`, int32 [n].
 
         `add_special` adds BOS and EOS where the model wants them. `parse_special` recognises control tokens
@@ -65,9 +62,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise TokenizerError(
-                f"the text is not valid Unicode: lone surrogate at character {error.start}"
-            ) from None
+            raise TokenizerError(f"the text is not valid Unicode: lone surrogate at character {error.start}") from None
         ids: list[int] = []
         if add_special and self.add_bos:
             ids.append(_required(self.vocabulary.bos_id))
@@ -108,9 +103,7 @@ class Tokenizer:
         piece = self._pieces.get(token_id)
         if piece is None:
             if not 0 <= token_id < len(self.vocabulary.tokens):
-                raise IndexError(
-                    f"token id {token_id} is outside a vocabulary of {len(self.vocabulary.tokens)}"
-                )
+                raise IndexError(f"token id {token_id} is outside a vocabulary of {len(self.vocabulary.tokens)}")
             piece = self._pieces[token_id] = self._spell(token_id)
         return piece
 

@@ -126,9 +126,7 @@ def _text(metadata: Mapping[str, object], name: str) -> str:
 def _list(metadata: Mapping[str, object], name: str) -> Sequence[str]:
     value = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise TokenizerError(
-            f"the file's tokenizer is incomplete: no list of strings in tokenizer.ggml.{name}"
-        )
+        raise TokenizerError(f"the file's tokenizer is incomplete: no list of strings in tokenizer.ggml.{name}")
     return value
 
 
@@ -148,9 +146,7 @@ def _numbers(metadata: Mapping[str, object], name: str, count: int, default: int
     if value is None:
         return np.full(count, default)
     if not isinstance(value, np.ndarray) or value.size < count:
-        raise TokenizerError(
-            f"the file's tokenizer is damaged: tokenizer.ggml.{name} has fewer than {count} numbers"
-        )
+        raise TokenizerError(f"the file's tokenizer is damaged: tokenizer.ggml.{name} has fewer than {count} numbers")
     return value[:count]
 
 
@@ -171,30 +167,30 @@ def _end_ids(
     metadata: Mapping[str, object], tokens: Sequence[str], kinds: npt.NDArray[np.int32], eos_id: int | None
 ) -> frozenset[int]:
     """Ids that end a generation. Corrects `kinds` in place where a file forgot to mark a control token."""
-    named = {text: i for i, text in enumerate(tokens) if text in _END_TEXTS or text in _ALWAYS_SHOWN}
-    ends = {i for text, i in named.items() if text in _END_TEXTS}
+    ids = {text: i for i, text in enumerate(tokens)}
+    ends = {ids[text] for text in _END_TEXTS if text in ids}
     for name, texts in _FIM_END_TEXTS.items():
         marker = _token_id(metadata, name, len(tokens), None)
         if marker is None:
-            marker = next((i for i, text in enumerate(tokens) if text in texts), None)
+            marker = min((ids[text] for text in texts if text in ids), default=None)
         if marker is not None:
             ends.add(marker)
     kinds[list(ends)] = CONTROL
-    kinds[[i for text, i in named.items() if text in _ALWAYS_SHOWN]] = USER_DEFINED
+    kinds[[ids[text] for text in _ALWAYS_SHOWN if text in ids]] = USER_DEFINED
     for name in ("eos", "eot", "eom"):
         end = eos_id if name == "eos" else _token_id(metadata, name, len(tokens), None)
         if end is not None:
             ends.add(end)
     # Two templates use a text that ends others' generations inside an answer.
     shown = []
-    if {"<|return|>", "<|call|>"} <= named.keys() or (
-        "<|flush|>" in named and not named.keys().isdisjoint({"<|call|>", "<|calls|>"})
+    if {"<|return|>", "<|call|>"} <= ids.keys() or (
+        "<|flush|>" in ids and not ids.keys().isdisjoint({"<|call|>", "<|calls|>"})
     ):
         shown.append(("<|end|>", USER_DEFINED))
-    if "<|tool_response>" in named:
+    if "<|tool_response>" in ids:
         shown.append(("</s>", NORMAL))
     for text, kind in shown:
-        if text in named:
-            ends.discard(named[text])
-            kinds[named[text]] = kind
+        if text in ids:
+            ends.discard(ids[text])
+            kinds[ids[text]] = kind
     return frozenset(ends)

@@ -7,6 +7,7 @@ large the machine's memory and the NVMe file system are.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import tomllib
@@ -27,11 +28,13 @@ from kvstored.config.schema import (
     NvmeSection,
     TenantSection,
 )
-from kvstored.config.sizes import parse_size, show_size
+from kvstored.config.sizes import is_size_text, parse_size, show_size
 
 Table = dict[str, Any]
 _TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability"}
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
+_UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls those that nobody listed
+MAX_BLOCK_BYTES = 2 << 30  # the residency index keeps a slot's size in 32 bits
 DURABILITY_MODES = ("none", "batch", "always")
 POLICIES = ("lru", "lfu-ttl")
 ADMISSIONS = ("always", "second-touch")
@@ -95,9 +98,9 @@ def _merge(into: Table, other: Table, source: str) -> None:
 def _check_type(name: str, default: Any, value: Any) -> None:
     wanted = type(default)
     fits = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
-    is_size = wanted is str and isinstance(value, int) and not isinstance(value, bool)
-    is_number = wanted is int and isinstance(value, float)
-    if not (fits or is_size or is_number):
+    is_size = wanted is str and is_size_text(default) and isinstance(value, int) and not isinstance(value, bool)
+    is_seconds = name.endswith("_s") and isinstance(value, float)
+    if not (fits or is_size or is_seconds):
         raise ConfigError(f"{name} must be {wanted.__name__}, got {value!r}")
 
 
@@ -157,7 +160,10 @@ def _tenants(raw: Any, config: Config) -> tuple[TenantSection, ...]:
     if not isinstance(raw, list):
         raise ConfigError("tenant: write each one as [[tenant]]")
     found: dict[str, TenantSection] = {}
+    owners: dict[str, str] = {}  # "uids 1001" -> the tenant that lists it
     for entry in raw:
+        if not isinstance(entry, dict):
+            raise ConfigError("tenant: write each one as [[tenant]]")
         unknown = set(entry) - _TENANT_KEYS
         if unknown:
             key = sorted(unknown)[0]
@@ -167,11 +173,17 @@ def _tenants(raw: Any, config: Config) -> tuple[TenantSection, ...]:
             raise ConfigError(f"tenant.name {name!r}: 1 to 64 letters, digits, '_', '.', '-'")
         if name in found:
             raise ConfigError(f"tenant {name!r} is listed twice")
+        if _UID_TENANT.match(name):
+            raise ConfigError(f"tenant.name {name!r} is kept for a user that nobody lists; choose another name")
+        ids = {key: _ids(name, key, entry.get(key, [])) for key in ("uids", "gids")}
+        for member in (f"{key} {number}" for key in ids for number in ids[key]):
+            if owners.setdefault(member, name) != name:
+                raise ConfigError(f"tenant {name}: {member} is listed by tenant {owners[member]} already")
         try:
             found[name] = TenantSection(
                 name,
-                tuple(int(uid) for uid in entry.get("uids", ())),
-                tuple(int(gid) for gid in entry.get("gids", ())),
+                ids["uids"],
+                ids["gids"],
                 parse_size(entry.get("host_max", 0), config.host.capacity_bytes),
                 parse_size(entry.get("nvme_max", 0), config.nvme.capacity_bytes),
                 parse_size(entry.get("host_min", 0), config.host.capacity_bytes),
@@ -180,6 +192,12 @@ def _tenants(raw: Any, config: Config) -> tuple[TenantSection, ...]:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"tenant {name}: {error}") from None
     return tuple(found.values())
+
+
+def _ids(tenant: str, key: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
+        raise ConfigError(f"tenant {tenant}: {key} must be a list of numeric ids such as [1001], got {value!r}")
+    return tuple(value)
 
 
 def _file_system_bytes(path: Path) -> int:
@@ -229,9 +247,17 @@ def _check(config: Config, memory_bytes: int) -> None:
         f"arena of {show_size(host.arena_bytes)}; lower host.arena",
     )
     need(host.staging_bytes >= 1 << 20, "host.staging must be at least 1MiB")
+    for name, ttl_s in (("host.ttl_s", host.ttl_s), ("nvme.ttl_s", nvme.ttl_s)):
+        need(math.isfinite(ttl_s) and ttl_s >= 0, f"{name} must be 0 (never) or a number of seconds, got {ttl_s}")
+    need(
+        limits.max_block_bytes <= MAX_BLOCK_BYTES,
+        f"limits.max_block {show_size(limits.max_block_bytes)} is over {show_size(MAX_BLOCK_BYTES)}",
+    )
     for name, value in vars(limits).items():
         need(value > 0, f"limits.{name.removesuffix('_bytes')} must be more than 0")
     need(limits.max_keys <= 65536, "limits.max_keys must be at most 65536")
     for name in ("in_flight", "queue_blocks", "acquire_wait_ms"):
         need(getattr(config.movement, name) > 0, f"movement.{name} must be more than 0")
-    need(config.durability.batch_ms > 0, "durability.batch_ms must be more than 0")
+    need(config.movement.prefetch_quiet_ms >= 0, "movement.prefetch_quiet_ms must not be negative")
+    for name, value in (("batch_ms", config.durability.batch_ms), ("batch_blocks", config.durability.batch_blocks)):
+        need(value > 0, f"durability.{name} must be more than 0")

@@ -41,6 +41,11 @@ def parse_size(text: str | int, whole_bytes: int = 0) -> int:
     return nbytes
 
 
+def is_size_text(text: str) -> bool:
+    """Whether a text has the form of a size: decides which settings also take a plain number of bytes."""
+    return _SIZE.match(text) is not None
+
+
 def show_size(nbytes: int) -> str:
     """The same number for people: 1536 -> '1.5 KiB'."""
     value = float(nbytes)

@@ -26,7 +26,9 @@ from kvstored.tenants import Peer, read_peer
 log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 MAX_PACKET_BYTES = 128 * 1024
-BACKLOG = 64
+ACCEPT_PAUSE_S = 0.5
+HELLO_PATIENCE_S = 10.0  # a connection that says nothing must not keep a place for ever
+MAX_TURNED_AWAY = 64
 
 
 class Welcomer(Protocol):
@@ -52,6 +54,7 @@ class HandshakeServer:
         self._max_clients = max_clients
         self._listener: socket.socket | None = None
         self._connections: set[_Connection] = set()
+        self._turned_away: set[_Connection] = set()  # to be told so when they have said hello
         self.accepting = True
 
     def start(self, listener: socket.socket) -> None:
@@ -64,7 +67,7 @@ class HandshakeServer:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
-        for connection in list(self._connections):
+        for connection in [*self._connections, *self._turned_away]:
             connection.end()
 
     def _accept(self) -> None:
@@ -74,40 +77,80 @@ class HandshakeServer:
                 accepted, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # out of descriptors: the caller sees a closed socket and retries
+            except OSError as error:  # out of descriptors: look again later instead of spinning on a readable socket
                 log.warning("cannot accept a client: %s", error)
+                self._pause()
                 return
             accepted.setblocking(False)
-            connection = _Connection(accepted, self._welcomer, self._connections.discard)
-            if len(self._connections) >= self._max_clients:
-                connection.refuse(ErrorKind.THROTTLED, f"{self._max_clients} clients are connected already")
-            elif not self.accepting:
-                connection.refuse(ErrorKind.UNAVAILABLE, "the daemon is draining: no new clients")
-            else:
-                self._connections.add(connection)
-                connection.start()
+            refusal = self._refusal()
+            group = self._connections if refusal is None else self._turned_away
+            if refusal is not None and len(group) >= MAX_TURNED_AWAY:
+                accepted.close()
+                continue
+            connection = _Connection(accepted, self._welcomer, group.discard, refusal)
+            group.add(connection)
+            connection.start()
+
+    def _refusal(self) -> KVStoreError | None:
+        """Why a new client is not taken now, if so."""
+        if not self.accepting:
+            return KVStoreError(ErrorKind.UNAVAILABLE, "the daemon is draining: no new clients")
+        if len(self._connections) >= self._max_clients:
+            return KVStoreError(ErrorKind.THROTTLED, f"{self._max_clients} clients are connected already")
+        return None
+
+    def _pause(self) -> None:
+        loop, listener = asyncio.get_running_loop(), self._listener
+        assert listener is not None
+        loop.remove_reader(listener.fileno())
+
+        def resume() -> None:
+            if self._listener is not None:
+                loop.add_reader(listener.fileno(), self._accept)
+
+        loop.call_later(ACCEPT_PAUSE_S, resume)
 
 
 class _Connection:
-    """One client: first a hello, then arena requests, then the end."""
+    """One client: first a hello, then arena requests, then the end.
 
-    def __init__(self, sock: socket.socket, welcomer: Welcomer, on_end: Callable[[_Connection], None]) -> None:
+    `refusal` is the answer to the hello of a client that is not taken. It waits for the hello, because closing a socket
+    with an unread packet in it would take the refusal away from the client.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        welcomer: Welcomer,
+        on_end: Callable[[_Connection], None],
+        refusal: KVStoreError | None,
+    ) -> None:
         self._socket = sock
         self._welcomer = welcomer
         self._on_end = on_end
+        self._refusal = refusal
         self._session: Session | None = None
+        self._patience: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._readable)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.fileno(), self._readable)
+        self._patience = loop.call_later(HELLO_PATIENCE_S, self.end)
 
     def end(self) -> None:
         if self._socket.fileno() < 0:
             return
+        self._be_patient()
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         self._on_end(self)
         if self._session is not None:
             self._welcomer.farewell(self._session)
+
+    def _be_patient(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def refuse(self, kind: ErrorKind, message: str) -> None:
         self._send(_refusal(kind, message), None)
@@ -132,15 +175,21 @@ class _Connection:
                 self.refuse(error.kind, error.message)
             else:  # a wrong question does not cost a client its session
                 self._send(_refusal(error.kind, error.message), None)
+        except Exception:
+            log.exception("a handshake failed")
+            self.refuse(ErrorKind.INTERNAL, "the handshake failed inside the daemon; its log has the details")
 
     def _answer(self, packet: hs.ClientPacket) -> None:
         kind = packet.WhichOneof("packet")
         reply = hs.DaemonPacket()
+        if self._refusal is not None:
+            raise self._refusal
         if kind == "hello":
             if self._session is not None:
                 raise KVStoreError(ErrorKind.INVALID, "a connection says hello once")
             session, welcome, descriptor = self._welcomer.welcome(read_peer(self._socket), packet.hello)
             self._session = session
+            self._be_patient()
             reply.welcome.CopyFrom(welcome)
             self._send(reply, descriptor)
             if session.staging is not None:

@@ -2,11 +2,13 @@
 
 A lease pins its rows while it lives. When it expires the rows may be evicted, but their bytes are not recycled: a slot
 with readers left goes to limbo and is freed on the release of its last reader or the end of that reader's connection.
-Pure bookkeeping: told the time, calls back to free a slot. Invariant: a slot is freed exactly once, with no readers.
+Pure bookkeeping: told the time, calls back to free a slot. Invariants: a slot is freed exactly once, with no readers;
+expiries given to `grant` and `renew` never go back (one time to live for all), so the next to lapse is found at once.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -36,6 +38,7 @@ class LeaseTable:
         self._free_slot = free_slot
         self._leases: dict[int, Lease] = {}
         self._of_session: dict[int, set[int]] = {}
+        self._due: OrderedDict[int, Lease] = OrderedDict()  # those that live, by expiry
         self._readers: dict[Place, int] = {}
         self._limbo: dict[Place, tuple[Slot, int]] = {}
         self._limbo_bytes: dict[int, int] = {}
@@ -55,6 +58,7 @@ class LeaseTable:
         self._last_id += 1
         lease = Lease(self._last_id, session_id, tenant, rows, slots, expires_ns)
         self._leases[lease.lease_id] = lease
+        self._due[lease.lease_id] = lease
         self._of_session.setdefault(session_id, set()).add(lease.lease_id)
         for slot in slots:
             place = (slot.container, slot.offset)
@@ -67,6 +71,7 @@ class LeaseTable:
         if lease is None or lease.session_id != session_id or lease.expired:
             return False
         lease.expires_ns = expires_ns
+        self._due.move_to_end(lease_id)
         return True
 
     def release(self, session_id: int, lease_id: int) -> bool:
@@ -87,16 +92,16 @@ class LeaseTable:
     def expire(self, now_ns: int) -> int:
         """Let overdue leases lapse: their rows may go, their bytes stay until the reader is done."""
         lapsed = 0
-        for lease in self._leases.values():
-            if not lease.expired and lease.expires_ns <= now_ns:
-                lease.expired = True
-                self._unpin(lease.rows)
-                lease.rows = []
-                lapsed += 1
+        while self._due:
+            lease = next(iter(self._due.values()))
+            if lease.expires_ns > now_ns:
+                break
+            del self._due[lease.lease_id]
+            lease.expired = True
+            self._unpin(lease.rows)
+            lease.rows = []
+            lapsed += 1
         return lapsed
-
-    def next_expiry_ns(self) -> int | None:
-        return min((lease.expires_ns for lease in self._leases.values() if not lease.expired), default=None)
 
     def has_readers(self, slot: Slot) -> bool:
         return (slot.container, slot.offset) in self._readers
@@ -119,6 +124,7 @@ class LeaseTable:
         if not owned:
             del self._of_session[lease.session_id]
         if not lease.expired:
+            del self._due[lease.lease_id]
             self._unpin(lease.rows)
         for slot in lease.slots:
             place = (slot.container, slot.offset)

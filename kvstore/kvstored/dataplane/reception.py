@@ -120,10 +120,10 @@ class Reception:
         self._set_shares(tenant, tenant_id)
         digest = self._tenants.remember(fingerprint)
         session_id = self._sessions.next_id()
-        staging_bytes = self._staging_pool.take(hello.staging_bytes)
-        if staging_bytes and not any(report.owner == tenant.index_name for report in self._host.containers()):
+        name = _printable(hello.client_name)
+        staging = self._make_staging(hello.staging_bytes, name)
+        if staging is not None and not any(report.owner == tenant.index_name for report in self._host.containers()):
             self._host.precreate(tenant.index_name, self._config.host.prefault_ahead_bytes)
-        name = hello.client_name[:64] or "unnamed"
         session = Session(
             session_id=session_id,
             token=self._sessions.new_token(),
@@ -137,10 +137,20 @@ class Reception:
             roots={
                 group.group_id: root for group, root in zip(fingerprint.groups, tenant.roots(fingerprint), strict=True)
             },
-            staging=Staging(staging_bytes, name) if staging_bytes else None,
+            staging=staging,
         )
         self._sessions.add(session)
         return session
+
+    def _make_staging(self, wanted_bytes: int, name: str) -> Staging | None:
+        granted_bytes = self._staging_pool.take(wanted_bytes)
+        if not granted_bytes:
+            return None
+        try:
+            return Staging(granted_bytes, name)
+        except OSError as error:
+            self._staging_pool.give_back(granted_bytes)
+            raise KVStoreError(ErrorKind.UNAVAILABLE, f"no staging memory can be made: {error.strerror}") from None
 
     def _set_shares(self, tenant: Tenant, tenant_id: int) -> None:
         limits = tenant.limits
@@ -150,3 +160,8 @@ class Reception:
         }
         for policy in self._policies:
             policy.set_share(tenant_id, shares[policy.tier])
+
+
+def _printable(name: str) -> str:
+    """A client's name for itself, fit for log lines and for the name of a memfd."""
+    return "".join(char if " " <= char <= "~" else "?" for char in name[:64]) or "unnamed"

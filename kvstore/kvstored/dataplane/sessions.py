@@ -47,10 +47,9 @@ class Session:
     roots: dict[int, bytes]  # of each layer group
     staging: Staging | None
     reservations: dict[int, Reservation] = field(default_factory=dict)
-    in_flight: int = 0
+    in_flight: int = 0  # requests that wait for bytes, over all streams
     closed: bool = False
     on_close: list[Callable[[], None]] = field(default_factory=list)
-    arenas_granted: set[int] = field(default_factory=set)
 
     def slot_view(self, reservation: Reservation) -> Bytes:
         """The staged slot as the client left it: untrusted, and still writable by the client."""

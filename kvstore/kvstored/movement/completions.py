@@ -22,6 +22,7 @@ class CompletionQueue:
         self._loop = loop
         self._ready: deque[tuple[Handler, Outcome]] = deque()
         self._woken = False
+        self._idle = asyncio.Event()
         self.outstanding = 0
 
     def to_loop(self, handler: Handler) -> Completion:
@@ -44,7 +45,19 @@ class CompletionQueue:
 
     def _drain(self) -> None:
         self._woken = False  # before looking: what is posted from here on wakes us again
-        while self._ready:
-            handler, outcome = self._ready.popleft()
-            self.outstanding -= 1
-            handler(outcome)
+        try:
+            while self._ready:
+                handler, outcome = self._ready.popleft()
+                self.outstanding -= 1
+                handler(outcome)
+        finally:
+            if self._ready:  # a handler raised: that is its own end, not that of those behind it
+                self._wake()
+            if not self.outstanding:
+                self._idle.set()
+
+    async def drained(self) -> None:
+        """Wait until everything that was started has completed."""
+        while self.outstanding:
+            self._idle.clear()
+            await self._idle.wait()

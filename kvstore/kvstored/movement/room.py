@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from kvstore_tiers.base import Slot, Tier
+from kvstore_tiers.base import Slot, Tier, TierState
 from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
 from kvstored.policies import Policy
@@ -33,6 +33,10 @@ class Demoter(Protocol):
 
     def write_back(self, row: int) -> Awaitable[bool]: ...
 
+    async def progress(self) -> bool:
+        """Wait until a write under way has ended; False when there is none. Blocks being written cannot leave."""
+        ...
+
 
 class NoDemotion:
     """Below the slowest tier there is nothing."""
@@ -41,6 +45,9 @@ class NoDemotion:
         return False
 
     async def write_back(self, row: int) -> bool:
+        return False
+
+    async def progress(self) -> bool:
         return False
 
 
@@ -84,6 +91,8 @@ class Room:
 
     async def allocate(self, nbytes: int, tenant: int) -> Slot | None:
         """A slot, evicting for it what the policy names; None when nothing (more) may go."""
+        if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
+            return None  # it takes nothing, however much is evicted
         stuck: set[int] = set()
         for attempt in range(MAX_EVICTIONS):
             slot = self.allocate_now(nbytes, tenant)
@@ -93,7 +102,9 @@ class Room:
                 self._clock.monotonic_ns(), exclude=stuck, tenant=self._confined(nbytes, tenant)
             )
             if row < 0:
-                return None
+                if not await self.demoter.progress():
+                    return None
+                continue  # a write behind has ended: its block may leave now
             if self._is_of_use(row, nbytes, tenant):
                 if not await self.evict(row, Cause.EVICTED):
                     stuck.add(row)
@@ -110,13 +121,14 @@ class Room:
             return False
         if residency.tier_mask(row) == 1 << position and self.demoter.wants(row):
             token = residency.token(row)
-            if not await self.demoter.write_back(row):
-                return False
+            written = await self.demoter.write_back(row)
             row = residency.current(token)
             if row < 0:
                 return True
             if not residency.may_leave(row, position) or not self._lingers(row):
                 return False
+            if not written and not residency.may_forget(row):
+                return False  # below is no room for it; a leaf is given up then, so that new blocks find room
         self.take(row, cause)
         return residency.has(row, position) is False
 

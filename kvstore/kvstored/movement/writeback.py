@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot, Tier
 from kvstore_tiers.host import HostTier
-from kvstored.clock import NS_PER_MS, Clock
+from kvstored.clock import Clock
 from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.lane import Priority, Refused
 from kvstored.movement.mover import Mover, Transfer
@@ -82,7 +82,7 @@ class WriteBack:
         self._waiting: dict[int, _Write] = {}  # not started: the next batch
         self._running: dict[int, _Write] = {}
         self._unsynced = _Unsynced()
-        self._unsynced_rows: set[int] = set()  # tokens
+        self._unsynced_rows: dict[int, asyncio.Future[bool]] = {}  # by token: what says that it is durable
         self._sync_running = False
         self._timer: asyncio.TimerHandle | None = None
         self._sync_timer: asyncio.TimerHandle | None = None
@@ -123,28 +123,37 @@ class WriteBack:
         return write.settled
 
     async def write_back(self, row: int) -> bool:
-        """Demotion: resolves once the block has a copy on NVMe; that it is durable comes a little later."""
+        """Demotion for room that somebody waits for, so at the priority of demand. Resolves once the block has a copy
+        on NVMe; that it is durable comes a little later."""
         if self._residency.has(row, NVME):
             return True
-        write = self._enqueue(row, Priority.DEMOTION)
+        write = self._enqueue(row, Priority.DEMAND)
         self._start_batch()
         return await asyncio.shield(write.written)
 
-    async def flush(self, timeout_s: float) -> int:
-        """Write and sync everything that waits; how much is still pending when the time is up."""
+    async def progress(self) -> bool:
+        """Wait until a write has ended, starting those that still gather; False when there is nothing to wait for."""
         self._start_batch()
-        deadline_ns = self._clock.monotonic_ns() + int(timeout_s * 1000) * NS_PER_MS
-        while self.pending():
-            waits = [write.settled for write in self._running.values()] + self._unsynced.settled
-            left_s = (deadline_ns - self._clock.monotonic_ns()) / 1e9
-            if left_s <= 0:
-                break
-            if waits:
-                await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            else:
-                self._sync_soon()
-                await asyncio.sleep(0.001)
-        return self.pending()
+        writes = [write.written for write in self._running.values()]
+        if not writes:
+            return False
+        await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
+        return True
+
+    async def flush(self, timeout_s: float) -> int:
+        """Write and sync everything that waits now; how much of it is still pending when the time is up."""
+        self._start_batch()
+        self._sync_soon()
+        settling = {token: write.settled for token, write in self._running.items()} | self._unsynced_rows
+        if settling:
+            await asyncio.wait(settling.values(), timeout=timeout_s)
+        return sum(token in self._running or token in self._unsynced_rows for token in settling)
+
+    async def sync(self) -> bool:
+        """Make durable what was freed on NVMe before this call, so that no crash brings it back; False if that failed."""
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._nvme.sync(self._completions.to_loop(lambda outcome: done.set_result(outcome.ok)))
+        return await asyncio.shield(done)
 
     # Writing
 
@@ -207,7 +216,7 @@ class WriteBack:
             residency.publish(row, NVME, self._clock.monotonic_ns())
             self._unsynced.tokens.append(write.token)
             self._unsynced.settled.append(write.settled)
-            self._unsynced_rows.add(write.token)
+            self._unsynced_rows[write.token] = write.settled
             self._counters.add("written_back_blocks")
             self._counters.add("written_back_bytes", slot.nbytes)
             self._flows.tiers[HOST].demoted_blocks += 1
@@ -248,14 +257,15 @@ class WriteBack:
 
     def _synced(self, batch: _Unsynced, outcome: Outcome) -> None:
         self._sync_running = False
+        left: list[int] = []
         if outcome.ok:
-            self._unsynced_rows.difference_update(batch.tokens)
             self._counters.add("durable_blocks", len(batch.tokens))
         else:
             log.error("NVMe sync failed, %d blocks stay volatile: %s", len(batch.tokens), outcome.message)
             left = [token for token in batch.tokens if self._residency.is_current(token)]
-            self._unsynced_rows.difference_update(set(batch.tokens) - set(left))
             self._unsynced.tokens.extend(left)  # the next sync tries again; nothing calls them durable until then
+        for token in set(batch.tokens).difference(left):
+            self._unsynced_rows.pop(token, None)
         for settled in batch.settled:
             if not settled.done():
                 settled.set_result(outcome.ok)

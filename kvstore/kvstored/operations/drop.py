@@ -14,12 +14,13 @@ from kvstore_tiers.base import Slot
 from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
 from kvstored.movement.writeback import WriteBack
+from kvstored.operations.saving import save, tokens_in_tier
 from kvstored.residency import Residency, rows_of_fingerprint
 from kvstored.tenants import TenantDirectory
 from kvstored.tiering import HOST, TIER_NAMES
 
 SLICE_ROWS = 64
-FLUSH_TIMEOUT_S = 60.0
+SAVE_TIMEOUT_S = 60.0
 MIN_PREFIX = 8
 
 
@@ -50,10 +51,12 @@ class Drop:
                 raise KVStoreError(ErrorKind.INVALID, f"no tier {name!r}; this daemon has: {known}")
         tenant = self._tenant(request.tenant)
         reply = pb.DropReply()
-        if not request.all and request.tier == TIER_NAMES[HOST] and not request.discard:
-            reply.written_back_blocks = await self._write_back(tenant)
+        if not (request.all or request.discard) and request.tier == TIER_NAMES[HOST] and self._writeback is not None:
+            saved, _ = await save(residency, self._writeback, HOST, SAVE_TIMEOUT_S, tenant)
+            reply.written_back_blocks = saved
         for name in reversed(tier_names):  # slow tiers first: with all, the block goes with its host copy
             await self._drop_tier(residency.tier(name), tenant, request, reply)
+        await self._make_final()
         return reply
 
     async def invalidate(self, request: pb.InvalidateRequest) -> pb.InvalidateReply:
@@ -83,27 +86,17 @@ class Drop:
                         reply.kept_blocks += 1
                 if number % SLICE_ROWS == SLICE_ROWS - 1:
                     await asyncio.sleep(0)
+        await self._make_final()
         return reply
 
-    async def _write_back(self, tenant: int | None) -> int:
-        """Give every host block a copy below before its host copy goes."""
-        writeback = self._writeback
-        if writeback is None:
-            return 0
-        written = 0
-        for token in self._tokens(HOST, tenant):
-            row = self._residency.current(token)
-            if row >= 0 and self._residency.has(row, HOST) and not writeback.is_durable(row):
-                writeback.write_through(row)
-                written += 1
-            if written % SLICE_ROWS == SLICE_ROWS - 1:
-                await asyncio.sleep(0)
-        await writeback.flush(FLUSH_TIMEOUT_S)
-        return written
+    async def _make_final(self) -> None:
+        """What was taken away must not come back after a crash."""
+        if self._writeback is not None:
+            await self._writeback.sync()
 
     async def _drop_tier(self, tier: int, tenant: int | None, request: pb.DropRequest, reply: pb.DropReply) -> None:
         residency = self._residency
-        for number, token in enumerate(self._tokens(tier, tenant)):
+        for number, token in enumerate(tokens_in_tier(residency, tier, tenant)):
             row = residency.current(token)
             if row >= 0 and residency.has(row, tier):
                 nbytes = residency.slot(row, tier).nbytes
@@ -133,17 +126,6 @@ class Drop:
         for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
             self._retire[taken.tier](taken.slot, tenant)
         return True
-
-    def _tokens(self, tier: int, tenant: int | None) -> list[int]:
-        """Names of the rows with a copy in a tier now, deepest first."""
-        residency = self._residency
-        rows = [
-            row
-            for row, mask in enumerate(residency.rows.mask)
-            if mask >> tier & 1 and (tenant is None or residency.tenant_of(row) == tenant)
-        ]
-        rows.sort(key=residency.depth, reverse=True)
-        return [residency.token(row) for row in rows]
 
     def _tenant(self, name: str) -> int | None:
         if not name:

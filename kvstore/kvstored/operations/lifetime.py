@@ -15,8 +15,12 @@ from kvstored.dataplane.handshake import HandshakeServer
 from kvstored.dataplane.leases import LeaseTable
 from kvstored.dataplane.sessions import SessionTable
 from kvstored.movement.writeback import WriteBack
+from kvstored.operations.saving import save
+from kvstored.residency import Residency
+from kvstored.tiering import HOST
 
 _DEFAULT_TIMEOUT_S = 30.0
+_SHUTDOWN_DRAIN_MS = 10_000
 _POLL_S = 0.05
 
 
@@ -35,22 +39,26 @@ class Lifetime:
         handshake: HandshakeServer,
         sessions: SessionTable,
         leases: LeaseTable,
+        residency: Residency,
         writeback: WriteBack | None,
         stop: Callable[[], None],
     ) -> None:
         self._handshake = handshake
         self._sessions = sessions
         self._leases = leases
+        self._residency = residency
+        self._shutting_down: asyncio.Task[None] | None = None
         self._writeback = writeback
         self._stop = stop
         self.state = State.STARTING
 
     async def flush(self, request: pb.FlushRequest) -> pb.FlushReply:
+        """Write what is only in DRAM, whatever was asked for when it was put."""
         if self._writeback is None:
             return pb.FlushReply()
-        before = self._writeback.pending()
-        left = await self._writeback.flush((request.timeout_ms / 1000) or _DEFAULT_TIMEOUT_S)
-        return pb.FlushReply(written_blocks=max(0, before - left), pending_blocks=left)
+        timeout_s = (request.timeout_ms / 1000) or _DEFAULT_TIMEOUT_S
+        saved, left = await save(self._residency, self._writeback, HOST, timeout_s)
+        return pb.FlushReply(written_blocks=saved, pending_blocks=left)
 
     async def drain(self, request: pb.DrainRequest) -> pb.DrainReply:
         """Refuse new clients, wait until the others have left or the time is up; `undo` takes new ones again."""
@@ -73,6 +81,13 @@ class Lifetime:
         )
 
     def shutdown(self, request: pb.ShutdownRequest) -> pb.ShutdownReply:
-        self.state = State.STOPPING
-        asyncio.get_running_loop().call_later(0.05, self._stop)  # the answer goes out first
+        """Stop: at once with `now`, else after clients had some time to leave. Either way the daemon flushes."""
+        self._shutting_down = asyncio.create_task(self._shut_down(request.now))
         return pb.ShutdownReply(pid=os.getpid())
+
+    async def _shut_down(self, now: bool) -> None:
+        if not now:
+            await self.drain(pb.DrainRequest(timeout_ms=_SHUTDOWN_DRAIN_MS))
+        self.state = State.STOPPING
+        await asyncio.sleep(_POLL_S)  # the answer goes out first
+        self._stop()

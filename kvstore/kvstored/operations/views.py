@@ -107,7 +107,8 @@ class Views:
             report, flow = tier.statistics(), parts.flows.tiers[position]
             used_by = dict(report.used_by)
             if position == HOST:
-                used_by["limbo"] = parts.leases.limbo_bytes()
+                used_by["limbo"] = parts.leases.limbo_bytes()  # slots that the tier still counts as blocks
+                used_by["blocks"] -= used_by["limbo"]
             reply.tiers.add(
                 name=parts.residency.tiers[position],
                 kind=tier.info.kind,

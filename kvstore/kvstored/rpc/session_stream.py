@@ -24,7 +24,7 @@ TOKEN_METADATA = "kvstored-session-bin"
 
 
 class SessionService(kvstore_pb2_grpc.KVStoreServicer):
-    """See the module. `inflight_limit` bounds the tasks of one stream."""
+    """See the module. `inflight_limit` bounds the tasks of one client, over all its streams."""
 
     def __init__(self, sessions: SessionTable, verbs: Verbs, inflight_limit: int) -> None:
         self._sessions = sessions
@@ -87,16 +87,16 @@ class _Stream:
 
     def _begin(self, request: pb.Request) -> pb.Response | None:
         """The answer of a request that is done at once; None when a task will answer."""
+        op = request.WhichOneof("op")
         try:
             if not request.request_id:
                 raise KVStoreError(ErrorKind.INVALID, "request_id must not be 0")
-            op = request.WhichOneof("op")
             if op is None:
                 raise KVStoreError(ErrorKind.INVALID, "a request of a kind this daemon does not know")
             quick = self._verbs.quick(self._session, op, request)
             if quick is not None:
                 return quick
-            if len(self._tasks) >= self._inflight_limit:
+            if self._session.in_flight >= self._inflight_limit:
                 raise KVStoreError(
                     ErrorKind.THROTTLED,
                     f"{self._inflight_limit} requests of this client are waiting already",
@@ -104,10 +104,17 @@ class _Stream:
                 )
         except KVStoreError as error:
             return error_reply(error)
+        except Exception:
+            return self._broken(op or "request")
         task = asyncio.create_task(self._run(request, op))
+        self._session.in_flight += 1
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return None
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._session.in_flight -= 1
+        self._tasks.discard(task)
 
     async def _run(self, request: pb.Request, op: str) -> None:
         try:
@@ -118,14 +125,21 @@ class _Stream:
         except asyncio.CancelledError:
             raise
         except Exception:
-            log.exception("request %s of %s failed", op, self._session.client_name)
-            failed = KVStoreError(ErrorKind.INTERNAL, f"{op} failed inside the daemon; its log has the details")
-            await self._send(request.request_id, error_reply(failed))
+            await self._send(request.request_id, self._broken(op))
+
+    def _broken(self, op: str) -> pb.Response:
+        """The answer to a request that ran into a mistake of ours; to be made where the exception is handled."""
+        log.exception("request %s of %s failed", op, self._session.client_name)
+        return error_reply(KVStoreError(ErrorKind.INTERNAL, f"{op} failed inside the daemon; its log has the details"))
 
     async def _send(self, request_id: int, reply: pb.Response) -> None:
         reply.request_id = request_id
-        async with self._writing:
-            await self._context.write(reply)
+        try:
+            async with self._writing:
+                await self._context.write(reply)
+        except BaseException:
+            self._verbs.undelivered(self._session, reply)
+            raise
 
     async def _finish_tasks(self) -> None:
         """The client sends no more: it may still wait for answers."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,8 @@ from kvstored.residency import Residency
 from kvstored.tenants.peer import Peer
 
 SECRET_BYTES = 32
+MAX_NAMED_FINGERPRINTS = 4096  # labels only; a client that makes up more of them still stores and finds its blocks
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class TenantDirectory:
         known = self._tenants.get(name)
         if known is None:
             known = self._tenant(TenantSection(name, uids=(peer.uid,)))
-            self._save_names()
+            self._note_names()
         return known
 
     def by_digest(self, digest: bytes) -> Tenant | None:
@@ -107,9 +110,9 @@ class TenantDirectory:
     def remember(self, fingerprint: Fingerprint) -> bytes:
         """Note a fingerprint so that listings can name it; returns its digest."""
         digest = fingerprint.digest()
-        if digest not in self._fingerprints:
+        if digest not in self._fingerprints and len(self._fingerprints) < MAX_NAMED_FINGERPRINTS:
             self._fingerprints[digest] = fingerprint
-            self._save_names()
+            self._note_names()
         return digest
 
     def fingerprint_number(self, digest: bytes) -> int:
@@ -150,6 +153,13 @@ class TenantDirectory:
         except (OSError, ValueError, KeyError, TypeError):
             return
 
+    def _note_names(self) -> None:
+        """Save, while serving: a full disk costs labels after the next start, not this client's session."""
+        try:
+            self._save_names()
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self._names_path, error.strerror)
+
     def _save_names(self) -> None:
         content = {
             "tenants": sorted(self._tenants),
@@ -178,7 +188,9 @@ def _write_private(path: Path, content: bytes) -> None:
     temporary = path.with_name(path.name + ".new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(descriptor, content)
+        left = memoryview(content)
+        while left:  # a disk that fills up takes part of a write before it refuses
+            left = left[os.write(descriptor, left) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

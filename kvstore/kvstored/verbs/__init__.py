@@ -48,6 +48,11 @@ class Verbs:
             return pb.Response(ping=pb.PingReply(payload=request.ping.payload))
         return None
 
+    def undelivered(self, session: Session, reply: pb.Response) -> None:
+        """A reply could not be sent: what it granted is nobody's. (Reservations lapse by themselves.)"""
+        if reply.HasField("acquire"):
+            self._get.undo(session, reply.acquire)
+
     async def slow(self, session: Session, op: str, request: pb.Request) -> AsyncIterator[pb.Response]:
         """The answers of a request that waits for bytes; a commit may have two."""
         if op == "commit":

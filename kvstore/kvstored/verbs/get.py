@@ -84,11 +84,16 @@ class Get:
                 row = residency.current(token)
                 if row >= 0:
                     residency.unpin(row)
-        return self._grant(session, request, rows[:held], promoted=[row for row in wanted if row in rows[:held]])
+        leased = set(rows[:held])
+        return self._grant(session, request, rows[:held], promoted=[row for row in wanted if row in leased])
 
     def release(self, session: Session, request: pb.Release) -> pb.ReleaseReply:
         released = sum(self._leases.release(session.session_id, lease_id) for lease_id in request.lease_ids)
         return pb.ReleaseReply(released=released)
+
+    def undo(self, session: Session, reply: pb.AcquireReply) -> None:
+        """Take back a lease that its client will never hear of."""
+        self._leases.release(session.session_id, reply.lease_id)
 
     def _run(self, session: Session, request: pb.Acquire) -> list[int]:
         keys_of(request.set.keys, self._max_keys)

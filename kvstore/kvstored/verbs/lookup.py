@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.identity import KEY_BYTES
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.dataplane.sessions import Session
 from kvstored.lifecycle import miss_reason
@@ -36,6 +38,11 @@ class LookUp:
         self._code_of_mask = bytes(self._code(mask) for mask in range(1 << len(residency.tiers)))
 
     def look_up(self, session: Session, request: pb.Lookup) -> pb.LookupReply:
+        count = sum(len(key_set.keys) for key_set in request.sets) // KEY_BYTES
+        if count > self._max_keys:
+            raise KVStoreError(
+                ErrorKind.TOO_LARGE, f"{count} keys in one message, the limit is {self._max_keys}: split it"
+            )
         reply = pb.LookupReply()
         for key_set in request.sets:
             self._look_up_set(session, key_set, reply.sets.add())
@@ -53,9 +60,8 @@ class LookUp:
         presence.load_us.extend(self._promoter.estimate_us(rows))
         usable = usable_blocks(rows, key_set.match, key_set.window_blocks)
         presence.usable_blocks = usable
-        if usable < len(keys):
-            first_missing = next((i for i, row in enumerate(rows) if row < 0), usable)
-            absence = residency.why_missing(session.tenant_id, keys[first_missing], session.fingerprint_id)
+        if usable < len(keys):  # then the key at `usable` is missing, whatever the match
+            absence = residency.why_missing(session.tenant_id, keys[usable], session.fingerprint_id)
             presence.miss_reason = miss_reason(absence.cause)
         self._counters.add("lookup_keys", len(keys))
         self._counters.add("lookup_hit_keys", usable)
@@ -70,12 +76,12 @@ def usable_blocks(rows: Sequence[int], match: int, window_blocks: int) -> int:
 
     prefix: the leading run. window: the longest prefix whose last `window_blocks` are all present (sliding-window
     layers need no more, as in Gemma and Mistral). exact: up to the last block that is present (a recurrent snapshot
-    stands alone).
+    stands alone). A match that this daemon does not know counts as prefix.
     """
-    if match == pb.MATCH_PREFIX:
-        return next((i for i, row in enumerate(rows) if row < 0), len(rows))
     if match == pb.MATCH_EXACT:
         return next((i + 1 for i in range(len(rows) - 1, -1, -1) if rows[i] >= 0), 0)
+    if match != pb.MATCH_WINDOW:
+        return next((i for i, row in enumerate(rows) if row < 0), len(rows))
     run = best = 0
     for i, row in enumerate(rows):
         run = run + 1 if row >= 0 else 0

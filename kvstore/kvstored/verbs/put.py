@@ -134,6 +134,11 @@ class Put:
             if not reservation.committing:  # else the commit under way ends it
                 self._drop(session, reservation_id)
 
+    async def finish(self) -> None:
+        """Wait for the commits under way, whether or not their clients are still there."""
+        while self._storing:
+            await asyncio.wait(set(self._storing))
+
     def expire(self, now_ns: int) -> int:
         """Let overdue reservations lapse, so that a client that reserves and forgets cannot block a key."""
         lapsed = 0
@@ -184,7 +189,9 @@ class Put:
         self._storing.add(storing)
         storing.add_done_callback(self._storing.discard)
         published = await asyncio.shield(storing)
-        mode = request.durability or _MODES[session.tenant.limits.durability or self._default_mode]
+        mode = request.durability
+        if mode not in _MODES.values():  # the default, or one that this daemon does not know
+            mode = _MODES[session.tenant.limits.durability or self._default_mode]
         settling = self._settling(published, mode)
         if mode == pb.DURABILITY_MODE_ALWAYS:
             await _all(settling.values())

@@ -63,6 +63,15 @@ class TierDirectory:
             return []
         return sorted(int(path.stem) for path in self.slabs.glob(f"*.{suffix}") if path.stem.isdigit())
 
+    def require_direct(self) -> None:
+        """Raise DirectoryUnusable when the file system has no direct I/O."""
+        probe = self.slabs / "probe.new"
+        probe.touch(mode=0o600)
+        try:
+            os.close(open_direct(probe, require_direct=True)[0])
+        finally:
+            probe.unlink()
+
     def damaged_bytes(self) -> int:
         """Bytes of slab files put aside because their geometry is lost."""
         return sum(allocated_bytes(self.slab_path(number, "damaged")) for number in self.numbers("damaged"))

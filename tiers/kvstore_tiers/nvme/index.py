@@ -48,7 +48,11 @@ class KeyIndex:
         self.is_fresh = not seal_holds(path) or (path / "data.mdb").stat().st_size > budget_bytes
         if self.is_fresh:
             self._delete()
-        self._environment: lmdb.Environment | None = self._open()
+        self._environment: lmdb.Environment | None = None
+        try:
+            self._environment = self._open()
+        except lmdb.Error as error:
+            self._disable(error)
         self._seal_path.unlink(missing_ok=True)  # from here on the database may change
         sync_directory(path)
 
@@ -148,11 +152,7 @@ class KeyIndex:
             if self.is_fresh:
                 return
             failpoints.hit("nvme.index-seal")
-            database = self._path / "data.mdb"
-            seal = json.dumps({"bytes": database.stat().st_size, "xxh3_64": _checksum(database)})
-            temporary = self._seal_path.with_suffix(".new")
-            temporary.write_text(seal)
-            temporary.replace(self._seal_path)
+            write_seal(self._path)
 
     @property
     def _seal_path(self) -> Path:
@@ -198,6 +198,14 @@ class KeyIndex:
     def _delete(self) -> None:
         for name in ("data.mdb", "lock.mdb"):
             (self._path / name).unlink(missing_ok=True)
+
+
+def write_seal(path: Path) -> None:
+    """Vouch for the index in this directory as it is now."""
+    database = path / "data.mdb"
+    temporary = path / "seal.new"
+    temporary.write_text(json.dumps({"bytes": database.stat().st_size, "xxh3_64": _checksum(database)}))
+    temporary.replace(path / "seal")
 
 
 def seal_holds(path: Path) -> bool:

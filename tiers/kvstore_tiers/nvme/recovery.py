@@ -82,16 +82,46 @@ class _Judged:
         self.states[index] = RecordState.FREE
         self.withdrawn.add(index)
 
+    def sound(self) -> npt.NDArray[np.bool_]:
+        """Which slots have a record that stands, or none."""
+        mask = np.ones(len(self.records), dtype=bool)
+        mask[list(self.withdrawn)] = False
+        return mask
+
     def generations(self) -> npt.NDArray[np.uint64]:
         """The generation of each slot now: that of its block, or one that was never used where there is none."""
         first = np.uint64(self.slab.superblock.first_generation)
         seen: npt.NDArray[np.uint64] = np.maximum(self.records["generation"], first - np.uint64(1))
-        if self.withdrawn:
-            sound = np.ones(len(seen), dtype=bool)
-            sound[list(self.withdrawn)] = False
-            seen[~sound] = seen[sound].max(initial=first)  # a damaged record's own generation means nothing
+        sound = self.sound()
+        seen[~sound] = seen[sound].max(initial=first)  # a damaged record's own generation means nothing
         seen[self.states == RecordState.FREE] += np.uint64(1)
         return seen
+
+
+@dataclass
+class _LiveBlocks:
+    """All live blocks as columns, 40 bytes a block: position of the slab in the list judged, slot, key, sequence."""
+
+    slabs: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    high: npt.NDArray[np.uint64]  # the key as two numbers whose order is that of its bytes
+    low: npt.NDArray[np.uint64]
+    sequences: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, judged: list[_Judged]) -> _LiveBlocks:
+        live = [one.live() for one in judged]
+        none = [np.empty(0, np.int64)]
+        keys = b"".join(one.records["key"][slots].tobytes() for one, slots in zip(judged, live, strict=True))
+        words = np.frombuffer(keys, dtype=">u8").astype(np.uint64).reshape(-1, 2)
+        sequences = [one.records["sequence"][slots] for one, slots in zip(judged, live, strict=True)]
+        return cls(
+            slabs=np.repeat(np.arange(len(judged)), [len(slots) for slots in live]),
+            slots=np.concatenate(live or none),
+            high=words[:, 0],
+            low=words[:, 1],
+            sequences=np.concatenate(sequences or [np.empty(0, np.uint64)]),
+        )
 
 
 def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bool) -> RecoveryReport:
@@ -143,27 +173,22 @@ class Recovery:
                 self._report.damaged_records += 1
         end = slab.file.length_bytes - slab.superblock.slots_offset
         within = max(0, end // slab.superblock.slot_bytes)
-        for index in judged.live().tolist():
-            if index >= within:
-                judged.withdraw(index)
-                self._report.truncated_blocks += 1
-        sound = [index for index in range(len(records)) if index not in judged.withdrawn]
-        last = int(records["sequence"][sound].max(initial=0))
+        last = int(records["sequence"][judged.sound()].max(initial=0))
         self._report.last_sequence = max(self._report.last_sequence, last)
+        live = judged.live()
+        for index in live[live >= within].tolist():
+            judged.withdraw(index)
+            self._report.truncated_blocks += 1
         return judged
 
     def _drop_superseded(self, judged: list[_Judged]) -> None:
         """Of several records with one key, keep the newest."""
-        places = [(one, index) for one in judged for index in one.live().tolist()]
-        if not places:
-            return
-        records = np.concatenate([one.records[one.live()] for one in judged])
-        high, low = _key_words(records)
-        order = np.lexsort((records["sequence"], low, high))
-        older = order[:-1][(high[order][1:] == high[order][:-1]) & (low[order][1:] == low[order][:-1])]
+        blocks = _LiveBlocks.of(judged)
+        order = np.lexsort((blocks.sequences, blocks.low, blocks.high))
+        high, low = blocks.high[order], blocks.low[order]
+        older = order[:-1][(high[1:] == high[:-1]) & (low[1:] == low[:-1])]
         for position in older.tolist():
-            one, index = places[position]
-            one.withdraw(index)
+            judged[blocks.slabs[position]].withdraw(int(blocks.slots[position]))
             self._report.superseded_blocks += 1
 
     def _drop_excess(self, judged: list[_Judged]) -> list[_Judged]:
@@ -198,23 +223,13 @@ class Recovery:
         self._report.index_rebuilt = True
 
 
-def _key_words(records: Records) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Keys as two numbers whose order is that of the bytes."""
-    words = np.frombuffer(records["key"].tobytes(), dtype=">u8").reshape(-1, 2).astype(np.uint64)
-    return words[:, 0], words[:, 1]
-
-
 def _sorted_entries(judged: list[_Judged]) -> Iterator[Entry]:
     """Every live block in key order, as the index wants it."""
-    places = [(one.slab.number, index) for one in judged for index in one.live().tolist()]
-    if not places:
-        return
-    records = np.concatenate([one.records[one.live()] for one in judged])
-    high, low = _key_words(records)
-    for position in np.lexsort((low, high)).tolist():
-        slab, index = places[position]
-        record = records[position]
-        yield record["key"].tobytes(), Location(slab, index, int(record["generation"]))
+    blocks = _LiveBlocks.of(judged)
+    for position in np.lexsort((blocks.low, blocks.high)).tolist():
+        one, index = judged[blocks.slabs[position]], int(blocks.slots[position])
+        record = one.records[index]
+        yield record["key"].tobytes(), Location(one.slab.number, index, int(record["generation"]))
 
 
 def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, BlockHeader]]:

@@ -181,7 +181,7 @@ class Slab:
     def publish(self, blocks: Iterable[tuple[int, BlockHeader]], sequence: int) -> list[tuple[bytes, Location]]:
         """Write live records of the blocks that are still in their slots; those blocks, for the index."""
         with self._records:
-            current = [(i, header) for i, header in blocks if header.generation == self._current(i)]
+            current = [(i, header) for i, header in blocks if self._holds(i, header.generation)]
             seed = self.superblock.record_seed
             self.file.write_records((i, pack_record(h, RecordState.LIVE, sequence, seed(i))) for i, h in current)
             for index, header in current:
@@ -233,6 +233,10 @@ class Slab:
     def _current(self, index: int) -> int:
         """The generation of a whole block that is in the slot now; 0 when there is none."""
         return self.generations[index] if self.states[index] in (SlotState.WRITTEN, SlotState.QUARANTINED) else 0
+
+    def _holds(self, index: int, generation: int) -> bool:
+        """Whether that block is in the slot now, whole and not quarantined."""
+        return self.states[index] == SlotState.WRITTEN and self.generations[index] == generation
 
     def _recorded_block(self, index: int) -> tuple[bytes, Location]:
         raw = self.file.read_record(index)

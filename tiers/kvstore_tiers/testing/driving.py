@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -22,22 +23,20 @@ def finish(start: Callable[[Completion], None]) -> Outcome:
 
 def finish_all(starts: Sequence[Callable[[Completion], None]]) -> list[Outcome]:
     """Start transfers together; all outcomes, in order. AssertionError when one never ends or ends twice."""
-    outcomes: list[list[Outcome]] = [[] for _ in starts]
-    all_ended = threading.Semaphore(0)
+    ended: list[tuple[int, Outcome]] = []
+    all_ended = threading.Event()
 
-    def completion(position: int) -> Completion:
-        def done(outcome: Outcome) -> None:
-            outcomes[position].append(outcome)
-            all_ended.release()
-
-        return done
+    def record(position: int, outcome: Outcome) -> None:
+        ended.append((position, outcome))
+        if len(ended) >= len(starts):
+            all_ended.set()  # one wake-up, so that waiting costs the transfers nothing
 
     for position, start in enumerate(starts):
-        start(completion(position))
-    for _ in starts:
-        assert all_ended.acquire(timeout=PATIENCE_S), "a transfer did not end"
-    assert all(len(ended) == 1 for ended in outcomes), "a transfer ended twice"
-    return [ended[0] for ended in outcomes]
+        start(partial(record, position))
+    assert not starts or all_ended.wait(PATIENCE_S), f"{len(starts) - len(ended)} transfers did not end"
+    by_position = dict(ended)
+    assert len(by_position) == len(ended) == len(starts), "a transfer ended twice"
+    return [by_position[position] for position in range(len(starts))]
 
 
 def block(number: int, payload_bytes: int, *, tokens: int = 4) -> tuple[BlockHeader, Bytes]:

@@ -1,0 +1,82 @@
+# Everything a developer or CI runs. `make` alone prints this list.
+# Needs: GNU make, bash, Python 3.11 or newer. The rest is installed into .venv, with pip, on first use.
+#
+# KVSTORED_PYTHON   the Python that .venv is made with (default: python3)
+# ARGS              passed on to demo, bench and test, for instance: make demo ARGS=--json
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+KVSTORED_PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+PYTHON := $(BIN)/python
+INSTALLED := .venv/.installed
+INSTALLED_ALL := .venv/.installed-all
+PROTO_TOOLS := .venv-proto/bin/protoc-gen-mypy
+
+.PHONY: help venv demo bench test test-all lint proto proto-check gpu-check clean distclean
+
+help: ## print this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
+
+venv: $(INSTALLED) ## make .venv and install kvstored with the engine and the developers' tools
+
+# Set-up talks on standard error, so that standard output belongs to the command that was asked for.
+$(INSTALLED): pyproject.toml
+	@command -v $(KVSTORED_PYTHON) >/dev/null || \
+	  { echo "no $(KVSTORED_PYTHON): apt-get install python3 python3-venv, or set KVSTORED_PYTHON" >&2; exit 1; }
+	@$(KVSTORED_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(KVSTORED_PYTHON) is $$($(KVSTORED_PYTHON) -V): 3.11 or newer is needed; set KVSTORED_PYTHON" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(KVSTORED_PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(KVSTORED_PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/pip || { echo "making .venv with $$($(KVSTORED_PYTHON) -V)" >&2; $(KVSTORED_PYTHON) -m venv .venv; }
+	@echo "installing kvstored and what it needs into .venv (about 200 MB, once)" >&2
+	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,dev]' >&2
+	@touch $@
+
+$(INSTALLED_ALL): $(INSTALLED)
+	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,learned,remote,dev]' >&2
+	@touch $@
+
+demo: $(INSTALLED) ## first light: daemon, engine and a real model, in under 3 minutes (ARGS=--json)
+	@$(PYTHON) -m demo $(ARGS)
+
+bench: $(INSTALLED) ## measure against named baselines (ARGS=--json)
+	@$(PYTHON) benchmarks/run.py $(ARGS)
+
+test: lint $(PROTO_TOOLS) ## lint, then every test that is not slow
+	@$(PYTHON) -m pytest -m "not slow" $(ARGS)
+
+test-all: lint $(PROTO_TOOLS) $(INSTALLED_ALL) ## every extra that works without a GPU, then every test
+	@$(PYTHON) -m pytest $(ARGS)
+
+lint: $(INSTALLED) ## ruff, mypy --strict, import floors
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+proto: $(INSTALLED) ## regenerate the committed gRPC code with the pinned generator
+	@PATH="$(CURDIR)/$(BIN):$$PATH" proto/generate.sh
+
+proto-check: $(PROTO_TOOLS) ## prove that the committed gRPC code is what the generator makes
+	@$(PYTHON) -m pytest tests/tidy/test_tidy_proto.py
+
+# The generator has a Python environment of its own: its protobuf is older than ours. Where it cannot be installed, the
+# test that compares its output is skipped by name, and fails in CI.
+$(PROTO_TOOLS): | $(INSTALLED)
+	@echo "installing the pinned protobuf generator into .venv-proto" >&2
+	-@scratch=$$(mktemp -d) && PATH="$(CURDIR)/$(BIN):$$PATH" proto/generate.sh "$$scratch" >&2; rm -rf "$$scratch"
+
+gpu-check: ## checks that need a GPU: there are none in this version, so this fails
+	@echo "gpu-check: this version has no GPU tier and no GPU kernels, so there is nothing to check on a GPU." >&2
+	@echo "gpu-check: it fails rather than passes, because nothing was checked. See docs/status.md." >&2
+	@exit 1
+
+clean: ## remove caches and build results; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+distclean: clean ## also remove .venv and .venv-proto
+	rm -rf .venv .venv-proto

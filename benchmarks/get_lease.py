@@ -1,0 +1,60 @@
+"""What does a get of 64 blocks of 1 MiB cost: by lease, and copied out into memory of the caller's own?
+
+A lease moves no bytes: one message, 64 headers verified in place, 64 views. Baseline of the copy: memcpy of as many
+bytes between arrays of this process, touched before, block by block, interleaved.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from support.blocks import MIB, Bytes, model, payloads, tokens_of
+from support.daemon import bench_daemon
+from support.report import AT_LEAST, Row, main, progress, within
+from support.timing import median, percentile, time_each, time_once
+
+BLOCKS = 64
+SETTINGS = ("host.capacity=256MiB", "nvme.enabled=false", "host.prefault_ahead=192MiB")
+
+
+def measure(quick: bool) -> list[Row]:
+    data = payloads(BLOCKS, MIB)
+    own = [block.copy() for block in data]  # both sides copy into the same touched memory
+    tokens = tokens_of(1, BLOCKS)
+    leases: list[float] = []
+    copies: list[float] = []
+    plain: list[float] = []
+    with bench_daemon(*SETTINGS) as daemon, daemon.connect(model(MIB)) as session:
+        if session.put(tokens, payloads=data).stored_blocks != BLOCKS:
+            raise RuntimeError("the blocks were not stored")
+
+        def lease_only() -> None:
+            with session.get(tokens) as lease:
+                assert len(lease) == BLOCKS and lease.payload(BLOCKS - 1)[0] == data[-1][0]
+
+        def copy_out() -> None:
+            with session.get(tokens) as lease:
+                assert lease.copy_into(own) == BLOCKS
+
+        progress(f"first copy, arenas not yet in this process's page table: {time_once(copy_out) * 1e3:.1f} ms")
+        for _ in range(3 if quick else 12):
+            leases += time_each(lease_only, 25)
+            copies += time_each(copy_out, 2)
+            plain += time_each(lambda: _memcpy(own, data), 2)
+    progress(f"get by lease p99 {percentile(leases, 99) * 1e3:.2f} ms")
+    gb = BLOCKS * MIB / 1e9
+    return [
+        within("get_64mib_lease_p50", median(leases) * 1e3, "ms", 1.0),
+        Row("get_64mib_copied_out", gb / median(copies), "GB/s", gb / median(plain), "memcpy", AT_LEAST, 0.75),
+    ]
+
+
+def _memcpy(destinations: list[Bytes], sources: list[Bytes]) -> None:
+    for destination, source in zip(destinations, sources, strict=True):
+        np.copyto(destination, source)
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure, __doc__))

@@ -1,0 +1,89 @@
+"""How long does a lookup of 64 keys take: on an idle daemon, and beside two clients at full put and get load?
+
+Baselines: idle, an empty stream echo of the same run, interleaved; beside the load, the idle lookup.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from kvstore_client import BlockKeys, Session
+from kvstore_proto.v1 import admin_pb2
+from support.blocks import MIB, model, payloads, tokens_of
+from support.daemon import BenchDaemon, bench_daemon
+from support.echo import EchoClient, echo
+from support.load import full_load
+from support.report import AT_MOST, Row, main, progress, within
+from support.timing import median, percentile, time_each
+
+KEYS = 64
+SMALL_BLOCK_BYTES = 4096
+WARM_UP = 200
+SETTINGS = (
+    "host.capacity=160MiB", "host.staging=40MiB", "host.arena=16MiB", "host.prefault_ahead=16MiB",
+    "nvme.capacity=512MiB", "nvme.slab=64MiB", "limits.staging_per_client=16MiB", "limits.lease_ttl_ms=120000",
+)  # fmt: skip
+
+
+def measure(quick: bool) -> list[Row]:
+    with bench_daemon(*SETTINGS) as daemon, echo() as floor:
+        with daemon.connect(model(SMALL_BLOCK_BYTES), staging_bytes=MIB) as session:
+            tokens = tokens_of(1, KEYS)
+            session.put(tokens, payloads=payloads(KEYS, SMALL_BLOCK_BYTES), wait="settled")
+            keys = session.keys(tokens)
+            assert keys is not None
+            with session.get(keys=keys) as held:  # a lease, so that the storm cannot evict what is looked up
+                assert len(held) == KEYS
+                idle, echoes = _idle(session, keys, floor, rounds=3 if quick else 8)
+                busy = _beside_load(daemon, session, keys, seconds=2.0 if quick else 8.0)
+    ms = 1e3
+    return [
+        Row("lookup_64_idle_p50", median(idle) * ms, "ms", median(echoes) * ms, "stream echo", AT_MOST, 2.0),
+        Row("lookup_64_idle_p99", percentile(idle, 99) * ms, "ms", percentile(echoes, 99) * ms, "stream echo"),
+        Row("lookup_64_load_p50", median(busy) * ms, "ms", median(idle) * ms, "idle lookup", AT_MOST, 4.0),
+        within("lookup_64_load_p99", percentile(busy, 99) * ms, "ms", 5.0),
+    ]
+
+
+def _idle(session: Session, keys: BlockKeys, floor: EchoClient, rounds: int) -> tuple[list[float], list[float]]:
+    lookups: list[float] = []
+    echoes: list[float] = []
+    look_up = lambda: _look_up(session, keys)  # noqa: E731
+    time_each(look_up, WARM_UP)
+    time_each(floor.ping, WARM_UP)
+    for _ in range(rounds):
+        lookups += time_each(look_up, 250)
+        echoes += time_each(floor.ping, 250)
+    return lookups, echoes
+
+
+def _beside_load(daemon: BenchDaemon, session: Session, keys: BlockKeys, seconds: float) -> list[float]:
+    with full_load(daemon.socket_dir, MIB):
+        time_each(lambda: _look_up(session, keys), WARM_UP)
+        before, started = _counters(daemon), time.perf_counter()
+        lookups: list[float] = []
+        while time.perf_counter() < started + seconds:
+            lookups += time_each(lambda: _look_up(session, keys), 50)
+        elapsed_s, after = time.perf_counter() - started, _counters(daemon)
+    rates = {name: (after[name] - before[name]) / elapsed_s for name in ("stored_blocks", "acquired_blocks", "evictions")}
+    progress("load: " + ", ".join(f"{rate:.0f} {name.replace('_', ' ')}/s" for name, rate in rates.items()))
+    if rates["evictions"] < rates["stored_blocks"] / 2:
+        raise RuntimeError(f"no eviction storm: {rates}")
+    return lookups
+
+
+def _look_up(session: Session, keys: BlockKeys) -> None:
+    found = session.lookup(keys=keys)
+    if found.blocks != KEYS:
+        raise RuntimeError(f"{KEYS} blocks were stored and leased, the lookup found {found}")
+
+
+def _counters(daemon: BenchDaemon) -> dict[str, int]:
+    counters: dict[str, int] = dict(daemon.admin("Status", admin_pb2.StatusRequest()).counters)
+    tiers = daemon.admin("Tiers", admin_pb2.TiersRequest()).tiers
+    return {**counters, "evictions": next(tier.evicted_blocks for tier in tiers if tier.name == "host")}
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure, __doc__))

@@ -1,0 +1,1 @@
+"""What every benchmark needs: a daemon to measure, blocks to store, times to compare, a row to report."""

@@ -1,0 +1,118 @@
+"""The daemon under measurement: `kvstored serve` as a child process, in a temporary directory of its own.
+
+Owns the child's life; readiness comes over the sd_notify socket, so no time is lost polling. Never tunes the daemon:
+what a benchmark sets is in its call, everything else is the default.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+import kvstore_client
+from kvstore_client import Fingerprint, Session
+from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
+
+READY_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 20.0
+POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class BenchDaemon:
+    """A daemon that serves. `ready_s` is from just before the process was started until it said that it serves."""
+
+    socket_dir: Path
+    pid: int
+    ready_s: float
+
+    def connect(self, fingerprint: Fingerprint, **options: Any) -> Session:
+        """A session that insists on an answer and waits long for it: a benchmark must not measure misses."""
+        settings: dict[str, Any] = {"required": True, "deadline_s": 30.0, "connect_timeout_s": 10.0}
+        return kvstore_client.connect(self.socket_dir, fingerprint=fingerprint, **(settings | options))
+
+    def rss_bytes(self) -> int:
+        """Resident memory by the kernel's account, shared memory (arenas, staging) included."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        raise RuntimeError(f"process {self.pid} has no resident memory: it has ended")
+
+    def admin(self, method: str, request: Any) -> Any:
+        """One call of the Admin service."""
+        target, options = f"unix:{self.socket_dir}/admin.sock", (("grpc.use_local_subchannel_pool", 1),)
+        with grpc.insecure_channel(target, options=options) as channel:
+            return getattr(admin_pb2_grpc.AdminStub(channel), method)(request, timeout=60)  # type: ignore[no-untyped-call]
+
+    def drop_host(self) -> None:
+        """Empty the host tier: what NVMe holds stays there."""
+        self.admin("Drop", admin_pb2.DropRequest(tier="host"))
+
+    def wait_prefaulted(self, nbytes: int, timeout_s: float = 30.0) -> None:
+        """Until `nbytes` of arena memory have been touched by the daemon's background prefault."""
+        deadline = time.monotonic() + timeout_s
+        while self.admin("Status", admin_pb2.StatusRequest()).prefault_done_bytes < nbytes:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{nbytes} bytes of arenas were not prefaulted in {timeout_s} s")
+            time.sleep(POLL_S)
+
+
+@contextmanager
+def bench_daemon(*settings: str) -> Iterator[BenchDaemon]:
+    """A daemon with `--set` arguments, stopped at the end. Its log is shown when it does not start."""
+    with tempfile.TemporaryDirectory(prefix="kvbench-") as name:
+        directory = Path(name)
+        with (directory / "log").open("wb") as log, _listener(directory / "notify") as listener:
+            environment = {**os.environ, "NOTIFY_SOCKET": str(directory / "notify")}
+            started = time.perf_counter()
+            child = subprocess.Popen(_command(directory, settings), env=environment, stdout=log, stderr=log)
+            try:
+                _wait_ready(child, listener, directory / "log")
+                yield BenchDaemon(directory / "run", child.pid, time.perf_counter() - started)
+            finally:
+                _stop(child)
+
+
+def _command(directory: Path, settings: tuple[str, ...]) -> list[str]:
+    chosen = [argument for setting in settings for argument in ("--set", setting)]
+    places = ["--socket-dir", str(directory / "run"), "--state-dir", str(directory / "state")]
+    return [sys.executable, "-m", "kvstored", "serve", *places, *chosen]
+
+
+@contextmanager
+def _listener(path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(path))
+        listener.settimeout(POLL_S)
+        yield listener
+
+
+def _wait_ready(child: subprocess.Popen[bytes], listener: socket.socket, log: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline and child.poll() is None:
+        try:
+            if b"READY=1" in listener.recv(4096):
+                return
+        except TimeoutError:
+            continue
+    raise SystemExit(f"the daemon did not start (exit status {child.poll()}):\n{log.read_text()}")
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    try:
+        child.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()

@@ -1,0 +1,96 @@
+"""What a benchmark reports: rows with a value, the baseline of the same run, and the target it has to meet.
+
+Owns the command line that every benchmark shares (`--json`, `--quick`) and the table for people. Progress goes to
+standard error, results to standard output; the JSON list is always the last line. Never measures anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+AT_MOST, AT_LEAST = "<=", ">="
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. `target` bounds its ratio to the baseline; None for a figure that only informs."""
+
+    name: str
+    value: float
+    unit: str
+    baseline: float
+    baseline_name: str
+    bound: str = AT_MOST
+    target: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.value / self.baseline
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None for a figure that only informs."""
+        if self.target is None:
+            return None
+        return self.ratio <= self.target if self.bound == AT_MOST else self.ratio >= self.target
+
+    def as_json(self) -> dict[str, object]:
+        numbers = {"value": self.value, "baseline": self.baseline, "ratio": self.ratio}
+        return {**asdict(self), **{name: significant(number) for name, number in numbers.items()}, "met": self.met}
+
+
+def within(name: str, value: float, unit: str, limit: float) -> Row:
+    """A figure that must not be over a fixed limit, which then is its baseline."""
+    return Row(name, value, unit, limit, "limit", AT_MOST, 1.0)
+
+
+Measure = Callable[[bool], Sequence[Row]]
+"""A benchmark: takes `quick` (a tenth of the rounds, noisier) and gives its rows."""
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(measure: Measure, about: str) -> int:
+    """Run one benchmark by itself. The exit code is 1 when a target was missed."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: seconds instead of tens of seconds")
+    options = parser.parse_args()
+    objects = [row.as_json() for row in measure(options.quick)]
+    print(json.dumps(objects) if options.json else table(objects))
+    return 0 if all(fields["met"] is not False for fields in objects) else 1
+
+
+def table(objects: Sequence[dict[str, object]]) -> str:
+    """Rows as `Row.as_json` gives them, for people."""
+    lines = [("", "measured", "baseline", "ratio", "target", ""), *(_cells(fields) for fields in objects)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [
+        [cell.ljust(width) if column in (0, 2) else cell.rjust(width) for column, (cell, width) in enumerate(cells)]
+        for cells in (zip(line, widths, strict=True) for line in lines)
+    ]
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+
+def significant(value: float) -> float:
+    """Four significant digits: more would be noise."""
+    return float(f"{value:.4g}")
+
+
+def _cells(fields: dict[str, object]) -> tuple[str, ...]:
+    target = fields.get("target")
+    verdict = {True: "met", False: "MISSED"}.get(fields.get("met"), "")  # type: ignore[call-overload]
+    return (
+        str(fields["name"]),
+        f"{fields['value']} {fields['unit']}",
+        f"{fields['baseline']} {fields.get('baseline_name', '')}",
+        f"{fields['ratio']:.2f}x",
+        "" if target is None else f"{fields.get('bound', '')} {target}x",
+        verdict,
+    )

@@ -1,0 +1,126 @@
+"""How much sooner does the first token come when the prefix is restored, and what does restoring itself cost?
+
+A prompt of 2,000 tokens and more, SmolLM2-135M, each request in an engine process of its own: cold (nothing stored),
+warm from DRAM, warm from NVMe (DRAM dropped before each). The baseline of the restoration is memcpy of as many bytes
+between touched arrays of one process. Time to first token counts from the prompt's text in hand: tokenization, lookup,
+restore, prefill of what is left. Restoration is what the engine reports for lookup, lease and copy into its block pool.
+Last, five prompts are answered with 256 tokens each, cold and warm: the token ids must be equal.
+
+Expected: some 1.5 s of prefill against 10 ms of restoration and 30 ms for the tail that is always computed. Restoration
+is one copy with two threads plus two round trips, so it can come near a single thread's memcpy.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore_proto.v1 import admin_pb2
+from support.daemon import BenchDaemon, bench_daemon
+from support.report import AT_LEAST, Row, main, progress, within
+from support.timing import median, time_each
+
+MODEL = "smollm2-135m-instruct:q8_0"
+PREFIX_WORDS = 1_620  # some 2,050 tokens
+QUESTIONS = (
+    "What does the second chapter say about the keeper of the lamp, and whom did she write to in the end?",
+    "Name three things that were counted in the storehouse before the long winter came.",
+    "Who was to ring the bell, how often, and at which hour of the night?",
+    "Write a short letter to the harbour master about the broken gate.",
+    "Explain in plain words why the ferry did not sail on the day of the feast.",
+)
+WORDS = (
+    "the keeper counted seven lamps before winter and wrote to her brother about rope oil bread and the broken gate "
+    "while the ferry waited for wind and nobody rang the bell at night because the master was away on the island"
+).split()
+
+
+def measure(quick: bool) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="kvttft-") as name, bench_daemon("host.capacity=1GiB") as daemon:
+        prompt = Path(name) / "system.txt"
+        cold, dram, nvme = [], [], []
+        for round_number in range(1 if quick else 3):
+            prompt.write_text(_text(round_number))
+            cold.append(_ask(daemon, prompt, QUESTIONS[0], tokens=8))
+            _flush(daemon)
+            for _ in range(3):
+                dram.append(_ask(daemon, prompt, QUESTIONS[0], tokens=8))
+            for _ in range(2):
+                daemon.drop_host()
+                nvme.append(_ask(daemon, prompt, QUESTIONS[0], tokens=8))
+            progress(
+                f"round {round_number}: {cold[-1]['prompt_tokens']} tokens, cold {_ttft(cold[-1]):.0f} ms, "
+                f"DRAM {_ttft(dram[-1]):.0f} ms, NVMe {_ttft(nvme[-1]):.0f} ms"
+            )
+        memcpy_ms = _memcpy_ms(dram[0]["bytes_restored"])
+        cold_ms = median([_ttft(answer) for answer in cold])
+        differing = _differing_answers(daemon, Path(name), tokens=64 if quick else 256)
+    restores_ms = [(a["timings"]["lookup_s"] + a["timings"]["restore_s"]) * 1e3 for a in dram]
+    return [
+        _speed_up("ttft_cold_over_warm_dram", cold_ms, median([_ttft(answer) for answer in dram]), 20.0),
+        _speed_up("ttft_cold_over_warm_nvme", cold_ms, median([_ttft(answer) for answer in nvme]), 12.0),
+        Row("restore_from_dram", median(restores_ms), "ms", memcpy_ms, "memcpy of the same bytes", target=1.5),
+        within("answers_that_differ_cold_to_warm", float(differing), "of 5", 0.5),
+    ]
+
+
+def _speed_up(name: str, cold_ms: float, warm_ms: float, target: float) -> Row:
+    return Row(name, cold_ms, "ms", warm_ms, "ms warm", AT_LEAST, target)
+
+
+def _differing_answers(daemon: BenchDaemon, directory: Path, tokens: int) -> int:
+    differing = 0
+    for number, question in enumerate(QUESTIONS):
+        prompt = directory / f"prompt-{number}.txt"
+        prompt.write_text(_text(100 + number, words=400 + 150 * number))
+        cold = _ask(daemon, prompt, question, tokens)
+        warm = _ask(daemon, prompt, question, tokens)
+        if not warm["tokens_restored"]:
+            raise RuntimeError(f"nothing was restored for question {number}: {warm['restore']['reason']}")
+        differing += cold["tokens"] != warm["tokens"]
+        progress(f"answer {number}: {len(cold['tokens'])} tokens, {warm['tokens_restored']} restored, equal so far")
+    return differing
+
+
+def _ask(daemon: BenchDaemon, system_file: Path, question: str, tokens: int) -> dict[str, Any]:
+    """One request in an engine process of its own."""
+    command = [
+        str(Path(sys.executable).with_name("kvengine")), "generate", "--model", MODEL, "--system-file",
+        str(system_file), "--prompt", question, "--max-tokens", str(tokens), "--ignore-eos", "--kvstore",
+        str(daemon.socket_dir), "--json", "--quiet", "--no-stream",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"kvengine failed: {done.stderr.strip()}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _flush(daemon: BenchDaemon) -> None:
+    if daemon.admin("Flush", admin_pb2.FlushRequest()).pending_blocks:
+        raise RuntimeError("blocks did not reach NVMe")
+
+
+def _ttft(answer: dict[str, Any]) -> float:
+    return float(answer["timings"]["ttft_s"]) * 1e3
+
+
+def _text(seed: int, words: int = PREFIX_WORDS) -> str:
+    chosen = np.random.default_rng(seed).choice(WORDS, words)
+    sentences = [" ".join(chosen[start : start + 12]).capitalize() for start in range(0, words, 12)]
+    return ". ".join(sentences) + "."
+
+
+def _memcpy_ms(nbytes: int) -> float:
+    source, destination = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    return median(time_each(lambda: np.copyto(destination, source), 15)) * 1e3
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure, __doc__))

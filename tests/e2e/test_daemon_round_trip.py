@@ -1,0 +1,167 @@
+"""The main job against a real daemon: what one client puts, every client of the tenant gets, from any tier."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.reference.running_daemon import (
+    LAYERS,
+    RunningDaemon,
+    eventually,
+    holds,
+    model,
+    payloads_of,
+    running_daemon,
+    tokens_of,
+)
+
+from kvstore_client import KVStoreError
+
+MODEL = model()
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon() as running:
+        yield running
+
+
+def unleased(daemon: RunningDaemon) -> bool:
+    """Clients give leases back a moment after they let go of them."""
+    return eventually(lambda: daemon.status().leases == 0)
+
+
+def test_64_blocks_of_one_process_are_there_for_another_at_once(daemon: RunningDaemon) -> None:
+    tokens, payloads = tokens_of(1, 64), payloads_of(1, 64, MODEL)
+    with daemon.connect() as session:
+        receipt = session.put(tokens, payloads=payloads)
+        assert receipt.statuses == ["stored"] * 64
+        reader = f"""
+import sys; sys.path.insert(0, '.')
+import kvstore_client
+from tests.reference.running_daemon import holds, model, payloads_of, tokens_of
+with kvstore_client.connect({str(daemon.socket_dir)!r}, fingerprint=model(), required=True, deadline_s=20) as session:
+    found = session.lookup(tokens_of(1, 64))
+    with session.get(tokens_of(1, 64)) as lease:
+        print(found.blocks, found.reason, holds(lease, payloads_of(1, 64, model())), lease.valid)
+"""
+        result = subprocess.run([sys.executable, "-c", reader], capture_output=True, text=True, timeout=60)
+        assert result.stdout.split() == ["64", "True", "True"], result.stderr
+
+
+def test_views_are_read_only_and_layers_can_be_read_alone(daemon: RunningDaemon) -> None:
+    tokens, payloads = tokens_of(2, 3), payloads_of(2, 3, MODEL)
+    with daemon.connect() as session:
+        session.put(tokens, payloads=payloads)
+        with session.get(tokens) as lease:
+            view = lease.payload(1)
+            with pytest.raises(ValueError, match="read-only"):
+                view[0] = 1
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                view.flags.writeable = True
+            for layer in range(LAYERS):
+                size = len(payloads[1]) // LAYERS
+                assert np.array_equal(lease.layer(1, layer), payloads[1][layer * size : (layer + 1) * size])
+            assert lease.verify(tokens)
+            assert not lease.verify(tokens_of(3, 3))
+        with pytest.raises(KVStoreError):
+            lease.payload(0)
+
+
+def test_a_prefix_ends_where_the_tokens_part(daemon: RunningDaemon) -> None:
+    tokens = tokens_of(4, 6)
+    with daemon.connect() as session:
+        session.put(tokens, payloads=payloads_of(4, 6, MODEL))
+        other = tokens.copy()
+        other[64 * 4 + 5] += 1
+        found = session.lookup(other)
+        assert (found.blocks, found.reason) == (4, "never_stored")
+        with session.get(other) as lease:
+            assert holds(lease, payloads_of(4, 4, MODEL))
+        assert session.lookup(tokens[: 64 * 2 + 63]).blocks == 2, "a partial tail is not a block"
+
+
+def test_a_block_is_stored_once_whoever_puts_it(daemon: RunningDaemon) -> None:
+    tokens, payloads = tokens_of(5, 8), payloads_of(5, 8, MODEL)
+    before = daemon.status().counters
+    with daemon.connect() as first, daemon.connect() as second:
+        assert first.put(tokens, payloads=payloads).stored_blocks == 8
+        again = second.put(tokens, payloads=payloads_of(6, 8, MODEL))
+        assert again.statuses == ["present"] * 8 and again.visible_blocks == 8
+        with second.get(tokens) as lease:
+            assert holds(lease, payloads), "the first one's bytes stand"
+    after = daemon.status().counters
+    assert after["stored_blocks"] - before["stored_blocks"] == 8
+    assert after["present_blocks"] - before["present_blocks"] == 8
+
+
+def test_another_models_blocks_are_a_miss_with_a_reason(daemon: RunningDaemon) -> None:
+    tokens = tokens_of(7, 2)
+    with daemon.connect() as session, daemon.connect(model("other weights")) as other:
+        session.put(tokens, payloads=payloads_of(7, 2, MODEL))
+        assert other.lookup(tokens).reason == "other_fingerprint"
+        with other.get(tokens) as lease:
+            assert (len(lease), lease.reason) == (0, "other_fingerprint")
+
+
+def test_dropped_from_dram_it_comes_from_nvme_and_prefetch_moves_it_ahead(daemon: RunningDaemon) -> None:
+    tokens, payloads = tokens_of(8, 16), payloads_of(8, 16, MODEL)
+    with daemon.connect() as session:
+        session.put(tokens, payloads=payloads, durability="none")
+        assert unleased(daemon)
+        dropped = daemon.drop("host")
+        assert dropped.kept_blocks == 0 and dropped.written_back_blocks >= 16
+        assert session.lookup(tokens).tiers == ("nvme",) * 16
+        read_before = daemon.tiers()["nvme"].bytes_read
+        with session.get(tokens) as lease:
+            assert holds(lease, payloads) and lease.promoted_bytes >= sum(map(len, payloads))
+        assert daemon.tiers()["nvme"].bytes_read - read_before >= sum(map(len, payloads))
+        assert unleased(daemon)
+        daemon.drop("host")
+        assert session.prefetch(tokens).scheduled_blocks == 16
+        assert eventually(lambda: set(session.lookup(tokens).tiers) == {"host"})
+        assert session.prefetch(tokens).resident_blocks == 16
+        read_before = daemon.tiers()["nvme"].bytes_read
+        with session.get(tokens) as lease:
+            assert holds(lease, payloads) and lease.promoted_bytes == 0
+        assert daemon.tiers()["nvme"].bytes_read == read_before
+        assert daemon.status().counters["prefetched_blocks"] >= 16
+
+
+def test_a_prefetch_keeps_to_its_budget(daemon: RunningDaemon) -> None:
+    tokens = tokens_of(9, 8)
+    with daemon.connect() as session:
+        session.put(tokens, payloads=payloads_of(9, 8, MODEL))
+        assert unleased(daemon)
+        daemon.drop("host")
+        assert session.prefetch(tokens, budget_bytes=3 * MODEL.payload_bytes()).scheduled_blocks == 3
+
+
+@pytest.mark.parametrize("mode", ["none", "batch", "always"])
+def test_a_receipt_says_what_was_promised(daemon: RunningDaemon, mode: str) -> None:
+    conversation = 20 + len(mode)
+    tokens, payloads = tokens_of(conversation, 4), payloads_of(conversation, 4, MODEL)
+    with daemon.connect() as session:
+        receipt = session.put(tokens, payloads=payloads, durability=mode)
+        assert receipt.stored_blocks == 4
+        if mode == "none":
+            assert receipt.durability == ["volatile"] * 4
+        elif mode == "always":
+            assert receipt.durability == ["durable"] * 4 and receipt.is_settled
+        else:
+            assert receipt.settle(20) and receipt.durability == ["durable"] * 4
+
+
+def test_no_payload_travels_inside_grpc(daemon: RunningDaemon) -> None:
+    with daemon.connect() as session:
+        session.put(tokens_of(30, 4), payloads=payloads_of(30, 4, MODEL))
+        with session.get(tokens_of(30, 4)) as lease:
+            assert len(lease) == 4
+        statistics = session.statistics()
+        assert statistics.grpc_payload_bytes == 0
+        assert statistics.grpc_message_bytes < MODEL.payload_bytes()
+    assert daemon.status().counters["grpc_payload_bytes"] == 0

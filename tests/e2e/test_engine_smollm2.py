@@ -1,0 +1,36 @@
+"""A real model gives sane answers in every quantisation that we write. Skipped where it is not in the cache."""
+
+from pathlib import Path
+
+import pytest
+
+from kvstore_engine.generation import GenerationSettings, Prompt
+from kvstore_engine.ggml import GGMLError, load_library
+from kvstore_engine.loading import LoadOptions, open_model
+from kvstore_engine.models import KNOWN_MODELS, locate
+from kvstore_engine.models.cache import cache_root
+
+NAME = "smollm2-135m-instruct"
+
+
+@pytest.fixture(autouse=True)
+def available() -> None:
+    try:
+        load_library()
+    except GGMLError as error:
+        pytest.skip(f"no ggml: {error}")
+    if not (cache_root() / "models" / KNOWN_MODELS[NAME].file_name).exists():
+        pytest.skip(f"{NAME} is not in the model cache (kvengine fetch {NAME})")
+
+
+def _ask(model: Path, question: str) -> str:
+    with open_model(model, LoadOptions(context=512, threads=1, warm_up=False)) as loaded:
+        text = loaded.chat_template().render([{"role": "user", "content": question}])
+        answer = loaded.generator.generate(Prompt(text, rendered=True), GenerationSettings(max_tokens=24))
+    assert answer.tokens
+    return answer.text
+
+
+@pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
+def test_it_knows_a_capital(quant: str) -> None:
+    assert "Paris" in _ask(locate(f"{NAME}:{quant}"), "What is the capital of France?")

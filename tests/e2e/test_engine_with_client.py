@@ -1,0 +1,67 @@
+"""The engine over the real client: its sockets, its shared memory, its leases; the daemon alone is a double."""
+
+from pathlib import Path
+
+import pytest
+
+from kvstore_engine import loading
+from kvstore_engine.generation import Generation, GenerationSettings, Prompt
+from kvstore_engine.ggml import GGMLError, load_library
+from kvstore_engine.loading import LoadOptions, open_model
+from tests.reference.fake_daemon import FakeDaemon
+from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
+
+PROMPT = Prompt("the cat sat on the mat and the hat of the rat that ran. " * 16)
+SETTINGS = GenerationSettings(max_tokens=30, ignore_end=True)
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        load_library()
+    except GGMLError as error:
+        pytest.skip(f"no ggml: {error}")
+    # Only the cost profile: the compiled kernels stay in the user's cache, they take seconds to build.
+    monkeypatch.setattr(loading, "cache_root", lambda: tmp_path / "cache")
+
+
+def _answer(model: Path, sockets: Path) -> Generation:
+    """One answer by a freshly loaded engine that computes slowly enough to want what is stored."""
+    with open_model(model, LoadOptions(threads=1, kvstore=sockets, warm_up=False)) as loaded:
+        loaded.generator.costs.compute.restore(1, [10.0, 10.0, 0.0])
+        return loaded.generator.generate(PROMPT, SETTINGS)
+
+
+def test_a_second_engine_restores_what_the_first_stored(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "tiny.gguf")
+    with FakeDaemon(tmp_path / "s") as daemon:
+        cold = _answer(model, daemon.directory)
+        warm = _answer(model, daemon.directory)
+        assert cold.store.stored == len(daemon.blocks) > 2
+        assert cold.tokens_restored == 0
+        assert warm.tokens_restored == (warm.prompt_tokens - 1) // 64 * 64
+        assert warm.tokens == cold.tokens
+        assert warm.store.failed == 0
+
+
+def test_another_model_state_restores_nothing(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "tiny.gguf")
+    other = write_tiny_llama(tmp_path / "other.gguf", llama__rope__freq_base=5e5)
+    relabelled = write_tiny_llama(tmp_path / "re.gguf", byte_level_vocabulary(), tokenizer__ggml__pre="qwen2")
+    with FakeDaemon(tmp_path / "s") as daemon:
+        _answer(model, daemon.directory)
+        assert _answer(other, daemon.directory).tokens_restored == 0
+        assert _answer(relabelled, daemon.directory).tokens_restored == 0
+
+
+def test_a_daemon_that_dies_is_survived(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "tiny.gguf")
+    daemon = FakeDaemon(tmp_path / "s")
+    with open_model(model, LoadOptions(threads=1, kvstore=daemon.directory, warm_up=False)) as loaded:
+        loaded.generator.costs.compute.restore(1, [10.0, 10.0, 0.0])
+        first = loaded.generator.generate(PROMPT, SETTINGS)
+        daemon.stop()
+        second = loaded.generator.generate(PROMPT, SETTINGS)
+    assert first.store.stored > 2
+    assert second.tokens == first.tokens
+    assert second.tokens_restored == 0

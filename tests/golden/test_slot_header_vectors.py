@@ -1,0 +1,78 @@
+"""Golden vector of the slot header: the bytes in arenas and on NVMe (docs/format.md, docs/shm.md)."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_proto.arena import HEADER_BYTES, MAX_TOKENS, BlockHeader, read_header, slot_bytes
+from kvstore_proto.identity import pack_tokens
+
+HEADER = BlockHeader(
+    key=bytes(range(16)),
+    parent=bytes(range(16, 32)),
+    extra=bytes(range(32, 48)),
+    fingerprint=bytes(range(48, 80)),
+    tenant=bytes(range(80, 96)),
+    group=3,
+    depth=17,
+    tokens=pack_tokens(range(64)),
+    payload_bytes=1_474_560,
+    generation=9,
+    checksum=0x0123456789ABCDEF,
+    created_ns=1_700_000_000_000_000_000,
+)
+FIXED_PART = "4b56423101000000000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f202122232425262728292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f404142434445464748494a4b4c4d4e4f505152535455565758595a5b5c5d5e5f030000004000000000801600000000000900000000000000efcdab896745230100002a36fe9c9717110000000000000089824bcd748379fb"
+SHA256 = "f69034a532fbad8b16f46a58d749d4f9e0160a1dee9f5c258c09c200f4a278d3"
+
+
+def test_the_bytes_of_a_header() -> None:
+    packed = HEADER.pack()
+    assert len(packed) == HEADER_BYTES
+    assert packed[:160].hex() == FIXED_PART
+    assert hashlib.sha256(packed).hexdigest() == SHA256
+
+
+def test_fields_lie_where_the_document_says() -> None:
+    packed = HEADER.pack()
+    assert packed[:4] == b"KVB1"
+    assert packed[8:24] == HEADER.key
+    assert packed[24:40] == HEADER.parent
+    assert int.from_bytes(packed[108:112], "little") == 64
+    assert int.from_bytes(packed[112:120], "little") == HEADER.payload_bytes
+    assert int.from_bytes(packed[120:128], "little") == HEADER.generation
+    assert packed[256:260] == bytes(4)
+    assert packed[260:264] == (1).to_bytes(4, "little")
+
+
+def test_round_trip() -> None:
+    assert read_header(HEADER.pack()) == HEADER
+
+
+@given(st.integers(0, HEADER_BYTES * 8 - 1))
+def test_any_flipped_bit_is_noticed(bit: int) -> None:
+    raw = bytearray(HEADER.pack())
+    raw[bit // 8] ^= 1 << bit % 8
+    assert isinstance(read_header(raw), str)
+
+
+@given(st.binary(max_size=HEADER_BYTES + 10))
+def test_garbage_is_described_never_raised(raw: bytes) -> None:
+    assert isinstance(read_header(raw), str)
+
+
+def test_sizes() -> None:
+    assert slot_bytes(1) == 8192
+    assert slot_bytes(4096) == 8192
+    assert slot_bytes(4097) == 12288
+
+
+def test_too_many_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 960"):
+        BlockHeader(
+            key=bytes(16), parent=bytes(16), fingerprint=bytes(32), tenant=bytes(16), payload_bytes=1,
+            tokens=bytes(4 * (MAX_TOKENS + 1)),
+        ).pack()  # fmt: skip

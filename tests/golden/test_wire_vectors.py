@@ -1,0 +1,111 @@
+"""Golden vectors of the wire: a message encoded by any earlier release is decoded the same by this one.
+
+Only ever add vectors. Changing one means breaking every client out there.
+"""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.message import Message
+
+from kvstore_proto.errors import ErrorKind
+from kvstore_proto.v1 import handshake_pb2 as hs
+from kvstore_proto.v1 import kvstore_pb2 as pb
+
+KEYS = bytes(range(32))
+
+VECTORS: dict[str, tuple[Message, str]] = {
+    "lookup": (
+        pb.Request(
+            request_id=7, deadline_ms=250,
+            lookup=pb.Lookup(sets=[pb.KeySet(group=1, keys=KEYS, match=pb.MATCH_WINDOW, window_blocks=4)]),
+        ),
+        "080710fa015a2a0a2808011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f18012004",
+    ),
+    "presence": (
+        pb.Response(
+            request_id=7,
+            lookup=pb.LookupReply(
+                sets=[
+                    pb.Presence(
+                        usable_blocks=1, tiers=b"\x02\x00", load_us=[1, 300], miss_reason=pb.MISS_REASON_EVICTED
+                    )
+                ]
+            ),
+        ),
+        "08075a0f0a0d0801120202001a0301ac022002",
+    ),
+    "reserve": (
+        pb.Request(
+            request_id=8, reserve=pb.Reserve(group=0, keys=KEYS, parents=bytes(16) + KEYS[:16], payload_bytes=1_474_560)
+        ),
+        "080862481220000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f1a2000000000000000000000000000000000000102030405060708090a0b0c0d0e0f2080805a",
+    ),
+    "commit": (
+        pb.Request(request_id=9, commit=pb.Commit(reservation_ids=[1, 300], durability=pb.DURABILITY_MODE_ALWAYS)),
+        "08096a070a0301ac021003",
+    ),
+    "committed": (
+        pb.Response(
+            request_id=9,
+            commit=pb.CommitReply(
+                statuses=bytes([pb.COMMIT_STATUS_STORED, pb.COMMIT_STATUS_PRESENT]),
+                durability=bytes([pb.DURABILITY_DURABLE, pb.DURABILITY_PENDING]),
+            ),
+        ),
+        "08096a080a02010212020201",
+    ),
+    "acquired": (
+        pb.Response(
+            request_id=10,
+            acquire=pb.AcquireReply(
+                lease_id=5, blocks=1, arena_ids=[2], offsets=[4096], payload_bytes=[1_474_560], generations=[3],
+                expires_in_ms=30_000, promoted_bytes=1_478_656, promoted_blocks=1,
+            ),
+        ),
+        "080a7a1d080510011a0102220280202a0380805a32010338b0ea014880a05a5001",
+    ),
+    "error": (
+        pb.Response(
+            request_id=11, error=pb.Error(kind=pb.ERROR_KIND_THROTTLED, message="full", retry_after_ms=5)
+        ),
+        "080b4a0a0805120466756c6c1805",
+    ),
+    "hello": (
+        hs.ClientPacket(
+            hello=hs.Hello(protocol_version=1, client_name="vllm", fingerprint=b"{}", staging_bytes=1 << 26)
+        ),
+        "0a1108011204766c6c6d1a027b7d2080808020",
+    ),
+    "welcome": (
+        hs.DaemonPacket(
+            welcome=hs.Welcome(
+                protocol_version=1, session_token=KEYS[:16], tenant="chat", roots=[KEYS[16:]], staging_bytes=1 << 26,
+                lease_ttl_ms=30_000, daemon_epoch=KEYS[:16], data_socket="/run/kvstored/data.sock", max_keys=4096,
+                max_block_bytes=1 << 26,
+            )
+        ),
+        "0a6808011210000102030405060708090a0b0c0d0e0f1a04636861742210101112131415161718191a1b1c1d1e1f288080802030b0ea013a10000102030405060708090a0b0c0d0e0f42172f72756e2f6b7673746f7265642f646174612e736f636b4880205080808020",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_vector(name: str) -> None:
+    message, expected = VECTORS[name]
+    assert message.SerializeToString(deterministic=True).hex() == expected
+    assert type(message).FromString(bytes.fromhex(expected)) == message
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_fields_of_a_later_release_are_passed_over(name: str) -> None:
+    message, expected = VECTORS[name]
+    later = bytes.fromhex(expected) + bytes.fromhex("fa7f03616263")  # field 2047, three bytes
+    decoded = type(message).FromString(later)
+    decoded.DiscardUnknownFields()
+    assert decoded == message
+
+
+def test_error_kinds_are_the_wires() -> None:
+    on_the_wire = {name.removeprefix("ERROR_KIND_"): number for name, number in pb.ErrorKind.items()}
+    assert on_the_wire == {kind.name: kind.value for kind in ErrorKind}

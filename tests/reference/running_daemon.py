@@ -1,0 +1,227 @@
+"""The real daemon for tests: `kvstored serve` as a child process, small, in a directory of the test's own.
+
+Owns the child: start, SIGKILL, SIGSTOP, restart on the same directories, and an orderly stop after which the NVMe
+directory must pass `kvstored check`. Readiness comes over the sd_notify socket, so nobody polls or sleeps.
+Never does: stand in for any part of the daemon.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+import kvstore_client
+from kvstore_client import Fingerprint, LayerGroup, Session
+from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
+
+MIB = 1 << 20
+READY_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 30.0
+SMALL = (
+    "host.capacity=32MiB",
+    "host.staging=8MiB",
+    "host.arena=2MiB",
+    "host.prefault=false",
+    "host.prefault_ahead=2MiB",
+    "nvme.capacity=64MiB",
+    "nvme.slab=4MiB",
+    "nvme.io_threads=2",
+    "limits.staging_per_client=2MiB",
+    "limits.max_block=1MiB",
+)
+LAYERS = 4
+TOKENS_A_BLOCK = 64
+
+
+class DaemonDied(AssertionError):
+    """The child ended before it was ready, or by itself; carries its exit status and its log."""
+
+
+class RunningDaemon:
+    """One daemon and its directories. `settings` are `--set` arguments and win over `SMALL`."""
+
+    def __init__(
+        self, directory: Path, *settings: str, failpoints: str = "", config: Path | None = None
+    ) -> None:
+        self.directory = directory
+        self.socket_dir = directory / "run"
+        self.state_dir = directory / "state"
+        self.nvme_dir = self.state_dir / "nvme"
+        self.settings = settings
+        self.failpoints = failpoints
+        self.config = config
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return (self.directory / "log").read_text(errors="replace")
+
+    def command(self) -> list[str]:
+        chosen = [argument for setting in (*SMALL, *self.settings) for argument in ("--set", setting)]
+        file = ["--config", str(self.config)] if self.config is not None else []
+        return [
+            sys.executable, "-m", "kvstored", "serve",
+            "--socket-dir", str(self.socket_dir), "--state-dir", str(self.state_dir), *file, *chosen,
+        ]  # fmt: skip
+
+    def start(self) -> None:
+        """Returns when the daemon says that it serves. Raises DaemonDied."""
+        notify_path = self.directory / "notify"
+        notify_path.unlink(missing_ok=True)
+        environment = {**os.environ, "NOTIFY_SOCKET": str(notify_path), "KVSTORED_FAILPOINTS": self.failpoints}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+            listener.bind(str(notify_path))
+            listener.settimeout(0.1)
+            with open(self.directory / "log", "ab") as log:
+                self.process = subprocess.Popen(self.command(), env=environment, stdout=log, stderr=log)
+            deadline = time.monotonic() + READY_TIMEOUT_S
+            while time.monotonic() < deadline:
+                try:
+                    if b"READY=1" in listener.recv(4096):
+                        return
+                except TimeoutError:
+                    if self.process.poll() is not None:
+                        break
+        raise DaemonDied(f"exit status {self.process.poll()} before ready:\n{self.log}")
+
+    def kill9(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def wait_killed(self, timeout_s: float = 20.0) -> None:
+        """Wait for an armed failpoint to kill the daemon."""
+        assert self.process is not None
+        assert self.process.wait(timeout_s) == -signal.SIGKILL, self.log
+
+    def restart(self, *, failpoints: str = "") -> None:
+        """Start again on what the last one left behind; it must have ended already."""
+        assert self.process is None or self.process.poll() is not None, "still running"
+        self.failpoints = failpoints
+        self.start()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """SIGTERM; it must end with status 0, complain of nothing, and leave a directory without damage."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.terminate()
+        status = self.process.wait(STOP_TIMEOUT_S)
+        assert status == 0, f"exit status {status}:\n{self.log}"
+        assert "Traceback" not in self.log, self.log
+        assert not list(self.socket_dir.glob("*.sock")), "an orderly stop leaves no sockets"
+        self.check()
+
+    def check(self) -> None:
+        """Walk the NVMe directory of a daemon that is not running."""
+        if self.nvme_dir.is_dir():
+            from kvstore_tiers.nvme.check import check_directory
+
+            assert check_directory(self.nvme_dir, verify_payloads=True) == []
+
+    @contextmanager
+    def admin(self) -> Iterator[Any]:
+        """A stub of the Admin service: `stub.Tiers(admin_pb2.TiersRequest())`."""
+        with grpc.insecure_channel(
+            f"unix:{self.socket_dir}/admin.sock", options=(("grpc.use_local_subchannel_pool", 1),)
+        ) as channel:
+            yield admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
+
+    def ask(self, method: str, request: Any, timeout_s: float = 30.0) -> Any:
+        with self.admin() as stub:
+            return getattr(stub, method)(request, timeout=timeout_s)
+
+    def status(self) -> admin_pb2.StatusReply:
+        reply: admin_pb2.StatusReply = self.ask("Status", admin_pb2.StatusRequest())
+        return reply
+
+    def tiers(self) -> dict[str, admin_pb2.TierStatus]:
+        return {tier.name: tier for tier in self.ask("Tiers", admin_pb2.TiersRequest()).tiers}
+
+    def drop(self, tier: str, *, discard: bool = False) -> admin_pb2.DropReply:
+        reply: admin_pb2.DropReply = self.ask("Drop", admin_pb2.DropRequest(tier=tier, discard=discard))
+        return reply
+
+    def connect(self, fingerprint: Fingerprint | None = None, **options: Any) -> Session:
+        """A session that insists on an answer; staging small enough for many of them."""
+        settings: dict[str, Any] = {"required": True, "deadline_s": 20.0, "connect_timeout_s": 10.0}
+        settings["staging_bytes"] = 2 * MIB
+        return kvstore_client.connect(self.socket_dir, fingerprint=fingerprint or model(), **(settings | options))
+
+
+@contextmanager
+def running_daemon(*settings: str, failpoints: str = "", config: Path | None = None) -> Iterator[RunningDaemon]:
+    """A daemon in a fresh directory (a short path: socket names are limited to 107 bytes), stopped and checked."""
+    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
+        daemon = RunningDaemon(Path(directory), *settings, failpoints=failpoints, config=config)
+        try:
+            daemon.start()
+            yield daemon
+            if daemon.process is not None and daemon.process.poll() is None:
+                daemon.stop()
+        finally:
+            if daemon.process is not None and daemon.process.poll() is None:
+                daemon.kill9()
+
+
+def model(name: str = "weights", *, kib_a_block: int = 16, **fields: Any) -> Fingerprint:
+    """A fingerprint whose blocks have 64 tokens and `kib_a_block` KiB of payload in four layers."""
+    bytes_a_token = kib_a_block * 1024 // TOKENS_A_BLOCK // LAYERS
+    group = LayerGroup(0, "full", 0, tuple(range(LAYERS)), bytes_a_token)
+    return Fingerprint("test model", name, groups=(group,), **fields)
+
+
+def tokens_of(conversation: int, blocks: int) -> npt.NDArray[np.int32]:
+    """Token ids of a prefix that no other conversation shares; a longer one of the same number continues it."""
+    return np.arange(blocks * TOKENS_A_BLOCK, dtype=np.int32) + conversation * 1_000_000
+
+
+def payloads_of(conversation: int, blocks: int, fingerprint: Fingerprint, first: int = 0) -> list[npt.NDArray[np.uint8]]:
+    """What blocks `first`, first + 1, ... of a conversation hold: a function of their names alone."""
+    size = fingerprint.payload_bytes()
+    return [
+        np.random.default_rng((conversation, block)).integers(0, 256, size, dtype=np.uint8)
+        for block in range(first, first + blocks)
+    ]
+
+
+def holds(lease: kvstore_client.Lease, expected: Sequence[npt.NDArray[np.uint8]]) -> bool:
+    """Whether a lease has exactly these payloads."""
+    return len(lease) == len(expected) and all(
+        np.array_equal(lease.payload(block), payload) for block, payload in enumerate(expected)
+    )
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Whether `condition` comes true in time; looks every few milliseconds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

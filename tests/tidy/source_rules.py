@@ -1,0 +1,146 @@
+"""The house rules that can be read off a source text. Pure: a text in, findings out, one line each.
+
+Each rule is shown a text that breaks it in test_tidy_sources.py, so that none of them can pass by finding nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 70
+FORBIDDEN_NAMES = frozenset({"utils", "util", "common", "helpers", "helper", "manager", "managers", "misc"})
+HEAVY_IMPORTS = frozenset(
+    {"torch", "cupy", "kvikio", "sklearn", "redis", "numba", "llvmlite", "xllamacpp", "tokenizers"}
+)
+_LEFTOVERS = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")
+_VIEW_MAKERS = frozenset({"memoryview", "cast", "mmap", "getbuffer", "toreadonly"})
+
+
+def too_long(source: str) -> list[str]:
+    lines = source.count("\n")
+    return [f"{lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+
+
+def forbidden_name(path: str) -> list[str]:
+    """A file or folder name that says nothing about what is in it."""
+    words = {word for part in re.split(r"[/.]", path.lower()) for word in part.split("_")}
+    return [f"the name says nothing: {word}" for word in sorted(words & FORBIDDEN_NAMES)]
+
+
+def leftovers(source: str) -> list[str]:
+    return [
+        f"line {number}: {match[0]}"
+        for number, line in enumerate(source.splitlines(), 1)
+        if (match := _LEFTOVERS.search(line))
+    ]
+
+
+def missing_docstring(source: str) -> list[str]:
+    tree = ast.parse(source)
+    return [] if not tree.body or ast.get_docstring(tree) else ["no module docstring"]
+
+
+def long_functions(source: str) -> list[str]:
+    """A function that only holds a class or other functions is measured by those."""
+    return [
+        f"{function.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
+        for function in _functions(ast.parse(source))
+        if (length := _own_lines(function)) > MAX_FUNCTION_LINES
+    ]
+
+
+def relative_imports(source: str) -> list[str]:
+    return [
+        f"line {node.lineno}: relative import"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+
+
+def heavy_imports(source: str) -> set[str]:
+    """Heavy modules that this text imports outside `if TYPE_CHECKING`."""
+    found: set[str] = set()
+    for node in _runtime_nodes(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        found.update(name.partition(".")[0] for name in names)
+    return found & HEAVY_IMPORTS
+
+
+def memoryview_copies(source: str) -> list[str]:
+    """Slices of a memoryview or an mmap that are assigned to: such a copy holds the GIL while it runs.
+
+    It stalled the control thread for 11.5 ms where np.copyto and ctypes.memmove, which release it, took 0.03.
+    A name counts as a view from the assignment that makes it one, through slices of it.
+    """
+    tree = ast.parse(source)
+    views: set[str] = set()
+    grown = True
+    while grown:
+        before = len(views)
+        for node in ast.walk(tree):
+            views.update(_bound_views(node, views))
+        grown = len(views) > before
+    return [
+        f"line {node.lineno}: {ast.unparse(target)} = … copies with the GIL held"
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Assign, ast.AugAssign))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Slice) and _is_view(target.value, views)
+    ]
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def _own_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    whole = (function.end_lineno or function.lineno) - function.lineno + 1
+    inner = sum(
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in function.body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    )
+    return whole - inner
+
+
+def _runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        children: list[ast.AST] = list(node.orelse)
+    else:
+        yield node
+        children = list(ast.iter_child_nodes(node))
+    for child in children:
+        yield from _runtime_nodes(child)
+
+
+def _bound_views(node: ast.AST, views: set[str]) -> set[str]:
+    """Names that `node` binds to a view."""
+    if isinstance(node, ast.Assign) and _is_view(node.value, views):
+        return {ast.unparse(target) for target in node.targets}
+    if isinstance(node, ast.AnnAssign) and (
+        ast.unparse(node.annotation) == "memoryview" or (node.value is not None and _is_view(node.value, views))
+    ):
+        return {ast.unparse(node.target)}
+    if isinstance(node, ast.arg) and node.annotation is not None and ast.unparse(node.annotation) == "memoryview":
+        return {node.arg}
+    if isinstance(node, ast.withitem) and node.optional_vars is not None and _is_view(node.context_expr, views):
+        return {ast.unparse(node.optional_vars)}
+    return set()
+
+
+def _is_view(value: ast.expr, views: set[str]) -> bool:
+    if isinstance(value, ast.Call):
+        called = value.func
+        return (called.attr if isinstance(called, ast.Attribute) else ast.unparse(called)) in _VIEW_MAKERS
+    if isinstance(value, ast.Subscript):
+        return _is_view(value.value, views)
+    return ast.unparse(value) in views

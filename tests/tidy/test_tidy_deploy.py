@@ -1,0 +1,82 @@
+"""The files for systemd are ones that systemd understands, and fit the daemon."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstored.config import load_config
+from tests.tidy.tree import ROOT
+
+_DEPLOY = ROOT / "deploy"
+_UNIT = _DEPLOY / "systemd/kvstored.service"
+_INSTALLED_AS = "/opt/kvstored/bin/kvstored"
+
+
+def _tool(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+def _verify(unit: Path) -> str:
+    """What systemd has to say against a unit file; nothing, if all is well."""
+    command = [_tool("systemd-analyze"), "verify", "--man=no", str(unit)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return "\n".join(line for line in run.stderr.splitlines() if unit.name in line)
+
+
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    text = _UNIT.read_text()
+    assert _INSTALLED_AS in text
+    unit = tmp_path / "kvstored.service"
+    unit.write_text(text.replace(_INSTALLED_AS, sys.executable))
+    assert _verify(unit) == ""
+    unit.write_text(unit.read_text().replace("ProtectHome=yes", "ProtectHouse=yes"))
+    assert "ProtectHouse" in _verify(unit)
+
+
+def test_the_unit_does_what_the_daemon_counts_on() -> None:
+    settings = dict(line.split("=", 1) for line in _UNIT.read_text().splitlines() if "=" in line and line[0].isalpha())
+    config = load_config(_DEPLOY / "kvstored.toml")
+    assert settings["Type"] == "notify"
+    assert str(config.daemon.socket_dir) == f"/run/{settings['RuntimeDirectory']}"
+    assert str(config.daemon.state_dir) == f"/var/lib/{settings['StateDirectory']}"
+    assert (settings["RuntimeDirectoryMode"], settings["StateDirectoryMode"]) == ("0750", "0700")
+    assert settings["ExecStart"].endswith("serve --config /etc/kvstored/kvstored.toml")
+    assert settings["LimitCORE"] == "0"
+    assert "PrivateUsers" not in settings, "callers are told apart by their uid"
+
+
+def test_users_and_groups_of_the_configuration_are_made() -> None:
+    config = load_config(_DEPLOY / "kvstored.toml")
+    lines = (_DEPLOY / "sysusers.d/kvstored.conf").read_text().splitlines()
+    made = {line.split()[1] for line in lines if line.startswith(("u ", "g "))}
+    assert {config.daemon.socket_group, config.daemon.admin_group} <= made
+    assert f"m {config.daemon.socket_group} {config.daemon.admin_group}" in lines
+
+
+@pytest.mark.parametrize(
+    ("tool", "file"),
+    [("systemd-sysusers", "sysusers.d/kvstored.conf"), ("systemd-tmpfiles", "tmpfiles.d/kvstored.conf")],
+)
+def test_systemd_understands_users_and_directories(tool: str, file: str, tmp_path: Path) -> None:
+    """Applied to an empty root of the test's own, never to this machine."""
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nkvstored:x:901:901::/:/bin/false\n")
+    (tmp_path / "etc/group").write_text("root:x:0:\nkvstored:x:901:\n")
+    create = ["--create"] if tool == "systemd-tmpfiles" else []
+    command = [_tool(tool), f"--root={tmp_path}", *create, str(_DEPLOY / file)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "Operation not permitted" in run.stderr or "Failed to chown" in run.stderr:
+        pytest.skip(f"{tool} needs root to act even on a root of its own")
+    assert (run.returncode, run.stderr) == (0, "") or "Creating" in run.stderr, run.stderr
+    if create:
+        assert (tmp_path / "run/kvstored").stat().st_mode & 0o777 == 0o750
+    else:
+        assert "kvstored-admin" in (tmp_path / "etc/group").read_text()

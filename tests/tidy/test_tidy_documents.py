@@ -1,0 +1,148 @@
+"""What the documents say is what the code does: commands, counters, failpoints, links, the version."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvstored
+from kvstored.telemetry import COUNTERS
+from tests.tidy.tree import ROOT, documents, modules, project, relative
+
+_COMMANDS = {
+    "kvstored": "kvstored.cli",
+    "kvctl": "kvstore_client.cli.main",
+    "kvengine": "kvstore_engine.cli.main",
+}
+_TABLE_ROW = re.compile(r"^\| `?([^`|]+?)`? \|", re.MULTILINE)
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
+_MAKE = re.compile(r"(?:^\$ |`)make ([a-z-]+)", re.MULTILINE)
+_TYPED = re.compile(r"^\$ (kvstored|kvctl|kvengine) ([^#\n]*)", re.MULTILINE)
+
+
+def _help(command: str, *arguments: str) -> str:
+    main: Callable[[list[str]], int] = importlib.import_module(_COMMANDS[command]).main
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), pytest.raises(SystemExit) as ended:
+        main([*arguments, "--help"])
+    assert ended.value.code == 0
+    return text.getvalue()
+
+
+def _subcommands(command: str) -> set[str]:
+    """Names at the indent of the command list: deeper than options' usage, shallower than wrapped help."""
+    listing = re.search(r"^(?:commands|positional arguments):\n(.*?)\n\n", _help(command), re.DOTALL | re.MULTILINE)
+    assert listing is not None
+    return set(re.findall(r"^    ([a-z]+)(?: |$)", listing[1], re.MULTILINE))
+
+
+def _tables(document: str) -> list[set[str]]:
+    """First columns of a document's tables."""
+    text = (ROOT / document).read_text()
+    return [set(_TABLE_ROW.findall(table)) for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
+
+
+def _table(document: str, heading: str) -> set[str]:
+    found = next(table for table in _tables(document) if heading in table)
+    return {cell for cell in found - {heading} if not cell.startswith("---")}
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_every_command_is_documented(command: str) -> None:
+    assert _table(f"docs/{command}.md", "command") == _subcommands(command)
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_documented_options_exist(command: str) -> None:
+    known = set(_OPTION.findall(_help(command)))
+    for name in _subcommands(command):
+        known.update(_OPTION.findall(_help(command, name)))
+    mentioned = set(_OPTION.findall((ROOT / f"docs/{command}.md").read_text()))
+    assert mentioned
+    assert mentioned - known == set()
+
+
+def test_exit_codes_are_documented() -> None:
+    from kvstore_client.cli import exit_codes
+    from kvstore_engine.cli import main as kvengine
+    from kvstored import cli as kvstored_cli
+
+    codes = {
+        "kvstored": {value for name, value in vars(kvstored_cli).items() if name.startswith("EXIT_")},
+        "kvctl": {value for value in vars(exit_codes).values() if isinstance(value, int)},
+        "kvengine": {value for name, value in vars(kvengine).items() if name.startswith("EXIT_")},
+    }
+    for command, used in codes.items():
+        assert _table(f"docs/{command}.md", "exit code") == {str(code) for code in used}, command
+
+
+def test_typed_commands_exist() -> None:
+    """Each `$ kvctl drop --tier host` in a document names a command and options that there are."""
+    typed = [(relative(path), *match) for path in documents() for match in _TYPED.findall(path.read_text())]
+    assert len(typed) >= 5
+    for where, command, arguments in typed:
+        words = arguments.split()
+        subcommand = next((word for word in words if word in _subcommands(command)), None)
+        assert subcommand or "--help" in words, f"{where}: {command} {arguments}"
+        known = set(_OPTION.findall(_help(command) + _help(command, subcommand or "")))
+        assert set(_OPTION.findall(arguments)) - known == set(), f"{where}: {command} {arguments}"
+
+
+def test_every_counter_is_documented_as_it_is_defined() -> None:
+    text = (ROOT / "docs/kvstored.md").read_text()
+    assert {name for name, what in COUNTERS.items() if f"| `{name}` | {what} |" not in text} == set()
+    assert _table("docs/kvstored.md", "counter") == set(COUNTERS)
+
+
+def test_every_counter_is_counted() -> None:
+    code = "\n".join(path.read_text() for path in modules("kvstored") if path.name != "counters.py")
+    always_zero = {"grpc_payload_bytes"}  # no field of the wire can carry payload: there is nothing to count
+    assert {name for name in COUNTERS if f'"{name}"' not in code} == always_zero
+
+
+def test_every_failpoint_is_documented_and_hit_somewhere() -> None:
+    importlib.import_module("kvstored.daemon")
+    from kvstore_tiers.failpoints import REGISTRY
+
+    ordering = (ROOT / "docs/ordering.md").read_text()
+    code = "\n".join(path.read_text() for path in modules("kvstore_tiers", "kvstored"))
+    assert {name for name in REGISTRY if f"`{name}`" not in ordering} == set()
+    assert set(re.findall(r"`((?:host|nvme)\.[a-z]+-[a-z-]+)`", ordering)) - set(REGISTRY) == set()
+    assert {name for name in REGISTRY if not re.search(rf'hit\(\s*"{re.escape(name)}"', code)} == set()
+
+
+@pytest.mark.parametrize("document", list(documents()), ids=relative)
+def test_links_lead_somewhere(document: Path) -> None:
+    targets = _LINK.findall(document.read_text())
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("document", list(documents()), ids=relative)
+def test_named_files_exist(document: Path) -> None:
+    """`kvstore/kvstored/lifecycle.py` in a document is a file of the tree."""
+    roots = "proto|tiers|kvstore|client|engine|tests|benchmarks|demo|docs|deploy"
+    named = re.findall(rf"`((?:{roots})/[\w./-]*)`", document.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_one_version() -> None:
+    changelog = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert changelog is not None
+    assert changelog[1] == project()["project"]["version"] == kvstored.__version__
+
+
+def test_makefile_targets_are_described() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = set(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[0].split())
+    assert phony == set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
+    told = {
+        target for path in documents() for target in re.findall(r"(?:^\$ |`)make ([a-z-]+)", path.read_text(), re.M)
+    }
+    assert told - phony == set()

@@ -1,0 +1,58 @@
+"""What importing costs: the base packages load without an engine's libraries and without a warning."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.tidy.tree import BASE_PACKAGES
+
+_IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+names = []
+for package in sys.argv[1:]:
+    names.append(package)
+    path = importlib.import_module(package).__path__
+    for module in pkgutil.walk_packages(path, package + "."):
+        if not module.name.startswith("kvstore_tiers.testing") and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+            names.append(module.name)
+print(json.dumps({"imported": names, "loaded": sorted({name.partition(".")[0] for name in sys.modules})}))
+"""
+_NOT_OURS_TO_LOAD = {
+    "torch", "cupy", "kvikio", "sklearn", "redis",
+    "numba", "llvmlite", "xllamacpp", "llama_cpp", "tokenizers", "jinja2",
+    "pytest", "hypothesis",
+}  # fmt: skip
+
+
+def _import_all(*packages: str) -> tuple[list[str], set[str]]:
+    command = [sys.executable, "-W", "error", "-c", _IMPORT_ALL, *packages]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    return result["imported"], set(result["loaded"])
+
+
+def test_the_base_packages_need_no_engine() -> None:
+    imported, loaded = _import_all(*BASE_PACKAGES)
+    assert "kvstored.daemon" in imported
+    assert "kvstore_tiers.nvme.tier" in imported
+    assert loaded & _NOT_OURS_TO_LOAD == set()
+
+
+@pytest.mark.parametrize("package", ["kvstore_client", "kvstore_engine"])
+def test_a_door_is_light(package: str) -> None:
+    command = [sys.executable, "-c", f"import sys, {package}; print(*sys.modules)"]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert package in loaded
+    assert {"grpc", "numpy", "numba", "tokenizers", "xllamacpp"} & set(loaded) == set()
+
+
+def test_the_daemon_loads_no_client_and_no_engine() -> None:
+    command = [sys.executable, "-c", "import sys, kvstored.daemon; print(*sys.modules)"]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert {"kvstore_client", "kvstore_engine"} & set(loaded) == set()

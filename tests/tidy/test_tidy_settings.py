@@ -1,0 +1,67 @@
+"""Every setting of reference.toml is explained, changes the configuration, and is read by the daemon."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from kvstored.config import ConfigError, load_config, reference_text
+from kvstored.config.schema import Config
+from tests.tidy.tree import PACKAGES, modules
+
+_SETTINGS = [
+    (section, key, value) for section, table in tomllib.loads(reference_text()).items() for key, value in table.items()
+]
+_OTHER_VALUES = ("lru", "lfu-ttl", "second-touch", "none", "refuse", "/tmp/elsewhere", "48MiB", "96MiB", "3GiB")
+
+
+@pytest.mark.parametrize(("section", "key", "value"), _SETTINGS, ids=lambda item: str(item)[:24])
+def test_a_setting_is_explained(section: str, key: str, value: Any) -> None:
+    line = re.search(rf"^{key} = .*$", reference_text().partition(f"[{section}]")[2], re.MULTILINE)
+    assert line is not None
+    assert re.search(r"#.*\w{3}", line[0]), f"{section}.{key} has no comment in reference.toml"
+
+
+@pytest.mark.parametrize(("section", "key", "value"), _SETTINGS, ids=lambda item: str(item)[:24])
+def test_a_setting_changes_the_configuration(section: str, key: str, value: Any) -> None:
+    defaults = load_config(None)
+    if isinstance(value, bool):
+        others: list[object] = [str(not value).lower()]
+    elif isinstance(value, int):
+        others = [value + 1, value * 2]
+    else:
+        others = [other for other in _OTHER_VALUES if other != value]
+    changed = [config for other in others if (config := _load(f"{section}.{key}={other}")) not in (None, defaults)]
+    assert changed, f"no other value of {section}.{key} makes another configuration"
+
+
+def test_every_field_of_the_schema_is_read_by_the_daemon() -> None:
+    """A field that only the configuration itself touches does nothing."""
+    sections = [kind for kind in get_type_hints(Config).values() if hasattr(kind, "__dataclass_fields__")]
+    declared = {field.name for kind in (Config, *sections) for field in fields(kind)}
+    read = {
+        node.attr
+        for path in modules("kvstored")
+        if not _is_config(path)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    assert len(declared) > 30
+    assert declared - read == set()
+
+
+def _is_config(path: Path) -> bool:
+    return PACKAGES["kvstored"] / "config" in path.parents
+
+
+def _load(override: str) -> Config | None:
+    try:
+        return load_config(None, [override])
+    except ConfigError:
+        return None

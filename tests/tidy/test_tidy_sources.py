@@ -1,0 +1,94 @@
+"""House rules for source files: size, names, docstrings, no leftovers, no copies that hold the GIL."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.tidy import source_rules as rules
+from tests.tidy.tree import PACKAGES, all_python, all_source, modules, relative
+
+_ALLOWED_TO_BE_LONG: set[str] = set()  # stays empty: split the file instead
+_NAMES_THE_RULES = {"tests/tidy/source_rules.py", "tests/tidy/test_tidy_sources.py"}  # they must spell the words
+
+
+def _findings(paths: Iterable[Path], rule: Callable[[str], list[str]]) -> list[str]:
+    return [f"{relative(path)}: {found}" for path in paths for found in rule(path.read_text())]
+
+
+def test_no_file_is_too_long() -> None:
+    paths = [path for path in all_source() if relative(path) not in _ALLOWED_TO_BE_LONG]
+    assert len(paths) > 100
+    assert _findings(paths, rules.too_long) == []
+
+
+def test_no_function_is_too_long() -> None:
+    assert _findings(all_python(), rules.long_functions) == []
+
+
+def test_every_name_says_what_is_in_the_file() -> None:
+    assert [
+        f"{relative(path)}: {found}" for path in all_source() for found in rules.forbidden_name(relative(path))
+    ] == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert _findings(all_python(), rules.missing_docstring) == []
+
+
+def test_nothing_is_left_for_later() -> None:
+    paths = [path for path in all_source() if relative(path) not in _NAMES_THE_RULES]
+    assert _findings(paths, rules.leftovers) == []
+
+
+def test_imports_are_absolute() -> None:
+    assert _findings(all_python(), rules.relative_imports) == []
+
+
+def test_a_heavy_module_is_imported_in_one_place() -> None:
+    places = defaultdict(set)
+    for path in modules():
+        for name in rules.heavy_imports(path.read_text()):
+            places[name].add(path.parent)
+    assert {name: sorted(map(relative, where)) for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_no_payload_is_copied_with_the_gil_held() -> None:
+    assert _findings(modules("kvstored", "kvstore_tiers", "kvstore_client"), rules.memoryview_copies) == []
+
+
+def test_every_package_is_typed() -> None:
+    assert [name for name, path in PACKAGES.items() if not (path / "py.typed").exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "bad", "good"),
+    [
+        (rules.too_long, "x\n" * 601, "x\n" * 600),
+        (rules.long_functions, "def f():\n" + "    x = 1\n" * 70, "def f():\n" + "    x = 1\n" * 69),
+        (rules.forbidden_name, "kvstore/kvstored/lease_manager.py", "kvstore/kvstored/leases.py"),
+        (rules.forbidden_name, "kvstore/utils/sizes.py", "kvstore/utilities_of_war.txt"),
+        (rules.missing_docstring, "import os\n", '"""What it owns."""\nimport os\n'),
+        (rules.leftovers, "x = 1  # TODO later\n", "todos = 1\n"),
+        (rules.leftovers, "raise NotImplementedError\n", "return NotImplemented\n"),
+        (rules.relative_imports, "from . import x\n", "from kvstored import x\n"),
+        (rules.heavy_imports, "def f():\n    import numba\n", "if TYPE_CHECKING:\n    import numba\n"),
+        (rules.memoryview_copies, "v = memoryview(b)\nv[0:4] = data\n", "v = np.zeros(4)\nv[0:4] = data\n"),
+        (
+            rules.memoryview_copies,
+            "m = mmap.mmap(fd, 9)\nself.v = m\nself.v[a:b] = d\n",
+            "m = mmap.mmap(fd, 9)\nm[0] = 1\n",
+        ),
+        (
+            rules.memoryview_copies,
+            "def f(v: memoryview):\n    w = v[2:]\n    w[:4] = d\n",
+            "raw = bytearray(8)\nraw[:4] = d\n",
+        ),
+    ],
+)
+def test_the_rules_find_what_they_forbid(rule: Callable[[str], object], bad: str, good: str) -> None:
+    assert rule(bad)
+    assert not rule(good)

@@ -1,0 +1,131 @@
+"""The distribution: an sdist, a wheel made from it, and the three commands in a clean environment outside the tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+import venv
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import kvstored
+from tests.tidy.tree import PACKAGES, ROOT
+
+_DATA_SUFFIXES = {".toml", ".cpp", ".h", ".pyi", ".typed", ".proto"}
+_OFFLINE = (
+    "No matching distribution",
+    "Could not find a version",
+    "Temporary failure in name resolution",
+    "No route to",
+)
+BUILD_TIMEOUT_S = 180
+
+
+def _run(command: Sequence[object], cwd: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    run = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=BUILD_TIMEOUT_S,
+    )
+    if run.returncode and not os.environ.get("CI") and any(sign in run.stdout + run.stderr for sign in _OFFLINE):
+        pytest.skip("the package index cannot be reached")
+    assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist, and the wheel that is made from it and not from the tree."""
+    out = tmp_path_factory.mktemp("dist")
+    _run([sys.executable, "-m", "build", "--outdir", out, ROOT], out)
+    return next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin directory of an environment that holds the wheel, its base dependencies, and nothing else."""
+    place = tmp_path_factory.mktemp("clean")
+    venv.create(place, with_pip=True)
+    _run([place / "bin/pip", "install", "--quiet", "--disable-pip-version-check", distributions[1]], place)
+    return place / "bin"
+
+
+def test_the_wheel_holds_all_packages_and_their_data(distributions: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(distributions[1]) as wheel:
+        packed = set(wheel.namelist())
+    for name, folder in PACKAGES.items():
+        expected = {
+            f"{name}/{path.relative_to(folder)}"
+            for path in folder.rglob("*")
+            if path.suffix in {".py", *_DATA_SUFFIXES} and "__pycache__" not in path.parts
+        }
+        assert expected - packed == set(), name
+    assert {path.partition("/")[0] for path in packed} == {*PACKAGES, f"kvstored-{kvstored.__version__}.dist-info"}
+
+
+def test_the_sdist_holds_what_the_wheel_needs(distributions: tuple[Path, Path]) -> None:
+    with tarfile.open(distributions[0]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "engine/kvstore_engine/kernels/paged_attention.cpp"} <= names
+
+
+def test_the_three_commands_run_outside_the_tree(installed: Path, tmp_path: Path) -> None:
+    assert _run([installed / "kvstored", "--version"], tmp_path).split() == ["kvstored", kvstored.__version__]
+    assert kvstored.__version__ in _run([installed / "kvctl", "--version"], tmp_path)
+    assert "generate" in _run([installed / "kvengine", "--help"], tmp_path)
+
+
+def test_the_base_install_has_no_engine(installed: Path, tmp_path: Path) -> None:
+    packages = {
+        item["name"].lower() for item in json.loads(_run([installed / "pip", "list", "--format=json"], tmp_path))
+    }
+    assert packages & {"numba", "tokenizers", "xllamacpp", "jinja2", "torch", "pytest", "hypothesis"} == set()
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    run = subprocess.run(
+        [installed / "kvengine", "generate", "--model", model, "--prompt", "hello"], capture_output=True, text=True
+    )
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+
+
+def test_the_installed_daemon_serves(installed: Path, tmp_path: Path) -> None:
+    settings = ("host.capacity=32MiB", "host.staging=8MiB", "host.arena=2MiB", "nvme.capacity=64MiB", "nvme.slab=4MiB")
+    with _serving(installed, tmp_path, settings) as sockets:
+        status = json.loads(_run([installed / "kvctl", "--socket-dir", sockets, "--json", "status"], tmp_path))
+        assert (status["version"], status["state"]) == (kvstored.__version__, "serving")
+        assert "10 of 10" in _run([installed / "kvctl", "--socket-dir", sockets, "ping"], tmp_path)
+
+
+@contextmanager
+def _serving(installed: Path, place: Path, settings: Sequence[str]) -> Iterator[Path]:
+    sockets = place / "run"
+    command = [installed / "kvstored", "serve", "--socket-dir", sockets, "--state-dir", place / "state"]
+    for setting in settings:
+        command += ["--set", setting]
+    with (place / "log").open("wb") as log:
+        daemon = subprocess.Popen(command, cwd=place, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 30
+        while not (sockets / "handshake.sock").exists():
+            assert daemon.poll() is None and time.monotonic() < deadline, (place / "log").read_text()
+            time.sleep(0.02)
+        yield sockets
+        daemon.terminate()
+        assert daemon.wait(30) == 0, (place / "log").read_text()
+    finally:
+        if daemon.poll() is None:
+            daemon.kill()
+            daemon.wait()

@@ -1,0 +1,61 @@
+"""The repository's own files, for the house tests: where they are, never what they must look like."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "kvstore_proto": ROOT / "proto/kvstore_proto",
+    "kvstore_tiers": ROOT / "tiers/kvstore_tiers",
+    "kvstored": ROOT / "kvstore/kvstored",
+    "kvstore_client": ROOT / "client/kvstore_client",
+    "kvstore_engine": ROOT / "engine/kvstore_engine",
+}
+BASE_PACKAGES = ("kvstore_proto", "kvstore_tiers", "kvstored", "kvstore_client")  # what a plain `pip install` is for
+OTHER_CODE = (ROOT / "tests", ROOT / "demo", ROOT / "benchmarks")
+_GENERATED = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+_SOURCE_SUFFIXES = {".py", ".cpp", ".h", ".cu", ".proto", ".toml", ".sh"}
+
+
+def modules(*packages: str) -> Iterator[Path]:
+    """Hand-written Python files of the given packages (default: all five)."""
+    for name in packages or PACKAGES:
+        yield from python_files(PACKAGES[name])
+
+
+def python_files(directory: Path) -> Iterator[Path]:
+    for path in sorted(directory.rglob("*.py")):
+        if not path.name.endswith(_GENERATED):
+            yield path
+
+
+def all_python() -> Iterator[Path]:
+    yield from modules()
+    for directory in OTHER_CODE:
+        yield from python_files(directory)
+
+
+def all_source() -> Iterator[Path]:
+    """Every hand-written source file, in whatever language."""
+    for directory in (*PACKAGES.values(), *OTHER_CODE, ROOT / "proto", ROOT / "deploy"):
+        for path in sorted(directory.rglob("*")):
+            if path.suffix in _SOURCE_SUFFIXES and not path.name.endswith(_GENERATED):
+                yield path
+
+
+def documents() -> Iterator[Path]:
+    yield from sorted(ROOT.glob("*.md"))
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def project() -> dict[str, Any]:
+    """pyproject.toml, parsed."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -1,0 +1,92 @@
+"""Completions: each posted one runs once, on the loop, in order, even when one of them breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from kvstore_tiers.base import Outcome, OutcomeKind
+from kvstored.movement.completions import CompletionQueue
+
+DONE = Outcome(OutcomeKind.DONE)
+
+
+def test_many_threads_many_completions_each_once_and_in_order_of_a_thread() -> None:
+    async def run() -> None:
+        queue = CompletionQueue(asyncio.get_running_loop())
+        home = threading.get_ident()
+        seen: list[tuple[int, int]] = []
+
+        def handler(thread: int, number: int) -> Any:
+            def run(_: Outcome) -> None:
+                assert threading.get_ident() == home
+                seen.append((thread, number))
+
+            return run
+
+        posts = [[queue.to_loop(handler(thread, number)) for number in range(200)] for thread in range(4)]
+        assert queue.outstanding == 800
+
+        def work(mine: list[Any]) -> None:
+            for post in mine:
+                post(DONE)
+
+        threads = [threading.Thread(target=work, args=(mine,)) for mine in posts]
+        for thread in threads:
+            thread.start()
+        await asyncio.wait_for(queue.drained(), 20)
+        for thread in threads:
+            thread.join()
+        assert queue.outstanding == 0
+        assert sorted(seen) == [(thread, number) for thread in range(4) for number in range(200)]
+        for number in range(4):
+            assert [n for thread, n in seen if thread == number] == list(range(200))
+
+    asyncio.run(run())
+
+
+def test_a_handler_that_raises_does_not_take_those_behind_it_along() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        reported: list[object] = []
+        loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
+        queue = CompletionQueue(loop)
+        ran: list[str] = []
+
+        def broken(_: Outcome) -> None:
+            ran.append("broken")
+            raise RuntimeError("a broken invariant")
+
+        posts = [queue.to_loop(broken), queue.to_loop(lambda _: ran.append("whole"))]
+        for post in posts:
+            post(DONE)
+        await asyncio.wait_for(queue.drained(), 10)
+        assert ran == ["broken", "whole"]
+        assert [str(error) for error in reported] == ["a broken invariant"]
+
+    asyncio.run(run())
+
+
+def test_a_completion_may_start_another_and_drained_waits_for_it_too() -> None:
+    async def run() -> None:
+        queue = CompletionQueue(asyncio.get_running_loop())
+        ran: list[int] = []
+
+        def next_one(number: int) -> None:
+            ran.append(number)
+            if number < 5:
+                queue.to_loop(lambda _: next_one(number + 1))(DONE)
+
+        queue.to_loop(lambda _: next_one(0))(DONE)
+        await asyncio.wait_for(queue.drained(), 10)
+        assert ran == [0, 1, 2, 3, 4, 5]
+
+    asyncio.run(run())
+
+
+def test_a_post_after_the_loops_end_is_nobodys_concern() -> None:
+    loop = asyncio.new_event_loop()
+    post = CompletionQueue(loop).to_loop(lambda _: None)
+    loop.close()
+    post(DONE)

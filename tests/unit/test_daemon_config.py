@@ -1,0 +1,146 @@
+"""Configuration: every mistake is one line that names the key and says what would be right."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstored.config import ConfigError, load_config, reference_text
+from kvstored.config.sizes import MAX_BYTES, parse_size, show_size
+
+MIB = 1 << 20
+FIXED = ("host.capacity=256MiB", "nvme.capacity=1GiB")  # independent of the machine
+
+
+def mistake(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*FIXED, *overrides])
+    text = str(caught.value)
+    assert "\n" not in text and "Traceback" not in text
+    return text
+
+
+def test_the_reference_is_usable_and_states_every_default() -> None:
+    config = load_config(None, FIXED)
+    assert config.source == "defaults"
+    assert config.host.capacity_bytes == 256 * MIB
+    assert config.nvme.path == config.daemon.state_dir / "nvme"
+    assert config.durability.mode == "batch"
+    sections = tomllib.loads(reference_text())
+    assert {"daemon", "host", "nvme", "durability", "limits", "movement", "tenants"} == set(sections)
+
+
+def test_staging_is_at_most_a_quarter_of_the_capacity() -> None:
+    assert load_config(None, [*FIXED, "host.staging=200MiB"]).host.staging_bytes == 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("host.capcity=1GiB", "did you mean capacity?"),
+        ("hots.capacity=1GiB", "did you mean host?"),
+        ("host.zzz=1", "known: "),
+        ("host=1GiB", "write section.key=value"),
+        ("host.capacity", "write section.key=value"),
+        ("host.capacity=lots", "'lots' is not a size"),
+        ("host.capacity=4XiB", "unknown unit"),
+        ("host.capacity=-1", "not between"),
+        ("host.capacity=999TiB", "more than this machine's memory"),
+        ("host.arena=512MiB", "does not hold one arena"),
+        ("host.staging=4KiB", "host.staging must be at least"),
+        ("nvme.capacity=100MiB", "does not hold one slab"),
+        ("nvme.enabled=yes", "nvme.enabled must be bool"),
+        ("host.policy=mru", "known: lru, lfu-ttl"),
+        ("nvme.admission=never", "known: always, second-touch"),
+        ("durability.mode=maybe", "known: none, batch, always"),
+        ("tenants.default=open", "known: by-uid, refuse"),
+        ("limits.max_keys=0", "limits.max_keys must be more than 0"),
+        ("limits.max_keys=1000000", "at most 65536"),
+        ("limits.max_keys=1.5", "must be int"),
+        ("limits.max_block=4GiB", "limits.max_block"),
+        ("nvme.io_threads=0", "nvme.io_threads must be 1..64"),
+        ("nvme.io_threads=2.5", "must be int"),
+        ("host.ttl_s=nan", "host.ttl_s must be"),
+        ("host.ttl_s=-1", "host.ttl_s must be"),
+        ("movement.prefetch_quiet_ms=-1", "must not be negative"),
+        ("durability.batch_blocks=0", "durability.batch_blocks must be more than 0"),
+        ("daemon.state_dir=5", "daemon.state_dir must be str"),
+        ("daemon.socket_group=5", "daemon.socket_group must be str"),
+    ],
+)
+def test_a_wrong_setting_is_named(override: str, says: str) -> None:
+    assert says in mistake(override)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tenant = 3", "[[tenant]]"),
+        ("tenant = [1]", "[[tenant]]"),
+        ("[[tenant]]\nname = 'a b'", "tenant.name"),
+        ("[[tenant]]\nname = 'a'\nuid = [1]", "did you mean uids?"),
+        ("[[tenant]]\nname = 'a'\nuids = '12'", "must be a list of numeric ids"),
+        ("[[tenant]]\nname = 'a'\nuids = [true]", "must be a list of numeric ids"),
+        ("[[tenant]]\nname = 'a'\n[[tenant]]\nname = 'a'", "listed twice"),
+        ("[[tenant]]\nname = 'a'\nuids = [7]\n[[tenant]]\nname = 'b'\nuids = [7]", "uids 7 is listed by tenant a"),
+        ("[[tenant]]\nname = 'uid-1000'\nuids = [1001]", "is kept for a user"),
+        ("[[tenant]]\nname = 'a'\ndurability = 'now'", "durability"),
+        ("[[tenant]]\nname = 'a'\nhost_max = '200%'", "more than everything"),
+        ("daemon = 1", "daemon is a section"),
+        ("[daemon]\nstate_dir = 5", "daemon.state_dir must be str"),
+        ("[", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, FIXED)
+    assert says in str(caught.value)
+
+
+def test_a_missing_or_unreadable_file_is_said_so(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot read"):
+            load_config(path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_config(tmp_path / "binary")
+
+
+def test_overrides_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text("[limits]\nmax_keys = 7\nlease_ttl_ms = 8\n[host]\nttl_s = 1.5\n[[tenant]]\nname = 'a'\nuids = [3]")
+    config = load_config(path, [*FIXED, "limits.max_keys=9"])
+    assert (config.limits.max_keys, config.limits.lease_ttl_ms, config.host.ttl_s) == (9, 8, 1.5)
+    assert (config.tenants[0].name, config.tenants[0].uids) == ("a", (3,))
+    assert config.source == str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4096", 4096), (17, 17), ("1.5KiB", 1536), ("2GB", 2 * 10**9), (" 3 mib ", 3 * MIB), ("25%", 250), ("0", 0)],
+)
+def test_sizes_as_people_write_them(text: str | int, nbytes: int) -> None:
+    assert parse_size(text, 1000) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "1..5", "-1", "1e9", "101%", True, MAX_BYTES * 2])
+def test_sizes_that_are_none(text: str | int) -> None:
+    with pytest.raises(ValueError):
+        parse_size(text, 1000)
+
+
+def test_a_percentage_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="percentage"):
+        parse_size("10%")
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_size_shown_is_close_to_the_size_read(nbytes: int) -> None:
+    shown = parse_size(show_size(nbytes).replace(" ", ""))
+    assert abs(shown - nbytes) <= max(1, nbytes * 0.06)

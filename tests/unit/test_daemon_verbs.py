@@ -1,0 +1,85 @@
+"""The verbs' pure parts: how far a chain can be restored, and what a request must look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.dataplane.sessions import SessionTable
+from kvstored.verbs.lookup import usable_blocks
+from kvstored.verbs.validate import keys_of, known_group, payload_size
+
+ROWS = st.lists(st.sampled_from([-1, 3]), max_size=12)
+
+
+def restorable(rows: Sequence[int], match: int, window: int, blocks: int) -> bool:
+    """From the definition: whether the state after `blocks` blocks can be had from what is present."""
+    here = [row >= 0 for row in rows[:blocks]]
+    if match == pb.MATCH_EXACT:
+        return here[-1]
+    if match == pb.MATCH_WINDOW:
+        return all(here[-max(window, 1) :])
+    return all(here)
+
+
+@given(ROWS, st.sampled_from([pb.MATCH_PREFIX, pb.MATCH_WINDOW, pb.MATCH_EXACT, 9]), st.integers(0, 5))
+def test_usable_blocks_is_the_longest_restorable_prefix(rows: list[int], match: int, window: int) -> None:
+    longest = max((n for n in range(1, len(rows) + 1) if restorable(rows, match, window, n)), default=0)
+    assert usable_blocks(rows, match, window) == longest
+    if longest < len(rows):
+        assert rows[longest] < 0, "the key after the usable ones is the one whose absence is explained"
+
+
+def kind_of(call: Any, *arguments: Any) -> ErrorKind:
+    with pytest.raises(KVStoreError) as caught:
+        call(*arguments)
+    return caught.value.kind
+
+
+def test_packed_keys() -> None:
+    assert keys_of(b"", 1) == []
+    assert keys_of(b"a" * 16 + b"b" * 16, 2) == [b"a" * 16, b"b" * 16]
+    assert kind_of(keys_of, b"a" * 17, 4) is ErrorKind.INVALID
+    assert kind_of(keys_of, b"a" * 48, 2) is ErrorKind.TOO_LARGE
+
+
+FIXED = Fingerprint("m", "w", groups=(LayerGroup(0, layers=(0, 1), bytes_per_token_per_layer=8), LayerGroup(3)))
+SESSION: Any = SimpleNamespace(fingerprint=FIXED)
+
+
+def test_groups_and_sizes() -> None:
+    known_group(SESSION, 3)
+    assert kind_of(known_group, SESSION, 1) is ErrorKind.INVALID
+    payload_size(SESSION, 0, 1024, 1 << 20)
+    payload_size(SESSION, 3, 77, 1 << 20)  # open: any size
+    assert kind_of(payload_size, SESSION, 0, 1025, 1 << 20) is ErrorKind.INVALID
+    assert kind_of(payload_size, SESSION, 3, 0, 1 << 20) is ErrorKind.INVALID
+    assert kind_of(payload_size, SESSION, 3, 1 << 21, 1 << 20) is ErrorKind.TOO_LARGE
+    assert kind_of(payload_size, SESSION, 0, 1024, 1000) is ErrorKind.TOO_LARGE
+
+
+def test_a_closed_session_is_forgotten_and_its_streams_are_told_once() -> None:
+    table = SessionTable()
+    told: list[str] = []
+    session: Any = SimpleNamespace(token=table.new_token(), closed=False, on_close=[lambda: told.append("end")])
+    table.add(session)
+    assert table.find(session.token) is session and len(table) == 1
+    assert table.find(bytes(16)) is None and table.find(b"") is None
+    table.close(session)
+    table.close(session)
+    assert told == ["end"] and table.find(session.token) is None and not table.all()
+
+
+def test_ids_are_never_given_twice() -> None:
+    table = SessionTable()
+    assert len({table.next_id() for _ in range(100)}) == 100
+    assert len({table.next_reservation_id() for _ in range(100)}) == 100
+    assert len({table.new_token() for _ in range(100)}) == 100

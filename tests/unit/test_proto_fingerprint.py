@@ -1,0 +1,98 @@
+"""The fingerprint: what makes two engines share blocks, and what a daemon refuses to take for one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvstore_proto.fingerprint import Fingerprint, FingerprintError, LayerGroup, parse_fingerprint
+
+FP = Fingerprint("m", "d1", groups=(LayerGroup(0, "full", 0, (0, 1), 512),))
+
+OTHER_STATES: list[dict[str, Any]] = [
+    {"weights_digest": "d2"},
+    {"adapter_digest": "lora"},
+    {"rope": "yarn"},
+    {"kv_dtype": "q8_0"},
+    {"layout": "token-major"},
+    {"tokenizer_digest": "t"},
+    {"shard_count": 2},
+    {"block_tokens": 128},
+    {"engine_block_tokens": 32},
+    {"key_hash": "blake2b"},
+    {"groups": (LayerGroup(0, "sliding", 4096, (0, 1), 512),)},
+]
+
+
+def test_round_trip() -> None:
+    assert parse_fingerprint(FP.canonical()) == FP
+
+
+def test_the_name_is_a_label() -> None:
+    assert replace(FP, model_name="other").digest() == FP.digest()
+
+
+@pytest.mark.parametrize("change", OTHER_STATES, ids=lambda change: next(iter(change)))
+def test_everything_else_is_identity(change: dict[str, Any]) -> None:
+    assert replace(FP, **change).digest() != FP.digest()
+
+
+def test_payload_bytes() -> None:
+    assert FP.payload_bytes() == 2 * 512 * 64
+    with pytest.raises(FingerprintError, match="no layer group 7"):
+        FP.payload_bytes(7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights_digest": ""}, "weights_digest is empty"),
+        ({"key_hash": "md5"}, "key_hash 'md5' is unknown; known: xxh3, blake2b"),
+        ({"block_tokens": 961, "engine_block_tokens": 961}, "block_tokens must be 1..960"),
+        ({"block_tokens": 60}, "must be a multiple"),
+        ({"engine_block_tokens": 0}, "must be a multiple"),
+        ({"shard_index": 1}, "not below shard_count"),
+        ({"groups": ()}, "1..64 layer groups"),
+        ({"groups": (LayerGroup(0), LayerGroup(0))}, "ids repeat"),
+        ({"groups": (LayerGroup(0, "dense"),)}, "kind 'dense' is unknown"),
+        ({"groups": (LayerGroup(0, bytes_per_token_per_layer=-1),)}, "must not be negative"),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(FingerprintError, match=message):
+        replace(FP, **change)
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b"null", b'{"groups": 3}', b"\xff", b"[" * 100_000, b"x" * 70_000])
+def test_garbage_is_refused_with_a_reason(raw: bytes) -> None:
+    with pytest.raises(FingerprintError):
+        parse_fingerprint(raw)
+
+
+def test_unknown_and_mistyped_fields_are_refused() -> None:
+    raw = json.loads(FP.canonical())
+    with pytest.raises(FingerprintError, match="wrong shape"):
+        parse_fingerprint(json.dumps({**raw, "colour": 1}).encode())
+    with pytest.raises(FingerprintError, match="block_tokens must be int"):
+        parse_fingerprint(json.dumps({**raw, "block_tokens": "64"}).encode())
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(list(json.loads(FP.canonical()))), json_values, max_size=4))
+def test_any_json_is_a_fingerprint_or_refused(changes: dict[str, Any]) -> None:
+    raw = {**json.loads(FP.canonical()), **changes}
+    try:
+        parsed = parse_fingerprint(json.dumps(raw).encode())
+    except FingerprintError:
+        return
+    assert parse_fingerprint(parsed.canonical()).digest() == parsed.digest()

@@ -1,0 +1,272 @@
+"""The host tier's own promises: arenas, owners, charges, prefault, what clients can and cannot map."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from kvstore_proto.arena import HEADER_BYTES, read_header
+from kvstore_tiers.arena import F_SEAL_FUTURE_WRITE
+from kvstore_tiers.base import Slot
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.segments import segment_of
+from kvstore_tiers.testing.driving import block, finish_all, get, put
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def tier() -> Iterator[HostTier]:
+    with closing(HostTier(4 * MIB, arena_bytes=MIB)) as tier:
+        yield tier
+
+
+def fill(tier: HostTier, nbytes: int, owner: str) -> list[Slot]:
+    slots = []
+    while (slot := tier.allocate(nbytes, owner)) is not None:
+        slots.append(slot)
+    return slots
+
+
+def test_a_client_maps_blocks_in_place_and_cannot_write(tier: HostTier) -> None:
+    header, payload = block(1, 10_000)
+    slot = put(tier, header, payload, "a")
+    assert slot is not None
+    fd = tier.readonly_fd(slot.container)
+    try:
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, tier.container_bytes(slot.container), prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.pwrite(fd, b"x", 0)
+        with mmap.mmap(fd, tier.container_bytes(slot.container), prot=mmap.PROT_READ) as mapped:
+            seen = read_header(mapped[slot.offset : slot.offset + HEADER_BYTES])
+            assert not isinstance(seen, str)
+            assert (seen.key, seen.generation) == (header.key, slot.generation)
+            start = slot.offset + HEADER_BYTES
+            assert mapped[start : start + 10_000] == payload.tobytes()
+    finally:
+        os.close(fd)
+
+
+def test_arenas_are_private_to_the_uid_and_sealed(tier: HostTier) -> None:
+    slot = tier.allocate(8192, "a")
+    assert slot is not None
+    fd = tier.readonly_fd(slot.container)
+    try:
+        assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o600
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        assert seals == fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_another_uid_cannot_reopen_its_descriptor_writable(tier: HostTier) -> None:
+    slot = tier.allocate(8192, "a")
+    assert slot is not None
+    fd = tier.readonly_fd(slot.container)
+    program = f"import os; os.setgid(65534); os.setuid(65534); os.open('/proc/self/fd/{fd}', os.O_RDWR)"
+    try:
+        done = subprocess.run([sys.executable, "-c", program], pass_fds=[fd], capture_output=True, text=True)
+    finally:
+        os.close(fd)
+    assert "PermissionError" in done.stderr, done.stderr
+
+
+def test_sealed_arenas_take_no_writer_at_all_yet_work() -> None:
+    with closing(HostTier(2 * MIB, arena_bytes=MIB, mode="sealed")) as tier:
+        header, payload = block(1, 5000)
+        slot = put(tier, header, payload, "a")
+        assert slot is not None
+        fd = tier.readonly_fd(slot.container)
+        try:
+            assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & F_SEAL_FUTURE_WRITE
+            writable = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+            try:
+                with pytest.raises(PermissionError):
+                    os.pwrite(writable, b"x", 0)
+            finally:
+                os.close(writable)
+        finally:
+            os.close(fd)
+        assert get(tier, slot, header.key, 5000)[0].ok
+        for one in [slot, *fill(tier, 8192, "a")]:
+            tier.free(one)
+        assert tier.allocate(8192, "b") is None, "a sealed arena cannot be taken from its owner's clients"
+
+
+def test_owners_never_share_an_arena_and_numbers_are_not_reused(tier: HostTier) -> None:
+    first = fill(tier, 16384, "a")[:4]
+    with closing(HostTier(8 * MIB, arena_bytes=MIB)) as both:
+        for _ in range(20):
+            both.allocate(16384, "a")
+            both.allocate(16384, "b")
+        assert all(report.owner in ("a", "b") for report in both.containers())
+        assert len({report.container for report in both.containers()}) == 2
+    numbers = {report.container for report in tier.containers()}
+    for report in tier.containers():
+        assert report.owner == "a"
+    assert tier.allocate(16384, "b") is None
+    assert tier.emptiest_container("b", 16384) in numbers
+    emptied = tier.emptiest_container("b", 16384)
+    assert emptied is not None and first
+    for slot in [Slot(emptied, i * 16384, 16384, 1) for i in range(MIB // 16384)]:
+        tier.free(slot)
+    other = tier.allocate(16384, "b")
+    assert other is not None and other.container not in numbers
+    assert tier.statistics().used_bytes <= 4 * MIB
+
+
+def test_memory_taken_over_by_another_owner_is_zeros_for_the_former_clients() -> None:
+    with closing(HostTier(MIB, arena_bytes=MIB)) as tier:
+        header, payload = block(1, 60_000)
+        slot = put(tier, header, payload, "a")
+        assert slot is not None
+        fd = tier.readonly_fd(slot.container)
+        with mmap.mmap(fd, MIB, prot=mmap.PROT_READ) as mapped:
+            tier.free(slot)
+            assert mapped[HEADER_BYTES : HEADER_BYTES + 60_000] == payload.tobytes()
+            taken = fill(tier, 65536, "b")
+            assert len(taken) == MIB // 65536
+            assert not any(mapped[:])
+        os.close(fd)
+
+
+def test_an_arena_taken_over_gives_memory_back_as_fast_as_it_is_taken() -> None:
+    """At no moment do old and new arena hold more than one arena's memory."""
+    with closing(HostTier(MIB, arena_bytes=MIB)) as tier:
+        tier.free(fill(tier, MIB, "a")[0])
+        tier.precreate("a", MIB)
+        while tier.prefault_slice(MIB)[0] < MIB:
+            pass
+        old_fd = tier.readonly_fd(tier.containers()[0].container)
+        for taken in range(1, 17):
+            slot = tier.allocate(65536, "b")
+            assert slot is not None
+            tier.view(slot)[:] = 1
+            new_fd = tier.readonly_fd(slot.container)
+            held_bytes = sum(os.fstat(fd).st_blocks * 512 for fd in (old_fd, new_fd))
+            os.close(new_fd)
+            assert held_bytes <= MIB, taken
+        os.close(old_fd)
+
+
+def test_charges_count_against_the_same_capacity(tier: HostTier) -> None:
+    assert tier.charge(3 * MIB, "staging")
+    assert not tier.charge(2 * MIB, "staging")
+    slots = fill(tier, 65536, "a")
+    assert len(slots) == MIB // 65536
+    assert not tier.charge(4096, "reservations")
+    assert tier.statistics().used_by["staging"] == 3 * MIB
+    for slot in slots:
+        tier.free(slot)
+    assert tier.charge(4096, "reservations"), "an empty arena gives way to a charge"
+    tier.discharge(3 * MIB, "staging")
+    assert tier.statistics().used_bytes == 4096
+    with pytest.raises(RuntimeError):
+        tier.discharge(1, "staging")
+
+
+def test_prefault_comes_in_slices_and_changes_nothing(tier: HostTier) -> None:
+    header, payload = block(1, 50_000)
+    slot = put(tier, header, payload, "a")
+    assert slot is not None
+    assert tier.precreate("a", 2 * MIB) == 2 * MIB
+    steps = []
+    while not steps or steps[-1][0] < steps[-1][1]:
+        steps.append(tier.prefault_slice(300_000))
+        assert len(steps) < 20
+    assert steps[0] == (300_000, 3 * MIB)
+    assert steps[-1] == (3 * MIB, 3 * MIB)
+    outcome, copy = get(tier, slot, header.key, 50_000)
+    assert outcome.ok and np.array_equal(copy, payload)
+
+
+def test_prefault_without_madvise_populates_all_the_same(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstore_tiers import arena
+
+    class OldKernel:
+        fallocate = arena._libc.fallocate
+
+        @staticmethod
+        def madvise(*_arguments: object) -> int:
+            ctypes.set_errno(errno.EINVAL)
+            return -1
+
+    monkeypatch.setattr(arena, "_libc", OldKernel)
+    header, payload = block(1, 50_000)
+    slot = put(tier, header, payload, "a")
+    assert slot is not None
+    assert tier.prefault_slice(MIB) == (MIB, MIB)
+    fd = tier.readonly_fd(slot.container)
+    assert os.fstat(fd).st_blocks * 512 >= MIB
+    os.close(fd)
+    assert get(tier, slot, header.key, 50_000)[0].ok
+
+
+def test_write_many_ends_each_write_once(tier: HostTier) -> None:
+    blocks = [block(number, 12_000) for number in range(9)]
+    slots = [tier.allocate(16384, "a") for _ in blocks]
+    writes = [(s, h, [segment_of(p)]) for s, (h, p) in zip(slots, blocks, strict=True) if s is not None]
+    ended: dict[int, bool] = {}
+
+    def start(done: object) -> None:
+        def one(position: int, outcome: object) -> None:
+            ended[position] = outcome.ok  # type: ignore[attr-defined]
+            if len(ended) == len(writes):
+                done(outcome)  # type: ignore[operator]
+
+        tier.write_many(writes, one)
+
+    finish_all([start])
+    assert ended == dict.fromkeys(range(9), True)
+    for slot, (header, payload) in zip(slots, blocks, strict=True):
+        assert slot is not None
+        assert np.array_equal(get(tier, slot, header.key, 12_000)[1], payload)
+
+
+def test_the_copy_is_checksummed_not_the_clients_memory(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that changes its staging memory during a put harms its own block, and never makes it look sound."""
+    from kvstore_tiers import host
+
+    header, payload = block(1, 8192)
+    as_copied = payload.copy()
+    real = host.gather
+
+    def copy_then_client_writes(destination: int, segments: object) -> None:
+        real(destination, segments)  # type: ignore[arg-type]
+        payload[:] = 0
+
+    monkeypatch.setattr(host, "gather", copy_then_client_writes)
+    slot = put(tier, header, payload, "a")
+    assert slot is not None
+    outcome, copy = get(tier, slot, header.key, 8192)
+    assert outcome.ok and np.array_equal(copy, as_copied)
+
+
+def test_bytes_that_changed_in_memory_are_not_served(tier: HostTier) -> None:
+    header, payload = block(1, 8192)
+    slot = put(tier, header, payload, "a")
+    assert slot is not None
+    tier.view(slot)[HEADER_BYTES + 100] ^= 1
+    assert get(tier, slot, header.key, 8192)[0].kind.value == "corrupt"
+
+
+def test_a_freed_slot_is_no_block_to_who_scans_the_arena(tier: HostTier) -> None:
+    slot = put(tier, *block(1, 8192), "a")
+    assert slot is not None
+    view = tier.view(slot)
+    assert not isinstance(read_header(view[:HEADER_BYTES]), str)
+    tier.free(slot)
+    assert isinstance(read_header(view[:HEADER_BYTES]), str)
