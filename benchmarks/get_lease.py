@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-
 from support.blocks import MIB, Bytes, model, payloads, tokens_of
 from support.daemon import bench_daemon
 from support.report import AT_LEAST, Row, main, progress, within

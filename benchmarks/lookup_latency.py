@@ -8,14 +8,15 @@ from __future__ import annotations
 import sys
 import time
 
-from kvstore_client import BlockKeys, Session
-from kvstore_proto.v1 import admin_pb2
 from support.blocks import MIB, model, payloads, tokens_of
 from support.daemon import BenchDaemon, bench_daemon
 from support.echo import EchoClient, echo
 from support.load import full_load
 from support.report import AT_MOST, Row, main, progress, within
 from support.timing import median, percentile, time_each
+
+from kvstore_client import BlockKeys, Session
+from kvstore_proto.v1 import admin_pb2
 
 KEYS = 64
 SMALL_BLOCK_BYTES = 4096
@@ -66,7 +67,9 @@ def _beside_load(daemon: BenchDaemon, session: Session, keys: BlockKeys, seconds
         while time.perf_counter() < started + seconds:
             lookups += time_each(lambda: _look_up(session, keys), 50)
         elapsed_s, after = time.perf_counter() - started, _counters(daemon)
-    rates = {name: (after[name] - before[name]) / elapsed_s for name in ("stored_blocks", "acquired_blocks", "evictions")}
+    rates = {
+        name: (after[name] - before[name]) / elapsed_s for name in ("stored_blocks", "acquired_blocks", "evictions")
+    }
     progress("load: " + ", ".join(f"{rate:.0f} {name.replace('_', ' ')}/s" for name, rate in rates.items()))
     if rates["evictions"] < rates["stored_blocks"] / 2:
         raise RuntimeError(f"no eviction storm: {rates}")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-
-from kvstore_client import Session
-from kvstore_client.staging import Payload
 from support.blocks import MIB, Bytes, model, payloads, tokens_of
 from support.daemon import bench_daemon
 from support.report import AT_LEAST, Row, main
 from support.timing import median, time_each, time_once
+
+from kvstore_client import Session
+from kvstore_client.staging import Payload
 
 BLOCKS = 32
 WARM_UP = 2

@@ -1,1 +1,1 @@
-"""What `make demo` shows: one question, answered cold, from DRAM, from NVMe, after a crash, and past a damaged block."""
+"""What `make demo` shows: one question, answered cold, from DRAM, from NVMe, after a crash, past a damaged block."""

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from demo.first_light import DEFAULT_MODEL, FirstLight
-from demo.node import DemoFailed, Node
+from demo.node import DemoFailedError, Node, prepare
 from demo.report import as_json, as_text
 
 
@@ -27,11 +27,12 @@ def main() -> int:
     node = Node(directory, host_capacity="1GiB", nvme_capacity="2GiB")
     show = Progress()
     try:
+        prepare(arguments.model)
         result = FirstLight(node, arguments.model, show).run()
         show.out(as_text(result))
         if arguments.json:
             print(json.dumps(as_json(result)), flush=True)
-    except DemoFailed as error:
+    except DemoFailedError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from demo.node import DemoFailed, Node, flip_a_byte
+from demo.node import DemoFailedError, Node, flip_a_byte
 
 DEFAULT_MODEL = "smollm2-135m-instruct:q8_0"
 SYSTEM_FILE = Path(__file__).with_name("prompt.txt")
@@ -72,7 +72,7 @@ class Result:
 
 
 class FirstLight:
-    """`run` takes all steps and returns what was measured; raises DemoFailed at the first that goes wrong."""
+    """`run` takes all steps and returns what was measured; raises DemoFailedError at the first that goes wrong."""
 
     def __init__(self, node: Node, model: str, show: Output) -> None:
         self._node = node
@@ -114,7 +114,7 @@ class FirstLight:
     def _flush(self) -> None:
         left = self._node.kvctl("flush")["pending_blocks"]
         if left:
-            raise DemoFailed(f"{left} blocks did not reach NVMe")
+            raise DemoFailedError(f"{left} blocks did not reach NVMe")
 
     def _damage_a_block(self) -> None:
         """Write back what the last answer stored, drop DRAM, then spoil one byte of a payload."""
@@ -124,7 +124,7 @@ class FirstLight:
         blocks = node.kvctl("blocks", "--tier", "nvme", "--limit", "1000")["blocks"]
         victim = next((block for block in blocks if block["depth"] == DAMAGED_DEPTH), None)
         if victim is None:
-            raise DemoFailed(f"no block at depth {DAMAGED_DEPTH} on NVMe")
+            raise DemoFailedError(f"no block at depth {DAMAGED_DEPTH} on NVMe")
         path, _, offset = victim["location"].rpartition(":")
         flip_a_byte(Path(path), int(offset) + 4096 + victim["payload_bytes"] // 2)
 

@@ -20,8 +20,24 @@ READY_TIMEOUT_S = 20.0
 GENERATE_TIMEOUT_S = 170.0
 
 
-class DemoFailed(Exception):
+class DemoFailedError(Exception):
     """A step did not do what it should; the message says which and shows what the command said."""
+
+
+def prepare(model: str) -> None:
+    """Set-up, before anything is measured: fetch and convert the model, compile the kernels. Progress on stderr."""
+    name, _, quantisation = model.partition(":")
+    if not name.endswith(".gguf"):
+        fetch = [str(COMMANDS / "kvengine"), "fetch", name]
+        if quantisation:
+            fetch += ["--quant", quantisation]
+        if subprocess.run(fetch, stdout=sys.stderr, check=False).returncode:
+            raise DemoFailedError(f"the model {model} could not be had (see above)")
+    print("first run of the engine (compiles its kernels where there is a compiler)", file=sys.stderr, flush=True)
+    once = [str(COMMANDS / "kvengine"), "generate", "--model", model, "--prompt", "Hello", "--max-tokens", "2"]
+    done = subprocess.run([*once, "--quiet"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DemoFailedError(f"the engine does not run: {done.stderr.strip()}")
 
 
 class Node:
@@ -49,7 +65,7 @@ class Node:
                 status: dict[str, Any] = json.loads(answer.stdout)
                 return status
             time.sleep(0.05)
-        raise DemoFailed(f"the daemon did not start:\n{self._log.read_text()[-2000:]}")
+        raise DemoFailedError(f"the daemon did not start:\n{self._log.read_text()[-2000:]}")
 
     def kill(self) -> None:
         """kill -9: no chance to write anything."""
@@ -75,7 +91,7 @@ class Node:
         """`kvctl ... --json` as an object."""
         answer = self._kvctl(*arguments)
         if answer.returncode != 0:
-            raise DemoFailed(f"kvctl {' '.join(arguments)} failed: {answer.stderr.strip()}")
+            raise DemoFailedError(f"kvctl {' '.join(arguments)} failed: {answer.stderr.strip()}")
         parsed: dict[str, Any] = json.loads(answer.stdout)
         return parsed
 
@@ -98,7 +114,7 @@ class Node:
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=GENERATE_TIMEOUT_S, check=False)
         if done.returncode != 0:
-            raise DemoFailed(f"kvengine failed ({done.returncode}): {done.stderr.strip()}")
+            raise DemoFailedError(f"kvengine failed ({done.returncode}): {done.stderr.strip()}")
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return answer
 

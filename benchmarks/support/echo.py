@@ -31,9 +31,7 @@ class EchoClient:
     """`ping()` is one round trip of an empty message."""
 
     def __init__(self, path: Path) -> None:
-        self._stream = Stream(
-            path, b"", on_end=lambda reason: None, on_answer=lambda: None, unreleased=deque()
-        )
+        self._stream = Stream(path, b"", on_end=lambda reason: None, on_answer=lambda: None, unreleased=deque())
 
     def ping(self) -> None:
         answer = self._stream.submit(wire.Request(ping=wire.Ping())).wait(10.0)

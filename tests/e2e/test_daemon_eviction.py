@@ -124,7 +124,7 @@ def test_blocks_of_another_size_and_of_another_model_find_room(daemon: RunningDa
     """Arenas and slabs hold one size each; when all is full of one, another size still gets in, and back."""
     small, large = model("small", kib_a_block=16), model("large", kib_a_block=256)
     with Watcher(daemon):
-        for turn in range(3):
+        for turn in range(2):
             for fingerprint, blocks in ((MODEL, BLOCKS), (small, 64), (large, 4)):
                 with daemon.connect(fingerprint) as session:
                     for number in range(14):
@@ -138,14 +138,27 @@ def test_blocks_of_another_size_and_of_another_model_find_room(daemon: RunningDa
 
 def test_a_get_of_more_than_dram_holds_gets_a_prefix_and_harms_nothing(daemon: RunningDaemon) -> None:
     blocks = 220  # 15 MiB in 12 MiB of DRAM
-    put(daemon, 1, blocks, durability="batch")
     with daemon.connect(MODEL) as session, Watcher(daemon):
+        for first in (0, blocks // 2):
+            payloads = payloads_of(1, blocks // 2, MODEL, first)
+            assert session.put(tokens_of(1, blocks), payloads=payloads, first_block=first).stored_blocks == blocks // 2
+            daemon.drop("host")
         assert session.lookup(tokens_of(1, blocks)).blocks == blocks
         with session.get(tokens_of(1, blocks), deadline_s=5) as lease:
             assert 100 < len(lease) < blocks
             assert holds(lease, payloads_of(1, len(lease), MODEL))
         assert eventually(lambda: daemon.status().leases == 0)
         put(daemon, 2)
+
+
+def test_one_chain_over_all_of_dram_is_stored_as_far_as_it_goes(daemon: RunningDaemon) -> None:
+    """Leaf-first: a chain does not push out its own head. What was stored is a prefix, the rest is throttled."""
+    blocks = 220
+    with daemon.connect(MODEL) as session, Watcher(daemon):
+        receipt = session.put(tokens_of(1, blocks), payloads=payloads_of(1, blocks, MODEL), durability="none")
+        stored = receipt.stored_blocks
+        assert 100 < stored and receipt.statuses.count("throttled") == blocks - stored
+        assert session.lookup(tokens_of(1, blocks)).blocks == receipt.statuses.index("throttled")
 
 
 def test_leases_keep_their_blocks_while_everything_else_goes(daemon: RunningDaemon) -> None:

@@ -32,7 +32,10 @@ def daemon() -> Iterator[RunningDaemon]:
 def put(daemon: RunningDaemon, conversation: int, blocks: int, **options: str) -> None:
     with daemon.connect() as session:
         receipt = session.put(
-            tokens_of(conversation, blocks), payloads=payloads_of(conversation, blocks, MODEL), wait="settled", **options
+            tokens_of(conversation, blocks),
+            payloads=payloads_of(conversation, blocks, MODEL),
+            wait="settled",
+            **options,
         )
         assert receipt.stored_blocks == blocks
 
@@ -78,7 +81,9 @@ def test_a_question_about_what_is_not_there_is_answered_with_what_is(daemon: Run
     assert (code, "known: uid-" in details) == (grpc.StatusCode.NOT_FOUND, True)
     assert error_of(daemon, "Drop", pb.DropRequest())[0] is grpc.StatusCode.INVALID_ARGUMENT
     assert error_of(daemon, "Drop", pb.DropRequest(tier="remote"))[0] is grpc.StatusCode.INVALID_ARGUMENT
-    assert error_of(daemon, "Invalidate", pb.InvalidateRequest(fingerprint="abc"))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    assert (
+        error_of(daemon, "Invalidate", pb.InvalidateRequest(fingerprint="abc"))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    )
     assert error_of(daemon, "Invalidate", pb.InvalidateRequest(fingerprint="0" * 8))[0] is grpc.StatusCode.NOT_FOUND
 
 

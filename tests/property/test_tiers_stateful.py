@@ -17,7 +17,7 @@ from kvstore_tiers.testing import tier_state_machine
 from kvstore_tiers.wrap.faulty import FaultyTier
 
 QUICK = settings(
-    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
 NVME_CAPACITY_BYTES = (512 << 10) + (256 << 10)
 

@@ -147,4 +147,3 @@ def as_user(uid: int, action: Callable[[], Result]) -> Result:
     if isinstance(answer, BaseException):
         raise answer
     return answer  # type: ignore[no-any-return]
-

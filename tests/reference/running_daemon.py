@@ -53,9 +53,7 @@ class DaemonDied(AssertionError):
 class RunningDaemon:
     """One daemon and its directories. `settings` are `--set` arguments and win over `SMALL`."""
 
-    def __init__(
-        self, directory: Path, *settings: str, failpoints: str = "", config: Path | None = None
-    ) -> None:
+    def __init__(self, directory: Path, *settings: str, failpoints: str = "", config: Path | None = None) -> None:
         self.directory = directory
         self.socket_dir = directory / "run"
         self.state_dir = directory / "state"
@@ -179,14 +177,21 @@ def running_daemon(*settings: str, failpoints: str = "", config: Path | None = N
     """A daemon in a fresh directory (a short path: socket names are limited to 107 bytes), stopped and checked."""
     with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
         daemon = RunningDaemon(Path(directory), *settings, failpoints=failpoints, config=config)
-        try:
+        with ended_with(daemon):
             daemon.start()
             yield daemon
             if daemon.process is not None and daemon.process.poll() is None:
                 daemon.stop()
-        finally:
-            if daemon.process is not None and daemon.process.poll() is None:
-                daemon.kill9()
+
+
+@contextmanager
+def ended_with(daemon: RunningDaemon) -> Iterator[None]:
+    """However a test ends, its daemon ends with it."""
+    try:
+        yield
+    finally:
+        if daemon.process is not None and daemon.process.poll() is None:
+            daemon.kill9()
 
 
 def model(name: str = "weights", *, kib_a_block: int = 16, **fields: Any) -> Fingerprint:
@@ -201,7 +206,9 @@ def tokens_of(conversation: int, blocks: int) -> npt.NDArray[np.int32]:
     return np.arange(blocks * TOKENS_A_BLOCK, dtype=np.int32) + conversation * 1_000_000
 
 
-def payloads_of(conversation: int, blocks: int, fingerprint: Fingerprint, first: int = 0) -> list[npt.NDArray[np.uint8]]:
+def payloads_of(
+    conversation: int, blocks: int, fingerprint: Fingerprint, first: int = 0
+) -> list[npt.NDArray[np.uint8]]:
     """What blocks `first`, first + 1, ... of a conversation hold: a function of their names alone."""
     size = fingerprint.payload_bytes()
     return [

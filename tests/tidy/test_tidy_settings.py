@@ -11,9 +11,10 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from kvstored.config import ConfigError, load_config, reference_text
+from kvstored.config import ConfigError, load_config, parse, reference_text
 from kvstored.config.schema import Config
-from tests.tidy.tree import PACKAGES, modules
+from kvstored.policies import registry
+from tests.tidy.tree import PACKAGES, ROOT, modules
 
 _SETTINGS = [
     (section, key, value) for section, table in tomllib.loads(reference_text()).items() for key, value in table.items()
@@ -54,6 +55,13 @@ def test_every_field_of_the_schema_is_read_by_the_daemon() -> None:
     }
     assert len(declared) > 30
     assert declared - read == set()
+
+
+def test_the_names_that_the_configuration_allows_are_those_that_exist() -> None:
+    assert sorted(parse.POLICIES) == sorted(registry.POLICIES)
+    assert sorted(parse.ADMISSIONS) == sorted(registry.ADMISSIONS)
+    told = (ROOT / "docs/policies.md").read_text()
+    assert [name for name in (*registry.POLICIES, *registry.ADMISSIONS) if f"| `{name}`" not in told] == []
 
 
 def _is_config(path: Path) -> bool:

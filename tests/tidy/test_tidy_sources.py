@@ -53,6 +53,7 @@ def test_a_heavy_module_is_imported_in_one_place() -> None:
     for path in modules():
         for name in rules.heavy_imports(path.read_text()):
             places[name].add(path.parent)
+    assert "torch" not in places
     assert {name: sorted(map(relative, where)) for name, where in places.items() if len(where) > 1} == {}
 
 

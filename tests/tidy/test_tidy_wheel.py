@@ -112,7 +112,7 @@ def test_the_installed_daemon_serves(installed: Path, tmp_path: Path) -> None:
 @contextmanager
 def _serving(installed: Path, place: Path, settings: Sequence[str]) -> Iterator[Path]:
     sockets = place / "run"
-    command = [installed / "kvstored", "serve", "--socket-dir", sockets, "--state-dir", place / "state"]
+    command = [str(installed / "kvstored"), "serve", "--socket-dir", str(sockets), "--state-dir", str(place / "state")]
     for setting in settings:
         command += ["--set", setting]
     with (place / "log").open("wb") as log:

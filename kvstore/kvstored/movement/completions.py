@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Any, TypeVar
 
-from kvstore_tiers.base import Completion, Outcome
-
-Handler = Callable[[Outcome], None]
+Ended = TypeVar("Ended")
 
 
 class CompletionQueue:
@@ -20,16 +19,16 @@ class CompletionQueue:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._ready: deque[tuple[Handler, Outcome]] = deque()
+        self._ready: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._woken = False
         self._idle = asyncio.Event()
         self.outstanding = 0
 
-    def to_loop(self, handler: Handler) -> Completion:
-        """A completion that runs `handler` on the loop."""
+    def to_loop(self, handler: Callable[[Ended], None]) -> Callable[[Ended], None]:
+        """A completion, of one transfer or of several at once, that runs `handler` on the loop."""
         self.outstanding += 1
 
-        def post(outcome: Outcome) -> None:
+        def post(outcome: Ended) -> None:
             self._ready.append((handler, outcome))
             if not self._woken:  # a race wakes the loop twice at worst, never not at all: see _drain
                 self._woken = True

@@ -104,7 +104,8 @@ class Room:
             if row < 0:
                 if not await self.demoter.progress():
                     return None
-                continue  # a write behind has ended: its block may leave now
+                stuck.clear()  # a write behind has ended: its block may leave now, and its arena be reclaimed
+                continue
             if self._is_of_use(row, nbytes, tenant):
                 if not await self.evict(row, Cause.EVICTED):
                     stuck.add(row)

@@ -8,6 +8,7 @@ or an error, or the stream is over.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -49,7 +50,8 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
 
         session.on_close.append(ended)
         try:
-            await stream.serve()
+            with contextlib.suppress(_StreamOver):
+                await stream.serve()
         except asyncio.CancelledError:
             if not session.closed:
                 raise  # the client's side ended it, or the server stops
@@ -58,6 +60,10 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
             stream.close()
             if not session.closed:
                 session.on_close.remove(ended)
+
+
+class _StreamOver(Exception):  # noqa: N818 - names a condition
+    """A reply could not be sent: the client or its stream is gone."""
 
 
 class _Stream:
@@ -117,12 +123,16 @@ class _Stream:
         self._tasks.discard(task)
 
     async def _run(self, request: pb.Request, op: str) -> None:
+        with contextlib.suppress(_StreamOver):
+            await self._answer(request, op)
+
+    async def _answer(self, request: pb.Request, op: str) -> None:
         try:
             async for reply in self._verbs.slow(self._session, op, request):
                 await self._send(request.request_id, reply)
         except KVStoreError as error:
             await self._send(request.request_id, error_reply(error))
-        except asyncio.CancelledError:
+        except _StreamOver:
             raise
         except Exception:
             await self._send(request.request_id, self._broken(op))
@@ -137,9 +147,12 @@ class _Stream:
         try:
             async with self._writing:
                 await self._context.write(reply)
-        except BaseException:
+        except asyncio.CancelledError:
             self._verbs.undelivered(self._session, reply)
             raise
+        except Exception as error:  # gRPC names the end of a stream in several ways
+            self._verbs.undelivered(self._session, reply)
+            raise _StreamOver from error
 
     async def _finish_tasks(self) -> None:
         """The client sends no more: it may still wait for answers."""

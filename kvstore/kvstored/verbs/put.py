@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kvstore_proto.arena import HEADER_BYTES, MAX_TOKENS, TOKENS_OFFSET, BlockHeader, slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
@@ -278,24 +277,15 @@ class Put:
                 owner=staging.view,
             )
             writes.append((filling, header, source))
-        done = asyncio.get_running_loop().create_future()
-        left = len(writes)
-        if not left:
+        if not writes:
             return
-
-        def ended(filling: _Filling, outcome: Outcome) -> None:
-            nonlocal left
-            filling.outcome = outcome
-            left -= 1
-            if not left:
-                done.set_result(None)
-
-        completions = [self._completions.to_loop(partial(ended, filling)) for filling, _, _ in writes]
+        done: asyncio.Future[Sequence[Outcome]] = asyncio.get_running_loop().create_future()
         self._host.write_many(
             [(filling.slot, header, [source]) for filling, header, source in writes],
-            lambda position, outcome: completions[position](outcome),
+            self._completions.to_loop(done.set_result),
         )
-        await done
+        for (filling, _, _), outcome in zip(writes, await done, strict=True):
+            filling.outcome = outcome
 
     def _publish(self, fillings: Sequence[_Filling], statuses: bytearray) -> dict[int, int]:
         """Make whole blocks readable, in chain order; position -> row of each."""

@@ -37,7 +37,7 @@ class SlabSpace:
         self._directory = directory
         self._slab_bytes = max(aligned_down(slab_bytes), aligned_up(capacity_bytes // MAX_SLABS))
         self._require_direct = require_direct
-        self._with_room: defaultdict[int, list[Slab]] = defaultdict(list)
+        self._with_room: defaultdict[int, list[Slab]] = defaultdict(list)  # each slab once
         self._empty: dict[int, Slab] = {}
         self._slab_file_bytes = 0
         self._slots = 0
@@ -59,15 +59,18 @@ class SlabSpace:
         """A slot of exactly `nbytes`, from a slab with room, a new slab, or an empty one of another slot size."""
         candidates = self._with_room[nbytes]
         while candidates and not candidates[-1].has_room:
-            candidates.pop()
+            candidates.pop()  # its file could not be made
         if not candidates:
             slab = (self._new(nbytes) if may_grow else None) or self._reshaped(nbytes)
             if slab is None:
                 return None
             candidates.append(slab)
         slab = candidates[-1]
+        slot = slab.allocate()
+        if not slab.has_room:
+            candidates.pop()
         self._empty.pop(slab.number, None)
-        return slab, slab.allocate()
+        return slab, slot
 
     def free(self, slot: Slot) -> tuple[Slab, int]:
         """Take a slot back; its slab and index there."""

@@ -1,0 +1,251 @@
+"""Clients that die, freeze or dawdle, and a daemon that does: nothing leaks, nothing hangs, no reader sees bytes change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from tests.reference.running_daemon import (
+    RunningDaemon,
+    eventually,
+    holds,
+    model,
+    payloads_of,
+    running_daemon,
+    tokens_of,
+)
+
+import kvstore_client
+from kvstore_client import DaemonUnavailable
+
+MODEL = model(kib_a_block=64)
+LEASE_TTL_MS = 300
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    """DRAM for some 180 blocks of 68 KiB; leases end soon; limbo takes eight blocks."""
+    with running_daemon(
+        "host.capacity=16MiB", "host.staging=4MiB", "nvme.enabled=false", f"limits.lease_ttl_ms={LEASE_TTL_MS}",
+        "limits.reservation_ttl_ms=60000", f"limits.limbo_per_tenant={8 * 68 * 1024}",
+    ) as running:  # fmt: skip
+        yield running
+
+
+@contextmanager
+def client_process(daemon: RunningDaemon, script: str) -> Iterator[subprocess.Popen[str]]:
+    """A client in a process of its own, which prints a line when it is where the test wants it, and then waits."""
+    program = f"""
+import sys, time
+sys.path.insert(0, '.')
+from pathlib import Path
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.raw_client import RawClient
+from tests.reference.running_daemon import RunningDaemon, model, payloads_of, tokens_of
+MODEL = model(kib_a_block=64)
+daemon = RunningDaemon(Path({str(daemon.directory)!r}))
+{script}
+print('here', flush=True)
+time.sleep(120)
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stderr is not None
+    try:
+        assert child.stdout.readline() == "here\n", child.stderr.read()
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        child.stderr.close()
+
+
+def put(daemon: RunningDaemon, conversation: int, blocks: int) -> None:
+    with daemon.connect(MODEL) as session:
+        receipt = session.put(tokens_of(conversation, blocks), payloads=payloads_of(conversation, blocks, MODEL))
+        assert receipt.visible_blocks == blocks
+
+
+def push_out(daemon: RunningDaemon, first_conversation: int) -> None:
+    """Fill DRAM with other blocks, twice over."""
+    for conversation in range(first_conversation, first_conversation + 24):
+        put(daemon, conversation, 16)
+
+
+def test_killed_between_reserve_and_commit(daemon: RunningDaemon) -> None:
+    script = """
+client = RawClient(daemon.socket_dir, MODEL)
+reply = client.reserve(client.keys(tokens_of(1, 5)))
+assert list(reply.statuses) == [pb.RESERVE_STATUS_RESERVED] * 5
+"""
+    with client_process(daemon, script) as child:
+        status = daemon.status()
+        assert (status.reservations, status.clients) == (5, 1)
+        child.kill()
+        assert eventually(lambda: daemon.status().reservations == 0)
+        assert daemon.status().clients == 0
+    with daemon.connect(MODEL) as session:
+        assert session.put(tokens_of(1, 5), payloads=payloads_of(1, 5, MODEL)).statuses == ["stored"] * 5
+
+
+def test_killed_while_commits_are_under_way(daemon: RunningDaemon) -> None:
+    """Whole blocks or none, and the daemon's log stays quiet."""
+    script = """
+import threading
+session = daemon.connect(MODEL)
+def work():
+    for conversation in range(2000, 3000):
+        session.put(tokens_of(conversation, 16), payloads=payloads_of(2, 16, MODEL))
+threading.Thread(target=work, daemon=True).start()
+"""
+    for _ in range(3):
+        before = daemon.status().counters["stored_blocks"]
+        with client_process(daemon, script) as child:
+            assert eventually(lambda before=before: daemon.status().counters["stored_blocks"] > before)  # type: ignore[misc]
+            child.kill()
+        assert eventually(lambda: daemon.status().clients == 0 and daemon.status().reservations == 0)
+    with daemon.connect(MODEL) as session:
+        for conversation in range(2000, 2010):
+            with session.get(tokens_of(conversation, 16)) as lease:
+                assert holds(lease, payloads_of(2, len(lease), MODEL))
+    assert "Traceback" not in daemon.log, daemon.log
+
+
+def test_killed_while_holding_leases(daemon: RunningDaemon) -> None:
+    put(daemon, 3, 4)
+    script = "session = daemon.connect(MODEL); lease = session.get(tokens_of(3, 4)); assert len(lease) == 4"
+    with client_process(daemon, script) as child:
+        assert daemon.status().leases == 1
+        os.kill(child.pid, signal.SIGSTOP)  # frozen: it may go on reading at any time
+        push_out(daemon, 100)
+        assert eventually(lambda: daemon.status().limbo_bytes == 4 * 68 * 1024)
+        child.kill()
+        assert eventually(lambda: daemon.status().limbo_bytes == 0)
+        assert daemon.status().leases == 0
+
+
+def test_bytes_under_an_expired_lease_do_not_change_until_it_is_released(daemon: RunningDaemon) -> None:
+    put(daemon, 4, 4)
+    expected = payloads_of(4, 4, MODEL)
+    with daemon.connect(MODEL) as session:
+        lease = session.get(tokens_of(4, 4))
+        assert holds(lease, expected)
+        assert eventually(lambda: not lease.valid), "a lease ends by itself"
+        push_out(daemon, 200)
+        assert session.lookup(tokens_of(4, 4)).reason == "evicted", "no new client gets it"
+        assert daemon.tiers()["host"].used_by["limbo"] == 4 * 68 * 1024
+        assert holds(lease, expected), "the old reader still finds its bytes"
+        assert not lease.renew()
+        put(daemon, 4, 4)
+        assert holds(lease, expected)
+        lease.release()
+        assert eventually(lambda: daemon.status().limbo_bytes == 0)
+
+
+def test_limbo_is_bounded(daemon: RunningDaemon) -> None:
+    """Over the bound, blocks with late readers are not evicted: others go, and nobody's bytes change."""
+    put(daemon, 5, 16)
+    expected = payloads_of(5, 16, MODEL)
+    with daemon.connect(MODEL) as session:
+        lease = session.get(tokens_of(5, 16))
+        assert eventually(lambda: not lease.valid)
+        push_out(daemon, 300)
+        assert 0 < daemon.status().limbo_bytes <= 8 * 68 * 1024
+        assert session.lookup(tokens_of(5, 16)).blocks >= 8
+        assert all(np.array_equal(lease.payload(block), payload) for block, payload in enumerate(expected))
+        lease.release()
+        assert eventually(lambda: daemon.status().limbo_bytes == 0)
+
+
+def test_a_renewed_lease_keeps_its_block(daemon: RunningDaemon) -> None:
+    put(daemon, 6, 2)
+    with daemon.connect(MODEL) as session, session.get(tokens_of(6, 2)) as lease:
+        expired = daemon.status().counters["expired_leases"]
+        until = time.monotonic() + 3 * LEASE_TTL_MS / 1000
+        while time.monotonic() < until:
+            assert lease.renew()
+            time.sleep(LEASE_TTL_MS / 10_000)
+        push_out(daemon, 400)
+        if lease.valid:  # the machine was quick enough
+            assert daemon.status().counters["expired_leases"] == expired
+        assert holds(lease, payloads_of(6, 2, MODEL))
+
+
+def test_reservations_lapse() -> None:
+    with running_daemon("nvme.enabled=false", "limits.reservation_ttl_ms=50") as daemon:
+        from tests.reference.raw_client import RawClient
+
+        with RawClient(daemon.socket_dir, MODEL) as client:
+            reply = client.reserve(client.keys(tokens_of(1, 3)))
+            assert eventually(lambda: daemon.status().reservations == 0)
+            assert daemon.status().counters["expired_reservations"] == 3
+            answer = client.ask(commit={"reservation_ids": reply.reservation_ids}).commit
+            assert list(answer.statuses) == [3] * 3  # NO_RESERVATION
+
+
+def test_leases_of_a_client_are_bounded() -> None:
+    with running_daemon("nvme.enabled=false", "limits.leases_per_client=3") as daemon:
+        put(daemon, 1, 1)
+        with daemon.connect(MODEL) as session, daemon.connect(MODEL) as other:
+            leases = [session.get(tokens_of(1, 1)) for _ in range(5)]
+            assert [len(lease) for lease in leases] == [1, 1, 1, 0, 0]
+            assert leases[4].reason == "throttled"
+            with other.get(tokens_of(1, 1)) as lease:
+                assert len(lease) == 1, "one client's greed is not another's loss"
+            for lease in leases:
+                lease.release()
+            assert eventually(lambda: daemon.status().leases == 0)
+            with session.get(tokens_of(1, 1)) as lease:
+                assert len(lease) == 1
+
+
+def test_a_stopped_daemon_is_a_miss_within_the_deadline_and_comes_back(daemon: RunningDaemon) -> None:
+    put(daemon, 7, 2)
+    with daemon.connect(MODEL, deadline_s=0.2) as session:
+        assert session.lookup(tokens_of(7, 2)).blocks == 2
+        with daemon.frozen():
+            for _ in range(4):
+                started = time.monotonic()
+                assert session.lookup(tokens_of(7, 2)).blocks == 0
+                assert len(session.get(tokens_of(7, 2))) == 0
+                assert time.monotonic() - started < 5, "an engine is never held up"
+            assert session.state == "degraded"
+            receipt = session.put(tokens_of(8, 1), payloads=payloads_of(8, 1, MODEL), deadline_s=0.2)
+            assert receipt.stored_blocks == 0
+        assert eventually(lambda: session.state == "connected")
+        assert eventually(lambda: session.lookup(tokens_of(7, 2)).blocks == 2)
+        with session.get(tokens_of(7, 2), deadline_s=20) as lease:
+            assert holds(lease, payloads_of(7, 2, MODEL))
+    assert eventually(lambda: daemon.status().leases == 0), "answers that came too late left no lease"
+
+
+def test_a_daemon_that_dies_and_returns_is_found_again() -> None:
+    with running_daemon() as daemon:
+        with daemon.connect(MODEL) as session:
+            session.put(tokens_of(1, 3), payloads=payloads_of(1, 3, MODEL), durability="always")
+            with session.get(tokens_of(1, 3)) as lease:
+                view = lease.payload(0)
+                daemon.kill9()
+                assert eventually(lambda: not lease.valid)
+                assert np.array_equal(view, payloads_of(1, 1, MODEL)[0]), "memory stays mapped"
+            assert session.lookup(tokens_of(1, 3)).reason == "no_daemon"
+            daemon.restart()  # over the sockets that the dead one left
+            assert eventually(lambda: session.state == "connected")
+            with session.get(tokens_of(1, 3)) as lease:
+                assert holds(lease, payloads_of(1, 3, MODEL))
+
+
+def test_no_daemon_at_all(tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.mktemp("none")
+    with pytest.raises(DaemonUnavailable, match="no daemon at"):
+        kvstore_client.connect(directory, fingerprint=MODEL, required=True)
+    with kvstore_client.connect(directory, fingerprint=MODEL) as session:
+        assert session.state == "degraded"
+        assert session.lookup(tokens_of(1, 1)).reason == "no_daemon"
