@@ -28,7 +28,7 @@ SETTINGS = (
 
 
 def measure(quick: bool) -> list[Row]:
-    with bench_daemon(*SETTINGS) as daemon, echo() as floor:
+    with bench_daemon(*SETTINGS) as daemon, echo() as floor:  # noqa: SIM117 (one line is too long)
         with daemon.connect(model(SMALL_BLOCK_BYTES), staging_bytes=MIB) as session:
             tokens = tokens_of(1, KEYS)
             session.put(tokens, payloads=payloads(KEYS, SMALL_BLOCK_BYTES), wait="settled")

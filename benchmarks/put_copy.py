@@ -1,8 +1,8 @@
 """How fast is a put of 32 blocks of 1 MiB, copy and checksum included, into arenas that were prefaulted?
 
-Two figures: the commit of bytes that a producer has written into staging already (the daemon copies and checksums them),
-and the whole put of arrays (the client copies into staging first, beside the daemon). Baseline: one thread's memcpy of
-the same 32 MiB between touched arrays. Every put goes into slots never used before.
+Two figures: the commit of bytes that a producer has written into staging already (the daemon copies and checksums
+them), and the whole put of arrays (the client copies into staging first, beside the daemon). Baseline: one thread's
+memcpy of the same 32 MiB between touched arrays. Every put goes into slots never used before.
 """
 
 from __future__ import annotations

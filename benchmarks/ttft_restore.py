@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from kvstore_proto.v1 import admin_pb2
 from support.daemon import BenchDaemon, bench_daemon
 from support.report import AT_LEAST, Row, main, progress, within
 from support.timing import median, time_each
+
+from kvstore_proto.v1 import admin_pb2
 
 MODEL = "smollm2-135m-instruct:q8_0"
 PREFIX_WORDS = 1_620  # some 2,050 tokens
@@ -35,10 +35,10 @@ QUESTIONS = (
     "Write a short letter to the harbour master about the broken gate.",
     "Explain in plain words why the ferry did not sail on the day of the feast.",
 )
-WORDS = (
+VOCABULARY = (
     "the keeper counted seven lamps before winter and wrote to her brother about rope oil bread and the broken gate "
     "while the ferry waited for wind and nobody rang the bell at night because the master was away on the island"
-).split()
+)
 
 
 def measure(quick: bool) -> list[Row]:
@@ -112,7 +112,7 @@ def _ttft(answer: dict[str, Any]) -> float:
 
 
 def _text(seed: int, words: int = PREFIX_WORDS) -> str:
-    chosen = np.random.default_rng(seed).choice(WORDS, words)
+    chosen = np.random.default_rng(seed).choice(VOCABULARY.split(), words)
     sentences = [" ".join(chosen[start : start + 12]).capitalize() for start in range(0, words, 12)]
     return ". ".join(sentences) + "."
 

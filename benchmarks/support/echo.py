@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ import grpc
 from kvstore_client.stream import METHOD, Stream
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
-SWITCH_INTERVAL_S = 0.0005  # as the daemon sets it
 START_TIMEOUT_S = 20.0
 
 
@@ -64,7 +62,6 @@ def echo() -> Iterator[EchoClient]:
 
 
 def _serve(path: Path, ready: Event) -> None:
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     asyncio.run(_serve_until_killed(path, ready))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvstore_proto.errors import ErrorKind, KVStoreError
 
 
-class DaemonUnavailable(KVStoreError):  # noqa: N818 - names a condition, like BrokenPipe
+class DaemonUnavailable(KVStoreError):
     """No daemon answers at the socket directory, and `connect(required=True)` was asked for."""
 
     def __init__(self, message: str, *, is_denied: bool = False) -> None:

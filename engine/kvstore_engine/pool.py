@@ -27,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 BlockIds = Sequence[int] | npt.NDArray[np.int32]
 
 
-class PoolExhausted(RuntimeError):  # noqa: N818 - a state, as much as an error
+class PoolExhausted(RuntimeError):
     """More blocks were asked for than are free. Ask `free_blocks` first where that is an ordinary event."""
 
 

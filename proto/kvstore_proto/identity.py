@@ -1,6 +1,6 @@
 """Block identity: 128-bit keys chained over the prefix.
 
-Owns how token ids become keys. A key names the state after a whole prefix: `key_i = h(key_{i-1} || tokens_i || extra_i)`
+Owns how token ids become keys. A key names the state after a whole prefix: `key_i = h(key_{i-1} || tokens_i || extra)`
 over engine blocks; a storage block spans several engine blocks and takes the key of its last one (the scheme of
 vLLM's prefix caching and SGLang's HiCache, with a secret root). The root is `HMAC(tenant secret, fingerprint, group)`:
 two tenants, two models or two layer groups never share a key, and a key tells nothing about its tokens.

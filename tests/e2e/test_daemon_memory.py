@@ -10,11 +10,11 @@ import stat
 from collections.abc import Iterator
 
 import pytest
-from tests.reference.raw_client import RawClient, as_user
-from tests.reference.running_daemon import RunningDaemon, model, payloads_of, running_daemon, tokens_of
 
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.raw_client import RawClient, as_user
+from tests.reference.running_daemon import RunningDaemon, model, payloads_of, running_daemon, tokens_of
 
 MODEL = model()
 NOBODY, SOMEBODY = 65534, 54321

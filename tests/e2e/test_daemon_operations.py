@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 
 import grpc
 import pytest
+
+from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import (
     RunningDaemon,
@@ -17,8 +20,6 @@ from tests.reference.running_daemon import (
     running_daemon,
     tokens_of,
 )
-
-from kvstore_proto.v1 import admin_pb2 as pb
 
 MODEL = model()
 
@@ -61,7 +62,7 @@ def test_blocks_are_listed_in_pages_each_once(daemon: RunningDaemon) -> None:
     assert 5 <= pages <= 6
     by_depth = sorted((block for block in seen if block.durability == "durable"), key=lambda block: block.depth)
     assert [block.depth for block in by_depth] == list(range(25))
-    for parent, child in zip(by_depth, by_depth[1:], strict=False):
+    for parent, child in itertools.pairwise(by_depth):
         assert (child.parent, parent.children) == (parent.key, 1)
     first = by_depth[0]
     assert (list(first.tiers), first.tenant[:4], first.state) == (["host", "nvme"], "uid-", "resident")

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+
+from kvstore_client import KVStoreError
 from tests.reference.running_daemon import (
     LAYERS,
     RunningDaemon,
@@ -18,8 +20,6 @@ from tests.reference.running_daemon import (
     running_daemon,
     tokens_of,
 )
-
-from kvstore_client import KVStoreError
 
 MODEL = model()
 

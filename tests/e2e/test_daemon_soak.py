@@ -8,9 +8,9 @@ import time
 
 import numpy as np
 import pytest
-from tests.reference.running_daemon import RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
 
 from kvstore_client import Fingerprint
+from tests.reference.running_daemon import RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
 
 MODELS = (model("a"), model("b", kib_a_block=32), model("c", kib_a_block=8, key_hash="blake2b"))
 CONVERSATIONS = 60

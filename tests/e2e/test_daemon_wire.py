@@ -11,6 +11,11 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+
+from kvstore_proto.arena import HEADER_BYTES, TOKENS_OFFSET
+from kvstore_proto.identity import BlockKeys, pack_tokens
+from kvstore_proto.v1 import handshake_pb2 as hs
+from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.raw_client import RawClient, connect_seqpacket
 from tests.reference.running_daemon import (
     RunningDaemon,
@@ -21,11 +26,6 @@ from tests.reference.running_daemon import (
     running_daemon,
     tokens_of,
 )
-
-from kvstore_proto.arena import HEADER_BYTES, TOKENS_OFFSET
-from kvstore_proto.identity import BlockKeys, pack_tokens
-from kvstore_proto.v1 import handshake_pb2 as hs
-from kvstore_proto.v1 import kvstore_pb2 as pb
 
 MODEL = model()
 MAX_KEYS = 128

@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from kvstore_client import Session
+from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.running_daemon import (
     RunningDaemon,
     ended_with,
@@ -19,10 +23,6 @@ from tests.reference.running_daemon import (
     running_daemon,
     tokens_of,
 )
-
-from kvstore_client import Session
-from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.v1 import admin_pb2 as pb
 
 MODEL = model()
 BLOCKS = 8

@@ -1,4 +1,4 @@
-"""A daemon that cannot start says why in one line, with the right exit status, and touches nothing that is not its own."""
+"""A daemon that cannot start says why in one line, with the right exit status, and touches nothing of others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.reference.running_daemon import RunningDaemon, holds, model, payloads_of, running_daemon, tokens_of
 
 MODEL = model()

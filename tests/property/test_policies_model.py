@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.reference.blocks import Shelf, key, pack
 
 from kvstored.lifecycle import Cause
 from kvstored.policies import create
 from kvstored.residency import check
+from tests.reference.blocks import Shelf, key, pack
 
 HOST, NVME = 0, 1
 # A small forest: block n's parent.

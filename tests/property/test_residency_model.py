@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 
 from kvstored.lifecycle import BY_CHOICE, Cause
 from kvstored.residency import CyclicChainError, check
+from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 
 TIERS = ("host", "nvme")
 BLOCKS = 8

@@ -203,7 +203,7 @@ def model(name: str = "weights", *, kib_a_block: int = 16, **fields: Any) -> Fin
 
 def tokens_of(conversation: int, blocks: int) -> npt.NDArray[np.int32]:
     """Token ids of a prefix that no other conversation shares; a longer one of the same number continues it."""
-    return np.arange(blocks * TOKENS_A_BLOCK, dtype=np.int32) + conversation * 1_000_000
+    return np.arange(blocks * TOKENS_A_BLOCK, dtype=np.int32) + 1000 * conversation
 
 
 def payloads_of(

@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from tests.reference.device import NS, Device, drive
 
 from kvstored.movement.lane import Lane, LaneSettings, Limits, Priority
+from tests.reference.device import NS, Device, drive
 
 MIB = 1 << 20
 RATE = 1e9

@@ -1,9 +1,8 @@
 """Admission: what may enter a tier."""
 
-from tests.reference.blocks import Shelf
-
 from kvstored.lifecycle import Cause
 from kvstored.policies import create_admission
+from tests.reference.blocks import Shelf
 
 
 def test_always_admits() -> None:

@@ -1,10 +1,10 @@
 """LFU with ageing and a time to live: what sets it apart from LRU."""
 
 import pytest
-from tests.reference.blocks import Shelf
 
 from kvstored.lifecycle import Cause
 from kvstored.policies import PolicySettings, Share, create
+from tests.reference.blocks import Shelf
 
 S = 1_000_000_000
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvstore_proto.fingerprint import Fingerprint, FingerprintError, LayerGroup, parse_fingerprint
 
 FP = Fingerprint("m", "d1", groups=(LayerGroup(0, "full", 0, (0, 1), 512),))

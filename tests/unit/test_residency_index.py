@@ -1,10 +1,10 @@
 """The residency index: chains, copies, leases, and what is remembered of blocks that went."""
 
 import pytest
-from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 
 from kvstored.lifecycle import Cause, CopyState
 from kvstored.residency import CyclicChainError, check, page, rows_of_fingerprint, unpack_keys
+from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 
 HOST, NVME = 0, 1
 

@@ -3,9 +3,9 @@
 Owns the promise that each transfer's completion is called exactly once. Never decides order or priority: first in,
 first out. A SimpleQueue hand-over costs about 10 us; ThreadPoolExecutor's futures cost up to a third of the
 throughput at NVMe speeds.
-The threads step a little behind the rest of the process (nice 5): each has milliseconds of copying before it, the thread
-that answers clients microseconds. Beside two clients at full load on two cores that took the p50 of a lookup from 3.2 to
-1.9 ms and its p99 from 10 to 7, with no fewer blocks moved.
+The threads step a little behind the rest of the process (nice 5): each has milliseconds of copying before it, the
+thread that answers clients microseconds. Beside two clients at full load on two cores that took the p50 of a lookup
+from 3.2 to 1.9 ms and its p99 from 10 to 7, with no fewer blocks moved.
 Invariants: an OSError of a transfer is its outcome, never a dead thread; after `close` nothing runs any more.
 """
 

@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 256
 _MAX_LAYERS = 1024
 
 
-class UnsupportedModel(UsageError):  # noqa: N818 - it is the model, not the program
+class UnsupportedModel(UsageError):
     """A sound GGUF file whose model this engine does not run; the message names what, and what would do."""
 
 

@@ -128,7 +128,8 @@ def _build(raw: Table, source: str) -> Config:
         ),
         host=HostSection(
             size("host", "capacity", memory_bytes),
-            min(size("host", "staging"), size("host", "capacity", memory_bytes) // 4), size("host", "arena"), host["sealed"], host["prefault"],
+            min(size("host", "staging"), size("host", "capacity", memory_bytes) // 4), size("host", "arena"),
+            host["sealed"], host["prefault"],
             size("host", "prefault_ahead"), host["copy_threads"], host["policy"], host["ttl_s"],
         ),
         nvme=NvmeSection(
@@ -243,8 +244,8 @@ def _check(config: Config, memory_bytes: int) -> None:
         one_of(f"tenant {tenant.name}: durability", tenant.durability, ("", *DURABILITY_MODES))
     need(
         host.capacity_bytes - host.staging_bytes >= host.arena_bytes,
-        f"host.capacity {show_size(host.capacity_bytes)} less staging {show_size(host.staging_bytes)} does not hold one "
-        f"arena of {show_size(host.arena_bytes)}; lower host.arena",
+        f"host.capacity {show_size(host.capacity_bytes)} less staging {show_size(host.staging_bytes)} does not hold "
+        f"one arena of {show_size(host.arena_bytes)}; lower host.arena",
     )
     need(host.staging_bytes >= 1 << 20, "host.staging must be at least 1MiB")
     for name, ttl_s in (("host.ttl_s", host.ttl_s), ("nvme.ttl_s", nvme.ttl_s)):

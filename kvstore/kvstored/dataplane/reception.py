@@ -86,7 +86,7 @@ class Reception:
         return session, welcome, staging.fd if staging is not None else None
 
     def grant_arena(self, session: Session, arena_id: int) -> tuple[hs.ArenaGrant, int]:
-        """Raises KVStoreError for an arena that is not this tenant's, in the same words as for one that is not there."""
+        """KVStoreError for an arena that is not this tenant's, in the same words as for one that is not there."""
         owners = {report.container: report.owner for report in self._host.containers()}
         if owners.get(arena_id) != session.tenant.index_name:
             raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no arena {arena_id}")
@@ -105,7 +105,8 @@ class Reception:
         if hello.protocol_version != PROTOCOL_VERSION:
             raise KVStoreError(
                 ErrorKind.INVALID,
-                f"client speaks protocol {hello.protocol_version}, this daemon {PROTOCOL_VERSION}: upgrade the older one",
+                f"client speaks protocol {hello.protocol_version}, this daemon {PROTOCOL_VERSION}: "
+                "upgrade the older one",
             )
         try:
             fingerprint = parse_fingerprint(hello.fingerprint)

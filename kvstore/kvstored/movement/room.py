@@ -2,9 +2,10 @@
 
 Owns the step from "which block" (policy) to "its bytes are free": dropping a copy that another tier has, demoting the
 last copy, or forgetting the block. Memory that a client may map belongs to one tenant and one slot size an arena; when
-the victim lies in an arena of another kind, its whole arena is reclaimed, because single free slots there are of no use.
+the victim lies in an arena of another kind, its whole arena is reclaimed, because single free slots there are no use.
 
-Invariants: never evicts a pinned copy, never leaves a hole in a chain, never frees a slot that has readers (limbo does).
+Invariants: never evicts a pinned copy, never leaves a hole in a chain, never frees a slot that has readers (limbo
+does).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write-back: give blocks of the host tier a copy on NVMe, behind the client's back or before its answer.
 
-Owns the blocks that wait to be written and the group commit: writes of a batch run side by side, one sync makes them all
-durable, and then everybody who waits is told. Used for write-through (modes batch and always) and for demotion of
+Owns the blocks that wait to be written and the group commit: writes of a batch run side by side, one sync makes them
+all durable, and then everybody who waits is told. Used for write-through (modes batch and always) and for demotion of
 victims. Invariants: "durable" is said only after the tier's sync; a block is written once however many ask; a pinned
 host copy is read from, never copied first.
 """
@@ -150,7 +150,7 @@ class WriteBack:
         return sum(token in self._running or token in self._unsynced_rows for token in settling)
 
     async def sync(self) -> bool:
-        """Make durable what was freed on NVMe before this call, so that no crash brings it back; False if that failed."""
+        """Make durable what was freed on NVMe before this call: no crash brings it back. False if that failed."""
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._nvme.sync(self._completions.to_loop(lambda outcome: done.set_result(outcome.ok)))
         return await asyncio.shield(done)

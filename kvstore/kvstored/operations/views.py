@@ -201,6 +201,6 @@ class Views:
 
 
 def resident_bytes() -> int:
-    """This process's resident set without touched arena pages, which `kvctl tiers` shows: what the daemon itself costs."""
+    """This process's resident set without touched arena pages, which `kvctl tiers` shows: the daemon's own cost."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))

@@ -62,7 +62,7 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
                 session.on_close.remove(ended)
 
 
-class _StreamOver(Exception):  # noqa: N818 - names a condition
+class _StreamOver(Exception):
     """A reply could not be sent: the client or its stream is gone."""
 
 

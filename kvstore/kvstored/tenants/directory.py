@@ -1,7 +1,7 @@
 """Tenants and fingerprints by name and digest, and the master secret behind all root keys.
 
-Owns STATE_DIR/secret (32 random bytes, mode 0600) and STATE_DIR/names.json. Blocks on disk carry digests only; the names
-file turns them back into names after a restart. Never does: decide what a tenant may hold.
+Owns STATE_DIR/secret (32 random bytes, mode 0600) and STATE_DIR/names.json. Blocks on disk carry digests only; the
+names file turns them back into names after a restart. Never does: decide what a tenant may hold.
 
 Invariant: the secret never changes while a directory of blocks lives. A lost secret makes blocks unreachable, never
 wrong.

@@ -7,7 +7,7 @@ class DirectoryError(Exception):
     """The NVMe tier cannot be opened here. The message says what was wrong and what to do."""
 
 
-class DirectoryInUse(DirectoryError):  # noqa: N818 (reads as what it is)
+class DirectoryInUse(DirectoryError):
     """Another process holds the directory's lock."""
 
     def __init__(self, directory: str, holder_pid: int) -> None:
@@ -18,11 +18,11 @@ class DirectoryInUse(DirectoryError):  # noqa: N818 (reads as what it is)
         self.holder_pid = holder_pid
 
 
-class DirectoryUnusable(DirectoryError):  # noqa: N818
+class DirectoryUnusable(DirectoryError):
     """Not a directory, not writable, no room, or without a feature that the configuration requires."""
 
 
-class FormatUnsupported(DirectoryError):  # noqa: N818
+class FormatUnsupported(DirectoryError):
     """The directory, a slab or the index was written by a newer version."""
 
     def __init__(self, what: str, found: object, supported: int) -> None:
