@@ -68,6 +68,7 @@ log = logging.getLogger(__name__)
 # the GIL in the middle of a request: with 0.5 ms lookups beside two clients at full load took half as long again.
 SWITCH_INTERVAL_S = 0.005
 STOP_GRACE_S = 10.0
+PREFETCH_SHARE = 4  # at most one part in so many of the host tier is held for prefetches that wait
 
 
 class StartupError(Exception):
@@ -172,8 +173,9 @@ class Daemon:
         self._mover = Mover(self._make_lanes(), self._completions, clock)
         nvme = self._nvme
         promoter = Promoter(
-            self.residency, self._host, nvme, rooms[HOST], self._mover, clock, self.counters, self.flows
-        )
+            self.residency, self._host, nvme, rooms[HOST], self._mover, clock, self.counters, self.flows,
+            prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
+        )  # fmt: skip
         self._writeback: WriteBack | None = None
         if nvme is not None:
             self._writeback = WriteBack(

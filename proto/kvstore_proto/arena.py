@@ -56,7 +56,7 @@ def slot_bytes(payload_bytes: int) -> int:
 
 
 def payload_checksum(payload: Bytes | bytes | memoryview) -> int:
-    return xxhash.xxh3_64_intdigest(payload)  # type: ignore[arg-type]  # an array is a buffer from 3.12's types on
+    return xxhash.xxh3_64_intdigest(payload.data if isinstance(payload, np.ndarray) else payload)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,8 +181,6 @@ def test_dram_alone_evicts_and_never_throttles() -> None:
 
 
 def test_a_tenants_maximum_is_its_own(tmp_path: Path) -> None:
-    import os
-
     config = tmp_path / "k.toml"
     config.write_text(f"[[tenant]]\nname = 'small'\nuids = [{os.getuid()}]\nhost_max = '4MiB'\n")
     with running_daemon("nvme.enabled=false", config=config) as daemon:

@@ -84,6 +84,7 @@ def test_the_sdist_holds_what_the_wheel_needs(distributions: tuple[Path, Path]) 
 def test_the_three_commands_run_outside_the_tree(installed: Path, tmp_path: Path) -> None:
     assert _run([installed / "kvstored", "--version"], tmp_path).split() == ["kvstored", kvstored.__version__]
     assert kvstored.__version__ in _run([installed / "kvctl", "--version"], tmp_path)
+    assert kvstored.__version__ in _run([installed / "kvengine", "--version"], tmp_path)
     assert "generate" in _run([installed / "kvengine", "--help"], tmp_path)
 
 

@@ -1,3 +1,5 @@
+"""Time as an argument: the manual clock moves only when told, the system's goes on."""
+
 import pytest
 
 from kvstored.clock import NS_PER_S, ManualClock, SystemClock

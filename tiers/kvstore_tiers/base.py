@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.image import image_header, stamp_header
@@ -44,8 +45,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A place for one block. `nbytes` includes header and padding; `generation` grows each time a place is reused."""
 
     container: int  # arena or slab number

@@ -4,6 +4,7 @@ Owns what can be asked and how it is explained. It never acts and imports nothin
 """
 
 import argparse
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _EXIT_CODES = """exit codes:
@@ -27,11 +28,19 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"{_MODELS}\n{_EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action="version", version=f"kvengine {_version()}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_fetch(commands)
     _add_info(commands)
     return top
+
+
+def _version() -> str:
+    try:
+        return version("kvstored")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -86,7 +86,9 @@ def _from_q8_0(raw: Bytes) -> Floats:
 
 def _inverse(scale: Floats) -> Floats:
     """1 / scale, and 0 where the scale is 0, as ggml does."""
-    return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    inverse: Floats = np.zeros_like(scale)
+    np.divide(np.float32(1), scale, out=inverse, where=scale != 0)
+    return inverse
 
 
 def _to_f32(values: Floats) -> Bytes:
@@ -113,7 +115,7 @@ def _to_q4_0(values: Floats) -> Bytes:
 
 def _to_q8_0(values: Floats) -> Bytes:
     rows = values.reshape(-1, BLOCK)
-    scale = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
+    scale: Floats = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
     scaled = rows * _inverse(scale)
     # C's roundf rounds halves away from zero; numpy's rint rounds them to even.
     whole = np.trunc(scaled)

@@ -2,7 +2,9 @@
 
 Owns promotions under way. A slot of the host tier is filled by one direct I/O, verified by the NVMe tier; a block that
 turns out damaged is quarantined and forgotten, its descendants become unreachable (placeholder), and the miss says why.
-Invariants: the NVMe copy is pinned while it is read; a host slot is readable only after its bytes were verified.
+Invariants: the NVMe copy is pinned while it is read; a host slot is readable only after its bytes were verified;
+prefetches that wait hold at most `prefetch_room_bytes` of the host tier, since a queued promotion has its slot already
+and demand must find room beside any number of hints.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ MAPPED_US = 1  # what a block that is mapped already costs to have
 class _Promotion:
     token: int
     priority: Priority
+    nbytes: int
     future: asyncio.Future[bool]
     ticket: int = 0
     slot: Slot | None = None
@@ -50,6 +53,8 @@ class Promoter:
         clock: Clock,
         counters: Counters,
         flows: Flows,
+        *,
+        prefetch_room_bytes: int,
     ) -> None:
         self._residency = residency
         self._host = host
@@ -59,6 +64,7 @@ class Promoter:
         self._clock = clock
         self._counters = counters
         self._flows = flows
+        self._prefetch_room_bytes = prefetch_room_bytes
         self._under_way: dict[int, _Promotion] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -68,14 +74,18 @@ class Promoter:
         known = self._under_way.get(token)
         if known is not None:
             if priority < known.priority:
+                self._hold_room(known, -1)
                 known.priority = priority
+                self._hold_room(known, +1)
                 if known.ticket:
                     self._mover.raise_priority(LANE, known.ticket, priority)
             return known.future
-        promotion = _Promotion(token, priority, asyncio.get_running_loop().create_future())
+        nbytes = self._residency.slot(row, NVME).nbytes
+        promotion = _Promotion(token, priority, nbytes, asyncio.get_running_loop().create_future())
         self._under_way[token] = promotion
+        self._hold_room(promotion, +1)
         self._residency.pin(row)
-        slot = self._room.allocate_now(self._residency.slot(row, NVME).nbytes, self._residency.tenant_of(row))
+        slot = self._room.allocate_now(nbytes, self._residency.tenant_of(row))
         if slot is not None:
             self._begin(promotion, slot)
         else:
@@ -83,6 +93,13 @@ class Promoter:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return promotion.future
+
+    def prefetch(self, row: int) -> bool:
+        """Queue a promotion that nobody waits for; False when those that wait hold all the room they may."""
+        if self._prefetch_room_bytes < self._residency.slot(row, NVME).nbytes:
+            return False
+        self.promote(row, Priority.PREFETCH)
+        return True
 
     def estimate_us(self, rows: Sequence[int]) -> list[int]:
         """Microseconds until each row is mapped, were all asked for now in this order; 0 for what is absent (-1)."""
@@ -171,8 +188,13 @@ class Promoter:
 
     def _finish(self, promotion: _Promotion, mapped: bool) -> None:
         del self._under_way[promotion.token]
+        self._hold_room(promotion, -1)
         row = self._residency.current(promotion.token)
         if row >= 0:
             self._residency.unpin(row)
         if not promotion.future.done():
             promotion.future.set_result(mapped)
+
+    def _hold_room(self, promotion: _Promotion, sign: int) -> None:
+        if promotion.priority is Priority.PREFETCH:
+            self._prefetch_room_bytes -= sign * promotion.nbytes

@@ -102,9 +102,18 @@ class ResidencyView:
 
     def slot(self, row: int, tier: int) -> Slot:
         """Where the copy is. Raises RuntimeError when there is none."""
-        if self.copies[tier].state[row] == CopyState.ABSENT:
+        if not self.copies[tier].state[row]:  # ABSENT
             raise RuntimeError(f"row {row} has no copy in {self.tiers[tier]}")
         return self.copies[tier].slot(row)
+
+    def slots(self, rows: Sequence[int], tier: int) -> list[Slot]:
+        """`slot` of each row."""
+        copies = self.copies[tier]
+        state, container, offset = copies.state, copies.container, copies.offset
+        nbytes, generation = copies.nbytes, copies.generation
+        if not all(state[row] for row in rows):
+            raise RuntimeError(f"not all of {rows} have a copy in {self.tiers[tier]}")
+        return [Slot(container[row], offset[row], nbytes[row], generation[row]) for row in rows]
 
     def state(self, row: int, tier: int) -> CopyState:
         return CopyState(self.copies[tier].state[row])

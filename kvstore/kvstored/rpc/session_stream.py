@@ -63,7 +63,7 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
 
 
 class _StreamOver(Exception):
-    """A reply could not be sent: the client or its stream is gone."""
+    """Nothing can be read or sent any more: the client or its stream is gone."""
 
 
 class _Stream:
@@ -79,13 +79,19 @@ class _Stream:
 
     async def serve(self) -> None:
         while True:
-            request = await self._context.read()
+            request = await self._read()
             if request is grpc.aio.EOF:
                 await self._finish_tasks()
                 return
             reply = self._begin(request)
             if reply is not None:
                 await self._send(request.request_id, reply)
+
+    async def _read(self) -> Any:
+        try:
+            return await self._context.read()
+        except Exception as error:  # gRPC names the end of a stream in several ways
+            raise _StreamOver from error
 
     def close(self) -> None:
         for task in self._tasks:
@@ -150,7 +156,7 @@ class _Stream:
         except asyncio.CancelledError:
             self._verbs.undelivered(self._session, reply)
             raise
-        except Exception as error:  # gRPC names the end of a stream in several ways
+        except Exception as error:  # as in `_read`
             self._verbs.undelivered(self._session, reply)
             raise _StreamOver from error
 

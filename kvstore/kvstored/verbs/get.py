@@ -128,7 +128,7 @@ class Get:
         if not rows:
             return reply
         now_ns = self._clock.monotonic_ns()
-        slots = [residency.slot(row, HOST) for row in rows]
+        slots = residency.slots(rows, HOST)
         lease = self._leases.grant(
             session.session_id, session.tenant_id, rows, slots, now_ns + self._lease_ttl_ms * NS_PER_MS
         )
@@ -138,7 +138,8 @@ class Get:
         reply.arena_ids.extend([slot.container for slot in slots])
         reply.offsets.extend([slot.offset for slot in slots])
         reply.generations.extend([slot.generation for slot in slots])
-        reply.payload_bytes.extend([residency.payload_bytes(row) for row in rows])
+        payload_bytes = residency.rows.payload_bytes
+        reply.payload_bytes.extend([payload_bytes[row] for row in rows])
         reply.promoted_blocks = len(promoted)
         reply.promoted_bytes = sum(residency.slot(row, HOST).nbytes for row in promoted)
         self._counters.add("acquired_blocks", len(rows))

@@ -6,7 +6,6 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.dataplane.leases import LeaseTable
 from kvstored.dataplane.sessions import Session
-from kvstored.movement.lane import Priority
 from kvstored.movement.promote import Promoter
 from kvstored.residency import Residency
 from kvstored.tiering import HOST
@@ -36,7 +35,8 @@ class Hints:
         self._prefetch_budget_bytes = prefetch_budget_bytes
 
     def prefetch(self, session: Session, request: pb.Prefetch) -> pb.PrefetchReply:
-        """Start to move the leading run up, head first, within the budget. A later demand takes over what is queued."""
+        """Start to move the leading run up, head first, within the budget and the room that prefetch may hold. A later
+        demand takes over what is queued."""
         keys_of(request.set.keys, self._max_keys)
         known_group(session, request.set.group)
         residency = self._residency
@@ -47,9 +47,8 @@ class Hints:
                 reply.resident_blocks += 1
                 continue
             budget_bytes -= residency.payload_bytes(row)
-            if budget_bytes < 0:
+            if budget_bytes < 0 or not self._promoter.prefetch(row):
                 break
-            self._promoter.promote(row, Priority.PREFETCH)
             reply.scheduled_blocks += 1
         return reply
 
