@@ -41,7 +41,7 @@ SETTINGS = (
 
 
 def measure(quick: bool) -> list[Row]:
-    rounds, gets = (3, 60) if quick else (8, 150)
+    rounds, gets = (3, 60) if quick else (6, 120)
     alone: list[float] = []
     beside: list[float] = []
     with (

@@ -18,13 +18,15 @@ from pathlib import Path
 from kvstore_client.errors import ConnectError
 from kvstore_client.handshake import PROTOCOL_VERSION, Handshake, open_handshake
 from kvstore_client.keys import KeyChains
-from kvstore_client.memory import Bytes, map_read_only, map_read_write, prefault
+from kvstore_client.memory import Bytes, map_read_only, map_read_write, prefault, step_behind
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
 from kvstore_client.stream import Stream
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.v1 import handshake_pb2, kvstore_pb2
 
 _DEFAULT_MAX_KEYS = 1024
+PREFAULT_ARENAS_BYTES = 1 << 30  # page tables for more would be some megabytes of each engine
+PREFAULT_GRANT_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +78,7 @@ class Connection:
         staging_fd = handshake.take_staging()
         if staging_fd >= 0:
             self.staging = map_read_write(staging_fd, welcome.staging_bytes)
-            threading.Thread(
-                target=prefault,
-                args=(self.staging, lambda: not self._dead),
-                name="kvstore-prefault",
-                daemon=True,
-            ).start()
+        threading.Thread(target=self._prefault, name="kvstore-prefault", daemon=True).start()
         self.stream = self._open_stream()
 
     def arena(self, arena_id: int, timeout_s: float) -> Bytes | None:
@@ -98,6 +95,19 @@ class Connection:
             return None
         with self._arena_lock:
             return self._arenas.setdefault(arena_id, mapped)
+
+    def _prefault(self) -> None:
+        """Map what will be read and written before it is needed: an engine that starts has its model to load."""
+        step_behind()
+        left_bytes = PREFAULT_ARENAS_BYTES
+        for arena_id in self._handshake.welcome.arena_ids:
+            arena = None if self._dead else self.arena(arena_id, PREFAULT_GRANT_TIMEOUT_S)
+            if arena is None or left_bytes < len(arena):
+                break
+            left_bytes -= len(arena)
+            prefault(arena, lambda: not self._dead)
+        if self.staging is not None:
+            prefault(self.staging, lambda: not self._dead)
 
     def release(self, lease_id: int) -> None:
         if lease_id and not self._dead:

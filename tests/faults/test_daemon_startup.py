@@ -129,6 +129,12 @@ def test_directories_that_cannot_be_written(place: Path) -> None:
     assert "daemon.state_dir" in refused(daemon, status=1, uid=65534)
 
 
+def test_a_state_directory_that_cannot_be_made(place: Path) -> None:
+    (place / "state").write_text("a file in the way")
+    message = refused(RunningDaemon(place), status=1)
+    assert "cannot make state directory" in message and "daemon.state_dir" in message
+
+
 def test_a_damaged_secret_is_never_overwritten(place: Path) -> None:
     daemon = RunningDaemon(place)
     daemon.state_dir.mkdir()

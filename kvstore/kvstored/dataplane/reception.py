@@ -77,6 +77,7 @@ class Reception:
             data_socket=str(self._data_socket),
             max_keys=limits.max_keys,
             max_block_bytes=limits.max_block_bytes,
+            arena_ids=self._arenas_of(session.tenant),
         )
         self._counters.add("sessions_opened")
         log.info(
@@ -84,6 +85,9 @@ class Reception:
             session.client_name, peer.pid, peer.uid, peer.cgroup or "-", session.tenant.name,
         )  # fmt: skip
         return session, welcome, staging.fd if staging is not None else None
+
+    def _arenas_of(self, tenant: Tenant) -> list[int]:
+        return [report.container for report in self._host.containers() if report.owner == tenant.index_name]
 
     def grant_arena(self, session: Session, arena_id: int) -> tuple[hs.ArenaGrant, int]:
         """KVStoreError for an arena that is not this tenant's, in the same words as for one that is not there."""
@@ -123,7 +127,7 @@ class Reception:
         session_id = self._sessions.next_id()
         name = _printable(hello.client_name)
         staging = self._make_staging(hello.staging_bytes, name)
-        if staging is not None and not any(report.owner == tenant.index_name for report in self._host.containers()):
+        if staging is not None and not self._arenas_of(tenant):
             self._host.precreate(tenant.index_name, self._config.host.prefault_ahead_bytes)
         session = Session(
             session_id=session_id,

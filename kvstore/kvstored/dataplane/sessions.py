@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore_proto.arena import Bytes
 from kvstore_proto.fingerprint import Fingerprint
 from kvstored.dataplane.staging import Staging
 from kvstored.tenants import Peer, Tenant
@@ -50,11 +49,6 @@ class Session:
     in_flight: int = 0  # requests that wait for bytes, over all streams
     closed: bool = False
     on_close: list[Callable[[], None]] = field(default_factory=list)
-
-    def slot_view(self, reservation: Reservation) -> Bytes:
-        """The staged slot as the client left it: untrusted, and still writable by the client."""
-        assert self.staging is not None
-        return self.staging.view[reservation.offset : reservation.offset + reservation.nbytes]
 
     def drop_reservation(self, reservation_id: int) -> Reservation | None:
         """Take a reservation back and free its extent; None when there is none."""

@@ -1,6 +1,6 @@
 """Taking blocks away on an operator's word: drop a tier's copies, or everything of a fingerprint.
 
-Leased blocks and blocks in transfer stay and are counted as kept. Works in slices, so that lookups go on meanwhile.
+Leased blocks, blocks in transfer and their ancestors stay and are counted as kept. Works in slices, so that lookups go on meanwhile.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Drop:
             tenant = residency.tenant_of(row)
             self._retire[tier](residency.detach(row, tier), tenant)
             return True
-        return forget and self._forget(row, Cause.DROPPED)
+        # Deepest first, so a child that is still there was kept: without its parent it would be of no use.
+        return forget and not residency.children(row) and self._forget(row, Cause.DROPPED)
 
     def _forget(self, row: int, cause: Cause) -> bool:
         residency = self._residency

@@ -55,7 +55,10 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
         except asyncio.CancelledError:
             if not session.closed:
                 raise  # the client's side ended it, or the server stops
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the session has ended")
+            try:
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the session has ended")
+            except grpc.aio.InternalError:  # a reply was on its way out: then the stream just breaks off
+                raise asyncio.CancelledError from None
         finally:
             stream.close()
             if not session.closed:

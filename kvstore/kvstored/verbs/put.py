@@ -8,6 +8,7 @@ Invariants: a block is visible to the very next lookup once its commit is answer
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
@@ -339,9 +340,10 @@ def _durability(settled: asyncio.Future[bool]) -> int:
 
 def _staged_tokens(session: Session, reservation: Reservation) -> bytes:
     """The token ids as the client wrote them, taken once: it may still be writing."""
-    slot = session.slot_view(reservation)
-    count = int.from_bytes(slot[_TOKEN_COUNT_OFFSET : _TOKEN_COUNT_OFFSET + 4].tobytes(), "little")
-    return slot[TOKENS_OFFSET : TOKENS_OFFSET + min(count, MAX_TOKENS) * 4].tobytes()
+    assert session.staging is not None
+    slot = session.staging.address + reservation.offset
+    count = int.from_bytes(ctypes.string_at(slot + _TOKEN_COUNT_OFFSET, 4), "little")
+    return ctypes.string_at(slot + TOKENS_OFFSET, min(count, MAX_TOKENS) * 4)
 
 
 def _tokens_hash_to_key(session: Session, reservation: Reservation, tokens: bytes) -> bool:

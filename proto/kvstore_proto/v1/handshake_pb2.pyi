@@ -107,6 +107,7 @@ class Welcome(google.protobuf.message.Message):
     DATA_SOCKET_FIELD_NUMBER: builtins.int
     MAX_KEYS_FIELD_NUMBER: builtins.int
     MAX_BLOCK_BYTES_FIELD_NUMBER: builtins.int
+    ARENA_IDS_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     session_token: builtins.bytes
     tenant: builtins.str
@@ -123,6 +124,10 @@ class Welcome(google.protobuf.message.Message):
     def roots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """root key of each layer group, in the fingerprint's order"""
 
+    @property
+    def arena_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the tenant's arenas: a client may map them before it needs them"""
+
     def __init__(
         self,
         *,
@@ -136,8 +141,9 @@ class Welcome(google.protobuf.message.Message):
         data_socket: builtins.str = ...,
         max_keys: builtins.int = ...,
         max_block_bytes: builtins.int = ...,
+        arena_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["daemon_epoch", b"daemon_epoch", "data_socket", b"data_socket", "lease_ttl_ms", b"lease_ttl_ms", "max_block_bytes", b"max_block_bytes", "max_keys", b"max_keys", "protocol_version", b"protocol_version", "roots", b"roots", "session_token", b"session_token", "staging_bytes", b"staging_bytes", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_ids", b"arena_ids", "daemon_epoch", b"daemon_epoch", "data_socket", b"data_socket", "lease_ttl_ms", b"lease_ttl_ms", "max_block_bytes", b"max_block_bytes", "max_keys", b"max_keys", "protocol_version", b"protocol_version", "roots", b"roots", "session_token", b"session_token", "staging_bytes", b"staging_bytes", "tenant", b"tenant"]) -> None: ...
 
 global___Welcome = Welcome
 

@@ -1,0 +1,136 @@
+"""The suite behind `make bench`: every benchmark in a process of its own, one table or one JSON list at the end.
+
+Progress goes to standard error. With --json the last line of standard output is a list of objects with name, value,
+unit, baseline and ratio, and with baseline_name, bound, target and met. A benchmark that cannot run here (fio is not
+installed, say) is named with its reason and left out; the exit code is 1 when one failed or missed its target.
+
+    python benchmarks/run.py [--json] [--quick] [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.report import progress, table
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 240
+MODEL = "smollm2-135m-instruct:q8_0"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """`arguments(quick)` goes on its command line; `lacks()` says why it cannot run here, or nothing."""
+
+    name: str
+    arguments: Callable[[bool], list[str]]
+    lacks: Callable[[], str] = lambda: ""
+
+
+def _json(quick: bool) -> list[str]:
+    return ["--json", "--quick"] if quick else ["--json"]
+
+
+def _fio(quick: bool) -> list[str]:
+    return ["--json", "--rounds", "2" if quick else "5"]
+
+
+def _prefill(quick: bool) -> list[str]:
+    from kvstore_engine.models import locate
+
+    tokens = "256" if quick else "1024"
+    return ["--json", "--model", str(locate(MODEL)), "--tokens", tokens, "--rounds", "1"]
+
+
+def _without_fio() -> str:
+    return "" if shutil.which("fio") else "fio is its baseline and is not installed: apt-get install fio"
+
+
+def _without_engine() -> str:
+    missing = [name for name in ("xllamacpp", "tokenizers") if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} missing: pip install 'kvstored[engine]'" if missing else ""
+
+
+SUITE = (
+    Benchmark("echo_floor", _json),
+    Benchmark("daemon_start", _json),
+    Benchmark("lookup_latency", _json),
+    Benchmark("get_lease", _json),
+    Benchmark("put_copy", _json),
+    Benchmark("prefetch_interference", _json),
+    Benchmark("nvme_vs_fio", _fio, _without_fio),
+    Benchmark("prefill_vs_llama", _prefill, _without_engine),
+    Benchmark("ttft_restore", _json, _without_engine),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON list")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: noisier, and done within a minute or two")
+    parser.add_argument("--only", action="append", choices=[one.name for one in SUITE], help="run just this one")
+    options = parser.parse_args()
+    objects: list[dict[str, Any]] = []
+    failed = False
+    for benchmark in SUITE:
+        if options.only and benchmark.name not in options.only:
+            continue
+        reason = benchmark.lacks()
+        if reason:
+            progress(f"{benchmark.name}: left out, {reason}")
+            continue
+        found = _run(benchmark, options.quick)
+        failed = failed or not found
+        objects += found
+    print(json.dumps(objects) if options.json else table(objects))
+    return int(failed or any(fields.get("met") is False for fields in objects))
+
+
+def _run(benchmark: Benchmark, quick: bool) -> list[dict[str, Any]]:
+    """The rows of one benchmark; none when it failed, which has been told."""
+    started = time.monotonic()
+    progress(f"{benchmark.name} ...")
+    command = [sys.executable, str(HERE / f"{benchmark.name}.py"), *benchmark.arguments(quick)]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        progress(f"{benchmark.name}: FAILED, not done in {TIMEOUT_S} s")
+        return []
+    lines = done.stdout.splitlines()
+    if not lines:
+        progress(f"{benchmark.name}: FAILED with exit code {done.returncode}")
+        return []
+    progress(f"{benchmark.name}: {time.monotonic() - started:.0f} s")
+    found = json.loads(lines[-1])
+    return found if isinstance(found, list) else [_speed_row(found)]
+
+
+def _speed_row(comparison: dict[str, Any]) -> dict[str, Any]:
+    """The one benchmark with a report of its own (tokens a second of three contenders) as a row."""
+    names = {"llama_plain": "llama.cpp", "llama_flash": "llama.cpp, flash attention"}
+    best = max(names, key=lambda name: float(comparison[name]))
+    return {
+        "name": f"{comparison['what']}_{comparison['tokens']}_tokens",
+        "value": round(comparison["ours"], 1),
+        "unit": "tokens/s",
+        "baseline": round(comparison[best], 1),
+        "baseline_name": names[best],
+        "bound": ">=",
+        "target": 0.95,
+        "ratio": round(comparison["ratio"], 3),
+        "met": comparison["ratio"] >= 0.95,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
