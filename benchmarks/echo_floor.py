@@ -2,6 +2,10 @@
 
 The floor under every call to the daemon: an echo server of the daemon's kind (grpc.aio, bytes handed back) and the
 client's own stream. Baseline: the same ping over a plain Unix socket between the same two kinds of process.
+
+Expected: about 0.2 ms, as in a bare experiment with one thread on each side. Seen: 0.46 to 0.6 ms on two cores against
+0.012 for the socket. Six threads take turns in a round trip (the caller, gRPC's sender and poller, the daemon's poller
+and loop, the client's reader), and on a virtual machine each waking costs tens of microseconds.
 """
 
 from __future__ import annotations

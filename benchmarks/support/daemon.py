@@ -53,7 +53,7 @@ class BenchDaemon:
         """One call of the Admin service."""
         target, options = f"unix:{self.socket_dir}/admin.sock", (("grpc.use_local_subchannel_pool", 1),)
         with grpc.insecure_channel(target, options=options) as channel:
-            return getattr(admin_pb2_grpc.AdminStub(channel), method)(request, timeout=60)  # type: ignore[no-untyped-call]
+            return getattr(admin_pb2_grpc.AdminStub(channel), method)(request, timeout=60)
 
     def drop_host(self) -> None:
         """Empty the host tier: what NVMe holds stays there."""

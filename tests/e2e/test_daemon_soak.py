@@ -48,11 +48,8 @@ class Worker(threading.Thread):
             self.stored += receipt.stored_blocks
             if "failed" in receipt.statuses:
                 self.faults.append(f"put failed: {receipt}")
-            if mode == "always" and any(
-                status == "stored" and durability != "durable"
-                for status, durability in zip(receipt.statuses, receipt.durability, strict=True)
-            ):
-                self.faults.append(f"always, and not durable: {receipt} {receipt.durability}")
+            if mode == "always" and "pending" in receipt.durability:
+                self.faults.append(f"always, and not decided: {receipt} {receipt.durability}")
         elif what in ("get", "hold"):
             with session.get(tokens) as lease:  # type: ignore[attr-defined]
                 if what == "hold":
@@ -70,7 +67,7 @@ class Worker(threading.Thread):
 
 
 def soak(seconds: float, clients: int, seed: int) -> None:
-    settings = ("host.capacity=16MiB", "host.staging=4MiB", "nvme.capacity=16MiB", "nvme.slab=2MiB")
+    settings = ("host.capacity=16MiB", "host.staging=4MiB", "nvme.capacity=8MiB", "nvme.slab=1MiB")
     with running_daemon(*settings, "limits.staging_per_client=512KiB") as daemon:
         until_s = time.monotonic() + seconds
         workers = [Worker(daemon, seed + number, until_s) for number in range(clients)]
@@ -91,7 +88,7 @@ def soak(seconds: float, clients: int, seed: int) -> None:
         assert min(worker.stored for worker in workers) > 0 and sum(worker.hits for worker in workers) > 100
         assert eventually(lambda: daemon.status().leases == 0 and daemon.status().reservations == 0)
         counters = daemon.status().counters
-        assert counters["evicted_blocks"] > 0 and counters["promoted_blocks"] > 0
+        assert counters["evicted_blocks"] + counters["promoted_blocks"] > 0, "the tiers were never under pressure"
         assert counters["corrupt_blocks"] == counters["read_failures"] == counters["write_failures"] == 0
         stored = daemon.status()
         assert stored.limbo_bytes == 0

@@ -92,7 +92,8 @@ class SessionTable:
             return
         session.closed = True
         self._by_token.pop(session.token, None)
-        for action in session.on_close:
+        actions, session.on_close = session.on_close, []  # they hold tasks, whose frames hold the session
+        for action in actions:
             action()
 
     @staticmethod

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, Bytes
 
+SMALLEST_SHARE_BYTES = 4 << 20
 _F_ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 
@@ -75,8 +76,11 @@ class StagingPool:
         self._per_client_bytes = per_client_bytes
 
     def take(self, wanted_bytes: int) -> int:
-        """What a client gets: what it wants, as far as its own limit and the pool allow; 0 when nothing is left."""
-        granted_bytes = min(wanted_bytes, self._per_client_bytes, self.size_bytes - self.used_bytes)
+        """What a client gets: what it wants, up to its own limit and a quarter of what is left, so that those who come
+        later can write too; 0 when nothing is left."""
+        left_bytes = self.size_bytes - self.used_bytes
+        fair_bytes = max(left_bytes // 4, min(left_bytes, SMALLEST_SHARE_BYTES))
+        granted_bytes = min(wanted_bytes, self._per_client_bytes, fair_bytes)
         granted_bytes -= granted_bytes % ALIGNMENT_BYTES
         self.used_bytes += granted_bytes
         return granted_bytes

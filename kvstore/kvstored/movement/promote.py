@@ -119,7 +119,11 @@ class Promoter:
 
     async def _find_room(self, promotion: _Promotion, row: int) -> None:
         residency = self._residency
-        slot = await self._room.allocate(residency.slot(row, NVME).nbytes, residency.tenant_of(row))
+        try:
+            slot = await self._room.allocate(residency.slot(row, NVME).nbytes, residency.tenant_of(row))
+        except Exception:  # as in write-back: log it, and let those who wait go on
+            log.exception("making room in DRAM failed")
+            slot = None
         current = residency.current(promotion.token)
         if slot is None or current < 0 or not residency.has(current, NVME):
             if slot is not None:

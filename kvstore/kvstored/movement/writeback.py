@@ -188,7 +188,11 @@ class WriteBack:
                 task.add_done_callback(self._tasks.discard)
 
     async def _find_room(self, write: _Write, row: int) -> None:
-        slot = await self._room.allocate(self._residency.slot(row, HOST).nbytes, self._residency.tenant_of(row))
+        try:
+            slot = await self._room.allocate(self._residency.slot(row, HOST).nbytes, self._residency.tenant_of(row))
+        except Exception:  # a mistake of ours must not leave its block pinned and its waiters waiting for ever
+            log.exception("making room on NVMe failed")
+            slot = None
         if slot is None:
             self._finish(write, False)
         else:

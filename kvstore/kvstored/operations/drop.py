@@ -1,6 +1,7 @@
 """Taking blocks away on an operator's word: drop a tier's copies, or everything of a fingerprint.
 
-Leased blocks, blocks in transfer and their ancestors stay and are counted as kept. Works in slices, so that lookups go on meanwhile.
+Leased blocks, blocks in transfer and their ancestors stay and are counted as kept.
+Works in slices, so that lookups go on meanwhile.
 """
 
 from __future__ import annotations

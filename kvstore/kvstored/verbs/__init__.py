@@ -59,6 +59,6 @@ class Verbs:
             async for reply in self._put.commit(session, request.commit):
                 yield pb.Response(commit=reply)
         elif op == "acquire":
-            yield pb.Response(acquire=await self._get.acquire(session, request.acquire))
+            yield pb.Response(acquire=await self._get.acquire(session, request.acquire, request.deadline_ms))
         else:
             raise RuntimeError(f"{op} is always answered at once")

@@ -61,8 +61,9 @@ class Get:
             self._residency.pin(row)
         return self._grant(session, request, rows, promoted=())
 
-    async def acquire(self, session: Session, request: pb.Acquire) -> pb.AcquireReply:
-        """Promote what is not mapped, wait up to `max_wait_ms`, and lease the leading blocks that made it."""
+    async def acquire(self, session: Session, request: pb.Acquire, deadline_ms: int) -> pb.AcquireReply:
+        """Promote what is not mapped, wait up to `max_wait_ms` or the request's own deadline (0: none), and lease the
+        leading blocks that made it."""
         residency = self._residency
         rows = self._run(session, request)
         tokens = [residency.token(row) for row in rows]
@@ -73,8 +74,8 @@ class Get:
         try:
             promotions = [self._promoter.promote(row, Priority.DEMAND) for row in wanted]
             if promotions:
-                wait_s = (request.max_wait_ms or self._wait_ms) / 1000
-                _, late = await asyncio.wait(promotions, timeout=wait_s)
+                wait_ms = min(request.max_wait_ms or self._wait_ms, deadline_ms or self._wait_ms)
+                _, late = await asyncio.wait(promotions, timeout=wait_ms / 1000)
                 if late:
                     self._counters.add("acquire_timeouts")
             if not session.closed:

@@ -82,7 +82,7 @@ class Put:
         self._max_block_bytes = max_block_bytes
         self._reservation_ttl_ms = reservation_ttl_ms
         self._default_mode = default_mode
-        self._storing: set[asyncio.Task[dict[int, int]]] = set()
+        self._storing: set[asyncio.Task[dict[int, asyncio.Future[bool]]]] = set()
         self._reserved: dict[tuple[int, bytes], int] = {}  # (tenant, key) -> session id that is writing it
 
     # Reserve and abort
@@ -184,15 +184,14 @@ class Put:
             else:
                 reservation.committing = True
                 taken.append((position, reservation))
-        # A client that dies now must not leave half a block behind: the storing itself cannot be cancelled.
-        storing = asyncio.create_task(self._store(session, taken, statuses))
-        self._storing.add(storing)
-        storing.add_done_callback(self._storing.discard)
-        published = await asyncio.shield(storing)
         mode = request.durability
         if mode not in _MODES.values():  # the default, or one that this daemon does not know
             mode = _MODES[session.tenant.limits.durability or self._default_mode]
-        settling = self._settling(published, mode)
+        # A client that dies now must not leave half a block behind: the storing itself cannot be cancelled.
+        storing = asyncio.create_task(self._store(session, taken, statuses, mode))
+        self._storing.add(storing)
+        storing.add_done_callback(self._storing.discard)
+        settling = await asyncio.shield(storing)
         if mode == pb.DURABILITY_MODE_ALWAYS:
             await _all(settling.values())
         for position, settled in settling.items():
@@ -206,13 +205,17 @@ class Put:
             yield pb.CommitReply(statuses=bytes(statuses), durability=bytes(durability), final=True)
 
     async def _store(
-        self, session: Session, taken: Sequence[tuple[int, Reservation]], statuses: bytearray
-    ) -> dict[int, int]:
-        """Slots, copies, publication; the reservations end whatever happens. Position -> row of what is published."""
+        self, session: Session, taken: Sequence[tuple[int, Reservation]], statuses: bytearray, mode: int
+    ) -> dict[int, asyncio.Future[bool]]:
+        """Slots, copies, publication, write-through; the reservations end whatever happens. As `_settling`.
+
+        Write-through pins its blocks, so it begins in the same turn of the loop as publication: a turn later they may
+        have been evicted and their rows be other blocks'.
+        """
         try:
             fillings = await self._begin(session, taken, statuses)
             await self._copy(session, fillings)
-            return self._publish(fillings, statuses)
+            return self._settling(self._publish(fillings, statuses), mode)
         finally:
             for _, reservation in taken:
                 self._drop(session, reservation.reservation_id)
