@@ -34,7 +34,7 @@ WARM_UP = 2
 def measure(quick: bool) -> list[Row]:
     rounds = 4 if quick else 12
     arenas_mib = (2 * rounds + WARM_UP + 2) * (BLOCKS + 1)
-    settings = (f"host.capacity={arenas_mib + 128}MiB", "host.staging=64MiB", f"host.prefault_ahead={arenas_mib}MiB")
+    settings = (f"host.capacity={arenas_mib + 512}MiB", "host.staging=256MiB", f"host.prefault_ahead={arenas_mib}MiB")
     data = payloads(BLOCKS, MIB)
     source, target = np.concatenate(data), np.zeros(BLOCKS * MIB, np.uint8)
     target[:] = 1
