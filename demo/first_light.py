@@ -14,9 +14,10 @@ from demo.node import DemoFailedError, Node, flip_a_byte
 DEFAULT_MODEL = "smollm2-135m-instruct:q8_0"
 SYSTEM_FILE = Path(__file__).with_name("prompt.txt")
 QUESTION = (
-    "My boat is fourteen metres long and I want to stay two nights on pontoon A. When do I have to call the office?"
+    "When does the ferry to the island of Holm leave, and from which quay? "
+    "Please answer in one short sentence from the handbook."
 )
-ANSWER_TOKENS = 48
+ANSWER_TOKENS = 32
 DAMAGED_DEPTH = 12  # the block of the chain whose bytes are spoilt
 
 

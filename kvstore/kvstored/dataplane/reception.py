@@ -101,9 +101,7 @@ class Reception:
         log.info("client %s (pid %d) left", session.client_name, session.peer.pid)
         self._sessions.close(session)
         self._on_end(session)
-        if session.staging is not None:
-            session.staging.forget_fd()
-            self._staging_pool.give_back(session.staging.size_bytes)
+        session.part_with_staging()
 
     def _open(self, peer: Peer, hello: hs.Hello) -> Session:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -143,6 +141,7 @@ class Reception:
                 group.group_id: root for group, root in zip(fingerprint.groups, tenant.roots(fingerprint), strict=True)
             },
             staging=staging,
+            give_back_staging=self._staging_pool.give_back,
         )
         self._sessions.add(session)
         return session

@@ -45,6 +45,7 @@ class Session:
     fingerprint_id: int
     roots: dict[int, bytes]  # of each layer group
     staging: Staging | None
+    give_back_staging: Callable[[int], None]
     reservations: dict[int, Reservation] = field(default_factory=dict)
     in_flight: int = 0  # requests that wait for bytes, over all streams
     closed: bool = False
@@ -55,7 +56,15 @@ class Session:
         reservation = self.reservations.pop(reservation_id, None)
         if reservation is not None and self.staging is not None:
             self.staging.free(reservation.offset, reservation.nbytes)
+            self.part_with_staging()
         return reservation
+
+    def part_with_staging(self) -> None:
+        """After the end: give the staging memory back, as soon as no commit copies from it any more."""
+        if self.closed and not self.reservations and self.staging is not None:
+            staging, self.staging = self.staging, None
+            staging.forget_fd()
+            self.give_back_staging(staging.size_bytes)
 
 
 class SessionTable:
