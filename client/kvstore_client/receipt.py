@@ -20,6 +20,7 @@ _COMMIT_STATUSES: Final[dict[int, str]] = {
     wire.COMMIT_STATUS_STORED: STORED,
     wire.COMMIT_STATUS_PRESENT: PRESENT,
     wire.COMMIT_STATUS_THROTTLED: THROTTLED,
+    wire.COMMIT_STATUS_ORPHANED: THROTTLED,
 }
 _DURABILITIES: Final[dict[int, str]] = {wire.DURABILITY_PENDING: PENDING, wire.DURABILITY_DURABLE: DURABLE}
 
@@ -27,8 +28,8 @@ _DURABILITIES: Final[dict[int, str]] = {wire.DURABILITY_PENDING: PENDING, wire.D
 class PutReceipt:
     """`statuses[i]` and `durability[i]` belong to block first_block + i.
 
-    statuses: "stored", "present" (was there already), "throttled" (no room, or the deadline came first),
-    "failed".
+    statuses: "stored", "present" (was there already), "throttled" (no room for it or for the block before it, which
+    it could not be reached without, or the deadline came first), "failed".
     durability: what the daemon promised: "durable", "volatile", "pending" (not yet said); "volatile" for
     blocks that this put did not store. `reason` says in words why blocks were throttled or failed.
     """

@@ -5,6 +5,7 @@ Owns reservations and staging of each client; ends everything a client held when
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Session:
     give_back_staging: Callable[[int], None]
     reservations: dict[int, Reservation] = field(default_factory=dict)
     in_flight: int = 0  # requests that wait for bytes, over all streams
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a commit takes its slots
     closed: bool = False
     on_close: list[Callable[[], None]] = field(default_factory=list)
 

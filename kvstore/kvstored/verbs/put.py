@@ -213,7 +213,8 @@ class Put:
         have been evicted and their rows be other blocks'.
         """
         try:
-            fillings = await self._begin(session, taken, statuses)
+            async with session.beginning:  # commits of one client begin in order: parents before children
+                fillings = await self._begin(session, taken, statuses)
             await self._copy(session, fillings)
             return self._settling(self._publish(fillings, statuses), mode)
         finally:
@@ -238,6 +239,10 @@ class Put:
                 self._host.free(slot)
                 statuses[position] = pb.COMMIT_STATUS_PRESENT
                 continue
+            if self._is_orphan(session, reservation):
+                self._host.free(slot)
+                statuses[position] = pb.COMMIT_STATUS_ORPHANED
+                continue
             parent_row = residency.find_any(session.tenant_id, reservation.parent)
             depth = residency.depth(parent_row) + 1 if parent_row >= 0 else 0
             now_ns = self._clock.monotonic_ns()
@@ -254,6 +259,16 @@ class Put:
             residency.attach(row, HOST, slot, now_ns, filling=True)
             fillings.append(_Filling(position, reservation, residency.token(row), slot))
         return fillings
+
+    def _is_orphan(self, session: Session, reservation: Reservation) -> bool:
+        """Whether the block could not be reached: under full attention, without the block before it. That one may
+        have been evicted since this client was told of it, or found no room itself."""
+        group = session.fingerprint.group(reservation.group)
+        if reservation.parent == NO_PARENT or group is None or group.kind != "full":
+            return False
+        residency = self._residency
+        row = residency.find_any(session.tenant_id, reservation.parent)
+        return row < 0 or not (residency.tier_mask(row) or residency.being_filled(row))
 
     async def _copy(self, session: Session, fillings: Sequence[_Filling]) -> None:
         """Copy payloads from staging to arenas in the tier's threads; outcomes lie in `fillings` afterwards."""

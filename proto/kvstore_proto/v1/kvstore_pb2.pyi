@@ -249,6 +249,8 @@ class _CommitStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """no room could be made"""
     COMMIT_STATUS_KEY_MISMATCH: _CommitStatus.ValueType  # 5
     """the tokens in the slot do not hash to the reserved key"""
+    COMMIT_STATUS_ORPHANED: _CommitStatus.ValueType  # 6
+    """full attention: the block it continues is not stored (any more)"""
 
 class CommitStatus(_CommitStatus, metaclass=_CommitStatusEnumTypeWrapper): ...
 
@@ -262,6 +264,8 @@ COMMIT_STATUS_THROTTLED: CommitStatus.ValueType  # 4
 """no room could be made"""
 COMMIT_STATUS_KEY_MISMATCH: CommitStatus.ValueType  # 5
 """the tokens in the slot do not hash to the reserved key"""
+COMMIT_STATUS_ORPHANED: CommitStatus.ValueType  # 6
+"""full attention: the block it continues is not stored (any more)"""
 global___CommitStatus = CommitStatus
 
 @typing.final
