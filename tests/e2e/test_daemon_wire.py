@@ -230,11 +230,23 @@ def test_tokens_that_do_not_hash_to_the_key_are_not_stored(client: RawClient, da
 
 def test_a_chain_that_closes_on_itself_is_not_stored(client: RawClient, daemon: RunningDaemon) -> None:
     a, b = b"a" * 16, b"b" * 16
-    for key, parent, status in ((a, b, pb.COMMIT_STATUS_STORED), (b, a, pb.COMMIT_STATUS_FAILED)):
+    for key, parent in ((a, b), (b, a)):
         reply = client.reserve(BlockKeys(key), parents=parent)
         answer = client.ask(commit=pb.Commit(reservation_ids=reply.reservation_ids)).commit
-        assert list(answer.statuses) == [status]
-    assert client.ask(lookup=lookup_of(b)).lookup.sets[0].usable_blocks == 0
+        assert list(answer.statuses) == [pb.COMMIT_STATUS_ORPHANED]
+
+
+def test_a_block_is_stored_only_behind_the_one_it_continues(client: RawClient, daemon: RunningDaemon) -> None:
+    first, second = b"1" * 16, b"2" * 16
+
+    def commit(key: bytes, parent: bytes) -> int:
+        reply = client.reserve(BlockKeys(key), parents=parent)
+        return client.ask(commit=pb.Commit(reservation_ids=reply.reservation_ids)).commit.statuses[0]
+
+    assert commit(second, first) == pb.COMMIT_STATUS_ORPHANED
+    assert daemon.status().reservations == 0
+    assert commit(first, bytes(16)) == pb.COMMIT_STATUS_STORED
+    assert commit(second, first) == pb.COMMIT_STATUS_STORED
 
 
 def test_an_unknown_durability_means_the_default(client: RawClient) -> None:
