@@ -120,10 +120,12 @@ threading.Thread(target=work, daemon=True).start()
 
 def test_killed_while_holding_leases(daemon: RunningDaemon) -> None:
     put(daemon, 3, 4)
+    lapsed = daemon.status().counters["expired_leases"]
     script = "session = daemon.connect(MODEL); lease = session.get(tokens_of(3, 4)); assert len(lease) == 4"
     with client_process(daemon, script) as child:
         assert daemon.status().leases == 1
         os.kill(child.pid, signal.SIGSTOP)  # frozen: it may go on reading at any time
+        assert eventually(lambda: daemon.status().counters["expired_leases"] > lapsed)
         push_out(daemon, 100)
         assert eventually(lambda: daemon.status().limbo_bytes == 4 * 68 * 1024)
         child.kill()
