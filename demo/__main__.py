@@ -25,11 +25,10 @@ def main() -> int:
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="kvstored-demo-"))
     node = Node(directory, host_capacity="1GiB", nvme_capacity="2GiB")
-    show = Progress()
     try:
         prepare(arguments.model)
-        result = FirstLight(node, arguments.model, show).run()
-        show.out(as_text(result))
+        result = FirstLight(node, arguments.model, say).run()
+        say(as_text(result))
         if arguments.json:
             print(json.dumps(as_json(result)), flush=True)
     except DemoFailedError as error:
@@ -44,11 +43,9 @@ def main() -> int:
     return 0 if result.good else 1
 
 
-class Progress:
+def say(text: str) -> None:
     """What the person in front of the screen sees while it runs. On stdout: the JSON line comes last."""
-
-    def out(self, text: str) -> None:
-        print(text, flush=True)
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ Every answer comes from an engine process of its own, so that nothing is warm bu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from demo.node import DemoFailedError, Node, flip_a_byte
 
@@ -19,10 +20,6 @@ QUESTION = (
 )
 ANSWER_TOKENS = 32
 DAMAGED_DEPTH = 12  # the block of the chain whose bytes are spoilt
-
-
-class Output(Protocol):
-    def out(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -75,13 +72,13 @@ class Result:
 class FirstLight:
     """`run` takes all steps and returns what was measured; raises DemoFailedError at the first that goes wrong."""
 
-    def __init__(self, node: Node, model: str, show: Output) -> None:
+    def __init__(self, node: Node, model: str, say: Callable[[str], None]) -> None:
         self._node = node
-        self._show = show
+        self._say = say
         self._result = Result(model)
 
     def run(self) -> Result:
-        node, result, say = self._node, self._result, self._show.out
+        node, result, say = self._node, self._result, self._say
         status = node.start()
         result.ready_s, result.idle_rss_bytes = status["ready_after_s"], status["rss_bytes"]
         say(f"daemon: pid {node.pid}, ready in {result.ready_s:.2f} s, host tier 1 GiB, NVMe tier 2 GiB")
@@ -105,12 +102,12 @@ class FirstLight:
         raw = self._node.ask(self._result.model, SYSTEM_FILE, QUESTION, ANSWER_TOKENS)
         answer = _answer(name, raw, self._node.tier("nvme")["bytes_read"] - before)
         self._result.answers.append(answer)
-        self._show.out(
+        self._say(
             f"{name:8} {what}: first token after {answer.ttft_s * 1000:.0f} ms, "
             f"{answer.restored_tokens} tokens restored, {answer.computed_tokens} computed"
         )
         if name == "cold":
-            self._show.out(f"         {answer.text.strip()[:300]}")
+            self._say(f"         {answer.text.strip()[:300]}")
 
     def _flush(self) -> None:
         left = self._node.kvctl("flush")["pending_blocks"]

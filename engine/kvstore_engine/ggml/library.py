@@ -34,8 +34,9 @@ _WARNING_LEVEL, _ERROR_LEVEL = 3, 4  # GGML_LOG_LEVEL_*; 5 continues the line be
 _log = logging.getLogger("ggml")
 
 # How long libgomp's threads spin at each of ggml's barriers before they sleep. Its default (300,000 loops) is fast
-# alone and ruinous beside others: with two threads on two cores and three busy processes, a decode step of a 135M
-# model took 1.2-1.5 s; with this, 50 ms. libgomp reads it when it is loaded; a user's own setting stands.
+# alone and ruinous beside others: with two threads on two busy cores, a decode step of a 135M model took 0.2-1.5 s;
+# with this, 50-85 ms. Alone on the machine this costs decode 10 to 30 %. libgomp reads it when it is loaded; a user's
+# own setting stands.
 _BARRIER_SPINS = "1000"
 
 

@@ -19,7 +19,7 @@ from kvstored.movement.lane import Priority
 from kvstored.movement.promote import Promoter
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows
-from kvstored.tiering import HOST
+from kvstored.tiering import HOST, NVME
 from kvstored.verbs.validate import keys_of, known_group
 
 
@@ -145,5 +145,5 @@ class Get:
         reply.promoted_bytes = sum(residency.slot(row, HOST).nbytes for row in promoted)
         self._counters.add("acquired_blocks", len(rows))
         self._flows.hit(HOST, len(rows) - len(promoted))
-        self._flows.hit(HOST + 1, len(promoted))
+        self._flows.hit(NVME, len(promoted))
         return reply

@@ -239,11 +239,11 @@ class Put:
                 self._host.free(slot)
                 statuses[position] = pb.COMMIT_STATUS_PRESENT
                 continue
-            if self._is_orphan(session, reservation):
+            parent_row = residency.find_any(session.tenant_id, reservation.parent)
+            if self._is_orphan(session, reservation, parent_row):
                 self._host.free(slot)
                 statuses[position] = pb.COMMIT_STATUS_ORPHANED
                 continue
-            parent_row = residency.find_any(session.tenant_id, reservation.parent)
             depth = residency.depth(parent_row) + 1 if parent_row >= 0 else 0
             now_ns = self._clock.monotonic_ns()
             try:
@@ -260,15 +260,14 @@ class Put:
             fillings.append(_Filling(position, reservation, residency.token(row), slot))
         return fillings
 
-    def _is_orphan(self, session: Session, reservation: Reservation) -> bool:
+    def _is_orphan(self, session: Session, reservation: Reservation, parent_row: int) -> bool:
         """Whether the block could not be reached: under full attention, without the block before it. That one may
         have been evicted since this client was told of it, or found no room itself."""
         group = session.fingerprint.group(reservation.group)
         if reservation.parent == NO_PARENT or group is None or group.kind != "full":
             return False
         residency = self._residency
-        row = residency.find_any(session.tenant_id, reservation.parent)
-        return row < 0 or not (residency.tier_mask(row) or residency.being_filled(row))
+        return parent_row < 0 or not (residency.tier_mask(parent_row) or residency.being_filled(parent_row))
 
     async def _copy(self, session: Session, fillings: Sequence[_Filling]) -> None:
         """Copy payloads from staging to arenas in the tier's threads; outcomes lie in `fillings` afterwards."""
