@@ -55,6 +55,8 @@ class Lease:
     """`len(lease)` leading blocks. Use it as a context manager: leaving gives the blocks back.
 
     `reason` says why the run ends where it ends. `promoted_bytes` were read from slower tiers for this lease.
+    After `get(promote=False)`, `resident_blocks` leading blocks are readable in some tier, and to have them all
+    mapped would take about `estimated_load_s`.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class Lease:
         layer_count: int = 0,
         reason: str = "",
         promoted_bytes: int = 0,
+        resident_blocks: int = 0,
+        estimated_load_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._blocks = tuple(blocks)
@@ -80,6 +84,8 @@ class Lease:
         self._valid_until = clock() + _usable_s(expires_in_s)
         self.reason = reason
         self.promoted_bytes = promoted_bytes
+        self.resident_blocks = resident_blocks
+        self.estimated_load_s = estimated_load_s
 
     def __len__(self) -> int:
         return len(self._blocks)

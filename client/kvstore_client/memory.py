@@ -24,7 +24,6 @@ Bytes = npt.NDArray[np.uint8]
 MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 MADV_POPULATE_WRITE = 23
 PREFAULT_SLICE_BYTES = 2 * 1024 * 1024
-PREFAULT_NICE = 10
 _libc: ctypes.CDLL | None = None
 
 
@@ -60,9 +59,12 @@ def populate(arena: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def step_behind() -> None:
-    """Let the engine's own threads go before the calling one: for work that nobody waits for."""
+    """Let everything else go before the calling thread: for work that nobody waits for.
+
+    Not by niceness: a thread that wakes up may then still wait a slice, 3 ms, for the nice one to finish its own.
+    """
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PREFAULT_NICE)
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
 
 
 def prefault(memory: Bytes, is_wanted: Callable[[], bool]) -> None:

@@ -94,14 +94,16 @@ class Reader:
         *,
         verify: bool,
         prefault: bool,
+        promote: bool,
     ) -> Lease:
-        """A lease on the leading blocks of a chain that could be had within the deadline."""
+        """A lease on the leading blocks of a chain that could be had within the deadline, or without promotion."""
         started = self._clock()
         keys = chain.keys[: connection.max_keys]
         request = wire.Request(
             acquire=wire.Acquire(
                 set=key_set(self._fingerprint, group, keys.packed),
                 max_wait_ms=max(1, int(deadline_s * WAIT_SHARE * 1000)),
+                mapped_only=not promote,
             )
         )
 
@@ -123,8 +125,9 @@ class Reader:
         if not reason and len(blocks) < len(chain):
             reason = REASON_LIMIT if len(keys) < len(chain) else ""
         if not blocks:
-            connection.release(reply.lease_id)
-            return Lease(reason=reason)
+            if reply.lease_id:
+                connection.release(reply.lease_id)
+            return Lease(reason=reason, resident_blocks=reply.resident_blocks, estimated_load_s=reply.load_us / 1e6)
         return Lease(
             blocks,
             lease_id=reply.lease_id,
@@ -134,6 +137,8 @@ class Reader:
             layer_count=len(group.layers),
             reason=reason,
             promoted_bytes=reply.promoted_bytes,
+            resident_blocks=max(reply.resident_blocks, len(blocks)),
+            estimated_load_s=reply.load_us / 1e6,
             clock=self._clock,
         )
 

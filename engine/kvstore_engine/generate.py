@@ -74,6 +74,8 @@ class Generator:
         The steps are timed and seed the cost model.
         """
         self.tokenizer.encode("warm up", add_special=False)
+        if self._session is not None:
+            self._session.ping()
         blocks = self._allocate(min(self._step_tokens, self.context))
         try:
             block = min(self._block_tokens, self.context)
@@ -90,6 +92,8 @@ class Generator:
         UsageError if the prompt is empty or does not fit the context.
         """
         answer = _Answer(self.tokenizer, on_text)
+        if self._session is not None:
+            self._session.wake()
         ids = self.tokenizer.encode(prompt.text, add_special=not prompt.rendered, parse_special=prompt.rendered)
         tokenize_s = answer.elapsed_s()
         self._check_fits(len(ids), settings)

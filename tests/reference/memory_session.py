@@ -16,13 +16,6 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class MemoryLookup:
-    blocks: int
-    estimated_load_s: float
-    reason: str
-
-
-@dataclass(frozen=True)
 class MemoryReceipt:
     statuses: list[str]
 
@@ -32,6 +25,9 @@ class MemoryLease:
     payloads: list[Bytes]
     valid: bool = True
     released: bool = False
+    resident_blocks: int = 0
+    estimated_load_s: float = 0.0
+    reason: str = ""
 
     def __len__(self) -> int:
         return len(self.payloads)
@@ -53,13 +49,16 @@ class MemoryLease:
 
 @dataclass
 class MemorySession:
-    """`status_of(block)` decides what a put answers; `fail_with` is raised by every call while set."""
+    """`mapped_blocks` (None: all) can be leased without promotion; `status_of(block)` decides what a put
+    answers; `fail_with` is raised by every call while set.
+    """
 
     block_bytes: int
     block_tokens: int = 64
     estimated_load_s: float = 0.0
     state: str = "connected"
     granted_blocks: int | None = None
+    mapped_blocks: int | None = None
     leases_stay_valid: bool = True
     fail_with: Exception | None = None
     status_of: Callable[[int], str] = lambda block: "stored"
@@ -76,18 +75,25 @@ class MemorySession:
             count += 1
         return count
 
-    def lookup(self, tokens: Tokens) -> MemoryLookup:
-        self._maybe_fail()
-        count = self._resident(tokens)
-        return MemoryLookup(count, self.estimated_load_s, "" if count else "never_stored")
+    def ping(self) -> float | None:
+        return 0.0
 
-    def get(self, tokens: Tokens, *, max_blocks: int, deadline_s: float) -> MemoryLease:
+    def wake(self) -> None:
+        return None
+
+    def get(self, tokens: Tokens, *, max_blocks: int, deadline_s: float, promote: bool) -> MemoryLease:
         self._maybe_fail()
         assert deadline_s > 0
-        count = min(self._resident(tokens), max_blocks)
-        if self.granted_blocks is not None:
-            count = min(count, self.granted_blocks)
-        lease = MemoryLease([self.blocks[self._key(tokens, block)] for block in range(count)], self.leases_stay_valid)
+        resident = min(self._resident(tokens), max_blocks)
+        limits = [resident, self.granted_blocks if promote else self.mapped_blocks]
+        count = min(limit for limit in limits if limit is not None)
+        lease = MemoryLease(
+            [self.blocks[self._key(tokens, block)] for block in range(count)],
+            self.leases_stay_valid,
+            resident_blocks=resident,
+            estimated_load_s=self.estimated_load_s,
+            reason="" if resident else "never_stored",
+        )
         self.leases.append(lease)
         return lease
 

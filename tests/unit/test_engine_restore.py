@@ -118,18 +118,19 @@ def test_only_the_common_prefix_is_restored(session: MemorySession, store: tuple
 def test_a_slow_store_is_not_waited_for(session: MemorySession, store: tuple[BlockStore, PlainPool]) -> None:
     tokens, table = _tokens(256), list(range(16))
     _store_all(*store, tokens, table)
-    session.estimated_load_s = 1e6
+    session.estimated_load_s, session.mapped_blocks = 1e6, 0
     report = _restore(session, tokens, PlainPool(), table)
     assert report.tokens == 0
-    assert report.resident_blocks == 4
+    assert report.resident_blocks == 3, "the fourth holds the last token, which is computed in any case"
     assert report.estimated_load_s > report.estimated_compute_s
-    assert not session.leases
+    assert [len(lease) for lease in session.leases] == [0]
+    assert all(lease.released for lease in session.leases)
 
 
 def test_fewer_blocks_than_planned_are_still_used(session: MemorySession, store: tuple[BlockStore, PlainPool]) -> None:
     tokens, table = _tokens(300), list(range(19))
     _store_all(*store, tokens, table)
-    session.granted_blocks = 2
+    session.granted_blocks, session.mapped_blocks = 2, 1
     report = _restore(session, tokens, PlainPool(), table)
     assert report.tokens == 128
     assert "2 of 4" in report.reason
@@ -142,6 +143,22 @@ def test_bytes_whose_lease_was_lost_while_copying_do_not_count(
     _store_all(*store, tokens, table)
     session.leases_stay_valid = False
     assert _restore(session, tokens, PlainPool(), table).tokens == 0
+
+
+def test_what_is_mapped_takes_one_question_and_what_is_not_a_second(
+    session: MemorySession, store: tuple[BlockStore, PlainPool]
+) -> None:
+    tokens, table = _tokens(300), list(range(19))
+    _store_all(*store, tokens, table)
+    assert _restore(session, tokens, PlainPool(), table).tokens == 256
+    assert [len(lease) for lease in session.leases] == [4]
+    session.leases.clear()
+    session.mapped_blocks = 1
+    other = PlainPool()
+    assert _restore(session, tokens, other, table).tokens == 256
+    assert [len(lease) for lease in session.leases] == [1, 4]
+    assert np.array_equal(other.read(table, 256), tokens[:256])
+    assert all(lease.released for lease in session.leases)
 
 
 def test_a_miss_says_why(session: MemorySession) -> None:

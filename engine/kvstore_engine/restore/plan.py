@@ -23,6 +23,11 @@ class RestorePlan:
     reason: str
 
 
+def usable_blocks(prompt_tokens: int, block_tokens: int) -> int:
+    """Leading blocks that a prompt can do without computing: its last token is computed in any case."""
+    return max(prompt_tokens - 1, 0) // block_tokens
+
+
 def plan_restore(
     *,
     prompt_tokens: int,
@@ -35,13 +40,13 @@ def plan_restore(
 ) -> RestorePlan:
     """The plan for a prompt of which `resident_blocks` leading blocks are in the store.
 
-    At least one token is left to compute: its logits are what generation starts from. `estimated_load_s` is
-    the store's figure for all resident blocks, `step_tokens` the size of a prefill step.
+    At least one token is left to compute: its logits are what generation starts from (`usable_blocks`).
+    `estimated_load_s` is the store's figure for all resident blocks, `step_tokens` the size of a prefill step.
     """
-    usable = min(resident_blocks, max(prompt_tokens - 1, 0) // block_tokens)
+    most = usable_blocks(prompt_tokens, block_tokens)
+    usable = min(resident_blocks, most)
     if usable <= 0:
-        reason = "nothing resident" if resident_blocks <= 0 else "the resident part is the whole prompt's last block"
-        return RestorePlan(0, 0.0, 0.0, reason)
+        return RestorePlan(0, 0.0, 0.0, "nothing resident" if most else "no full block before the prompt's last token")
     covered = usable * block_tokens
     load_s = costs.load_s(usable * block_bytes, estimated_load_s * usable / resident_blocks)
     compute_s = costs.prefill_s(0, prompt_tokens, step_tokens) - costs.prefill_s(covered, prompt_tokens, step_tokens)

@@ -260,6 +260,12 @@ class Residency(ResidencyView):
         """One more reason why no copy of the block may leave."""
         self.pins[row] = self.pins.get(row, 0) + 1
 
+    def pin_run(self, rows: Sequence[int]) -> None:
+        """`pin` for each of `rows`."""
+        pins = self.pins
+        for row in rows:
+            pins[row] = pins.get(row, 0) + 1
+
     def unpin(self, row: int) -> None:
         """One reason less. Raises RuntimeError when the block is not pinned."""
         left = self.pins.get(row, 0) - 1

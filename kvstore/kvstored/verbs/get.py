@@ -52,14 +52,21 @@ class Get:
         self._wait_ms = wait_ms
 
     def acquire_mapped(self, session: Session, request: pb.Acquire) -> pb.AcquireReply | None:
-        """The lease, when every block of the run is mapped already; None when something must be promoted first."""
-        rows = self._run(session, request)
+        """The lease, when every block of the run is mapped already or only those are wanted; None when something must
+        be promoted first."""
+        resident = rows = self._run(session, request)
         mask = self._residency.rows.mask
-        if not all(mask[row] >> HOST & 1 for row in rows):
-            return None
-        for row in rows:
-            self._residency.pin(row)
-        return self._grant(session, request, rows, promoted=())
+        mapped = next((position for position, row in enumerate(rows) if not mask[row] >> HOST & 1), len(rows))
+        if mapped < len(rows):
+            if not request.mapped_only:
+                return None
+            rows = rows[:mapped]
+        self._residency.pin_run(rows)
+        reply = self._grant(session, request, rows, promoted=())
+        if request.mapped_only:
+            reply.resident_blocks = len(resident)
+            reply.load_us = sum(self._promoter.estimate_us(resident))
+        return reply
 
     async def acquire(self, session: Session, request: pb.Acquire, deadline_ms: int) -> pb.AcquireReply:
         """Promote what is not mapped, wait up to `max_wait_ms` or the request's own deadline (0: none), and lease the
@@ -67,8 +74,7 @@ class Get:
         residency = self._residency
         rows = self._run(session, request)
         tokens = [residency.token(row) for row in rows]
-        for row in rows:
-            residency.pin(row)
+        residency.pin_run(rows)
         wanted = [row for row in rows if not residency.has(row, HOST)]
         held = 0
         try:
@@ -105,6 +111,11 @@ class Get:
             )
         return self._residency.find_run(session.tenant_id, request.set.keys)
 
+    def _touch(self, tokens: Sequence[int], now_ns: int) -> None:
+        """Count an access of those blocks that are still there."""
+        rows = (self._residency.current(token) for token in tokens)
+        self._residency.touch_run([row for row in rows if row >= 0], now_ns)
+
     def _mapped_run(self, tokens: Sequence[int]) -> int:
         """How many leading blocks are (still) there and mapped."""
         for position, token in enumerate(tokens):
@@ -133,7 +144,8 @@ class Get:
         lease = self._leases.grant(
             session.session_id, session.tenant_id, rows, slots, now_ns + self._lease_ttl_ms * NS_PER_MS
         )
-        residency.touch_run(rows, now_ns)
+        # The policy hears of it once the reply is on its way: for 64 blocks that is a tenth of the client's wait.
+        asyncio.get_running_loop().call_soon(self._touch, [residency.token(row) for row in rows], now_ns)
         reply.lease_id = lease.lease_id
         reply.expires_in_ms = self._lease_ttl_ms
         reply.arena_ids.extend([slot.container for slot in slots])

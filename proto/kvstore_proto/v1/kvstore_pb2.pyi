@@ -668,8 +668,11 @@ class Acquire(google.protobuf.message.Message):
 
     SET_FIELD_NUMBER: builtins.int
     MAX_WAIT_MS_FIELD_NUMBER: builtins.int
+    MAPPED_ONLY_FIELD_NUMBER: builtins.int
     max_wait_ms: builtins.int
     """how long to wait for promotion; 0 = the daemon's default"""
+    mapped_only: builtins.bool
+    """lease what is mapped already; promote nothing, wait for nothing"""
     @property
     def set(self) -> global___KeySet: ...
     def __init__(
@@ -677,9 +680,10 @@ class Acquire(google.protobuf.message.Message):
         *,
         set: global___KeySet | None = ...,
         max_wait_ms: builtins.int = ...,
+        mapped_only: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["set", b"set"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["max_wait_ms", b"max_wait_ms", "set", b"set"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mapped_only", b"mapped_only", "max_wait_ms", b"max_wait_ms", "set", b"set"]) -> None: ...
 
 global___Acquire = Acquire
 
@@ -697,6 +701,8 @@ class AcquireReply(google.protobuf.message.Message):
     MISS_REASON_FIELD_NUMBER: builtins.int
     PROMOTED_BYTES_FIELD_NUMBER: builtins.int
     PROMOTED_BLOCKS_FIELD_NUMBER: builtins.int
+    RESIDENT_BLOCKS_FIELD_NUMBER: builtins.int
+    LOAD_US_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     """0 when no block is held"""
     blocks: builtins.int
@@ -707,6 +713,10 @@ class AcquireReply(google.protobuf.message.Message):
     promoted_bytes: builtins.int
     """bytes read from slower tiers for this answer"""
     promoted_blocks: builtins.int
+    resident_blocks: builtins.int
+    """mapped_only: leading keys readable in any tier"""
+    load_us: builtins.int
+    """mapped_only: how long having all of those would take, were it asked for now"""
     @property
     def arena_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -730,8 +740,10 @@ class AcquireReply(google.protobuf.message.Message):
         miss_reason: global___MissReason.ValueType = ...,
         promoted_bytes: builtins.int = ...,
         promoted_blocks: builtins.int = ...,
+        resident_blocks: builtins.int = ...,
+        load_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_ids", b"arena_ids", "blocks", b"blocks", "expires_in_ms", b"expires_in_ms", "generations", b"generations", "lease_id", b"lease_id", "miss_reason", b"miss_reason", "offsets", b"offsets", "payload_bytes", b"payload_bytes", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_ids", b"arena_ids", "blocks", b"blocks", "expires_in_ms", b"expires_in_ms", "generations", b"generations", "lease_id", b"lease_id", "load_us", b"load_us", "miss_reason", b"miss_reason", "offsets", b"offsets", "payload_bytes", b"payload_bytes", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "resident_blocks", b"resident_blocks"]) -> None: ...
 
 global___AcquireReply = AcquireReply
 
