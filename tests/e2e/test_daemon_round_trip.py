@@ -132,6 +132,39 @@ def test_dropped_from_dram_it_comes_from_nvme_and_prefetch_moves_it_ahead(daemon
         assert daemon.status().counters["prefetched_blocks"] >= 16
 
 
+def test_without_promotion_a_get_leases_what_is_mapped_and_tells_of_the_rest(daemon: RunningDaemon) -> None:
+    tokens, payloads = tokens_of(12, 8), payloads_of(12, 8, MODEL)
+    with daemon.connect() as session:
+        assert session.get(tokens, promote=False).reason == "never_stored"
+        session.put(tokens, payloads=payloads, durability="none")
+        with session.get(tokens, promote=False) as lease:
+            assert holds(lease, payloads) and lease.resident_blocks == 8
+        assert unleased(daemon)
+        daemon.drop("host")
+        read_before = daemon.tiers()["nvme"].bytes_read
+        with session.get(tokens, promote=False) as lease:
+            assert (len(lease), lease.resident_blocks, lease.reason) == (0, 8, "")
+            assert lease.estimated_load_s > 0
+        with session.get(tokens[: 3 * 64]) as lease:
+            assert holds(lease, payloads[:3])
+            read_after = daemon.tiers()["nvme"].bytes_read
+            assert read_after - read_before < sum(map(len, payloads)), "nothing else was promoted"
+            with session.get(tokens, promote=False) as mapped:
+                assert holds(mapped, payloads[:3]) and mapped.resident_blocks == 8
+        assert daemon.tiers()["nvme"].bytes_read == read_after
+        assert unleased(daemon)
+
+
+def test_waking_the_daemon_waits_for_nothing_and_leaves_nothing_behind(daemon: RunningDaemon) -> None:
+    with daemon.connect() as session:
+        before = daemon.status().counters
+        with daemon.frozen():
+            session.wake()  # nobody answers, and it returns
+        assert session.ping(20.0) is not None
+        assert session.state == "connected"
+        assert daemon.status().counters["acquires"] == before["acquires"]
+
+
 def test_a_prefetch_keeps_to_its_budget(daemon: RunningDaemon) -> None:
     tokens = tokens_of(9, 8)
     with daemon.connect() as session:

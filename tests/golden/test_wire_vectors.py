@@ -65,6 +65,22 @@ VECTORS: dict[str, tuple[Message, str]] = {
         ),
         "080a7a1d080510011a0102220280202a0380805a32010338b0ea014880a05a5001",
     ),
+    "acquire_mapped": (
+        pb.Request(
+            request_id=12, acquire=pb.Acquire(set=pb.KeySet(keys=KEYS), max_wait_ms=200, mapped_only=True)
+        ),
+        "080c7a290a221220000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f10c8011801",
+    ),
+    "acquired_mapped": (
+        pb.Response(
+            request_id=12,
+            acquire=pb.AcquireReply(
+                lease_id=6, blocks=1, arena_ids=[2], offsets=[4096], payload_bytes=[64], generations=[3],
+                expires_in_ms=30_000, resident_blocks=2, load_us=900,
+            ),
+        ),
+        "080c7a1a080610011a0102220280202a014032010338b0ea015802608407",
+    ),
     "error": (
         pb.Response(
             request_id=11, error=pb.Error(kind=pb.ERROR_KIND_THROTTLED, message="full", retry_after_ms=5)

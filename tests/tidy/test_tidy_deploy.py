@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,19 @@ def test_systemd_understands_users_and_directories(tool: str, file: str, tmp_pat
         assert (tmp_path / "run/kvstored").stat().st_mode & 0o777 == 0o750
     else:
         assert "kvstored-admin" in (tmp_path / "etc/group").read_text()
+
+
+def test_the_dockerfile_has_nothing_to_complain_about() -> None:
+    linter = Path(sys.executable).with_name("hadolint")
+    if not linter.exists():
+        pytest.skip("hadolint (of the dev extra) is not installed")
+    run = subprocess.run([linter, _DEPLOY / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, "")
+
+
+def test_the_image_holds_every_source_of_the_wheel() -> None:
+    text = (_DEPLOY / "Dockerfile").read_text()
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = [*settings["tool"]["setuptools"]["packages"]["find"]["where"], settings["project"]["readme"]]
+    missing = [name for name in needed if not re.search(rf"^COPY .*\b{re.escape(name)}\b", text, re.MULTILINE)]
+    assert not missing

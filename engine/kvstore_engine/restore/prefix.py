@@ -1,10 +1,10 @@
 """Brings a prompt's stored prefix into the block pool before prefill.
 
-Owns the order lease what is mapped, decide, lease what must be promoted, copy, release, and the report of
-it. Most prefixes lie in DRAM whole: they cost one round trip, and only what slower tiers hold a second one. It never
-frees or allocates pool blocks and never computes. Invariants: no byte is read outside a lease; a block counts as restored only if its
-lease was still valid *after* it was copied; what is not restored is simply computed, so nothing here can fail
-a request.
+Owns the order lease what is mapped, decide, lease what must be promoted, copy, release, and the report of it. Most
+prefixes lie in DRAM whole: they cost one round trip, and only what slower tiers hold a second one. It never frees or
+allocates pool blocks and never computes. Invariants: no byte is read outside a lease; a block counts as restored only
+if its lease was still valid *after* it was copied; what is not restored is simply computed, so nothing here can fail a
+request.
 
 The tokens of each block are compared with the prompt's by the client (`get` verifies by default), so a
 colliding key cannot bring another conversation's state in.

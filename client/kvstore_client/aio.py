@@ -1,0 +1,148 @@
+"""The session for asyncio: `await` instead of waiting.
+
+    async with await kvstore_client.aio.connect(fingerprint=fingerprint) as session:
+        with await session.get(tokens) as lease:
+            ...
+
+Owns a few threads in which the synchronous session works, and what becomes of an answer whose asker was cancelled. It
+adds no behaviour of its own: arguments, results, misses and errors are those of `kvstore_client.Session`. A thread
+costs a hand-over of some 50 us a call; in return there is one client, not two, and payload functions and copies never
+run on the event loop.
+Invariants: nothing here blocks the loop; a lease whose asker was cancelled is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from kvstore_client.lease import Lease
+from kvstore_client.receipt import PutReceipt
+from kvstore_client.results import Lookup, Prefetched, Statistics
+from kvstore_client.session import Session
+from kvstore_client.session import connect as connect_now
+from kvstore_client.staging import Payload
+from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.identity import BlockKeys, TokenIds
+
+DEFAULT_THREADS = 8
+Result = TypeVar("Result")
+
+
+class AsyncSession:
+    """Made by `connect`. `threads` calls are on their way at a time; more wait for their turn.
+
+    Cancelling a call stops the waiting, not the call: a put goes on to its end.
+    """
+
+    def __init__(self, session: Session, threads: int = DEFAULT_THREADS) -> None:
+        self._session = session
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-aio")
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self._session.fingerprint
+
+    @property
+    def block_tokens(self) -> int:
+        return self._session.block_tokens
+
+    @property
+    def state(self) -> str:
+        """As `Session.state`."""
+        return self._session.state
+
+    async def lookup(self, tokens: TokenIds | None = None, **options: Any) -> Lookup:
+        """As `Session.lookup`."""
+        return await self._call(partial(self._session.lookup, tokens, **options))
+
+    async def get(self, tokens: TokenIds | None = None, **options: Any) -> Lease:
+        """As `Session.get`. The lease is the synchronous one: reading and releasing it wait for nothing. Its `renew`
+        asks the daemon: call it through `asyncio.to_thread`.
+        """
+        return await self._call(partial(self._session.get, tokens, **options), _give_back)
+
+    async def put(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        payloads: Sequence[Payload],
+        keys: BlockKeys | None = None,
+        **options: Any,
+    ) -> PutReceipt:
+        """As `Session.put`. Payload functions run in a thread."""
+        return await self._call(partial(self._session.put, tokens, payloads=payloads, keys=keys, **options))
+
+    async def prefetch(self, tokens: TokenIds | None = None, **options: Any) -> Prefetched:
+        """As `Session.prefetch`."""
+        return await self._call(partial(self._session.prefetch, tokens, **options))
+
+    async def touch(self, tokens: TokenIds | None = None, **options: Any) -> int:
+        """As `Session.touch`."""
+        return await self._call(partial(self._session.touch, tokens, **options))
+
+    async def ping(self, deadline_s: float | None = None) -> float | None:
+        """As `Session.ping`."""
+        return await self._call(partial(self._session.ping, deadline_s))
+
+    def wake(self) -> None:
+        """As `Session.wake`, from a thread."""
+        self._threads.submit(self._session.wake)
+
+    def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
+        """As `Session.keys`: computed here, nobody is asked."""
+        return self._session.keys(tokens, group)
+
+    def statistics(self) -> Statistics:
+        return self._session.statistics()
+
+    async def close(self) -> None:
+        """End the session; calls in flight end as misses."""
+        await asyncio.to_thread(self._session.close)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def __aenter__(self) -> AsyncSession:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(self, work: Callable[[], Result], discard: Callable[[Result], None] | None = None) -> Result:
+        """The result of `work`, done in a thread. `discard` gets a result that comes after its asker was cancelled."""
+        running = self._threads.submit(contextvars.copy_context().run, work)
+        try:
+            # Shielded, because cancelling the wrapper would cancel `running` and hide whether it had begun.
+            return await asyncio.shield(asyncio.wrap_future(running))
+        except asyncio.CancelledError:
+            if not running.cancel() and discard is not None:
+                running.add_done_callback(partial(_discard, discard))
+            raise
+
+
+async def connect(
+    socket: str | os.PathLike[str] | None = None,
+    *,
+    fingerprint: Fingerprint,
+    threads: int = DEFAULT_THREADS,
+    **options: Any,
+) -> AsyncSession:
+    """As `kvstore_client.connect`, without blocking the event loop. Raises as that does."""
+    session = await asyncio.to_thread(connect_now, socket, fingerprint=fingerprint, **options)
+    return AsyncSession(session, threads)
+
+
+def _give_back(lease: Lease) -> None:
+    lease.release()
+
+
+def _discard(discard: Callable[[Result], None], done: Future[Result]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        discard(done.result())

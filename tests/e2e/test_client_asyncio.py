@@ -1,0 +1,109 @@
+"""The asyncio session against a real daemon: the same answers, many at once, and nothing kept by the cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore_client import KVStoreError, aio
+from tests.reference.running_daemon import (
+    RunningDaemon,
+    eventually,
+    holds,
+    model,
+    payloads_of,
+    running_daemon,
+    tokens_of,
+)
+
+MODEL = model()
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon() as running:
+        yield running
+
+
+async def connected(daemon: RunningDaemon, threads: int = 4) -> aio.AsyncSession:
+    return await aio.connect(daemon.socket_dir, fingerprint=MODEL, required=True, deadline_s=20.0, threads=threads)
+
+
+def test_conversations_side_by_side_each_get_their_own_bytes(daemon: RunningDaemon) -> None:
+    async def conversation(session: aio.AsyncSession, number: int) -> bool:
+        tokens, payloads = tokens_of(number, 4), payloads_of(number, 4, MODEL)
+        receipt = await session.put(tokens, payloads=payloads)
+        assert receipt.statuses == ["stored"] * 4
+        assert (await session.lookup(tokens)).blocks == 4
+        assert (await session.prefetch(tokens)).resident_blocks == 4
+        assert await session.touch(tokens) == 4
+        with await session.get(tokens) as lease:
+            return holds(lease, payloads) and lease.valid
+
+    async def all_of_them() -> list[bool]:
+        async with await connected(daemon) as session:
+            assert session.keys(tokens_of(1, 4)) is not None
+            assert await session.ping() is not None
+            session.wake()
+            return await asyncio.gather(*(conversation(session, number) for number in range(100, 120)))
+
+    assert asyncio.run(all_of_them()) == [True] * 20
+
+
+def test_the_loop_turns_while_a_call_waits(daemon: RunningDaemon) -> None:
+    async def turns() -> int:
+        count = 0
+        async with await connected(daemon) as session:
+            with daemon.frozen():
+                waiting = asyncio.create_task(session.lookup(tokens_of(1, 1), deadline_s=0.2))
+                while not waiting.done():
+                    count += 1
+                    await asyncio.sleep(0.001)
+            assert (await waiting).reason == "deadline"
+        return count
+
+    assert asyncio.run(turns()) > 10
+
+
+def test_a_cancelled_get_leaves_no_lease(daemon: RunningDaemon) -> None:
+    tokens, payloads = tokens_of(130, 4), payloads_of(130, 4, MODEL)
+
+    async def cancel() -> None:
+        async with await connected(daemon) as session:
+            await session.put(tokens, payloads=payloads)
+            with daemon.frozen():
+                asked = [asyncio.create_task(session.get(tokens)) for _ in range(8)]  # half of them only queue
+                await asyncio.sleep(0.05)
+                for task in asked:
+                    task.cancel()
+                ended = await asyncio.gather(*asked, return_exceptions=True)
+                assert all(isinstance(end, asyncio.CancelledError) for end in ended)
+            assert await session.ping() is not None
+            assert await asyncio.to_thread(eventually, lambda: daemon.status().leases == 0)
+            with await session.get(tokens) as lease:
+                assert holds(lease, payloads)
+
+    asyncio.run(cancel())
+
+
+def test_mistakes_are_raised_and_an_absent_daemon_is_a_miss(daemon: RunningDaemon, tmp_path: Path) -> None:
+    async def mistakes() -> None:
+        async with await connected(daemon) as session:
+            with pytest.raises(KVStoreError, match="either tokens or keys"):
+                await session.lookup()
+            with pytest.raises(RuntimeError, match="from the function"):
+                await session.put(tokens_of(131, 1), payloads=[_fails])
+        async with await aio.connect(tmp_path, fingerprint=MODEL) as nobody:
+            assert nobody.state == "degraded"
+            assert (await nobody.lookup(tokens_of(1, 1))).reason == "no_daemon"
+            assert len(await nobody.get(tokens_of(1, 1))) == 0
+
+    asyncio.run(mistakes())
+
+
+def _fails(destination: np.ndarray) -> None:
+    raise RuntimeError("from the function")
