@@ -54,7 +54,7 @@ def measure(quick: bool) -> list[Row]:
         prompt = Path(name) / "system.txt"
         cold, dram, nvme = [], [], []
         for round_number in range(1 if quick else 3):
-            prompt.write_text(_text(round_number))
+            prompt.write_text(prompt_text(round_number))
             cold.append(_ask(daemon, prompt, QUESTIONS[0], tokens=8))
             _flush(daemon)
             for _ in range(3):
@@ -90,7 +90,7 @@ def _differing_answers(daemon: BenchDaemon, directory: Path, tokens: int) -> int
     differing = 0
     for number, question in enumerate(QUESTIONS):
         prompt = directory / f"prompt-{number}.txt"
-        prompt.write_text(_text(100 + number, words=400 + 150 * number))
+        prompt.write_text(prompt_text(100 + number, words=400 + 150 * number))
         cold = _ask(daemon, prompt, question, tokens)
         warm = _ask(daemon, prompt, question, tokens)
         if not warm["tokens_restored"]:
@@ -123,7 +123,7 @@ def _ttft(answer: dict[str, Any]) -> float:
     return float(answer["timings"]["ttft_s"]) * 1e3
 
 
-def _text(seed: int, words: int = PREFIX_WORDS) -> str:
+def prompt_text(seed: int, words: int = PREFIX_WORDS) -> str:
     chosen = np.random.default_rng(seed).choice(VOCABULARY.split(), words)
     sentences = [" ".join(chosen[start : start + 12]).capitalize() for start in range(0, words, 12)]
     return ". ".join(sentences) + "."

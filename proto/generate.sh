@@ -14,4 +14,4 @@ PATH="$tools/bin:$PATH" "$tools/bin/python" -m grpc_tools.protoc -I "$here" \
   --python_out="$out" --mypy_out="quiet:$out" "$here"/kvstore_proto/v1/*.proto
 PATH="$tools/bin:$PATH" "$tools/bin/python" -m grpc_tools.protoc -I "$here" \
   --grpc_python_out="$out" --mypy_grpc_out="quiet:$out" \
-  "$here"/kvstore_proto/v1/kvstore.proto "$here"/kvstore_proto/v1/admin.proto
+  "$here"/kvstore_proto/v1/kvstore.proto "$here"/kvstore_proto/v1/admin.proto "$here"/kvstore_proto/v1/unary.proto

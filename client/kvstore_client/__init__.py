@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvstore_client.errors import DaemonUnavailable
     from kvstore_client.lease import Lease
     from kvstore_client.receipt import PutReceipt
-    from kvstore_client.results import Lookup, Prefetched, Statistics
+    from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
     from kvstore_client.session import Session, connect
     from kvstore_proto.errors import ErrorKind, KVStoreError
     from kvstore_proto.fingerprint import Fingerprint, LayerGroup
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BlockKeys": "kvstore_proto.identity",
     "DaemonUnavailable": "kvstore_client.errors",
+    "Deleted": "kvstore_client.results",
     "ErrorKind": "kvstore_proto.errors",
     "Fingerprint": "kvstore_proto.fingerprint",
     "KVStoreError": "kvstore_proto.errors",
@@ -39,6 +40,7 @@ _HOMES = {
 __all__ = [
     "BlockKeys",
     "DaemonUnavailable",
+    "Deleted",
     "ErrorKind",
     "Fingerprint",
     "KVStoreError",

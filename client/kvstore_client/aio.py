@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from kvstore_client.lease import Lease
 from kvstore_client.receipt import PutReceipt
-from kvstore_client.results import Lookup, Prefetched, Statistics
+from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
 from kvstore_client.session import Session
 from kvstore_client.session import connect as connect_now
 from kvstore_client.staging import Payload
@@ -62,6 +62,14 @@ class AsyncSession:
         """As `Session.lookup`."""
         return await self._call(partial(self._session.lookup, tokens, **options))
 
+    async def probe(self, tokens: TokenIds | None = None, **options: Any) -> Lookup:
+        """As `Session.probe`. Through a thread like the rest: the first one fetches the index."""
+        return await self._call(partial(self._session.probe, tokens, **options))
+
+    async def contains(self, tokens: TokenIds | None = None, **options: Any) -> int | None:
+        """As `Session.contains`."""
+        return await self._call(partial(self._session.contains, tokens, **options))
+
     async def get(self, tokens: TokenIds | None = None, **options: Any) -> Lease:
         """As `Session.get`. The lease is the synchronous one: reading and releasing it wait for nothing. Its `renew`
         asks the daemon: call it through `asyncio.to_thread`.
@@ -86,6 +94,10 @@ class AsyncSession:
     async def touch(self, tokens: TokenIds | None = None, **options: Any) -> int:
         """As `Session.touch`."""
         return await self._call(partial(self._session.touch, tokens, **options))
+
+    async def delete(self, tokens: TokenIds | None = None, **options: Any) -> Deleted:
+        """As `Session.delete`."""
+        return await self._call(partial(self._session.delete, tokens, **options))
 
     async def ping(self, deadline_s: float | None = None) -> float | None:
         """As `Session.ping`."""

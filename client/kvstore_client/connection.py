@@ -18,6 +18,7 @@ from pathlib import Path
 from kvstore_client.errors import ConnectError
 from kvstore_client.handshake import PROTOCOL_VERSION, Handshake, open_handshake
 from kvstore_client.keys import KeyChains
+from kvstore_client.lookup_index import IndexSource
 from kvstore_client.memory import Bytes, map_read_only, map_read_write, prefault, step_behind
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
 from kvstore_client.stream import Stream
@@ -74,6 +75,7 @@ class Connection:
         self.lease_ttl_s = welcome.lease_ttl_ms / 1000
         self.chains = KeyChains(introduction.fingerprint, list(welcome.roots))
         self.reads_only = introduction.staging_bytes == 0
+        self.index = IndexSource(handshake.request_index if welcome.lookup_index else None)
         self.staging: Bytes | None = None  # also None when the daemon had no room to grant any
         staging_fd = handshake.take_staging()
         if staging_fd >= 0:

@@ -26,6 +26,7 @@ from kvstore_proto.v1 import handshake_pb2 as wire
 
 PROTOCOL_VERSION = 1
 MAX_PACKET_BYTES = 128 * 1024
+NO_WAIT_S = 0.001  # for a system call that is not expected to wait
 _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -38,13 +39,24 @@ class GrantedArena:
     descriptor: int
 
 
+@dataclass(frozen=True, slots=True)
+class GrantedIndex:
+    """What became of asking for the lookup index: a descriptor to map or close, or -1 and the reason."""
+
+    size_bytes: int
+    descriptor: int
+    reason: str = ""
+
+
 class Handshake:
-    """See the module. `welcome` is what the daemon answered."""
+    """See the module. `welcome` is what the daemon answered. Answers are kept until somebody asks for them again."""
 
     def __init__(self, connection: socket.socket, welcome: wire.Welcome, staging_fd: int) -> None:
         self._socket = connection
         self._lock = threading.Lock()
         self._strays: dict[int, GrantedArena] = {}  # answers that came after their asker had gone
+        self._index: GrantedIndex | None = None  # likewise
+        self._index_asked = False
         self._closed = False
         self._staging_fd = staging_fd
         self.welcome = welcome
@@ -63,16 +75,33 @@ class Handshake:
             if arena_id not in self._strays:
                 self._send(wire.ClientPacket(arena=wire.ArenaRequest(arena_id=arena_id)), deadline)
             while arena_id not in self._strays:
-                packet, descriptor = _receive(self._socket, deadline)
-                if packet.WhichOneof("packet") != "arena" or descriptor < 0:
-                    _close_descriptor(descriptor)
+                if not self._take_grant(deadline):
                     return None
-                grant = packet.arena
-                known = self._strays.pop(grant.arena_id, None)
-                if known is not None:
-                    _close_descriptor(known.descriptor)
-                self._strays[grant.arena_id] = GrantedArena(grant.arena_id, grant.size_bytes, descriptor)
             return self._strays.pop(arena_id)
+        except (OSError, ConnectError):
+            return None
+        finally:
+            self._lock.release()
+
+    def request_index(self, timeout_s: float) -> GrantedIndex | None:
+        """Ask for the lookup index; None when there is no answer in time: then look again, it is asked for once.
+
+        With a timeout of 0 this waits for nothing.
+        """
+        deadline = time.monotonic() + max(timeout_s, NO_WAIT_S)
+        if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
+            return None
+        try:
+            if not self._index_asked:
+                self._index_asked = True
+                self._send(wire.ClientPacket(lookup_index=wire.LookupIndexRequest()), deadline)
+            while self._index is None:
+                if timeout_s <= 0 and not self._has_packet():
+                    return None
+                if not self._take_grant(deadline):
+                    return None
+            grant, self._index, self._index_asked = self._index, None, False
+            return grant
         except (OSError, ConnectError):
             return None
         finally:
@@ -96,7 +125,33 @@ class Handshake:
             for grant in self._strays.values():
                 _close_descriptor(grant.descriptor)
             self._strays.clear()
+            if self._index is not None:
+                _close_descriptor(self._index.descriptor)
+                self._index = None
         _close_descriptor(self.take_staging())
+
+    def _take_grant(self, deadline: float) -> bool:
+        """Receive one answer and keep it for whoever asked; False for a refusal. Raises as `_receive`."""
+        packet, descriptor = _receive(self._socket, deadline)
+        kind = packet.WhichOneof("packet")
+        if kind == "arena" and descriptor >= 0:
+            arena = packet.arena
+            known = self._strays.pop(arena.arena_id, None)
+            if known is not None:
+                _close_descriptor(known.descriptor)
+            self._strays[arena.arena_id] = GrantedArena(arena.arena_id, arena.size_bytes, descriptor)
+            return True
+        if kind == "lookup_index" and self._index is None:
+            index = packet.lookup_index
+            self._index = GrantedIndex(index.size_bytes, descriptor, index.reason)
+            return True
+        _close_descriptor(descriptor)
+        return False
+
+    def _has_packet(self) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _send(self, packet: wire.ClientPacket, deadline: float) -> None:
         self._socket.settimeout(_remaining(deadline))

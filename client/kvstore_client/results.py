@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+UNKNOWN_TIER = "unknown"  # of a probe: only the daemon can tell
 TIER_NAMES = ("absent", "gpu", "host", "cxl", "nvme", "remote")  # by kvstore.v1.TierCode
 MISS_REASONS = (  # by kvstore.v1.MissReason
     "",
@@ -24,6 +25,8 @@ REASON_NO_DAEMON = "no_daemon"  # degraded: nobody was asked
 REASON_DEADLINE = "deadline"  # the daemon did not answer in time
 REASON_VERIFY_FAILED = "verify_failed"  # the bytes in the arena are not those that were asked for
 REASON_NO_ARENA = "arena_not_mapped"  # the daemon did not hand over the memory in time
+REASON_ABSENT = "absent"  # of a probe: the lookup index says so, and does not know why
+REASON_UNKNOWN = "unknown"  # of a probe: no index, or it cannot tell
 REASON_LIMIT = "limit"  # more blocks than one request may name
 
 
@@ -58,6 +61,22 @@ class Prefetched:
 
 
 @dataclass(frozen=True, slots=True)
+class Deleted:
+    """What became of blocks that were to be deleted. A block stays while it is leased or on the move (`leased`), and
+    while stored blocks outside the request continue it (`continued`): what is left of a chain has no hole.
+
+    `reason` says why the daemon could not be asked, for all blocks or for the rest of them.
+    """
+
+    blocks: int = 0
+    payload_bytes: int = 0
+    leased: int = 0
+    continued: int = 0
+    missing: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """Since the session was opened. `hits` and `misses` count lookups and gets that found at least one block,
     or none.
@@ -65,6 +84,8 @@ class Statistics:
 
     state: str
     lookups: int = 0
+    probes: int = 0
+    probes_unknown: int = 0  # of which ended where only the daemon can tell
     gets: int = 0
     puts: int = 0
     hits: int = 0

@@ -12,6 +12,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal
 
@@ -22,10 +23,20 @@ from kvstore_client.errors import ConnectError, DaemonUnavailable, invalid
 from kvstore_client.keys import Chain
 from kvstore_client.lease import Lease
 from kvstore_client.link import Link
+from kvstore_client.lookup_index import probe
 from kvstore_client.paths import socket_directory
 from kvstore_client.reading import Reader, key_set
 from kvstore_client.receipt import STORED, PutReceipt
-from kvstore_client.results import REASON_NO_DAEMON, Lookup, Prefetched, Statistics
+from kvstore_client.results import (
+    MISS_REASONS,
+    REASON_ABSENT,
+    REASON_NO_DAEMON,
+    REASON_UNKNOWN,
+    Deleted,
+    Lookup,
+    Prefetched,
+    Statistics,
+)
 from kvstore_client.staging import Payload, payload_size
 from kvstore_client.storing import DURABILITY_MODES, Put, PutOrder
 from kvstore_proto.errors import KVStoreError
@@ -70,6 +81,12 @@ class Session:
         return self.fingerprint.block_tokens
 
     @property
+    def tenant(self) -> str:
+        """Whose blocks these are, in the daemon's words; empty while degraded."""
+        connection = self._link.current()
+        return "" if connection is None else connection.tenant
+
+    @property
     def state(self) -> str:
         """ "connected", "degraded" (every lookup is a miss; it reconnects by itself) or "closed"."""
         return self._link.state
@@ -91,6 +108,38 @@ class Session:
             found = self._reader.lookup(connection, chain, layers, self._deadline(deadline_s))
         self._counters.add(lookups=1, hits=int(found.blocks > 0), misses=int(found.blocks == 0))
         return found
+
+    def probe(
+        self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None
+    ) -> Lookup:
+        """What the lookup index in shared memory says of a prefix: a hint, in microseconds, without a question.
+
+        `reason` "absent": the next block was not there; "unknown": only `lookup` can tell (no index, or a place in it
+        that overflowed or was just changing). It has no estimate of the load. It may be old when it is used: read
+        through `get`, for which a stale hint is a miss. The first probe of a connection waits up to 20 ms for the
+        daemon to hand over the index; no other waits for anything.
+        """
+        return self._probe(tokens, keys, self._group(group), self._link.current(), may_wait=True)
+
+    def contains(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: BlockKeys | None = None,
+        group: int | None = None,
+        deadline_s: float | None = None,
+    ) -> int | None:
+        """How many leading blocks can be restored; None when that cannot be told within the deadline.
+
+        By the lookup index where it is sure, else by a `lookup` for what is left of the deadline.
+        """
+        deadline = self._clock() + self._deadline(deadline_s)
+        layers, connection = self._group(group), self._link.current()
+        found = self._probe(tokens, keys, layers, connection, may_wait=False)
+        if connection is not None and found.reason == REASON_UNKNOWN:
+            found = self.lookup(tokens, keys=keys, group=group, deadline_s=deadline - self._clock())
+        is_told = found.reason in MISS_REASONS or found.reason == REASON_ABSENT
+        return found.blocks if is_told else None
 
     def get(
         self,
@@ -225,6 +274,39 @@ class Session:
         answer = self._asker.ask(asked[0], wire.Request(touch=wire.Touch(set=asked[1])), self._deadline_s)
         return 0 if isinstance(answer, str) else answer.touch.touched
 
+    def delete(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: BlockKeys | None = None,
+        group: int | None = None,
+        deadline_s: float | None = None,
+    ) -> Deleted:
+        """Take these blocks away for good, in every tier, last one first. When it returns no crash brings them back.
+
+        Never leaves a hole: see `Deleted` for what stays.
+        """
+        layers, connection = self._group(group), self._link.current()
+        if connection is None:
+            return Deleted(reason=REASON_NO_DAEMON)
+        chain_keys = connection.chains.chain(tokens, keys, layers.group_id).keys
+        total = Deleted()
+        for end in range(len(chain_keys), 0, -connection.max_keys):
+            part = chain_keys[max(0, end - connection.max_keys) : end]
+            request = wire.Request(delete=wire.Delete(set=key_set(self.fingerprint, layers, part.packed)))
+            answer = self._asker.ask(connection, request, self._deadline(deadline_s))
+            if isinstance(answer, str):
+                return replace(total, reason=answer)
+            reply = answer.delete
+            total = Deleted(
+                total.blocks + reply.deleted,
+                total.payload_bytes + reply.deleted_bytes,
+                total.leased + reply.leased,
+                total.continued + reply.continued,
+                total.missing + reply.missing,
+            )
+        return total
+
     def ping(self, deadline_s: float | None = None) -> float | None:
         """Seconds of one empty round trip on the stream; None when there was no answer in time."""
         connection = self._link.current()
@@ -274,6 +356,25 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _probe(
+        self,
+        tokens: TokenIds | None,
+        keys: BlockKeys | None,
+        layers: LayerGroup,
+        connection: Connection | None,
+        *,
+        may_wait: bool,
+    ) -> Lookup:
+        if connection is None:
+            found = Lookup(reason=REASON_NO_DAEMON)
+        else:
+            chain = connection.chains.chain(tokens, keys, layers.group_id)
+            found = probe(connection.index.get(may_wait=may_wait), chain.keys, self.fingerprint, layers)
+            if not connection.is_alive():  # its memory stays, and says for ever what was last
+                found = Lookup(reason=REASON_NO_DAEMON)
+        self._counters.add(probes=1, probes_unknown=int(found.reason == REASON_UNKNOWN))
+        return found
 
     def _group(self, group_id: int | None) -> LayerGroup:
         groups = self.fingerprint.groups

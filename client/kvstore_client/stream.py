@@ -153,6 +153,8 @@ class Stream:
             if item is _RELEASE:
                 release_at = time.monotonic() + RELEASE_DELAY_S
             elif isinstance(item, wire.Request):
+                if item.HasField("delete"):  # a lease that was given back must not keep its blocks
+                    yield from self._release_requests()
                 yield item
             if release_at is not None and time.monotonic() >= release_at:
                 release_at = None

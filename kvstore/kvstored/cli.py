@@ -95,6 +95,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         return _mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
     try:
         return run(config)
+    except ConfigError as error:  # what the configuration names turned out not to be usable
+        return _mistake(str(error))
     except StartupError as error:
         print(f"kvstored: {error}", file=sys.stderr)
         return EXIT_FAILED

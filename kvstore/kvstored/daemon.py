@@ -29,6 +29,7 @@ from kvstored.clock import Clock, SystemClock
 from kvstored.config import Config
 from kvstored.dataplane.handshake import HandshakeServer
 from kvstored.dataplane.leases import LeaseTable
+from kvstored.dataplane.lookup_index import LookupIndexes
 from kvstored.dataplane.reception import Reception
 from kvstored.dataplane.sessions import Session, SessionTable
 from kvstored.dataplane.staging import StagingPool
@@ -43,13 +44,19 @@ from kvstored.movement.room import Room
 from kvstored.movement.writeback import WriteBack
 from kvstored.notify import notify
 from kvstored.operations.drop import Drop
+from kvstored.operations.explain import Explain
+from kvstored.operations.history import HistoryView
 from kvstored.operations.lifetime import Lifetime, State
+from kvstored.operations.sampling import Sampler
 from kvstored.operations.views import Parts, Views
 from kvstored.policies import Policy, PolicySettings, create, create_admission
 from kvstored.recovery import recover_blocks
 from kvstored.residency import Residency
+from kvstored.rpc import unary
 from kvstored.rpc.admin import AdminService
+from kvstored.rpc.health import Health
 from kvstored.rpc.session_stream import SessionService
+from kvstored.rpc.unary_doors import UnaryDoors
 from kvstored.sockets import (
     SocketError,
     clear_stale,
@@ -58,16 +65,18 @@ from kvstored.sockets import (
     prepare_directory,
     restrict_to_admins,
 )
-from kvstored.telemetry import Counters, Flows
-from kvstored.tenants import TenantDirectory
+from kvstored.telemetry import Counters, Flows, Latencies, RecentMisses
+from kvstored.tenants import Peer, TenantDirectory
 from kvstored.tiering import HOST, NVME, TIER_NAMES
-from kvstored.verbs import Get, Hints, LookUp, Put, Verbs
+from kvstored.verbs import Delete, Get, Hints, LookUp, Put, Verbs
+from kvstored.verbs.inline import InlineCalls
 
 log = logging.getLogger(__name__)
 # No thread of ours computes for long with the GIL held, so a short interval wins nothing and costs the control thread
 # the GIL in the middle of a request: with 0.5 ms lookups beside two clients at full load took half as long again.
 SWITCH_INTERVAL_S = 0.005
 STOP_GRACE_S = 10.0
+INDEX_SHARE = 16  # one part in so many of what is set aside for staging is for lookup indexes
 PREFETCH_SHARE = 4  # at most one part in so many of the host tier is held for prefetches that wait
 
 
@@ -272,8 +281,10 @@ class Daemon:
             self.counters, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes,
             reservation_ttl_ms=limits.reservation_ttl_ms, default_mode=config.durability.mode,
         )  # fmt: skip
+        self._promoter = promoter
+        self._misses = RecentMisses(limits.misses_per_tenant, clock)
         get = Get(
-            self.residency, self._leases, promoter, clock, self.counters, self.flows,
+            self.residency, self._leases, promoter, clock, self.counters, self.flows, self._misses,
             max_keys=limits.max_keys, leases_per_client=limits.leases_per_client, lease_ttl_ms=limits.lease_ttl_ms,
             wait_ms=movement.acquire_wait_ms,
         )  # fmt: skip
@@ -282,19 +293,27 @@ class Daemon:
             lease_ttl_ms=limits.lease_ttl_ms, prefetch_budget_bytes=movement.prefetch_budget_bytes,
         )  # fmt: skip
         self._stack.push_async_callback(self._settle, put)
-        look_up = LookUp(self.residency, promoter, self.counters, limits.max_keys)
-        self._verbs = Verbs(look_up, put, get, hints)
-        self._maintenance = Maintenance(put, self._leases, self._policies, rooms, self._host, clock, self.counters)
+        look_up = LookUp(self.residency, promoter, self.counters, self.flows, self._misses, limits.max_keys)
+        self._delete = Delete(self.residency, self._writeback, self._retire_of_tier(), clock, max_keys=limits.max_keys)
+        self._verbs = Verbs(look_up, put, get, hints, self._delete)
+        self._latencies = Latencies()
+        self._sampler = Sampler(self._parts(), self._latencies)
+        self._maintenance = Maintenance(
+            put, self._leases, self._policies, rooms, self._host, clock, self.counters, self._sampler.sample
+        )
 
         def end_session(session: Session) -> None:
             put.end_session(session)
             self._leases.release_session(session.session_id)
 
+        index_bytes = config.host.staging_bytes // INDEX_SHARE if config.index.slots else 0
+        indexes = LookupIndexes(config.index.slots, index_bytes, self.residency, asyncio.get_running_loop().call_soon)
+        self.residency.observe(indexes)
         sockets = config.daemon.socket_dir
         self._reception = Reception(
             config, self._sessions, self._tenants, self.residency, self._host,
-            StagingPool(config.host.staging_bytes, limits.staging_per_client_bytes), self._policies, self.counters,
-            end_session, epoch=os.urandom(16), data_socket=sockets / "data.sock",
+            StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes), self._policies,
+            indexes, self.counters, end_session, epoch=os.urandom(16), data_socket=sockets / "data.sock",
         )  # fmt: skip
         self._handshake = HandshakeServer(sockets / "handshake.sock", self._reception, limits.max_clients)
         self.lifetime = Lifetime(
@@ -306,7 +325,8 @@ class Daemon:
     async def _listen(self) -> None:
         assert self.lifetime is not None
         sockets, limits = self.config.daemon.socket_dir, self.config.limits
-        paths = {name: sockets / f"{name}.sock" for name in ("handshake", "data", "admin")}
+        names = ["handshake", "data", "admin"] + (["unary"] if self.config.unary.enabled else [])
+        paths = {name: sockets / f"{name}.sock" for name in names}
         for path in paths.values():
             clear_stale(path)
         views = Views(
@@ -317,19 +337,49 @@ class Daemon:
         )
         drop = Drop(self.residency, self._tenants, self._writeback, self._retire_of_tier(), self._clock)
         admin = await self._serve_grpc(paths["admin"], max_message_bytes=limits.message_bytes)
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(views, drop, self.lifetime), admin)
+        explain = Explain(self._parts(), views, self._host, self._misses, self._promoter.estimate_us)
+        history = HistoryView(self._sampler.history, self.flows, self.config, self._clock)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(views, explain, history, drop, self.lifetime), admin)
         data = await self._serve_grpc(paths["data"], max_message_bytes=limits.message_bytes)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(
-            SessionService(self._sessions, self._verbs, limits.inflight_per_client), data
+            SessionService(self._sessions, self._verbs, limits.inflight_per_client, self._latencies, self._clock), data
         )
+        health = Health(self.lifetime, (unary.SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin"))
+        health.serve_on(admin)
+        health.serve_on(data)
         await admin.start()
         restrict_to_admins(paths["admin"], self.config.daemon.admin_group)
         await data.start()
         open_to_group(paths["data"], self.config.daemon.socket_group)
+        if self.config.unary.enabled:
+            await self._listen_unary(paths["unary"], health)
         self._handshake.start(listen_seqpacket(paths["handshake"], self.config.daemon.socket_group))
         self._stack.callback(self._handshake.close)
         for path in paths.values():
             self._stack.callback(path.unlink, missing_ok=True)
+
+    async def _listen_unary(self, path: Path, health: Health) -> None:
+        lifetime, config, writeback = self.lifetime, self.config, self._writeback
+        assert lifetime is not None
+        calls = InlineCalls(
+            self._verbs, self._delete, self.residency, self._host, self._completions, self.counters,
+            writeback.is_durable if writeback is not None else lambda row: False,
+            message_bytes=config.unary.message_bytes,
+        )  # fmt: skip
+        limit = unary.CallLimit(config.unary.calls)
+        doors = UnaryDoors(
+            config.unary, path,
+            lambda callers: unary.UnaryService(
+                calls, callers, self._reception, lifetime, limit, config.limits.max_keys
+            ),
+            lambda: self._tenants.resolve(Peer(os.getpid(), os.geteuid(), os.getegid())),
+            self._tenants.named, health,
+        )  # fmt: skip
+        with _private_umask():
+            servers = doors.bind()
+        for server in servers:
+            self._stack.push_async_callback(server.stop, 0.5)
+            await server.start()
 
     async def _serve_grpc(self, path: Path, *, max_message_bytes: int) -> grpc.aio.Server:
         server = grpc.aio.server(

@@ -1,4 +1,5 @@
-"""What has to happen by itself: leases and reservations lapse, blocks expire, arenas are prefaulted, systemd is told.
+"""What has to happen by itself: leases and reservations lapse, blocks expire, arenas are prefaulted, systemd is told,
+the history is written.
 
 One tick a tenth of a second, each bounded; prefaulting runs in a thread of its own without the GIL.
 """
@@ -36,6 +37,7 @@ class Maintenance:
         host: HostTier,
         clock: Clock,
         counters: Counters,
+        sample: Callable[[], None],
     ) -> None:
         self._put = put
         self._leases = leases
@@ -44,6 +46,7 @@ class Maintenance:
         self._host = host
         self._clock = clock
         self._counters = counters
+        self._sample = sample
         self.prefaulted = (0, 0)  # bytes done, bytes in all
 
     def tick(self) -> None:
@@ -53,6 +56,7 @@ class Maintenance:
         for policy, room in zip(self._policies, self._rooms, strict=True):
             for row in policy.expired(now_ns, EXPIRED_A_TICK):
                 room.expire(row)
+        self._sample()
 
     async def run(self) -> None:
         interval_s = watchdog_interval_s()

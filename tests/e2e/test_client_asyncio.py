@@ -41,6 +41,8 @@ def test_conversations_side_by_side_each_get_their_own_bytes(daemon: RunningDaem
         assert (await session.lookup(tokens)).blocks == 4
         assert (await session.prefetch(tokens)).resident_blocks == 4
         assert await session.touch(tokens) == 4
+        assert await session.contains(tokens) == 4
+        assert (await session.probe(tokens)).blocks in (0, 4), "unknown or all of it"
         with await session.get(tokens) as lease:
             return holds(lease, payloads) and lease.valid
 

@@ -198,3 +198,15 @@ def test_no_payload_travels_inside_grpc(daemon: RunningDaemon) -> None:
         assert statistics.grpc_payload_bytes == 0
         assert statistics.grpc_message_bytes < MODEL.payload_bytes()
     assert daemon.status().counters["grpc_payload_bytes"] == 0
+
+
+def test_the_estimates_of_a_run_add_up_to_about_what_loading_it_takes(daemon: RunningDaemon) -> None:
+    """Shares, not times since the start: the sum over 32 blocks is near that of a lookup for the last of them alone."""
+    tokens, payloads = tokens_of(13, 32), payloads_of(13, 32, MODEL)
+    with daemon.connect() as session:
+        session.put(tokens, payloads=payloads, durability="none")
+        assert unleased(daemon)
+        daemon.drop("host")
+        whole, half = session.lookup(tokens).estimated_load_s, session.lookup(tokens[: 16 * 64]).estimated_load_s
+        assert 0 < half < whole < 2.5 * half, "twice the blocks take about twice as long, not four times"
+        assert session.get(tokens, promote=False).estimated_load_s == pytest.approx(whole, rel=0.2)

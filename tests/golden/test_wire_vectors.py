@@ -103,6 +103,23 @@ VECTORS: dict[str, tuple[Message, str]] = {
         ),
         "0a6808011210000102030405060708090a0b0c0d0e0f1a04636861742210101112131415161718191a1b1c1d1e1f288080802030b0ea013a10000102030405060708090a0b0c0d0e0f42172f72756e2f6b7673746f7265642f646174612e736f636b4880205080808020",
     ),
+    "delete": (
+        pb.Request(request_id=11, delete=pb.Delete(set=pb.KeySet(group=1, keys=KEYS))),
+        "080b9a01260a2408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
+    ),
+    "deleted": (
+        pb.Response(
+            request_id=11, delete=pb.DeleteReply(deleted=3, deleted_bytes=4_423_680, leased=1, continued=2, missing=300)
+        ),
+        "080b9a010e08031080808e021801200228ac02",
+    ),
+    "welcome_with_an_index": (
+        hs.DaemonPacket(welcome=hs.Welcome(protocol_version=1, arena_ids=[1, 2], lookup_index=True)),
+        "0a0808015a0201026001",
+    ),
+    "lookup_index_wanted": (hs.ClientPacket(lookup_index=hs.LookupIndexRequest()), "1a00"),
+    "lookup_index": (hs.DaemonPacket(lookup_index=hs.LookupIndexGrant(size_bytes=2_101_248)), "22050880a08001"),
+    "no_lookup_index": (hs.DaemonPacket(lookup_index=hs.LookupIndexGrant(reason="none")), "220612046e6f6e65"),
 }  # fmt: skip
 
 

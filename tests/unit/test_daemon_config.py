@@ -31,7 +31,7 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
     assert config.nvme.path == config.daemon.state_dir / "nvme"
     assert config.durability.mode == "batch"
     sections = tomllib.loads(reference_text())
-    assert {"daemon", "host", "nvme", "durability", "limits", "movement", "tenants"} == set(sections)
+    assert {"daemon", "host", "nvme", "durability", "limits", "movement", "index", "unary", "tenants"} == set(sections)
 
 
 def test_staging_is_at_most_a_quarter_of_the_capacity() -> None:
@@ -144,3 +144,9 @@ def test_a_percentage_of_nothing_is_refused() -> None:
 def test_a_size_shown_is_close_to_the_size_read(nbytes: int) -> None:
     shown = parse_size(show_size(nbytes).replace(" ", ""))
     assert abs(shown - nbytes) <= max(1, nbytes * 0.06)
+
+
+@pytest.mark.parametrize("slots", [-1, 100_000_001])
+def test_an_index_has_a_size_that_can_be(slots: int) -> None:
+    assert load_config(None, [*FIXED, "index.slots=0"]).index.slots == 0
+    assert "index.slots must be 0 (no index) to 100000000" in mistake(f"index.slots={slots}")

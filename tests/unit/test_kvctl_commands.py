@@ -20,7 +20,24 @@ from kvstore_proto.v1 import kvstore_pb2
 from tests.reference.fake_admin import FakeAdmin
 from tests.reference.fake_daemon import FakeDaemon, Knobs
 
-COMMANDS = ["status", "tiers", "tenants", "blocks", "drop", "flush", "drain", "shutdown", "invalidate", "ping"]
+COMMANDS = [
+    "status",
+    "tiers",
+    "tenants",
+    "blocks",
+    "drop",
+    "flush",
+    "drain",
+    "shutdown",
+    "invalidate",
+    "ping",
+    "put",
+    "get",
+    "prefetch",
+    "delete",
+    "explain",
+    "bench",
+]
 
 
 @pytest.fixture

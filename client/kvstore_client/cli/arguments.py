@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NoReturn
 
+from kvstore_client.cli.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
 from kvstore_client.cli.exit_codes import MEANINGS, USAGE
 from kvstore_client.cli.show import DEFAULT_BLOCKS
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
@@ -17,7 +18,7 @@ DEFAULT_TIMEOUT_S: Final = 5.0
 DEFAULT_WAIT_S: Final = 30.0
 TIERS: Final = ("gpu", "host", "cxl", "nvme", "remote")
 
-_EXAMPLES: Final = {
+_EXAMPLES: Final = DATA_EXAMPLES | {
     "status": ("what the daemon is doing", ["kvctl status", "kvctl --json status | jq .rss_bytes"]),
     "tiers": ("occupancy and traffic of each tier", ["kvctl tiers"]),
     "tenants": ("who stores what", ["kvctl tenants", "kvctl --json tenants | jq '.tenants[].fingerprints'"]),
@@ -47,6 +48,15 @@ _EXAMPLES: Final = {
         ["kvctl invalidate 3fa9c0de --tenant uid-1000"],
     ),
     "ping": ("time the way that an engine takes", ["kvctl ping --count 100"]),
+    "top": (
+        "watch the daemon live: occupancy, hits, lanes, latency",
+        ["kvctl top                # q quits", "kvctl top --once", "kvctl --json top --once | jq .history.misses"],
+    ),
+    "report": ("write one HTML page with plots of the last minutes and hours", ["kvctl report -o kvstored.html"]),
+    "doctor": (
+        "check sockets, limits, memory, disk and versions, and say how to mend what is wrong",
+        ["kvctl doctor", "kvctl doctor --config /etc/kvstored/kvstored.toml --no-disk-test", "kvctl --json doctor"],
+    ),
 }
 
 
@@ -63,6 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.command == "drop":
         _check_drop(parser, arguments)
+    check_data_arguments(parser, arguments)
     return arguments
 
 
@@ -77,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvctl {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     made = {name: _command(commands, name) for name in _EXAMPLES}
+    add_data_options(made)
     _blocks_options(made["blocks"])
     _drop_options(made["drop"])
     for name in ("drop", "flush", "drain"):
@@ -91,6 +103,11 @@ def build_parser() -> argparse.ArgumentParser:
     made["shutdown"].add_argument("--now", action="store_true", help="do not drain first")
     made["invalidate"].add_argument("fingerprint", help="hex digest, or its first 8 digits or more")
     made["invalidate"].add_argument("--tenant", default="", help="only this tenant's blocks")
+    _top_options(made["top"])
+    _doctor_options(made["doctor"])
+    made["report"].add_argument(
+        "-o", "--output", default="kvstored-report.html", metavar="FILE", help="where to (default: %(default)s)"
+    )
     made["ping"].add_argument("--count", type=_count, default=10, metavar="N", help="messages (default: %(default)s)")
     return parser
 
@@ -146,6 +163,19 @@ def _drop_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="all blocks of all tiers; needs --yes")
     parser.add_argument("--discard", action="store_true", help="also blocks without another copy")
     parser.add_argument("--yes", action="store_true", help="I mean it")
+
+
+def _top_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--once", action="store_true", help="one frame, as plain text, and end")
+    parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S", help="time between frames (default: %(default)g s)"
+    )
+
+
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="the daemon's configuration, for when it does not answer")
+    parser.add_argument("--state-dir", metavar="DIR", help="its state directory, for when it does not answer")
+    parser.add_argument("--no-disk-test", action="store_true", help="do not write and read a temporary file")
 
 
 def _check_drop(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

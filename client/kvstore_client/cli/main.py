@@ -7,14 +7,24 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 from kvstore_client.cli import act, show
 from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.arguments import parse
+from kvstore_client.cli.bench import bench
+from kvstore_client.cli.delete import delete
+from kvstore_client.cli.doctor.command import doctor
 from kvstore_client.cli.exit_codes import OK, CommandError
+from kvstore_client.cli.explain import explain
+from kvstore_client.cli.get import get
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.ping import ping
+from kvstore_client.cli.prefetch import prefetch
+from kvstore_client.cli.put import put
+from kvstore_client.cli.report import report
+from kvstore_client.cli.top import top
 from kvstore_client.paths import socket_directory
 
 _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]] = {
@@ -27,6 +37,19 @@ _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]]
     "drain": act.drain,
     "shutdown": act.shutdown,
     "invalidate": act.invalidate,
+    "report": report,
+}
+# Commands that open their own connections: a session, the admin socket, or both.
+_BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = {
+    "ping": ping,
+    "top": top,
+    "doctor": doctor,
+    "put": put,
+    "get": get,
+    "prefetch": prefetch,
+    "delete": delete,
+    "explain": explain,
+    "bench": bench,
 }
 INTERRUPTED: Final = 130
 
@@ -39,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
         output = _run(arguments)
-        print(output.render(as_json=arguments.json), flush=True)
+        print(output.render(as_json=arguments.json), file=sys.stderr if output.aside else sys.stdout, flush=True)
         return output.exit_code
     except CommandError as error:
         if arguments.json:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code, **error.facts}))
         print(f"kvctl: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -55,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> Output:
     directory = socket_directory(arguments.socket_dir)
-    if arguments.command == "ping":
-        return ping(directory, arguments)
+    if arguments.command in _BY_DIRECTORY:
+        return _BY_DIRECTORY[arguments.command](directory, arguments)
     with AdminSocket(directory, arguments.timeout) as admin:
         return _COMMANDS[arguments.command](admin, arguments)
 

@@ -19,6 +19,7 @@ class Output:
     text: str
     reply: Message | dict[str, Any]
     exit_code: int = OK
+    aside: bool = False  # standard output has the bytes that were asked for: the text goes to standard error
 
     def render(self, *, as_json: bool) -> str:
         if not as_json:

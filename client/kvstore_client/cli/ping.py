@@ -6,12 +6,10 @@ import argparse
 import statistics
 from pathlib import Path
 
-from kvstore_client.cli.exit_codes import DENIED, FAILED, UNREACHABLE, CommandError
+from kvstore_client.cli.connecting import open_session
+from kvstore_client.cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.units import human_seconds
-from kvstore_client.errors import DaemonUnavailable
-from kvstore_client.session import connect
-from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 
 _NOBODY = Fingerprint(model_name="kvctl ping", weights_digest="kvctl ping")  # stores nothing
@@ -19,20 +17,7 @@ _NOBODY = Fingerprint(model_name="kvctl ping", weights_digest="kvctl ping")  # s
 
 def ping(directory: Path, arguments: argparse.Namespace) -> Output:
     """Connect as a client that only reads, and send empty messages. Raises CommandError."""
-    try:
-        session = connect(
-            directory,
-            fingerprint=_NOBODY,
-            client_name="kvctl",
-            connect_timeout_s=arguments.timeout,
-            required=True,
-            staging_bytes=0,
-        )
-    except DaemonUnavailable as error:
-        raise CommandError(DENIED if error.is_denied else UNREACHABLE, error.message) from None
-    except KVStoreError as error:
-        raise CommandError(FAILED, error.message) from None
-    with session:
+    with open_session(directory, _NOBODY, arguments.timeout) as session:
         trips = [session.ping(arguments.timeout) for _ in range(arguments.count)]
     times = sorted(trip for trip in trips if trip is not None)
     lost = len(trips) - len(times)

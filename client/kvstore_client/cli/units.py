@@ -40,3 +40,8 @@ def human_share(part: int, whole: int) -> str:
 def human_count(count: int) -> str:
     """Digits in groups of three."""
     return f"{count:,}"
+
+
+def human_blocks(count: int) -> str:
+    """1 -> "1 block", 1234 -> "1,234 blocks"."""
+    return f"{count:,} block{'' if count == 1 else 's'}"

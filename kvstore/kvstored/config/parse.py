@@ -23,10 +23,12 @@ from kvstored.config.schema import (
     DaemonSection,
     DurabilitySection,
     HostSection,
+    IndexSection,
     LimitsSection,
     MovementSection,
     NvmeSection,
     TenantSection,
+    UnarySection,
 )
 from kvstored.config.sizes import is_size_text, parse_size, show_size
 
@@ -35,6 +37,9 @@ _TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "dur
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls those that nobody listed
 MAX_BLOCK_BYTES = 2 << 30  # the residency index keeps a slot's size in 32 bits
+MAX_INDEX_SLOTS = 100_000_000  # 1 GiB of buckets
+MIN_UNARY_MESSAGE_BYTES, MAX_UNARY_MESSAGE_BYTES = 64 << 10, 1 << 30
+_LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})\Z")
 DURABILITY_MODES = ("none", "batch", "always")
 POLICIES = ("lru", "lfu-ttl")
 ADMISSIONS = ("always", "second-touch")
@@ -142,12 +147,14 @@ def _build(raw: Table, source: str) -> Config:
             limits["max_clients"], limits["max_keys"], size("limits", "max_block"),
             size("limits", "staging_per_client"), limits["inflight_per_client"], limits["leases_per_client"],
             limits["lease_ttl_ms"], limits["reservation_ttl_ms"], size("limits", "limbo_per_tenant"),
-            size("limits", "message"), limits["ghosts_per_tenant"],
+            size("limits", "message"), limits["ghosts_per_tenant"], limits["misses_per_tenant"],
         ),
         movement=MovementSection(
             movement["acquire_wait_ms"], movement["queue_blocks"], movement["in_flight"],
             size("movement", "prefetch_budget"), movement["prefetch_quiet_ms"], size("movement", "demotion_rate"),
         ),
+        index=IndexSection(**raw["index"]),
+        unary=_unary(raw["unary"], size("unary", "message")),
         tenant_default=raw["tenants"]["default"],
         tenants=(),
         source=source,
@@ -155,6 +162,11 @@ def _build(raw: Table, source: str) -> Config:
     config = replace(config, tenants=_tenants(raw["tenant"], config))
     _check(config, memory_bytes)
     return config
+
+
+def _unary(raw: Table, message_bytes: int) -> UnarySection:
+    paths = (Path(raw[key]).absolute() if raw[key] else None for key in ("tokens_file", "tls_cert", "tls_key"))
+    return UnarySection(raw["enabled"], message_bytes, raw["calls"], raw["listen"], *paths)
 
 
 def _tenants(raw: Any, config: Config) -> tuple[TenantSection, ...]:
@@ -211,7 +223,37 @@ def _file_system_bytes(path: Path) -> int:
     return 0
 
 
+def _check_unary(unary: UnarySection) -> None:
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise ConfigError(message)
+
+    need(unary.calls > 0, "unary.calls must be more than 0; to have no unary calls set unary.enabled = false")
+    need(
+        MIN_UNARY_MESSAGE_BYTES <= unary.message_bytes <= MAX_UNARY_MESSAGE_BYTES,
+        f"unary.message must be {show_size(MIN_UNARY_MESSAGE_BYTES)} to {show_size(MAX_UNARY_MESSAGE_BYTES)}, "
+        f"got {show_size(unary.message_bytes)}",
+    )
+    if unary.listen:
+        address = _LISTEN.match(unary.listen)
+        need(
+            address is not None and 0 < int(address[2]) < 65536,
+            f'unary.listen {unary.listen!r} is no address: write "host:port", for instance "127.0.0.1:7443"',
+        )
+        need(unary.enabled, "unary.listen is set, but unary.enabled = false: set one of them right")
+        need(
+            unary.tokens_file is not None,
+            "unary.listen needs unary.tokens_file: without tokens anybody who reaches the port could read every block",
+        )
+    need(
+        (unary.tls_cert is None) == (unary.tls_key is None),
+        "unary.tls_cert and unary.tls_key belong together: set both or none",
+    )
+    need(unary.tls_cert is None or bool(unary.listen), "unary.tls_cert does nothing without unary.listen")
+
+
 def _check(config: Config, memory_bytes: int) -> None:
+    _check_unary(config.unary)
     host, nvme, limits = config.host, config.nvme, config.limits
 
     def need(ok: bool, message: str) -> None:
@@ -260,5 +302,6 @@ def _check(config: Config, memory_bytes: int) -> None:
     for name in ("in_flight", "queue_blocks", "acquire_wait_ms"):
         need(getattr(config.movement, name) > 0, f"movement.{name} must be more than 0")
     need(config.movement.prefetch_quiet_ms >= 0, "movement.prefetch_quiet_ms must not be negative")
+    need(0 <= config.index.slots <= MAX_INDEX_SLOTS, f"index.slots must be 0 (no index) to {MAX_INDEX_SLOTS}")
     for name, value in (("batch_ms", config.durability.batch_ms), ("batch_blocks", config.durability.batch_blocks)):
         need(value > 0, f"durability.{name} must be more than 0")

@@ -67,6 +67,7 @@ class LimitsSection:
     limbo_per_tenant_bytes: int
     message_bytes: int
     ghosts_per_tenant: int
+    misses_per_tenant: int
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,24 @@ class MovementSection:
     prefetch_budget_bytes: int
     prefetch_quiet_ms: int
     demotion_rate_bytes: int
+
+
+@dataclass(frozen=True)
+class IndexSection:
+    slots: int
+
+
+@dataclass(frozen=True)
+class UnarySection:
+    """`listen` is host:port of the TCP listener, "" for none; a path is None where none is set."""
+
+    enabled: bool
+    message_bytes: int
+    calls: int
+    listen: str
+    tokens_file: Path | None
+    tls_cert: Path | None
+    tls_key: Path | None
 
 
 @dataclass(frozen=True)
@@ -100,6 +119,8 @@ class Config:
     durability: DurabilitySection
     limits: LimitsSection
     movement: MovementSection
+    index: IndexSection
+    unary: UnarySection
     tenant_default: str
     tenants: tuple[TenantSection, ...]
     source: str

@@ -42,6 +42,10 @@ class Welcomer(Protocol):
         """The answer and a read-only descriptor, which is closed after it was sent."""
         ...
 
+    def grant_lookup_index(self, session: Session) -> tuple[hs.LookupIndexGrant, int | None]:
+        """The answer and a read-only descriptor, which is closed after it was sent; none with a reason why."""
+        ...
+
     def farewell(self, session: Session) -> None: ...
 
 
@@ -112,7 +116,7 @@ class HandshakeServer:
 
 
 class _Connection:
-    """One client: first a hello, then arena requests, then the end.
+    """One client: first a hello, then requests for memory to map, then the end.
 
     `refusal` is the answer to the hello of a client that is not taken. It waits for the hello, because closing a socket
     with an unread packet in it would take the refusal away from the client.
@@ -201,6 +205,14 @@ class _Connection:
             reply.arena.CopyFrom(grant)
             self._send(reply, descriptor)
             os.close(descriptor)
+        elif kind == "lookup_index":
+            if self._session is None:
+                raise KVStoreError(ErrorKind.UNAUTHENTICATED, "say hello first")
+            index, index_fd = self._welcomer.grant_lookup_index(self._session)
+            reply.lookup_index.CopyFrom(index)
+            self._send(reply, index_fd)
+            if index_fd is not None:
+                os.close(index_fd)
         else:
             raise KVStoreError(ErrorKind.INVALID, "a packet of a kind this daemon does not know")
 

@@ -1,7 +1,7 @@
 """Reception: what happens at a client's hello and at its end.
 
-Owns the opening of sessions (tenant, keys' roots, staging) and the giving away of arenas: a client gets a read-only
-descriptor of its own tenant's arenas and of no other.
+Owns the opening of sessions (tenant, keys' roots, staging) and the giving away of arenas and lookup indexes: a client
+gets read-only descriptors of its own tenant's and of no other's.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.fingerprint import FingerprintError, parse_fingerprint
+from kvstore_proto.fingerprint import Fingerprint, FingerprintError, parse_fingerprint
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_tiers.host import HostTier
 from kvstored.config import Config
 from kvstored.dataplane.handshake import PROTOCOL_VERSION
+from kvstored.dataplane.lookup_index import LookupIndexes
 from kvstored.dataplane.sessions import Session, SessionTable
-from kvstored.dataplane.staging import Staging, StagingPool
+from kvstored.dataplane.staging import Staged, Staging, StagingPool
 from kvstored.policies import Policy, Share
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
@@ -39,6 +40,7 @@ class Reception:
         host: HostTier,
         staging_pool: StagingPool,
         policies: list[Policy],
+        indexes: LookupIndexes,
         counters: Counters,
         on_end: Callable[[Session], None],
         *,
@@ -52,6 +54,7 @@ class Reception:
         self._host = host
         self._staging_pool = staging_pool
         self._policies = policies
+        self._indexes = indexes
         self._counters = counters
         self._on_end = on_end
         self._epoch = epoch
@@ -78,6 +81,7 @@ class Reception:
             max_keys=limits.max_keys,
             max_block_bytes=limits.max_block_bytes,
             arena_ids=self._arenas_of(session.tenant),
+            lookup_index=self._indexes.offered,
         )
         self._counters.add("sessions_opened")
         log.info(
@@ -96,6 +100,9 @@ class Reception:
             raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no arena {arena_id}")
         grant = hs.ArenaGrant(arena_id=arena_id, size_bytes=self._host.container_bytes(arena_id))
         return grant, self._host.readonly_fd(arena_id)
+
+    def grant_lookup_index(self, session: Session) -> tuple[hs.LookupIndexGrant, int | None]:
+        return self._indexes.grant(session)
 
     def farewell(self, session: Session) -> None:
         log.info("client %s (pid %d) left", session.client_name, session.peer.pid)
@@ -119,16 +126,35 @@ class Reception:
             raise KVStoreError(
                 ErrorKind.FORBIDDEN, f"uid {peer.uid} belongs to no tenant; list it under [[tenant]] uids"
             )
-        tenant_id = self._residency.tenant(tenant.index_name)
-        self._set_shares(tenant, tenant_id)
-        digest = self._tenants.remember(fingerprint)
-        session_id = self._sessions.next_id()
         name = _printable(hello.client_name)
         staging = self._make_staging(hello.staging_bytes, name)
         if staging is not None and not self._arenas_of(tenant):
             self._host.precreate(tenant.index_name, self._config.host.prefault_ahead_bytes)
-        session = Session(
-            session_id=session_id,
+        session = self._session(tenant, fingerprint, peer, name, staging)
+        self._sessions.add(session)
+        return session
+
+    def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str, staged: Staged | None) -> Session:
+        """A session for one unary call, in no table: nobody waits for its end. With `staged`, the call stores blocks;
+        only then is a fingerprint noted, so that asking for made-up ones costs nothing."""
+        return self._session(tenant, fingerprint, Peer(0, -1, -1), name, staged, is_noted=staged is not None)
+
+    def _session(
+        self,
+        tenant: Tenant,
+        fingerprint: Fingerprint,
+        peer: Peer,
+        name: str,
+        staging: Staged | None,
+        *,
+        is_noted: bool = True,
+    ) -> Session:
+        tenant_id = self._residency.tenant(tenant.index_name)
+        self._set_shares(tenant, tenant_id)
+        digest = self._tenants.remember(fingerprint) if is_noted else fingerprint.digest()
+        number = self._tenants.fingerprint_number(digest) if is_noted else self._tenants.known_number(digest)
+        return Session(
+            session_id=self._sessions.next_id(),
             token=self._sessions.new_token(),
             peer=peer,
             client_name=name,
@@ -136,15 +162,13 @@ class Reception:
             tenant_id=tenant_id,
             fingerprint=fingerprint,
             fingerprint_digest=digest,
-            fingerprint_id=self._tenants.fingerprint_number(digest),
+            fingerprint_id=number,
             roots={
                 group.group_id: root for group, root in zip(fingerprint.groups, tenant.roots(fingerprint), strict=True)
             },
             staging=staging,
             give_back_staging=self._staging_pool.give_back,
         )
-        self._sessions.add(session)
-        return session
 
     def _make_staging(self, wanted_bytes: int, name: str) -> Staging | None:
         granted_bytes = self._staging_pool.take(wanted_bytes)

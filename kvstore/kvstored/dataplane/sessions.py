@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore_proto.fingerprint import Fingerprint
-from kvstored.dataplane.staging import Staging
+from kvstored.dataplane.staging import Staged
 from kvstored.tenants import Peer, Tenant
 
 
@@ -45,7 +45,7 @@ class Session:
     fingerprint_digest: bytes
     fingerprint_id: int
     roots: dict[int, bytes]  # of each layer group
-    staging: Staging | None
+    staging: Staged | None
     give_back_staging: Callable[[int], None]
     reservations: dict[int, Reservation] = field(default_factory=dict)
     in_flight: int = 0  # requests that wait for bytes, over all streams

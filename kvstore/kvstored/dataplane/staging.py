@@ -1,5 +1,6 @@
 """A client's staging memory: the only bytes that a client can write and the daemon reads.
 
+`Staged` is what a put needs of the place its bytes lie in; `Staging` is that place for clients with shared memory.
 Owns one memfd (sealed against resizing, so that no client can make the daemon fault on a vanished page) and the extents
 in it that are out on reservations. Never trusts its content: the daemon copies first and checks the copy.
 Invariant: extents never overlap; free + used = size.
@@ -7,18 +8,43 @@ Invariant: extents never overlap; free + used = size.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 from bisect import insort
+from typing import Protocol
 
 import numpy as np
 
-from kvstore_proto.arena import ALIGNMENT_BYTES, Bytes
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, MAX_TOKENS, TOKENS_OFFSET, Bytes
+from kvstore_tiers.segments import Segment
 
 SMALLEST_SHARE_BYTES = 4 << 20
+_TOKEN_COUNT_OFFSET = 108
 _F_ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+
+
+class Staged(Protocol):
+    """Where the blocks of a put lie until they are committed, each in an extent named by its offset."""
+
+    size_bytes: int
+    fd: int  # for the client, until it has it; -1 where there is none to give
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Offset of a fresh extent, or None when nothing that large is free."""
+        ...
+
+    def free(self, offset: int, nbytes: int) -> None: ...
+
+    def tokens_at(self, offset: int) -> bytes:
+        """Packed token ids of the block there."""
+        ...
+
+    def payload_at(self, offset: int, nbytes: int) -> Segment: ...
+
+    def forget_fd(self) -> None: ...
 
 
 class Staging:
@@ -59,6 +85,15 @@ class Staging:
                 if a + a_len == b:
                     self._free[left : left + 2] = [(a, a_len + b_len)]
         self.used_bytes -= nbytes
+
+    def tokens_at(self, offset: int) -> bytes:
+        """As the client wrote them, taken once: it may still be writing."""
+        slot = self.address + offset
+        count = int.from_bytes(ctypes.string_at(slot + _TOKEN_COUNT_OFFSET, 4), "little")
+        return ctypes.string_at(slot + TOKENS_OFFSET, min(count, MAX_TOKENS) * 4)
+
+    def payload_at(self, offset: int, nbytes: int) -> Segment:
+        return Segment(self.address + offset + HEADER_BYTES, nbytes, owner=self.view)
 
     def forget_fd(self) -> None:
         if self.fd >= 0:

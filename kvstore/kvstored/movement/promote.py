@@ -102,10 +102,11 @@ class Promoter:
         return True
 
     def estimate_us(self, rows: Sequence[int]) -> list[int]:
-        """Microseconds until each row is mapped, were all asked for now in this order; 0 for what is absent (-1)."""
+        """Microseconds that each row adds until all are mapped, were they asked for now in this order: the sum over a
+        run is its load time. 0 for what is absent (-1)."""
         mask = self._residency.rows.mask
         lane = self._mover.lanes.get(LANE)
-        ahead_bytes = 0
+        ahead_bytes = ahead_us = 0
         estimates = []
         for row in rows:
             if row < 0:
@@ -114,7 +115,9 @@ class Promoter:
                 estimates.append(MAPPED_US)
             else:
                 ahead_bytes += self._residency.slot(row, NVME).nbytes
-                estimates.append(round(lane.estimate_us(ahead_bytes)))
+                until_us = round(lane.estimate_us(ahead_bytes))
+                estimates.append(until_us - ahead_us)
+                ahead_us = until_us
         return estimates
 
     async def _find_room(self, promotion: _Promotion, row: int) -> None:

@@ -99,16 +99,15 @@ class Room:
             slot = self.allocate_now(nbytes, tenant)
             if slot is not None:
                 return slot
-            row = self._policy.next_victim(
-                self._clock.monotonic_ns(), exclude=stuck, tenant=self._confined(nbytes, tenant)
-            )
+            confined = self._confined(nbytes, tenant)
+            row = self._policy.next_victim(self._clock.monotonic_ns(), exclude=stuck, tenant=confined)
             if row < 0:
                 if not await self.demoter.progress():
                     return None
                 stuck.clear()  # a write behind has ended: its block may leave now, and its arena be reclaimed
                 continue
             if self._is_of_use(row, nbytes, tenant):
-                if not await self.evict(row, Cause.EVICTED):
+                if not await self.evict(row, Cause.EVICTED if confined is None else Cause.QUOTA):
                     stuck.add(row)
             elif not await self._reclaim(self._residency.slot(row, self._position).container):
                 stuck.add(row)

@@ -201,6 +201,12 @@ class WriteBack:
     def _begin(self, write: _Write, row: int, slot: Slot) -> None:
         """Queue the write; the row is pinned, so its host copy stays until the end."""
         residency = self._residency
+        if residency.is_held_by_another(row, NVME):
+            # Only keys that clients chose can be equal between tenants, and NVMe knows blocks by key alone: it keeps the
+            # first, and whoever comes second is told that his is volatile.
+            self._nvme.free(slot)
+            self._finish(write, False)
+            return
         source, key = self._host.slot_segment(residency.slot(row, HOST)), residency.key(row)
         residency.attach(row, NVME, slot, self._clock.monotonic_ns(), filling=True)
         transfer = Transfer(

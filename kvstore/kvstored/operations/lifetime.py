@@ -50,7 +50,18 @@ class Lifetime:
         self._shutting_down: asyncio.Task[None] | None = None
         self._writeback = writeback
         self._stop = stop
-        self.state = State.STARTING
+        self._state = State.STARTING
+        self.on_change: list[Callable[[State], None]] = []  # each is told the new state, at once
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        for tell in self.on_change:
+            tell(state)
 
     async def flush(self, request: pb.FlushRequest) -> pb.FlushReply:
         """Write what is only in DRAM, whatever was asked for when it was put."""

@@ -136,12 +136,16 @@ class Views:
         for number, index in enumerate(residency.tenants):
             sessions = [session for session in parts.sessions.all() if session.tenant_id == number]
             tenant = parts.tenants.by_digest(bytes.fromhex(index.name))
+            flow = parts.flows.tenants[number]
             reply.tenants.add(
                 name=parts.tenants.name_of_index(index.name),
                 blocks=residency.tenant_blocks(number),
                 host_bytes=residency.tenant_bytes(number, HOST),
                 nvme_bytes=residency.tenant_bytes(number, NVME) if len(parts.tiers) > NVME else 0,
                 clients=len(sessions),
+                lookups=flow.lookups,
+                hit_blocks=flow.hit_blocks,
+                missed_blocks=flow.missed_blocks,
                 quota_bytes=tenant.limits.host_max_bytes if tenant is not None else 0,
                 limbo_bytes=parts.leases.limbo_bytes(number),
                 fingerprints=sorted(
@@ -168,14 +172,15 @@ class Views:
                 key_prefix=request.key_prefix.lower(),
             )  # fmt: skip
             for row in found.rows:
-                self._describe(row, reply.blocks.add())
+                self.describe(row, reply.blocks.add())
             cursor = found.next
             if not cursor:
                 break
         reply.next = cursor
         return reply
 
-    def _describe(self, row: int, block: pb.BlockStatus) -> None:
+    def describe(self, row: int, block: pb.BlockStatus) -> None:
+        """What there is to say of a readable block."""
         parts, residency = self._parts, self._parts.residency
         now_ns = parts.clock.monotonic_ns()
         kind = residency.kind(row)

@@ -1,7 +1,7 @@
 """Residency: which blocks are where. `Residency` is the index, `check` its invariant walker."""
 
 from kvstored.residency.check import check
-from kvstored.residency.events import TierListener
+from kvstored.residency.events import PresenceListener, TierListener
 from kvstored.residency.ghost import Absence
 from kvstored.residency.index import CyclicChainError, Residency, TakenCopy
 from kvstored.residency.listing import Page, page, rows_of_fingerprint
@@ -12,6 +12,7 @@ __all__ = [
     "CyclicChainError",
     "Kind",
     "Page",
+    "PresenceListener",
     "Residency",
     "ResidencyView",
     "TakenCopy",

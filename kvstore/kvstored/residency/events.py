@@ -1,4 +1,5 @@
-"""What residency tells the policy of a tier: the four things that can happen to a copy.
+"""What residency tells others: the policy of a tier the four things that can happen to a copy, and one observer where
+each block can be read.
 
 Residency calls; a listener only updates its own books and never calls back into a method that changes
 residency.
@@ -40,3 +41,10 @@ class NobodyListens:
 
     def released(self, row: int) -> None:
         pass
+
+
+class PresenceListener(Protocol):
+    """Told of every change of where a block can be read, in any tier."""
+
+    def changed(self, tenant: int, key: bytes, mask: int) -> None:
+        """Bit t of `mask`: there is a readable copy in tier t now; 0: in none."""

@@ -52,6 +52,11 @@ class Ghost:
         cause = Cause(packed & ((1 << _CAUSE_BITS) - 1))
         return Absence(cause, packed >> _TIME_SHIFT, packed >> _CAUSE_BITS & _ACCESS_MAX)
 
+    def beginning_with(self, hex_digits: str) -> list[bytes]:
+        """Keys that begin so in hex. A scan of all that is remembered: a millisecond per 10,000 keys."""
+        whole = bytes.fromhex(hex_digits[: len(hex_digits) // 2 * 2])
+        return [key for key in self._seen if key.startswith(whole) and key.hex().startswith(hex_digits)]
+
     def accesses(self, key: bytes) -> int:
         """How often the key had been used when it went; 0 when unknown."""
         packed = self._seen.get(key)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import BY_CHOICE, Cause, CopyState, Step, advance
-from kvstored.residency.events import NobodyListens, TierListener
+from kvstored.residency.events import NobodyListens, PresenceListener, TierListener
 from kvstored.residency.tenant import TenantIndex
 from kvstored.residency.view import Kind, ResidencyView
 
@@ -58,6 +58,7 @@ class Residency(ResidencyView):
         self._tenant_numbers: dict[str, int] = {}
         self._kind_numbers: dict[Kind, int] = {}
         self._listeners: list[TierListener] = [NobodyListens() for _ in tiers]
+        self._presence: PresenceListener | None = None
 
     # Names
 
@@ -75,6 +76,10 @@ class Residency(ResidencyView):
     def listen(self, tier: int, listener: TierListener) -> None:
         """Tell `listener` of what happens in `tier` from now on; one listener a tier."""
         self._listeners[tier] = listener
+
+    def observe(self, listener: PresenceListener) -> None:
+        """Tell `listener` where blocks can be read, from now on; there is one."""
+        self._presence = listener
 
     # Rows
 
@@ -195,6 +200,8 @@ class Residency(ResidencyView):
         rows.mask[row] = others | 1 << tier
         rows.filling[row] &= ~(1 << tier)
         self._listeners[tier].inserted(row, now_ns)
+        if self._presence is not None:
+            self._tell_presence(row)
         if others:
             self._release(row, others)
 
@@ -320,11 +327,18 @@ class Residency(ResidencyView):
                 key = rows.keys[row]
                 index.unreadable[key] = index.readable.pop(key)  # type: ignore[index, arg-type]
             self._listeners[tier].removed(row)
+            if self._presence is not None:
+                self._tell_presence(row)
         if before == _DRAINING:
             copies.leaving_by_tenant[tenant] -= slot.nbytes
         elif rows.parent[row] >= 0:
             self._child_leaves(row, tier)
         return TakenCopy(tier, slot, _STATES[before])
+
+    def _tell_presence(self, row: int) -> None:
+        rows = self.rows
+        key, tenant = rows.keys[row], self._kind_tenant[rows.kind[row]]
+        self._presence.changed(tenant, key, rows.mask[row])  # type: ignore[union-attr, arg-type]  # a live row has a key
 
     def _child_leaves(self, row: int, tier: int) -> None:
         """One child less of `row`'s parent is in `tier` to stay."""

@@ -115,6 +115,12 @@ class ResidencyView:
             raise RuntimeError(f"not all of {rows} have a copy in {self.tiers[tier]}")
         return [Slot(container[row], offset[row], nbytes[row], generation[row]) for row in rows]
 
+    def is_held_by_another(self, row: int, tier: int) -> bool:
+        """Whether another tenant has a copy of a block of the same key in `tier`, in any state."""
+        key, tenant, state = self.key(row), self.tenant_of(row), self.copies[tier].state
+        others = (index.row(key) for number, index in enumerate(self.tenants) if number != tenant)
+        return any(other >= 0 and state[other] for other in others)
+
     def state(self, row: int, tier: int) -> CopyState:
         return CopyState(self.copies[tier].state[row])
 

@@ -11,6 +11,8 @@ from kvstore_proto.errors import KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_proto.v1 import admin_pb2_grpc
 from kvstored.operations.drop import Drop
+from kvstored.operations.explain import Explain
+from kvstored.operations.history import HistoryView
 from kvstored.operations.lifetime import Lifetime
 from kvstored.operations.views import Views
 
@@ -30,10 +32,14 @@ def _reporting(handler: Handler) -> Handler:
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Translates; `views` looks, `drop` takes away, `lifetime` flushes, drains and stops."""
+    """Translates; `views` looks, `explain` says why, `history` looks back, `drop` takes away, `lifetime` flushes,
+    drains and stops.
+    """
 
-    def __init__(self, views: Views, drop: Drop, lifetime: Lifetime) -> None:
+    def __init__(self, views: Views, explain: Explain, history: HistoryView, drop: Drop, lifetime: Lifetime) -> None:
         self._views = views
+        self._explain = explain
+        self._history = history
         self._drop = drop
         self._lifetime = lifetime
 
@@ -52,6 +58,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @_reporting
     async def Blocks(self, request: pb.BlocksRequest, context: Any) -> pb.BlocksReply:  # noqa: N802
         return self._views.blocks(request)
+
+    @_reporting
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainReply:  # noqa: N802
+        return await self._explain.explain(request)
+
+    @_reporting
+    async def History(self, request: pb.HistoryRequest, context: Any) -> pb.HistoryReply:  # noqa: N802
+        return await self._history.history(request)
 
     @_reporting
     async def Drop(self, request: pb.DropRequest, context: Any) -> pb.DropReply:  # noqa: N802

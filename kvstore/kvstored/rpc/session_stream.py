@@ -17,7 +17,9 @@ import grpc
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2_grpc
+from kvstored.clock import Clock
 from kvstored.dataplane.sessions import Session, SessionTable
+from kvstored.telemetry import Latencies
 from kvstored.verbs import Verbs
 
 log = logging.getLogger(__name__)
@@ -27,10 +29,14 @@ TOKEN_METADATA = "kvstored-session-bin"
 class SessionService(kvstore_pb2_grpc.KVStoreServicer):
     """See the module. `inflight_limit` bounds the tasks of one client, over all its streams."""
 
-    def __init__(self, sessions: SessionTable, verbs: Verbs, inflight_limit: int) -> None:
+    def __init__(
+        self, sessions: SessionTable, verbs: Verbs, inflight_limit: int, latencies: Latencies, clock: Clock
+    ) -> None:
         self._sessions = sessions
         self._verbs = verbs
         self._inflight_limit = inflight_limit
+        self._latencies = latencies
+        self._clock = clock
 
     async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         token = next((value for key, value in context.invocation_metadata() or () if key == TOKEN_METADATA), b"")
@@ -41,7 +47,7 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
                 "no such session: connect to the handshake socket first, and keep that connection open",
             )
             return
-        stream = _Stream(session, self._verbs, context, self._inflight_limit)
+        stream = _Stream(session, self._verbs, context, self._inflight_limit, self._latencies, self._clock)
         task = asyncio.current_task()
         assert task is not None
 
@@ -72,11 +78,21 @@ class _StreamOver(Exception):
 class _Stream:
     """One open stream: reads requests, keeps answers whole and in one writer at a time."""
 
-    def __init__(self, session: Session, verbs: Verbs, context: Any, inflight_limit: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        verbs: Verbs,
+        context: Any,
+        inflight_limit: int,
+        latencies: Latencies,
+        clock: Clock,
+    ) -> None:
         self._session = session
         self._verbs = verbs
         self._context = context
         self._inflight_limit = inflight_limit
+        self._latencies = latencies
+        self._now_ns = clock.monotonic_ns
         self._writing = asyncio.Lock()  # gRPC allows one write at a time on a stream
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -102,6 +118,7 @@ class _Stream:
 
     def _begin(self, request: pb.Request) -> pb.Response | None:
         """The answer of a request that is done at once; None when a task will answer."""
+        began_ns = self._now_ns()
         op = request.WhichOneof("op")
         try:
             if not request.request_id:
@@ -110,6 +127,7 @@ class _Stream:
                 raise KVStoreError(ErrorKind.INVALID, "a request of a kind this daemon does not know")
             quick = self._verbs.quick(self._session, op, request)
             if quick is not None:
+                self._latencies.add(op, self._now_ns() - began_ns)
                 return quick
             if self._session.in_flight >= self._inflight_limit:
                 raise KVStoreError(
@@ -121,7 +139,7 @@ class _Stream:
             return error_reply(error)
         except Exception:
             return self._broken(op or "request")
-        task = asyncio.create_task(self._run(request, op))
+        task = asyncio.create_task(self._run(request, op, began_ns))
         self._session.in_flight += 1
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -131,13 +149,17 @@ class _Stream:
         self._session.in_flight -= 1
         self._tasks.discard(task)
 
-    async def _run(self, request: pb.Request, op: str) -> None:
+    async def _run(self, request: pb.Request, op: str, began_ns: int) -> None:
         with contextlib.suppress(_StreamOver):
-            await self._answer(request, op)
+            await self._answer(request, op, began_ns)
 
-    async def _answer(self, request: pb.Request, op: str) -> None:
+    async def _answer(self, request: pb.Request, op: str, began_ns: int) -> None:
+        is_first = True
         try:
             async for reply in self._verbs.slow(self._session, op, request):
+                if is_first:  # a commit may answer twice; the client goes on after the first
+                    self._latencies.add(op, self._now_ns() - began_ns)
+                    is_first = False
                 await self._send(request.request_id, reply)
         except KVStoreError as error:
             await self._send(request.request_id, error_reply(error))

@@ -29,7 +29,7 @@ COUNTERS = {
     "expired_reservations": "reservations that lapsed",
     "sessions_opened": "handshakes that succeeded",
     "sessions_refused": "handshakes that did not",
-    "grpc_payload_bytes": "bytes of K/V that travelled inside gRPC: always 0",
+    "grpc_payload_bytes": "bytes of K/V that travelled inside gRPC: 0 but for unary calls",
 }
 
 

@@ -14,6 +14,7 @@ import hmac
 import json
 import logging
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from kvstored.residency import Residency
 from kvstored.tenants.peer import Peer
 
 SECRET_BYTES = 32
+UNKNOWN_FINGERPRINT = 1 << 40
 MAX_NAMED_FINGERPRINTS = 4096  # labels only; a client that makes up more of them still stores and finds its blocks
+_UID_TENANT = re.compile(r"uid-(0|[1-9]\d{0,9})\Z")
 log = logging.getLogger(__name__)
 
 
@@ -85,6 +88,15 @@ class TenantDirectory:
             self._note_names()
         return known
 
+    def named(self, name: str) -> Tenant | None:
+        """The tenant that an operator may hand a token to: a listed one, or, where users are tenants, "uid-N"."""
+        for section in self._listed:
+            if section.name == name:
+                return self._tenant(section)
+        if self._default == "refuse" or not _UID_TENANT.match(name):
+            return None
+        return self._tenant(TenantSection(name, uids=(int(name.removeprefix("uid-")),)))
+
     def by_digest(self, digest: bytes) -> Tenant | None:
         return next((tenant for tenant in self._tenants.values() if tenant.digest == digest), None)
 
@@ -118,6 +130,10 @@ class TenantDirectory:
     def fingerprint_number(self, digest: bytes) -> int:
         """A small number for a fingerprint digest, stable while the daemon runs."""
         return self._fingerprint_numbers.setdefault(digest, len(self._fingerprint_numbers))
+
+    def known_number(self, digest: bytes) -> int:
+        """The same for one that may never have been noted: a number that no block has, then."""
+        return self._fingerprint_numbers.get(digest, UNKNOWN_FINGERPRINT)
 
     def fingerprint_digest(self, number: int) -> bytes:
         """The inverse of `fingerprint_number`."""

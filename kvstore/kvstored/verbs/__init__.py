@@ -1,4 +1,5 @@
-"""What a client can ask for: lookup, put (reserve, commit, abort), get (acquire, release), hints (prefetch, touch).
+"""What a client can ask for: lookup, put (reserve, commit, abort), get (acquire, release), hints (prefetch, touch) and
+delete.
 
 Each verb is a class over the parts it needs; this door sends a request to its verb. `quick` answers without waiting for
 bytes to move, or says (None) that the request must run as a task through `slow`.
@@ -6,26 +7,29 @@ bytes to move, or says (None) that the request must run as a task through `slow`
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.dataplane.sessions import Session
+from kvstored.verbs.delete import Delete
 from kvstored.verbs.get import Get
 from kvstored.verbs.hints import Hints
 from kvstored.verbs.lookup import LookUp
 from kvstored.verbs.put import Put
+from kvstored.verbs.validate import known_group
 
-__all__ = ["Get", "Hints", "LookUp", "Put", "Verbs"]
+__all__ = ["Delete", "Get", "Hints", "LookUp", "Put", "Verbs"]
 
 
 class Verbs:
     """Dispatch by the name of the request's `op` field."""
 
-    def __init__(self, look_up: LookUp, put: Put, get: Get, hints: Hints) -> None:
+    def __init__(self, look_up: LookUp, put: Put, get: Get, hints: Hints, delete: Delete) -> None:
         self._look_up = look_up
         self._put = put
         self._get = get
         self._hints = hints
+        self._delete = delete
 
     def quick(self, session: Session, op: str, request: pb.Request) -> pb.Response | None:
         """Raises KVStoreError for a request that is wrong as a whole."""
@@ -53,12 +57,15 @@ class Verbs:
         if reply.HasField("acquire"):
             self._get.undo(session, reply.acquire)
 
-    async def slow(self, session: Session, op: str, request: pb.Request) -> AsyncIterator[pb.Response]:
+    async def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         """The answers of a request that waits for bytes; a commit may have two."""
         if op == "commit":
             async for reply in self._put.commit(session, request.commit):
                 yield pb.Response(commit=reply)
         elif op == "acquire":
             yield pb.Response(acquire=await self._get.acquire(session, request.acquire, request.deadline_ms))
+        elif op == "delete":
+            known_group(session, request.delete.set.group)
+            yield pb.Response(delete=await self._delete.delete(session.tenant_id, request.delete.set.keys))
         else:
             raise RuntimeError(f"{op} is always answered at once")

@@ -18,7 +18,7 @@ from kvstored.lifecycle import miss_reason
 from kvstored.movement.lane import Priority
 from kvstored.movement.promote import Promoter
 from kvstored.residency import Residency
-from kvstored.telemetry import Counters, Flows
+from kvstored.telemetry import Counters, Flows, RecentMisses
 from kvstored.tiering import HOST, NVME
 from kvstored.verbs.validate import keys_of, known_group
 
@@ -34,6 +34,7 @@ class Get:
         clock: Clock,
         counters: Counters,
         flows: Flows,
+        misses: RecentMisses,
         *,
         max_keys: int,
         leases_per_client: int,
@@ -46,6 +47,7 @@ class Get:
         self._clock = clock
         self._counters = counters
         self._flows = flows
+        self._misses = misses
         self._max_keys = max_keys
         self._leases_per_client = leases_per_client
         self._lease_ttl_ms = lease_ttl_ms
@@ -136,6 +138,8 @@ class Get:
             if residency.find(session.tenant_id, missing) < 0:
                 absence = residency.why_missing(session.tenant_id, missing, session.fingerprint_id)
                 reply.miss_reason = miss_reason(absence.cause)
+                self._flows.missed(session.tenant_id, absence.cause, keys - len(rows))
+                self._misses.note("get", session, missing, absence.cause, len(rows), keys)
         self._counters.add("acquires")
         if not rows:
             return reply
@@ -156,6 +160,7 @@ class Get:
         reply.promoted_blocks = len(promoted)
         reply.promoted_bytes = sum(residency.slot(row, HOST).nbytes for row in promoted)
         self._counters.add("acquired_blocks", len(rows))
+        self._flows.tenants[session.tenant_id].hit_blocks += len(rows)
         self._flows.hit(HOST, len(rows) - len(promoted))
         self._flows.hit(NVME, len(promoted))
         return reply

@@ -15,7 +15,7 @@ from kvstored.dataplane.sessions import Session
 from kvstored.lifecycle import miss_reason
 from kvstored.movement.promote import Promoter
 from kvstored.residency import Residency
-from kvstored.telemetry import Counters
+from kvstored.telemetry import Counters, Flows, RecentMisses
 from kvstored.verbs.validate import keys_of, known_group
 
 # The wire's tier of each combination of readable copies: the fastest one counts.
@@ -30,10 +30,20 @@ _CODES = {
 class LookUp:
     """See the module."""
 
-    def __init__(self, residency: Residency, promoter: Promoter, counters: Counters, max_keys: int) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        promoter: Promoter,
+        counters: Counters,
+        flows: Flows,
+        misses: RecentMisses,
+        max_keys: int,
+    ) -> None:
         self._residency = residency
         self._promoter = promoter
         self._counters = counters
+        self._flows = flows
+        self._misses = misses
         self._max_keys = max_keys
         self._code_of_mask = bytes(self._code(mask) for mask in range(1 << len(residency.tiers)))
 
@@ -47,6 +57,7 @@ class LookUp:
         for key_set in request.sets:
             self._look_up_set(session, key_set, reply.sets.add())
         self._counters.add("lookups")
+        self._flows.tenants[session.tenant_id].lookups += 1
         return reply
 
     def _look_up_set(self, session: Session, key_set: pb.KeySet, presence: pb.Presence) -> None:
@@ -63,6 +74,8 @@ class LookUp:
         if usable < len(keys):  # then the key at `usable` is missing, whatever the match
             absence = residency.why_missing(session.tenant_id, keys[usable], session.fingerprint_id)
             presence.miss_reason = miss_reason(absence.cause)
+            self._flows.missed(session.tenant_id, absence.cause, len(keys) - usable)
+            self._misses.note("lookup", session, keys[usable], absence.cause, usable, len(keys))
         self._counters.add("lookup_keys", len(keys))
         self._counters.add("lookup_hit_keys", usable)
 

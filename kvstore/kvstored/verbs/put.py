@@ -8,18 +8,16 @@ Invariants: a block is visible to the very next lookup once its commit is answer
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstore_proto.arena import HEADER_BYTES, MAX_TOKENS, TOKENS_OFFSET, BlockHeader, slot_bytes
+from kvstore_proto.arena import BlockHeader, slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, chain
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.host import HostTier
-from kvstore_tiers.segments import Segment
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.dataplane.sessions import Reservation, Session, SessionTable
 from kvstored.movement.completions import CompletionQueue
@@ -31,7 +29,6 @@ from kvstored.tiering import HOST
 from kvstored.verbs.validate import keys_of, known_group, payload_size
 
 log = logging.getLogger(__name__)
-_TOKEN_COUNT_OFFSET = 108
 _NO_EXTRA_FIELD = bytes(KEY_BYTES)
 _MODES = {
     "none": pb.DURABILITY_MODE_NONE,
@@ -278,7 +275,7 @@ class Put:
         writes = []
         for filling in fillings:
             reservation = filling.reservation
-            tokens = _staged_tokens(session, reservation)
+            tokens = staging.tokens_at(reservation.offset)
             if not _tokens_hash_to_key(session, reservation, tokens):
                 filling.outcome = Outcome(OutcomeKind.CORRUPT, message="tokens do not hash to the key")
                 continue
@@ -289,12 +286,7 @@ class Put:
                 depth=self._residency.depth(self._residency.current(filling.token)),
                 generation=filling.slot.generation, created_ns=self._clock.wall_ns(),
             )  # fmt: skip
-            source = Segment(
-                staging.address + reservation.offset + HEADER_BYTES,
-                reservation.payload_bytes,
-                owner=staging.view,
-            )
-            writes.append((filling, header, source))
+            writes.append((filling, header, staging.payload_at(reservation.offset, reservation.payload_bytes)))
         if not writes:
             return
         done: asyncio.Future[Sequence[Outcome]] = asyncio.get_running_loop().create_future()
@@ -353,14 +345,6 @@ def _durability(settled: asyncio.Future[bool]) -> int:
     if not settled.done():
         return pb.DURABILITY_PENDING
     return pb.DURABILITY_DURABLE if settled.result() else pb.DURABILITY_VOLATILE
-
-
-def _staged_tokens(session: Session, reservation: Reservation) -> bytes:
-    """The token ids as the client wrote them, taken once: it may still be writing."""
-    assert session.staging is not None
-    slot = session.staging.address + reservation.offset
-    count = int.from_bytes(ctypes.string_at(slot + _TOKEN_COUNT_OFFSET, 4), "little")
-    return ctypes.string_at(slot + TOKENS_OFFSET, min(count, MAX_TOKENS) * 4)
 
 
 def _tokens_hash_to_key(session: Session, reservation: Reservation, tokens: bytes) -> bool:

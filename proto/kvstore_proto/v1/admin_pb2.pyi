@@ -668,3 +668,375 @@ class InvalidateReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "fingerprints", b"fingerprints", "kept_blocks", b"kept_blocks"]) -> None: ...
 
 global___InvalidateReply = InvalidateReply
+
+@typing.final
+class HistoryRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESOLUTION_S_FIELD_NUMBER: builtins.int
+    SINCE_S_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
+    resolution_s: builtins.int
+    """of the samples; one of HistoryReply.resolutions_s, 0 = the finest"""
+    since_s: builtins.float
+    """only samples of the last so many seconds; 0 = all that are kept"""
+    settings: builtins.bool
+    """also send the settings in use"""
+    def __init__(
+        self,
+        *,
+        resolution_s: builtins.int = ...,
+        since_s: builtins.float = ...,
+        settings: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["resolution_s", b"resolution_s", "settings", b"settings", "since_s", b"since_s"]) -> None: ...
+
+global___HistoryRequest = HistoryRequest
+
+@typing.final
+class HistoryReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class MissesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class SettingsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    RESOLUTION_S_FIELD_NUMBER: builtins.int
+    RESOLUTIONS_S_FIELD_NUMBER: builtins.int
+    AT_S_FIELD_NUMBER: builtins.int
+    SPAN_S_FIELD_NUMBER: builtins.int
+    SERIES_FIELD_NUMBER: builtins.int
+    MISSES_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
+    resolution_s: builtins.int
+    @property
+    def resolutions_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """that this daemon keeps"""
+
+    @property
+    def at_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """end of each sample, oldest first, seconds since the epoch"""
+
+    @property
+    def span_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """what each sample covers"""
+
+    @property
+    def series(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HistorySeries]: ...
+    @property
+    def misses(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """blocks missed since the start, by cause"""
+
+    @property
+    def settings(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """SECTION.KEY to value, sizes in bytes"""
+
+    def __init__(
+        self,
+        *,
+        resolution_s: builtins.int = ...,
+        resolutions_s: collections.abc.Iterable[builtins.int] | None = ...,
+        at_s: collections.abc.Iterable[builtins.float] | None = ...,
+        span_s: collections.abc.Iterable[builtins.float] | None = ...,
+        series: collections.abc.Iterable[global___HistorySeries] | None = ...,
+        misses: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        settings: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "misses", b"misses", "resolution_s", b"resolution_s", "resolutions_s", b"resolutions_s", "series", b"series", "settings", b"settings", "span_s", b"span_s"]) -> None: ...
+
+global___HistoryReply = HistoryReply
+
+@typing.final
+class HistorySeries(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SCOPE_FIELD_NUMBER: builtins.int
+    SUBJECT_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    IS_FLOW_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    scope: builtins.str
+    """daemon | tier | tenant | lane | verb | miss"""
+    subject: builtins.str
+    """which tier, tenant, lane, verb or cause; empty for the daemon"""
+    name: builtins.str
+    """what, with its unit: used_bytes, hits, p99_us"""
+    is_flow: builtins.bool
+    """counted during each sample; else a level at its end"""
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """one a sample; NaN where nothing was known"""
+
+    def __init__(
+        self,
+        *,
+        scope: builtins.str = ...,
+        subject: builtins.str = ...,
+        name: builtins.str = ...,
+        is_flow: builtins.bool = ...,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["is_flow", b"is_flow", "name", b"name", "scope", b"scope", "subject", b"subject", "values", b"values"]) -> None: ...
+
+global___HistorySeries = HistorySeries
+
+@typing.final
+class ExplainRequest(google.protobuf.message.Message):
+    """Where blocks are, or why they are not there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    ANCESTORS_FIELD_NUMBER: builtins.int
+    RECENT_MISSES_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """empty = every tenant"""
+    fingerprint: builtins.str
+    """hex digest or prefix of >= 8: what the keys were made under; empty = not known"""
+    ancestors: builtins.bool
+    """also the blocks that the first key continues"""
+    recent_misses: builtins.int
+    """also the last so many misses, newest first"""
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """hex, in chain order; a key's first 6 digits or more do when they name one block"""
+
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[builtins.str] | None = ...,
+        tenant: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        ancestors: builtins.bool = ...,
+        recent_misses: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ancestors", b"ancestors", "fingerprint", b"fingerprint", "keys", b"keys", "recent_misses", b"recent_misses", "tenant", b"tenant"]) -> None: ...
+
+global___ExplainRequest = ExplainRequest
+
+@typing.final
+class ExplainReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    MISSES_FIELD_NUMBER: builtins.int
+    FINGERPRINTS_FIELD_NUMBER: builtins.int
+    @property
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockExplanation]: ...
+    @property
+    def misses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MissStatus]: ...
+    @property
+    def fingerprints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FingerprintStatus]:
+        """those that match the request's; all when it names none"""
+
+    def __init__(
+        self,
+        *,
+        blocks: collections.abc.Iterable[global___BlockExplanation] | None = ...,
+        misses: collections.abc.Iterable[global___MissStatus] | None = ...,
+        fingerprints: collections.abc.Iterable[global___FingerprintStatus] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "fingerprints", b"fingerprints", "misses", b"misses"]) -> None: ...
+
+global___ExplainReply = ExplainReply
+
+@typing.final
+class BlockExplanation(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    BLOCK_FIELD_NUMBER: builtins.int
+    COPIES_FIELD_NUMBER: builtins.int
+    HAS_AGE_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
+    LOAD_US_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    GONE_S_FIELD_NUMBER: builtins.int
+    ACCESSES_BEFORE_FIELD_NUMBER: builtins.int
+    CONTINUED_FIELD_NUMBER: builtins.int
+    MISSING_ANCESTOR_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    tenant: builtins.str
+    """empty when the key is unknown"""
+    state: builtins.str
+    """stored | filling | missing"""
+    has_age: builtins.bool
+    age_s: builtins.float
+    """since it was stored; known while DRAM has a copy"""
+    load_us: builtins.int
+    """what it adds to the load time, were the chain asked for now"""
+    cause: builtins.str
+    """of a missing one: never_stored, evicted, ... as in MissReason"""
+    gone_s: builtins.float
+    """how long it has been away, 0 when not known"""
+    accesses_before: builtins.int
+    """how often it had been used when it went"""
+    continued: builtins.bool
+    """missing, but stored blocks hang on it"""
+    missing_ancestor: builtins.str
+    """the nearest block before it that is not stored: a get never comes this far"""
+    @property
+    def block(self) -> global___BlockStatus:
+        """of a stored one"""
+
+    @property
+    def copies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CopyStatus]: ...
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        tenant: builtins.str = ...,
+        state: builtins.str = ...,
+        block: global___BlockStatus | None = ...,
+        copies: collections.abc.Iterable[global___CopyStatus] | None = ...,
+        has_age: builtins.bool = ...,
+        age_s: builtins.float = ...,
+        load_us: builtins.int = ...,
+        cause: builtins.str = ...,
+        gone_s: builtins.float = ...,
+        accesses_before: builtins.int = ...,
+        continued: builtins.bool = ...,
+        missing_ancestor: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["block", b"block"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accesses_before", b"accesses_before", "age_s", b"age_s", "block", b"block", "cause", b"cause", "continued", b"continued", "copies", b"copies", "gone_s", b"gone_s", "has_age", b"has_age", "key", b"key", "load_us", b"load_us", "missing_ancestor", b"missing_ancestor", "state", b"state", "tenant", b"tenant"]) -> None: ...
+
+global___BlockExplanation = BlockExplanation
+
+@typing.final
+class CopyStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    RESIDENCY_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    LOCATION_FIELD_NUMBER: builtins.int
+    tier: builtins.str
+    state: builtins.str
+    """filling | resident | draining"""
+    residency: builtins.str
+    """hot | warm | cold"""
+    bytes: builtins.int
+    location: builtins.str
+    def __init__(
+        self,
+        *,
+        tier: builtins.str = ...,
+        state: builtins.str = ...,
+        residency: builtins.str = ...,
+        bytes: builtins.int = ...,
+        location: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "location", b"location", "residency", b"residency", "state", b"state", "tier", b"tier"]) -> None: ...
+
+global___CopyStatus = CopyStatus
+
+@typing.final
+class MissStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    AGO_S_FIELD_NUMBER: builtins.int
+    TIMES_FIELD_NUMBER: builtins.int
+    CLIENT_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    REQUEST_FIELD_NUMBER: builtins.int
+    FOUND_BLOCKS_FIELD_NUMBER: builtins.int
+    ASKED_BLOCKS_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    key: builtins.str
+    """the first block that was missing"""
+    cause: builtins.str
+    ago_s: builtins.float
+    """the last time"""
+    times: builtins.int
+    """in a row"""
+    client: builtins.str
+    pid: builtins.int
+    request: builtins.str
+    """lookup | get"""
+    found_blocks: builtins.int
+    asked_blocks: builtins.int
+    fingerprint: builtins.str
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        key: builtins.str = ...,
+        cause: builtins.str = ...,
+        ago_s: builtins.float = ...,
+        times: builtins.int = ...,
+        client: builtins.str = ...,
+        pid: builtins.int = ...,
+        request: builtins.str = ...,
+        found_blocks: builtins.int = ...,
+        asked_blocks: builtins.int = ...,
+        fingerprint: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ago_s", b"ago_s", "asked_blocks", b"asked_blocks", "cause", b"cause", "client", b"client", "fingerprint", b"fingerprint", "found_blocks", b"found_blocks", "key", b"key", "pid", b"pid", "request", b"request", "tenant", b"tenant", "times", b"times"]) -> None: ...
+
+global___MissStatus = MissStatus
+
+@typing.final
+class FingerprintStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    CANONICAL_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
+    digest: builtins.str
+    label: builtins.str
+    canonical: builtins.str
+    """JSON; empty when only the digest is known"""
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """that ever stored under it"""
+
+    def __init__(
+        self,
+        *,
+        digest: builtins.str = ...,
+        label: builtins.str = ...,
+        canonical: builtins.str = ...,
+        tenants: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["canonical", b"canonical", "digest", b"digest", "label", b"label", "tenants", b"tenants"]) -> None: ...
+
+global___FingerprintStatus = FingerprintStatus

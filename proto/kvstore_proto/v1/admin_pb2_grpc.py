@@ -79,6 +79,16 @@ class AdminStub(object):
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.InvalidateRequest.SerializeToString,
                 response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.InvalidateReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvstore.v1.Admin/Explain',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+                _registered_method=True)
+        self.History = channel.unary_unary(
+                '/kvstore.v1.Admin/History',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.HistoryRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.HistoryReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -138,6 +148,18 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def History(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -185,6 +207,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Invalidate,
                     request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.InvalidateRequest.FromString,
                     response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.InvalidateReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
+            ),
+            'History': grpc.unary_unary_rpc_method_handler(
+                    servicer.History,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.HistoryRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.HistoryReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -430,6 +462,60 @@ class Admin(object):
             '/kvstore.v1.Admin/Invalidate',
             kvstore__proto_dot_v1_dot_admin__pb2.InvalidateRequest.SerializeToString,
             kvstore__proto_dot_v1_dot_admin__pb2.InvalidateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/Explain',
+            kvstore__proto_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def History(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/History',
+            kvstore__proto_dot_v1_dot_admin__pb2.HistoryRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.HistoryReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,6 +64,16 @@ class AdminStub:
         kvstore_proto.v1.admin_pb2.InvalidateReply,
     ]
 
+    Explain: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.ExplainRequest,
+        kvstore_proto.v1.admin_pb2.ExplainReply,
+    ]
+
+    History: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.HistoryRequest,
+        kvstore_proto.v1.admin_pb2.HistoryReply,
+    ]
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.StatusRequest,
@@ -108,6 +118,16 @@ class AdminAsyncStub:
     Invalidate: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.InvalidateRequest,
         kvstore_proto.v1.admin_pb2.InvalidateReply,
+    ]
+
+    Explain: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.ExplainRequest,
+        kvstore_proto.v1.admin_pb2.ExplainReply,
+    ]
+
+    History: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.HistoryRequest,
+        kvstore_proto.v1.admin_pb2.HistoryReply,
     ]
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -173,5 +193,19 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.InvalidateRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.InvalidateReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.InvalidateReply]]: ...
+
+    @abc.abstractmethod
+    def Explain(
+        self,
+        request: kvstore_proto.v1.admin_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.ExplainReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.ExplainReply]]: ...
+
+    @abc.abstractmethod
+    def History(
+        self,
+        request: kvstore_proto.v1.admin_pb2.HistoryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.HistoryReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.HistoryReply]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

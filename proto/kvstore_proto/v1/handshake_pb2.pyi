@@ -21,19 +21,23 @@ class ClientPacket(google.protobuf.message.Message):
 
     HELLO_FIELD_NUMBER: builtins.int
     ARENA_FIELD_NUMBER: builtins.int
+    LOOKUP_INDEX_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
     def arena(self) -> global___ArenaRequest: ...
+    @property
+    def lookup_index(self) -> global___LookupIndexRequest: ...
     def __init__(
         self,
         *,
         hello: global___Hello | None = ...,
         arena: global___ArenaRequest | None = ...,
+        lookup_index: global___LookupIndexRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["arena", b"arena", "hello", b"hello", "packet", b"packet"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena", b"arena", "hello", b"hello", "packet", b"packet"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["packet", b"packet"]) -> typing.Literal["hello", "arena"] | None: ...
+    def HasField(self, field_name: typing.Literal["arena", b"arena", "hello", b"hello", "lookup_index", b"lookup_index", "packet", b"packet"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arena", b"arena", "hello", b"hello", "lookup_index", b"lookup_index", "packet", b"packet"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["packet", b"packet"]) -> typing.Literal["hello", "arena", "lookup_index"] | None: ...
 
 global___ClientPacket = ClientPacket
 
@@ -44,6 +48,7 @@ class DaemonPacket(google.protobuf.message.Message):
     WELCOME_FIELD_NUMBER: builtins.int
     ARENA_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    LOOKUP_INDEX_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> global___Welcome:
         """with one descriptor: the staging memory, read-write"""
@@ -54,16 +59,21 @@ class DaemonPacket(google.protobuf.message.Message):
 
     @property
     def refused(self) -> kvstore_proto.v1.kvstore_pb2.Error: ...
+    @property
+    def lookup_index(self) -> global___LookupIndexGrant:
+        """with one descriptor: the index, read-only; with none when size_bytes is 0"""
+
     def __init__(
         self,
         *,
         welcome: global___Welcome | None = ...,
         arena: global___ArenaGrant | None = ...,
         refused: kvstore_proto.v1.kvstore_pb2.Error | None = ...,
+        lookup_index: global___LookupIndexGrant | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["arena", b"arena", "packet", b"packet", "refused", b"refused", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena", b"arena", "packet", b"packet", "refused", b"refused", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["packet", b"packet"]) -> typing.Literal["welcome", "arena", "refused"] | None: ...
+    def HasField(self, field_name: typing.Literal["arena", b"arena", "lookup_index", b"lookup_index", "packet", b"packet", "refused", b"refused", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arena", b"arena", "lookup_index", b"lookup_index", "packet", b"packet", "refused", b"refused", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["packet", b"packet"]) -> typing.Literal["welcome", "arena", "refused", "lookup_index"] | None: ...
 
 global___DaemonPacket = DaemonPacket
 
@@ -108,6 +118,7 @@ class Welcome(google.protobuf.message.Message):
     MAX_KEYS_FIELD_NUMBER: builtins.int
     MAX_BLOCK_BYTES_FIELD_NUMBER: builtins.int
     ARENA_IDS_FIELD_NUMBER: builtins.int
+    LOOKUP_INDEX_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     session_token: builtins.bytes
     tenant: builtins.str
@@ -120,6 +131,8 @@ class Welcome(google.protobuf.message.Message):
     max_keys: builtins.int
     """a batch may carry"""
     max_block_bytes: builtins.int
+    lookup_index: builtins.bool
+    """this daemon answers LookupIndexRequest"""
     @property
     def roots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """root key of each layer group, in the fingerprint's order"""
@@ -142,8 +155,9 @@ class Welcome(google.protobuf.message.Message):
         max_keys: builtins.int = ...,
         max_block_bytes: builtins.int = ...,
         arena_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        lookup_index: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_ids", b"arena_ids", "daemon_epoch", b"daemon_epoch", "data_socket", b"data_socket", "lease_ttl_ms", b"lease_ttl_ms", "max_block_bytes", b"max_block_bytes", "max_keys", b"max_keys", "protocol_version", b"protocol_version", "roots", b"roots", "session_token", b"session_token", "staging_bytes", b"staging_bytes", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_ids", b"arena_ids", "daemon_epoch", b"daemon_epoch", "data_socket", b"data_socket", "lease_ttl_ms", b"lease_ttl_ms", "lookup_index", b"lookup_index", "max_block_bytes", b"max_block_bytes", "max_keys", b"max_keys", "protocol_version", b"protocol_version", "roots", b"roots", "session_token", b"session_token", "staging_bytes", b"staging_bytes", "tenant", b"tenant"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -179,3 +193,34 @@ class ArenaGrant(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___ArenaGrant = ArenaGrant
+
+@typing.final
+class LookupIndexRequest(google.protobuf.message.Message):
+    """The tenant's lookup index (layout: kvstore_proto.lookup_index). Asked for at most once by most clients."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___LookupIndexRequest = LookupIndexRequest
+
+@typing.final
+class LookupIndexGrant(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    size_bytes: builtins.int
+    reason: builtins.str
+    """why there is none, when size_bytes is 0"""
+    def __init__(
+        self,
+        *,
+        size_bytes: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "size_bytes", b"size_bytes"]) -> None: ...
+
+global___LookupIndexGrant = LookupIndexGrant

@@ -283,6 +283,7 @@ class Request(google.protobuf.message.Message):
     RELEASE_FIELD_NUMBER: builtins.int
     PREFETCH_FIELD_NUMBER: builtins.int
     TOUCH_FIELD_NUMBER: builtins.int
+    DELETE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """chosen by the client, unique among its requests in flight; 0 is refused"""
     deadline_ms: builtins.int
@@ -305,6 +306,8 @@ class Request(google.protobuf.message.Message):
     def prefetch(self) -> global___Prefetch: ...
     @property
     def touch(self) -> global___Touch: ...
+    @property
+    def delete(self) -> global___Delete: ...
     def __init__(
         self,
         *,
@@ -319,10 +322,11 @@ class Request(google.protobuf.message.Message):
         release: global___Release | None = ...,
         prefetch: global___Prefetch | None = ...,
         touch: global___Touch | None = ...,
+        delete: global___Delete | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "deadline_ms", b"deadline_ms", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "deadline_ms", b"deadline_ms", "delete", b"delete", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete"] | None: ...
 
 global___Request = Request
 
@@ -341,6 +345,7 @@ class Response(google.protobuf.message.Message):
     RELEASE_FIELD_NUMBER: builtins.int
     PREFETCH_FIELD_NUMBER: builtins.int
     TOUCH_FIELD_NUMBER: builtins.int
+    DELETE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     @property
     def error(self) -> global___Error: ...
@@ -362,6 +367,8 @@ class Response(google.protobuf.message.Message):
     def prefetch(self) -> global___PrefetchReply: ...
     @property
     def touch(self) -> global___TouchReply: ...
+    @property
+    def delete(self) -> global___DeleteReply: ...
     def __init__(
         self,
         *,
@@ -376,10 +383,11 @@ class Response(google.protobuf.message.Message):
         release: global___ReleaseReply | None = ...,
         prefetch: global___PrefetchReply | None = ...,
         touch: global___TouchReply | None = ...,
+        delete: global___DeleteReply | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "error", b"error", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "error", b"error", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete"] | None: ...
 
 global___Response = Response
 
@@ -509,7 +517,7 @@ class Presence(google.protobuf.message.Message):
     """of the first key that is not usable, if any"""
     @property
     def load_us(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """estimated time to have each key mapped, microseconds"""
+        """what each key adds to the time to have all mapped, microseconds"""
 
     def __init__(
         self,
@@ -867,3 +875,55 @@ class TouchReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["expires_in_ms", b"expires_in_ms", "renewed", b"renewed", "touched", b"touched"]) -> None: ...
 
 global___TouchReply = TouchReply
+
+@typing.final
+class Delete(google.protobuf.message.Message):
+    """Takes blocks away for good, last one first. Never leaves a hole: a block that others continue, and one under a lease
+    or in transfer, is kept and counted.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SET_FIELD_NUMBER: builtins.int
+    @property
+    def set(self) -> global___KeySet: ...
+    def __init__(
+        self,
+        *,
+        set: global___KeySet | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["set", b"set"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["set", b"set"]) -> None: ...
+
+global___Delete = Delete
+
+@typing.final
+class DeleteReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DELETED_FIELD_NUMBER: builtins.int
+    DELETED_BYTES_FIELD_NUMBER: builtins.int
+    LEASED_FIELD_NUMBER: builtins.int
+    CONTINUED_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    deleted: builtins.int
+    deleted_bytes: builtins.int
+    """payload"""
+    leased: builtins.int
+    """kept: under a lease, or on the move"""
+    continued: builtins.int
+    """kept: stored blocks hang on it"""
+    missing: builtins.int
+    """were not stored"""
+    def __init__(
+        self,
+        *,
+        deleted: builtins.int = ...,
+        deleted_bytes: builtins.int = ...,
+        leased: builtins.int = ...,
+        continued: builtins.int = ...,
+        missing: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["continued", b"continued", "deleted", b"deleted", "deleted_bytes", b"deleted_bytes", "leased", b"leased", "missing", b"missing"]) -> None: ...
+
+global___DeleteReply = DeleteReply

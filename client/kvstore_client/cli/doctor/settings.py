@@ -1,0 +1,130 @@
+"""A daemon's settings without importing the daemon: as it says itself, or as `kvstored config` and a file say.
+
+Invariant: where a value comes from is told with it, and a file that the daemon would refuse is refused with the
+daemon's own words.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SYSTEM_CONFIG = Path("/etc/kvstored/kvstored.toml")
+_TIMEOUT_S = 30.0
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}{tail}": 1000**power for power, letter in enumerate("kmgt", 1) for tail in ("", "b")}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`values` by SECTION.KEY; sizes are bytes under KEY_bytes. `problem` is why there are none to trust."""
+
+    source: str
+    values: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+    def path(self, key: str) -> Path | None:
+        value = self.values.get(key)
+        return Path(value) if value else None
+
+    def nbytes(self, key: str) -> int:
+        """0 when unknown."""
+        value = self.values.get(f"{key}_bytes", "0")
+        return int(value) if value.isdecimal() else 0
+
+    def number(self, key: str, default: int = 0) -> int:
+        value = self.values.get(key, "")
+        return int(value) if value.isdecimal() else default
+
+    def flag(self, key: str) -> bool:
+        return self.values.get(key, "").lower() == "true"
+
+
+def of_daemon(values: Mapping[str, str]) -> Settings:
+    return Settings("the running daemon", dict(values))
+
+
+def of_file(config: Path | None, state_dir: str | None) -> Settings:
+    """The defaults, overlaid with a configuration file and a state directory."""
+    chosen = config or (SYSTEM_CONFIG if SYSTEM_CONFIG.exists() else None)
+    source = str(chosen) if chosen else "the defaults"
+    asked = [] if chosen is None else ["--config", str(chosen)]
+    asked += [] if state_dir is None else ["--state-dir", state_dir]
+    usable, said = _kvstored("config", "--check", *asked)
+    if not usable:
+        return Settings(source, problem=said.removeprefix("kvstored: "))
+    is_there, reference = _kvstored("config")
+    if not is_there:
+        return Settings(source, problem=reference)
+    values = _flat(tomllib.loads(reference))
+    if chosen is not None:
+        values |= _flat(tomllib.loads(chosen.read_text()))
+    if state_dir is not None:
+        values["daemon.state_dir"] = str(Path(state_dir).absolute())
+    if not values.get("nvme.path"):
+        values["nvme.path"] = str(Path(values["daemon.state_dir"]) / "nvme")
+    return Settings(source, _with_sizes(values))
+
+
+def size_of(text: str, whole_bytes: int) -> int | None:
+    """Bytes of "64MiB" or "25%"; None of what is no size. The daemon has checked the file: nothing is refused here."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", text)
+    if match is None:
+        return None
+    amount, unit = float(match[1]), match[2].lower()
+    if unit == "%":
+        return int(whole_bytes * amount / 100)
+    return int(amount * _UNITS[unit]) if unit in _UNITS else None
+
+
+def _kvstored(*arguments: str) -> tuple[bool, str]:
+    """Whether the daemon's command was content, and what it said."""
+    command = [sys.executable, "-m", "kvstored", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False, f"`kvstored {' '.join(arguments)}` took longer than {_TIMEOUT_S:g} s"
+    except OSError as error:
+        return False, f"`kvstored config` cannot be run: {error.strerror} ({error.filename})"
+    if done.returncode == 0:
+        return True, done.stdout
+    return False, (done.stderr.strip().splitlines() or [f"kvstored ended with {done.returncode}"])[-1]
+
+
+def _flat(document: Mapping[str, Any]) -> dict[str, str]:
+    """SECTION.KEY to text; lists of tables (tenants) are left out."""
+    return {
+        f"{section}.{key}": str(value)
+        for section, table in document.items()
+        if isinstance(table, dict)
+        for key, value in table.items()
+    }
+
+
+def _with_sizes(values: dict[str, str]) -> dict[str, str]:
+    """The same with KEY_bytes beside each KEY that is a size."""
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sized = dict(values)
+    for key, text in values.items():
+        whole_bytes = memory_bytes
+        if key == "nvme.capacity" and "%" in text:
+            whole_bytes = _file_system_bytes(Path(values["nvme.path"]))
+        nbytes = size_of(text, whole_bytes)
+        if nbytes is not None:
+            sized[f"{key}_bytes"] = str(nbytes)
+    return sized
+
+
+def _file_system_bytes(path: Path) -> int:
+    while not os.path.exists(path) and path != path.parent:  # False too where we may not look
+        path = path.parent
+    status = os.statvfs(path)
+    return status.f_blocks * status.f_frsize

@@ -1,0 +1,150 @@
+"""What kvctl explain says, in sentences and a table. Pure: replies in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kvstore_client.cli.show import KEY_DIGITS
+from kvstore_client.cli.table import Column, render_table
+from kvstore_client.cli.units import human_blocks, human_count, human_seconds
+from kvstore_proto.v1 import admin_pb2 as wire
+
+_SENTENCES: Final[Mapping[str, str]] = {
+    "never_stored": "never stored (or so long ago that the daemon has forgotten; a restart forgets too)",
+    "evicted": "evicted for want of room",
+    "expired": "expired: idle for longer than its tier's ttl_s",
+    "quota": "evicted because its tenant was at its own maximum",
+    "other_fingerprint": "its tenant has stored nothing under this fingerprint",
+    "corrupt": "its bytes on NVMe failed verification; they are quarantined and the block is to be computed again",
+    "invalidated": "an operator invalidated its fingerprint",
+    "dropped": "deleted by its owner or dropped by an operator",
+    "read_failed": "the medium would not give it",
+}
+_COLUMNS: Final = (
+    Column("BLOCK", True),
+    Column("KEY"),
+    Column("STATE"),
+    Column("TIERS"),
+    Column("CLASS"),
+    Column("DURABILITY"),
+    Column("USES", True),
+    Column("IDLE", True),
+    Column("AGE", True),
+    Column("LEASES", True),
+    Column("CHILDREN", True),
+    Column("LOAD", True),
+    Column("WHY"),
+)
+
+
+def render_chain(
+    label: str,
+    blocks: Sequence[wire.BlockExplanation],
+    usable: int,
+    load_us: int,
+    elsewhere: Sequence[Mapping[str, Any]],
+) -> str:
+    lines = [_summary(label, blocks, usable, load_us)]
+    lines += [
+        f"stored under another fingerprint: {item['label']} has {item['stored_blocks']} of {item['blocks']} blocks of "
+        "these tokens"
+        for item in elsewhere
+    ]
+    rows: list[list[str]] = []
+    for number, block in enumerate(blocks):
+        cells = _cells(block)
+        if rows and block.state == "missing" and cells[2:] == rows[-1][3:]:
+            rows[-1][0] = f"{rows[-1][0].split('-')[0]}-{number}"  # a run of blocks with one fate is one line
+        else:
+            rows.append([str(number), *cells])
+    return "\n".join([*lines, render_table(_COLUMNS, rows, empty="no blocks")])
+
+
+def why(block: wire.BlockExplanation) -> str:
+    """One sentence for a block that a get cannot have; empty for one that it can."""
+    if block.state == "filling":
+        return "it is being written"
+    if block.state == "stored":
+        return (
+            f"not reached: {block.missing_ancestor[:KEY_DIGITS]} before it is missing" if block.missing_ancestor else ""
+        )
+    text = _SENTENCES.get(block.cause, block.cause)
+    if block.gone_s:
+        text += f", {human_seconds(block.gone_s)} ago"
+    if block.accesses_before:
+        text += f", after {human_count(block.accesses_before)} use{'' if block.accesses_before == 1 else 's'}"
+    if block.continued:
+        text += "; stored blocks still continue it"
+    return text
+
+
+def _briefly(block: wire.BlockExplanation) -> str:
+    if block.state != "missing":
+        return why(block)
+    return block.cause.replace("_", " ") + (f" {human_seconds(block.gone_s)} ago" if block.gone_s else "")
+
+
+def render_misses(reply: wire.ExplainReply) -> str:
+    columns = [
+        Column("AGO", True),
+        Column("TENANT"),
+        Column("CLIENT"),
+        Column("PID", True),
+        Column("REQUEST"),
+        Column("FOUND", True),
+        Column("MISSING KEY"),
+        Column("CAUSE"),
+        Column("TIMES", True),
+        Column("MODEL"),
+    ]
+    rows = [
+        [
+            human_seconds(miss.ago_s),
+            miss.tenant,
+            miss.client,
+            str(miss.pid),
+            miss.request,
+            f"{miss.found_blocks} of {miss.asked_blocks}",
+            miss.key,
+            miss.cause,
+            human_count(miss.times),
+            miss.fingerprint,
+        ]
+        for miss in reply.misses
+    ]
+    return render_table(columns, rows, empty="nothing was missed since the daemon started")
+
+
+def _summary(label: str, blocks: Sequence[wire.BlockExplanation], usable: int, load_us: int) -> str:
+    if all("host" in block.block.tiers for block in blocks[:usable]):
+        cost = "in DRAM"
+    else:
+        cost = f"reading what is not in DRAM would take about {human_seconds(load_us / 1e6)}"
+    if usable == len(blocks):
+        return f"{label}: {'the block is' if usable == 1 else f'all {human_blocks(usable)} are'} stored, {cost}"
+    reason = f"block {usable}: {why(blocks[usable])}"
+    if not usable:
+        return f"{label}: a get finds nothing; {reason}"
+    return f"{label}: a get finds {human_count(usable)} of {human_blocks(len(blocks))}, {cost}; {reason}"
+
+
+def _cells(explained: wire.BlockExplanation) -> list[str]:
+    block = explained.block
+    head = [explained.key[:KEY_DIGITS], explained.state]
+    if explained.state != "stored":
+        return [*head, *["-"] * 9, _briefly(explained)]
+    classes = dict.fromkeys(copy.residency for copy in explained.copies if copy.residency)
+    return [
+        *head,
+        "+".join(block.tiers),
+        "+".join(classes),
+        block.durability,
+        human_count(block.accesses),
+        human_seconds(block.idle_s),
+        human_seconds(explained.age_s) if explained.has_age else "-",
+        human_count(block.leases),
+        human_count(block.children),
+        human_seconds(explained.load_us / 1e6),
+        _briefly(explained),
+    ]

@@ -1,0 +1,82 @@
+"""Text with colour for a terminal, or without: spans that know how wide they are, bars, sparklines.
+
+Owns escape codes. Invariant: what a `Line` takes on the screen never depends on its colours, and is never wider than it
+was cut to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+_CODES = {"": "", "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(slots=True)
+class Line:
+    """Pieces of text side by side, each with a style."""
+
+    spans: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, text: str, style: str = "") -> Line:
+        if text:
+            self.spans.append((text, style))
+        return self
+
+    @property
+    def width(self) -> int:
+        return sum(len(text) for text, _ in self.spans)
+
+    def render(self, width: int, *, colour: bool) -> str:
+        """At most `width` characters, with escape codes where there is colour."""
+        parts: list[str] = []
+        left = width
+        for text, style in self.spans:
+            shown = text[:left]
+            left -= len(shown)
+            if shown:
+                parts.append(f"\x1b[{_CODES[style]}m{shown}\x1b[0m" if colour and style else shown)
+        return "".join(parts) if colour else "".join(parts).rstrip()
+
+
+def plain_line(text: str, style: str = "") -> Line:
+    return Line().add(text, style)
+
+
+def bar(share: float, width: int) -> str:
+    """A bar with eighths of a character, always `width` wide; a hair of it for the least that is not nothing."""
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    if share > 0:
+        eighths = max(1, eighths)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def sparkline(values: Sequence[float], width: int, *, top: float = 0.0) -> str:
+    """All values as bars of one character, neighbours averaged where there is not room for each, scaled to the highest,
+    or to `top`; a gap for NaN.
+    """
+    if width <= 0:
+        return ""
+    columns = min(width, len(values))
+    edges = [len(values) * column // columns for column in range(columns)] + [len(values)] if columns else [0]
+    shown = [_mean(values[first:last]) for first, last in pairwise(edges)]
+    highest = top or max((value for value in shown if not math.isnan(value)), default=0.0)
+    return "".join(_spark(value, highest) for value in shown).rjust(width)
+
+
+def _mean(values: Sequence[float]) -> float:
+    numbers = [value for value in values if not math.isnan(value)]
+    return sum(numbers) / len(numbers) if numbers else math.nan
+
+
+def _spark(value: float, highest: float) -> str:
+    if math.isnan(value):
+        return " "
+    if highest <= 0 or value <= 0:
+        return _SPARKS[0]
+    return _SPARKS[min(len(_SPARKS) - 1, max(1, math.ceil(value / highest * len(_SPARKS)) - 1))]

@@ -1,0 +1,120 @@
+"""Where blocks are, read from the tenant's lookup index in shared memory instead of asked for.
+
+Owns the mapping of the index of one connection and the getting of it. Never does: lead to a byte. What the index says
+is a hint that may be old when it is used; bytes come through a lease alone, whose headers are verified, so the worst
+that a wrong answer does is a miss. Nothing here waits, except the first probe of a connection, briefly.
+Invariant: what cannot be told for sure (no index, a bucket that overflowed, is being written or is damaged) is
+"unknown", never "absent".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from kvstore_client.handshake import GrantedIndex
+from kvstore_client.memory import map_read_only
+from kvstore_client.results import REASON_ABSENT, REASON_UNKNOWN, TIER_NAMES, UNKNOWN_TIER, Lookup
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.identity import BlockKeys
+from kvstore_proto.lookup_index import ABSENT, UNKNOWN, IndexLayout, IndexState, find, read_layout, read_state
+
+FIRST_WAIT_S = 0.02  # of the first probe, for the daemon to hand the index over; it takes 0.2 ms
+RETRY_S = 5.0  # after the daemon said that there is none
+_NAMES = (*TIER_NAMES, *(UNKNOWN_TIER,) * (256 - len(TIER_NAMES)))  # by tier code
+
+
+class LookupIndex:
+    """One mapped index. `raw` is its memory, which another process writes."""
+
+    def __init__(self, raw: memoryview, layout: IndexLayout) -> None:
+        self.layout = layout
+        self._raw = raw
+        self._mask = layout.buckets - 1
+
+    def codes(self, keys: BlockKeys) -> list[int]:
+        """For each key the code of its tier, ABSENT or UNKNOWN."""
+        raw, mask, seed = self._raw, self._mask, self.layout.seed
+        before = read_state(raw)
+        found = [find(raw, mask, seed, key) for key in keys]
+        state = min(before, read_state(raw))
+        if state == IndexState.SERVING:
+            return found
+        if state == IndexState.BUILDING:  # what is there is there; the rest may not be entered yet
+            return [code or UNKNOWN for code in found]
+        return [UNKNOWN] * len(found)
+
+
+def map_index(grant: GrantedIndex) -> LookupIndex | str:
+    """Map what was granted; a string says why this client cannot use it. Closes the descriptor."""
+    if grant.descriptor < 0:
+        return grant.reason or "the daemon handed over no index"
+    try:
+        raw = map_read_only(grant.descriptor, grant.size_bytes).data
+    except (OSError, ValueError) as error:
+        return f"the lookup index cannot be mapped: {error}"
+    layout = read_layout(raw)
+    return layout if isinstance(layout, str) else LookupIndex(raw, layout)
+
+
+class IndexSource:
+    """The index of one connection, asked for by the first probe. `request(timeout_s)` gives None for no answer yet.
+
+    Without `request` the daemon is one that knows no index, and there is none.
+    """
+
+    def __init__(
+        self, request: Callable[[float], GrantedIndex | None] | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._request = request
+        self._clock = clock
+        self._index: LookupIndex | None = None
+        self._waits = True
+        self._not_before = 0.0
+        self.reason = "" if request is not None else "this daemon offers no lookup index"
+
+    def get(self, *, may_wait: bool) -> LookupIndex | None:
+        """The index, if it can be had; waits at most once, and only where `may_wait`."""
+        if self._index is not None or self._request is None or self._clock() < self._not_before:
+            return self._index
+        timeout_s = FIRST_WAIT_S if may_wait and self._waits else 0.0
+        self._waits = self._waits and not may_wait
+        grant = self._request(timeout_s)
+        if grant is None:
+            return None
+        mapped = map_index(grant)
+        if isinstance(mapped, str):
+            self.reason = mapped
+            self._not_before = self._clock() + RETRY_S
+            return None
+        self._index = mapped
+        return mapped
+
+
+def probe(index: LookupIndex | None, keys: BlockKeys, fingerprint: Fingerprint, group: LayerGroup) -> Lookup:
+    """What the index says of a chain. `reason` is empty, "absent", or "unknown" where only the daemon can tell."""
+    if index is None:
+        return Lookup(tiers=(UNKNOWN_TIER,) * len(keys), reason=REASON_UNKNOWN if keys.packed else "")
+    codes = index.codes(keys)
+    window = -(-group.window_tokens // fingerprint.block_tokens)
+    blocks = usable_blocks([code != ABSENT and code != UNKNOWN for code in codes], group.kind, window)
+    reason = ""
+    if blocks < len(codes):
+        reason = REASON_ABSENT
+        if UNKNOWN in codes and usable_blocks([code != ABSENT for code in codes], group.kind, window) != blocks:
+            reason = REASON_UNKNOWN
+    return Lookup(blocks, blocks * fingerprint.block_tokens, tuple([_NAMES[code] for code in codes]), reason=reason)
+
+
+def usable_blocks(present: Sequence[bool], kind: str, window_blocks: int) -> int:
+    """How far a chain can be restored: the daemon's own reckoning (`verbs/lookup.py`; a test compares the two)."""
+    if kind == "recurrent":
+        return next((i + 1 for i in range(len(present) - 1, -1, -1) if present[i]), 0)
+    if kind != "sliding":
+        return present.index(False) if False in present else len(present)
+    run = best = 0
+    for i, is_present in enumerate(present):
+        run = run + 1 if is_present else 0
+        if run >= min(max(window_blocks, 1), i + 1):
+            best = i + 1
+    return best

@@ -1,0 +1,79 @@
+"""Who makes a unary call: the daemon's own user on a socket that only it can reach, or whoever bears a token.
+
+gRPC does not say who is at the other end, so the socket's mode and the token have to. A caller without a tenant is
+turned away before its message is read. Never decides what a tenant may do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstored.rpc import health
+from kvstored.tenants import Tenant
+from kvstored.tenants.tokens import Tokens
+
+_SCHEME = "bearer "
+
+
+class Callers:
+    """`tokens` is None where there is no tokens file; `own` finds the tenant of calls without a token, None where they
+    are not taken."""
+
+    def __init__(self, tokens: Tokens | None, own: Callable[[], Tenant | None] | None) -> None:
+        self._tokens = tokens
+        self._own = own
+
+    def tenant_of(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
+        """Raises KVStoreError: UNAUTHENTICATED without a token that is known, FORBIDDEN for a user without a tenant."""
+        given = [value for key, value in metadata or () if key == "authorization"]
+        if given:
+            return self._bearer(given[0])
+        if self._own is None:
+            raise KVStoreError(
+                ErrorKind.UNAUTHENTICATED, 'this port wants a token: send metadata "authorization: Bearer TOKEN"'
+            )
+        tenant = self._own()
+        if tenant is None:
+            raise KVStoreError(
+                ErrorKind.FORBIDDEN, "the daemon's own user belongs to no tenant; list it under [[tenant]] uids"
+            )
+        return tenant
+
+    def _bearer(self, header: str | bytes) -> Tenant:
+        text = header if isinstance(header, str) else header.decode("latin-1")
+        if self._tokens is None:
+            raise KVStoreError(ErrorKind.UNAUTHENTICATED, "this daemon knows no tokens; set unary.tokens_file")
+        tenant = None
+        if text[: len(_SCHEME)].lower() == _SCHEME:
+            tenant = self._tokens.tenant_of(text[len(_SCHEME) :].strip())
+        if tenant is None:
+            raise KVStoreError(ErrorKind.UNAUTHENTICATED, "the token is not known")
+        return tenant
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Turns callers without a tenant away, from everything but health checks."""
+
+    def __init__(self, callers: Callers) -> None:
+        self._callers = callers
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        if not details.method.startswith(f"/{health.SERVICE}/"):
+            try:
+                self._callers.tenant_of(details.invocation_metadata)
+            except KVStoreError as error:
+                return _refusing(error)
+        return await continuation(details)
+
+
+def _refusing(error: KVStoreError) -> Any:
+    """A handler that answers without reading: one of a unary call would be given the whole message first."""
+
+    async def refuse(_: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode[error.kind.grpc_status], error.message)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,126 @@
+"""The KVStoreUnary service: the store for any language with gRPC, with the bytes in the messages.
+
+Translates: the caller into a tenant, its chain into keys, its errors into gRPC status. Owns the bound on calls at once.
+Never looks into a block. Invariant: a call sees blocks of its caller's tenant and of no other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import unary_pb2 as pb
+from kvstore_proto.v1 import unary_pb2_grpc
+from kvstored.dataplane.inline import InlineBlocks
+from kvstored.dataplane.reception import Reception
+from kvstored.dataplane.sessions import Session
+from kvstored.operations.lifetime import Lifetime, State
+from kvstored.rpc.callers import Callers
+from kvstored.verbs.inline import InlineCalls
+from kvstored.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
+
+log = logging.getLogger(__name__)
+SERVICE = pb.DESCRIPTOR.services_by_name["KVStoreUnary"].full_name
+KIND_METADATA = "kvstored-error-kind"
+RETRY_METADATA = "kvstored-retry-after-ms"
+Reply = TypeVar("Reply")
+
+
+class CallLimit:
+    """How many calls may be under way at once, over all sockets."""
+
+    def __init__(self, calls: int) -> None:
+        self._calls = calls
+        self._under_way = 0
+
+    def __enter__(self) -> None:
+        if self._under_way >= self._calls:
+            raise KVStoreError(ErrorKind.THROTTLED, f"{self._calls} unary calls are under way already", 10)
+        self._under_way += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._under_way -= 1
+
+
+class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
+    """`callers` says who calls on the socket that this instance serves."""
+
+    def __init__(
+        self,
+        calls: InlineCalls,
+        callers: Callers,
+        reception: Reception,
+        lifetime: Lifetime,
+        limit: CallLimit,
+        max_keys: int,
+    ) -> None:
+        self._calls = calls
+        self._callers = callers
+        self._reception = reception
+        self._lifetime = lifetime
+        self._limit = limit
+        self._max_keys = max_keys
+
+    async def Lookup(self, request: pb.UnaryLookupRequest, context: Any) -> pb.UnaryLookupReply:  # noqa: N802
+        async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryLookupReply:
+            return self._calls.look_up(session, blocks, request)
+
+        return await self._answer(request, context, call)
+
+    async def Put(self, request: pb.UnaryPutRequest, context: Any) -> pb.UnaryPutReply:  # noqa: N802
+        async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryPutReply:
+            return await self._calls.put(session, blocks, request)
+
+        return await self._answer(request, context, call)
+
+    async def Get(self, request: pb.UnaryGetRequest, context: Any) -> pb.UnaryGetReply:  # noqa: N802
+        async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryGetReply:
+            return await self._calls.get(session, blocks, request)
+
+        return await self._answer(request, context, call)
+
+    async def Prefetch(self, request: pb.UnaryPrefetchRequest, context: Any) -> pb.UnaryPrefetchReply:  # noqa: N802
+        async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryPrefetchReply:
+            return self._calls.prefetch(session, blocks, request)
+
+        return await self._answer(request, context, call)
+
+    async def Delete(self, request: pb.UnaryDeleteRequest, context: Any) -> pb.UnaryDeleteReply:  # noqa: N802
+        async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryDeleteReply:
+            return await self._calls.delete(session, blocks)
+
+        return await self._answer(request, context, call)
+
+    async def _answer(
+        self, request: Any, context: Any, call: Callable[[Session, NamedBlocks], Awaitable[Reply]]
+    ) -> Reply:
+        """The call's answer, with the keys where the caller gave none; a KVStoreError ends it with its status."""
+        try:
+            tenant = self._callers.tenant_of(context.invocation_metadata())
+            if self._lifetime.state is not State.SERVING:
+                raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._lifetime.state.value}")
+            with self._limit:
+                named = request.chain
+                staged = InlineBlocks() if isinstance(request, pb.UnaryPutRequest) else None
+                session = self._reception.open_call(tenant, fingerprint_of(named), "unary call", staged)
+                blocks = await blocks_of(session, named, self._max_keys)
+                reply: Any = await call(session, blocks)
+                if not blocks.are_given:
+                    reply.keys = blocks.packed
+                return reply  # type: ignore[no-any-return]
+        except KVStoreError as error:
+            await _abort(context, error)
+        except Exception:
+            log.exception("a unary call failed")
+            message = "the call failed inside the daemon; its log has the details"
+            await _abort(context, KVStoreError(ErrorKind.INTERNAL, message))
+        raise AssertionError("abort returned")
+
+
+async def _abort(context: Any, error: KVStoreError) -> None:
+    trailing = ((KIND_METADATA, error.kind.name), (RETRY_METADATA, str(error.retry_after_ms)))
+    await context.abort(grpc.StatusCode[error.kind.grpc_status], error.message, trailing)

@@ -1,0 +1,92 @@
+"""The sockets on which unary calls come in: unary.sock for the daemon's own user, and a TCP port if one is configured.
+
+Owns how each is bound, limited and guarded; health and reflection are served beside the calls. Never serves a TCP port
+without tokens.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore_proto.v1 import unary_pb2_grpc
+from kvstored.config import ConfigError
+from kvstored.config.schema import UnarySection
+from kvstored.rpc import health, unary
+from kvstored.rpc.callers import Callers, Guard
+from kvstored.rpc.health import Health
+from kvstored.rpc.unary import UnaryService
+from kvstored.tenants import Tenant
+from kvstored.tenants.tokens import load_tokens
+
+CALLS_BESIDE = 16  # health checks and reflection, which unary.calls does not count
+_ANSWER_SLACK_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class UnaryDoors:
+    """`make_service` gives the service for the callers of one socket; `own` finds the tenant of our own user."""
+
+    config: UnarySection
+    path: Path
+    make_service: Callable[[Callers], UnaryService]
+    own: Callable[[], Tenant | None]
+    find_tenant: Callable[[str], Tenant | None]
+    health: Health
+
+    def bind(self) -> list[grpc.aio.Server]:
+        """Servers that are bound and not yet started; the caller keeps others from the socket meanwhile. Raises
+        ConfigError for what the configuration names and cannot be used."""
+        config = self.config
+        tokens = load_tokens(config.tokens_file, self.find_tenant) if config.tokens_file is not None else None
+        local = self._server(Callers(tokens, self.own))
+        _bind(local, f"unix:{self.path}", None)
+        if not config.listen:
+            return [local]
+        remote = self._server(Callers(tokens, None))
+        _bind(remote, config.listen, _credentials(config))
+        return [local, remote]
+
+    def _server(self, callers: Callers) -> grpc.aio.Server:
+        message_bytes = self.config.message_bytes
+        server = grpc.aio.server(
+            interceptors=(Guard(callers),),
+            options=[
+                ("grpc.max_receive_message_length", message_bytes),
+                ("grpc.max_send_message_length", message_bytes + _ANSWER_SLACK_BYTES),
+                ("grpc.so_reuseport", 0),  # a port that somebody else has must fail, not be shared
+            ],
+            maximum_concurrent_rpcs=self.config.calls + CALLS_BESIDE,
+        )
+        unary_pb2_grpc.add_KVStoreUnaryServicer_to_server(self.make_service(callers), server)
+        self.health.serve_on(server)
+        reflection.enable_server_reflection((unary.SERVICE, health.SERVICE, reflection.SERVICE_NAME), server)
+        return server
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> None:
+    try:
+        if credentials is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}") from None
+
+
+def _credentials(config: UnarySection) -> grpc.ServerCredentials | None:
+    """TLS, if it is configured: the pair is tried first, since gRPC itself would only say so when a client comes."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key)
+        return grpc.ssl_server_credentials([(config.tls_key.read_bytes(), config.tls_cert.read_bytes())])
+    except ssl.SSLError as error:
+        raise ConfigError(f"unary.tls_cert and unary.tls_key do not make a pair: {error.reason or error}") from None
+    except OSError as error:
+        raise ConfigError(f"unary.tls_cert or unary.tls_key cannot be read: {error.strerror}") from None

@@ -1,0 +1,71 @@
+"""How long requests take, by verb: histograms of fixed size that cost well under a microsecond a request.
+
+Buckets grow with the time they hold, four to a power of two, so a quantile is right within an eighth. Owns the counts;
+the caller brings the clock. Invariants: counts only grow, so that two snapshots taken apart tell what was between them;
+memory is bounded by `MAX_VERBS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_OCTAVES = 44  # up to five hours, in nanoseconds
+BUCKETS = (_OCTAVES + 1) * 4
+MAX_VERBS = 16
+_LEAST_NS = 4  # what the first bucket starts from
+
+Counts = tuple[int, ...]
+NO_COUNTS: Counts = (0,) * BUCKETS
+
+
+class Latencies:
+    """One histogram a verb."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = {}
+
+    def add(self, verb: str, elapsed_ns: int) -> None:
+        counts = self._counts.get(verb)
+        if counts is None:
+            if len(self._counts) >= MAX_VERBS:
+                return
+            counts = self._counts[verb] = [0] * BUCKETS
+        counts[bucket_of(elapsed_ns)] += 1
+
+    def snapshot(self) -> dict[str, Counts]:
+        return {verb: tuple(counts) for verb, counts in self._counts.items()}
+
+
+def bucket_of(elapsed_ns: int) -> int:
+    """The bucket is the place of the highest bit and the two bits behind it."""
+    if elapsed_ns < _LEAST_NS:
+        return 0
+    octave = elapsed_ns.bit_length()
+    if octave > _OCTAVES:
+        return BUCKETS - 1
+    return octave << 2 | elapsed_ns >> octave - 3 & 3
+
+
+def quantile_ns(counts: Sequence[int], share: float) -> float | None:
+    """The time below which `share` of the requests stayed, evenly spread within their bucket; None of nothing."""
+    total = sum(counts)
+    if not total:
+        return None
+    rank = share * total
+    passed = 0
+    for bucket, count in enumerate(counts):
+        if count and passed + count >= rank:
+            low_ns, width_ns = _bounds(bucket)
+            return low_ns + width_ns * max(0.0, rank - passed) / count
+        passed += count
+    raise AssertionError("the last bucket takes every rank")
+
+
+def _bounds(bucket: int) -> tuple[int, int]:
+    """Lower edge and width of a bucket."""
+    octave = bucket >> 2
+    if octave < 3:
+        return 0, _LEAST_NS
+    return (4 + (bucket & 3)) << octave - 3, 1 << octave - 3

@@ -1,0 +1,91 @@
+"""Bearer tokens: the identity of callers that the kernel cannot name, over TCP.
+
+Owns what the tokens file says: SHA-256 digests, never tokens. A token is looked for among all digests in a time that
+tells nothing about how near it came. Read once, at the start. Never decides what a tenant may do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstored.config import ConfigError
+from kvstored.tenants.directory import Tenant
+
+MAX_FILE_BYTES = 1 << 20
+_DIGEST = re.compile(r"[0-9A-Fa-f]{64}\Z")
+
+
+class Tokens:
+    """Digests and whose they are. `tenant_of` is given the token as the caller sent it."""
+
+    def __init__(self, entries: list[tuple[bytes, Tenant]]) -> None:
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def tenant_of(self, token: str) -> Tenant | None:
+        digest = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+        found = None
+        for known, tenant in self._entries:  # all of them, whichever fits
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+
+def load_tokens(path: Path, find_tenant: Callable[[str], Tenant | None]) -> Tokens:
+    """Raises ConfigError that names the line: who can read the file, its form, a tenant that there is not."""
+    try:
+        text = _read_private(path).decode()
+    except OSError as error:
+        raise ConfigError(f"unary.tokens_file: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"unary.tokens_file: {path} is not text") from None
+    entries: list[tuple[bytes, Tenant]] = []
+    seen: dict[bytes, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"unary.tokens_file: {path} line {number}"
+        if len(words) != 2 or not _DIGEST.match(words[1]):
+            raise ConfigError(
+                f"{where}: write a tenant's name and the SHA-256 of its token in hex (printf %s TOKEN | sha256sum)"
+            )
+        tenant = find_tenant(words[0])
+        if tenant is None:
+            raise ConfigError(f"{where}: there is no tenant {words[0]!r}; list it under [[tenant]]")
+        digest = bytes.fromhex(words[1])
+        if digest in seen:
+            raise ConfigError(f"{where}: the same token as in line {seen[digest]}")
+        seen[digest] = number
+        entries.append((digest, tenant))
+    if not entries:
+        raise ConfigError(f"unary.tokens_file: {path} lists no token")
+    return Tokens(entries)
+
+
+def _read_private(path: Path) -> bytes:
+    """The file's bytes, if nobody but its owner can read or change it, and that owner is us or root."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"unary.tokens_file: {path} is not a regular file")
+        if status.st_uid not in (0, os.geteuid()):
+            raise ConfigError(f"unary.tokens_file: {path} belongs to uid {status.st_uid}: it must be ours or root's")
+        if status.st_mode & 0o077:
+            raise ConfigError(
+                f"unary.tokens_file: {path} has mode {stat.S_IMODE(status.st_mode):04o}; others must not reach it: "
+                f"chmod 600 {path}"
+            )
+        raw = file.read(MAX_FILE_BYTES + 1)
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(f"unary.tokens_file: {path} is larger than {MAX_FILE_BYTES} bytes")
+    return raw

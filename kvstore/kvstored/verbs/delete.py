@@ -1,0 +1,105 @@
+"""Delete: take blocks of a chain away for good, because their owner says so.
+
+Deepest first, so that what is left is a prefix without a hole: a block stays when it is leased, on the move, or when
+stored blocks outside the request continue it. Invariant: once it is answered, no crash brings a deleted block back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstore_tiers.base import Slot
+from kvstored.clock import Clock
+from kvstored.lifecycle import Cause
+from kvstored.movement.writeback import WriteBack
+from kvstored.residency import Residency
+from kvstored.verbs.validate import keys_of
+
+SLICE_BLOCKS = 64
+SETTLE_TIMEOUT_S = 2.0  # for blocks that are being written to NVMe just now
+
+
+class Fate(Enum):
+    """What became of one key."""
+
+    DELETED = "deleted"
+    MISSING = "missing"  # was not stored
+    IN_USE = "in use"  # kept: under a lease, or on the move
+    CONTINUED = "continued"  # kept: stored blocks hang on it
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """`fates` in the order of the keys; payload bytes of the blocks that went."""
+
+    fates: list[Fate]
+    nbytes: int
+
+
+class Delete:
+    """`retire[tier](slot, tenant)` takes the slots; `writeback` is None without an NVMe tier."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        writeback: WriteBack | None,
+        retire: list[Callable[[Slot, int], None]],
+        clock: Clock,
+        *,
+        max_keys: int,
+    ) -> None:
+        self._residency = residency
+        self._writeback = writeback
+        self._retire = retire
+        self._clock = clock
+        self._max_keys = max_keys
+
+    async def delete(self, tenant: int, packed_keys: bytes) -> pb.DeleteReply:
+        """The sums of `delete_each`."""
+        deleted = await self.delete_each(tenant, packed_keys)
+        count = deleted.fates.count
+        return pb.DeleteReply(
+            deleted=count(Fate.DELETED),
+            deleted_bytes=deleted.nbytes,
+            leased=count(Fate.IN_USE),
+            continued=count(Fate.CONTINUED),
+            missing=count(Fate.MISSING),
+        )
+
+    async def delete_each(self, tenant: int, packed_keys: bytes) -> Deleted:
+        """Keys in chain order. Raises KVStoreError for a malformed request."""
+        keys = keys_of(packed_keys, self._max_keys)
+        residency, writeback = self._residency, self._writeback
+        if writeback is not None and any(self._is_pinned(tenant, key) for key in keys):
+            await writeback.flush(SETTLE_TIMEOUT_S)  # a block that was just put is pinned until it is written
+        fates = [Fate.MISSING] * len(keys)
+        nbytes = 0
+        for position in range(len(keys) - 1, -1, -1):
+            row = residency.find(tenant, keys[position])
+            if row >= 0:
+                payload_bytes = residency.payload_bytes(row)
+                fates[position] = self._delete_row(row, tenant)
+                nbytes += payload_bytes if fates[position] is Fate.DELETED else 0
+            if position % SLICE_BLOCKS == 0:
+                await asyncio.sleep(0)
+        if nbytes and writeback is not None:
+            await writeback.sync()
+        return Deleted(fates, nbytes)
+
+    def _delete_row(self, row: int, tenant: int) -> Fate:
+        residency = self._residency
+        if residency.pin_count(row) or residency.being_filled(row):
+            return Fate.IN_USE
+        if residency.children(row):
+            return Fate.CONTINUED
+        for taken in residency.remove(row, Cause.DROPPED, self._clock.monotonic_ns()):
+            self._retire[taken.tier](taken.slot, tenant)
+        return Fate.DELETED
+
+    def _is_pinned(self, tenant: int, key: bytes) -> bool:
+        row = self._residency.find(tenant, key)
+        return row >= 0 and self._residency.pin_count(row) > 0

@@ -1,0 +1,286 @@
+"""Unary calls: the verbs of the stream, with the bytes in the message instead of in shared memory.
+
+Everything goes through the same verbs: a put is reserved, checked, committed and written through as any other, a get
+leases what it reads. Here only the bytes get in and out, and each key its own word. Invariants: bytes go out only after
+the host tier verified their checksum while a lease held them; a lease ends with its call, also when the caller hangs
+up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+import numpy as np
+
+from kvstore_proto.arena import Bytes, slot_bytes
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.identity import NO_PARENT
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstore_proto.v1 import unary_pb2 as unary
+from kvstore_tiers.base import Outcome, Slot
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.segments import Segment
+from kvstored.dataplane.inline import InlineBlocks
+from kvstored.dataplane.sessions import Session
+from kvstored.lifecycle import miss_reason
+from kvstored.movement.completions import CompletionQueue
+from kvstored.residency import Residency
+from kvstored.telemetry import Counters
+from kvstored.tiering import HOST
+from kvstored.verbs import Verbs
+from kvstored.verbs.delete import Delete, Fate
+from kvstored.verbs.naming import NamedBlocks
+
+RETRY_AFTER_MS = 10
+_KEY_OVERHEAD_BYTES = 48  # of an answer, a key: its status, its reason, itself, its payload's tag and length
+_ANSWER_OVERHEAD_BYTES = 1024
+_OF_RESERVE: dict[int, unary.KeyStatus.ValueType] = {
+    pb.RESERVE_STATUS_PRESENT: unary.KEY_STATUS_PRESENT,
+    pb.RESERVE_STATUS_PENDING: unary.KEY_STATUS_PENDING,
+    pb.RESERVE_STATUS_THROTTLED: unary.KEY_STATUS_THROTTLED,
+}
+_OF_COMMIT: dict[int, unary.KeyStatus.ValueType] = {
+    pb.COMMIT_STATUS_STORED: unary.KEY_STATUS_STORED,
+    pb.COMMIT_STATUS_PRESENT: unary.KEY_STATUS_PRESENT,
+    pb.COMMIT_STATUS_THROTTLED: unary.KEY_STATUS_THROTTLED,
+    pb.COMMIT_STATUS_ORPHANED: unary.KEY_STATUS_ORPHANED,
+}
+_OF_FATE = {
+    Fate.DELETED: unary.KEY_STATUS_DELETED,
+    Fate.IN_USE: unary.KEY_STATUS_IN_USE,
+    Fate.CONTINUED: unary.KEY_STATUS_CONTINUED,
+}
+
+
+class InlineCalls:
+    """See the module. `is_durable(row)` is the write-back's word; `message_bytes` bounds an answer."""
+
+    def __init__(
+        self,
+        verbs: Verbs,
+        delete: Delete,
+        residency: Residency,
+        host: HostTier,
+        completions: CompletionQueue,
+        counters: Counters,
+        is_durable: Callable[[int], bool],
+        *,
+        message_bytes: int,
+    ) -> None:
+        self._verbs = verbs
+        self._delete = delete
+        self._residency = residency
+        self._host = host
+        self._completions = completions
+        self._counters = counters
+        self._is_durable = is_durable
+        self._message_bytes = message_bytes
+        self._reading: set[asyncio.Task[list[tuple[Bytes, Outcome]]]] = set()
+
+    def look_up(
+        self, session: Session, blocks: NamedBlocks, request: unary.UnaryLookupRequest
+    ) -> unary.UnaryLookupReply:
+        key_set = pb.KeySet(
+            group=blocks.group, keys=blocks.packed, match=request.match, window_blocks=request.window_blocks
+        )
+        found = self._quick(session, lookup=pb.Lookup(sets=[key_set])).lookup.sets[0]
+        rows = self._residency.find_each(session.tenant_id, blocks.packed)
+        present = [row >= 0 for row in rows]
+        return unary.UnaryLookupReply(
+            usable_blocks=found.usable_blocks,
+            statuses=[unary.KEY_STATUS_PRESENT if here else unary.KEY_STATUS_MISS for here in present],
+            miss_reasons=self._reasons(session, blocks, [not here for here in present]),
+            tiers=[pb.TierCode.ValueType(code) for code in found.tiers],
+            load_us=found.load_us,
+            payload_bytes=[self._residency.payload_bytes(row) if row >= 0 else 0 for row in rows],
+        )
+
+    async def put(self, session: Session, blocks: NamedBlocks, request: unary.UnaryPutRequest) -> unary.UnaryPutReply:
+        """`session.staging` must be InlineBlocks."""
+        if blocks.are_given:
+            raise KVStoreError(
+                ErrorKind.INVALID, "blocks are put by token_ids or by names: keys are the daemon's to make"
+            )
+        if len(request.payloads) != len(blocks):
+            raise KVStoreError(
+                ErrorKind.INVALID, f"{len(request.payloads)} payloads for {len(blocks)} blocks: one a block"
+            )
+        reply = unary.UnaryPutReply(durability=[pb.DURABILITY_VOLATILE] * len(blocks))
+        try:
+            reserved = self._reserve(session, blocks, request.payloads, reply)
+            commit = pb.Commit(reservation_ids=list(reserved.values()), durability=request.durability)
+            async with aclosing(self._verbs.slow(session, "commit", pb.Request(commit=commit))) as answers:
+                async for answer in answers:
+                    committed = answer.commit
+                    if request.answer_early:
+                        break
+        finally:
+            self._quick(
+                session, abort=pb.Abort(reservation_ids=list(session.reservations))
+            )  # passes over what is being committed
+        for position, status, durability in zip(reserved, committed.statuses, committed.durability, strict=True):
+            reply.statuses[position] = _OF_COMMIT.get(status, unary.KEY_STATUS_MISS)
+            reply.durability[position] = pb.Durability.ValueType(durability)
+        for position, status in enumerate(reply.statuses):
+            if status == unary.KEY_STATUS_PRESENT:
+                row = self._residency.find(session.tenant_id, blocks.keys[position])
+                if row >= 0 and self._is_durable(row):
+                    reply.durability[position] = pb.DURABILITY_DURABLE
+            elif status in (unary.KEY_STATUS_THROTTLED, unary.KEY_STATUS_PENDING):
+                reply.retry_after_ms = RETRY_AFTER_MS
+        return reply
+
+    async def get(self, session: Session, blocks: NamedBlocks, request: unary.UnaryGetRequest) -> unary.UnaryGetReply:
+        wanted = self._that_fit(session, blocks, request)
+        acquired = pb.AcquireReply()
+        images: list[tuple[Bytes, Outcome]] = []
+        if wanted:
+            key_set = pb.KeySet(group=blocks.group, keys=b"".join(blocks.keys[:wanted]))
+            acquired = await self._acquire(session, pb.Acquire(set=key_set, max_wait_ms=request.max_wait_ms))
+            reading = asyncio.create_task(self._read(session, blocks, acquired))
+            self._reading.add(reading)  # it ends, and its lease with it, whether or not somebody still waits
+            reading.add_done_callback(self._reading.discard)
+            images = await asyncio.shield(reading)
+        reply = unary.UnaryGetReply(promoted_blocks=acquired.promoted_blocks)
+        for (payload, outcome), tokens in zip(images, blocks.tokens, strict=False):
+            header = outcome.header
+            if not outcome.ok or header is None or (tokens and header.tokens != tokens):
+                break
+            reply.payloads.append(payload.tobytes())
+            self._counters.add("grpc_payload_bytes", payload.nbytes)
+            await asyncio.sleep(0)  # the copy held the GIL: let others go on between two of them
+        sent = len(reply.payloads)
+        missing = [
+            position >= sent and self._residency.find(session.tenant_id, key) < 0
+            for position, key in enumerate(blocks.keys)
+        ]
+        omitted_or_missing = [unary.KEY_STATUS_MISS if miss else unary.KEY_STATUS_OMITTED for miss in missing[sent:]]
+        reply.statuses.extend([unary.KEY_STATUS_SENT] * sent + omitted_or_missing)
+        reply.miss_reasons.extend(self._reasons(session, blocks, missing))
+        if sent < len(images):  # what is there is not what was asked for
+            reply.statuses[sent] = unary.KEY_STATUS_MISS
+            reply.miss_reasons[sent] = pb.MISS_REASON_CORRUPT
+        return reply
+
+    def prefetch(
+        self, session: Session, blocks: NamedBlocks, request: unary.UnaryPrefetchRequest
+    ) -> unary.UnaryPrefetchReply:
+        residency = self._residency
+        run = residency.find_run(session.tenant_id, blocks.packed)
+        mapped = [residency.has(row, HOST) for row in run]
+        key_set = pb.KeySet(group=blocks.group, keys=blocks.packed)
+        asked = pb.Prefetch(set=key_set, budget_bytes=request.budget_bytes)
+        left = self._quick(session, prefetch=asked).prefetch.scheduled_blocks
+        reply = unary.UnaryPrefetchReply()
+        missing = [row < 0 for row in residency.find_each(session.tenant_id, blocks.packed)]
+        for position, miss in enumerate(missing):
+            status = unary.KEY_STATUS_MISS if miss else unary.KEY_STATUS_OMITTED
+            if position < len(run) and mapped[position]:
+                status = unary.KEY_STATUS_PRESENT
+            elif position < len(run) and left:
+                status = unary.KEY_STATUS_SCHEDULED
+                left -= 1
+            reply.statuses.append(status)
+        reply.miss_reasons.extend(self._reasons(session, blocks, missing))
+        return reply
+
+    async def delete(self, session: Session, blocks: NamedBlocks) -> unary.UnaryDeleteReply:
+        missing = [row < 0 for row in self._residency.find_each(session.tenant_id, blocks.packed)]
+        reasons = self._reasons(session, blocks, missing)  # before the call's own deletions are among them
+        deleted = await self._delete.delete_each(session.tenant_id, blocks.packed)
+        return unary.UnaryDeleteReply(
+            statuses=[_OF_FATE.get(fate, unary.KEY_STATUS_MISS) for fate in deleted.fates],
+            miss_reasons=reasons,
+            deleted_bytes=deleted.nbytes,
+        )
+
+    # Inside
+
+    def _quick(self, session: Session, **op: object) -> pb.Response:
+        """The answer of a verb that does not wait."""
+        (name,) = op
+        response = self._verbs.quick(session, name, pb.Request(**op))  # type: ignore[arg-type]  # one of its messages
+        assert response is not None, f"{name} must run as a task"
+        return response
+
+    def _reserve(
+        self, session: Session, blocks: NamedBlocks, payloads: Sequence[bytes], reply: unary.UnaryPutReply
+    ) -> dict[int, int]:
+        """Position -> reservation of each block that is to be written; the status of every other goes into `reply`."""
+        staged = session.staging
+        assert isinstance(staged, InlineBlocks)
+        reserved: dict[int, int] = {}
+        for position, payload in enumerate(payloads):
+            staged.offer(blocks.tokens[position], payload)
+            asked = pb.Reserve(
+                group=blocks.group, keys=blocks.keys[position], parents=blocks.parents[position] or NO_PARENT,
+                payload_bytes=len(payload), extras=blocks.extras[position],
+            )  # fmt: skip
+            answer = self._quick(session, reserve=asked).reserve
+            self._counters.add("grpc_payload_bytes", len(payload))
+            if answer.reservation_ids[0]:
+                reserved[position] = answer.reservation_ids[0]
+            reply.statuses.append(_OF_RESERVE.get(answer.statuses[0], unary.KEY_STATUS_REFUSED))
+        return reserved
+
+    def _that_fit(self, session: Session, blocks: NamedBlocks, request: unary.UnaryGetRequest) -> int:
+        """How many leading blocks are here and go into one answer. Raises KVStoreError when not even the first does."""
+        room_bytes = self._message_bytes - _ANSWER_OVERHEAD_BYTES - _KEY_OVERHEAD_BYTES * len(blocks)
+        limit_bytes = min(request.max_bytes or room_bytes, room_bytes)
+        run = self._residency.find_run(session.tenant_id, blocks.packed)[: request.max_blocks or None]
+        used_bytes = 0
+        for position, row in enumerate(run):
+            payload_bytes = self._residency.payload_bytes(row)
+            used_bytes += payload_bytes
+            if used_bytes > limit_bytes:
+                if position == 0:
+                    raise KVStoreError(
+                        ErrorKind.TOO_LARGE,
+                        f"a block of {payload_bytes} bytes does not go into an answer of {max(limit_bytes, 0)} bytes; "
+                        "raise max_bytes, or have unary.message raised",
+                    )
+                return position
+        return len(run)
+
+    async def _acquire(self, session: Session, request: pb.Acquire) -> pb.AcquireReply:
+        wrapped = pb.Request(acquire=request)
+        held = self._verbs.quick(session, "acquire", wrapped)
+        if held is None:
+            async with aclosing(self._verbs.slow(session, "acquire", wrapped)) as answers:
+                held = await anext(answers)
+        return held.acquire
+
+    async def _read(
+        self, session: Session, blocks: NamedBlocks, acquired: pb.AcquireReply
+    ) -> list[tuple[Bytes, Outcome]]:
+        """Copies of the leased blocks, made in the host tier's threads, and its word on each; then the lease ends."""
+        loop = asyncio.get_running_loop()
+        images: list[Bytes] = []
+        outcomes: list[asyncio.Future[Outcome]] = []
+        try:
+            for position in range(acquired.blocks):
+                payload_bytes = acquired.payload_bytes[position]
+                slot = Slot(
+                    acquired.arena_ids[position], acquired.offsets[position], slot_bytes(payload_bytes),
+                    acquired.generations[position],
+                )  # fmt: skip
+                image = np.empty(payload_bytes, np.uint8)
+                outcome: asyncio.Future[Outcome] = loop.create_future()
+                into = Segment(int(image.ctypes.data), image.nbytes, owner=image)
+                self._host.read(slot, blocks.keys[position], [into], self._completions.to_loop(outcome.set_result))
+                images.append(image)
+                outcomes.append(outcome)
+            return list(zip(images, [await outcome for outcome in outcomes], strict=True))
+        finally:
+            self._quick(session, release=pb.Release(lease_ids=[acquired.lease_id]))
+
+    def _reasons(self, session: Session, blocks: NamedBlocks, missing: Sequence[bool]) -> list[pb.MissReason.ValueType]:
+        why = self._residency.why_missing
+        return [
+            miss_reason(why(session.tenant_id, key, session.fingerprint_id).cause)
+            if miss
+            else pb.MISS_REASON_UNSPECIFIED
+            for key, miss in zip(blocks.keys, missing, strict=True)
+        ]

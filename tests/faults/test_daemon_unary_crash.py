@@ -1,0 +1,69 @@
+"""What a unary call was told holds after kill -9: durable is there, deleted is gone. And callers that hang up."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from kvstore_proto.v1 import kvstore_pb2 as kv
+from kvstore_proto.v1 import unary_pb2 as pb
+from tests.reference.running_daemon import eventually, model, payloads_of, running_daemon, tokens_of
+from tests.reference.unary_client import by_tokens, names, unary_client
+
+MODEL = model()
+
+
+def test_durable_survives_and_deleted_stays_away() -> None:
+    kept, dropped = by_tokens(MODEL, tokens_of(1, 3)), by_tokens(MODEL, tokens_of(2, 3))
+    payloads = payloads_of(1, 3, MODEL)
+    with running_daemon() as daemon:
+        target = f"unix:{daemon.socket_dir}/unary.sock"
+        with unary_client(target) as client:
+            for chain, number in ((kept, 1), (dropped, 2)):
+                stored = client.put(chain, payloads_of(number, 3, MODEL), durability=kv.DURABILITY_MODE_ALWAYS)
+                assert list(stored.durability) == [kv.DURABILITY_DURABLE] * 3
+            assert names(client.delete(dropped).statuses) == ["DELETED"] * 3
+        daemon.kill9()
+        daemon.restart()
+        with unary_client(target) as client:
+            assert list(client.get(kept).payloads) == [payload.tobytes() for payload in payloads]
+            assert names(client.lookup(dropped).statuses) == ["MISS"] * 3
+
+
+def test_without_durability_nothing_is_promised() -> None:
+    with running_daemon() as daemon, unary_client(f"unix:{daemon.socket_dir}/unary.sock") as client:
+        asked = by_tokens(MODEL, tokens_of(1, 2))
+        stored = client.put(asked, payloads_of(1, 2, MODEL), durability=kv.DURABILITY_MODE_NONE)
+        assert list(stored.durability) == [kv.DURABILITY_VOLATILE] * 2
+
+
+def test_an_early_answer_does_not_say_durable_too_soon() -> None:
+    settings = ("durability.batch_ms=60000",)
+    with running_daemon(*settings) as daemon, unary_client(f"unix:{daemon.socket_dir}/unary.sock") as client:
+        chain = by_tokens(MODEL, tokens_of(1, 2))
+        stored = client.put(chain, payloads_of(1, 2, MODEL), answer_early=True)
+        assert names(stored.statuses) == ["STORED"] * 2
+        assert list(stored.durability) == [kv.DURABILITY_PENDING] * 2
+        assert client.lookup(chain).usable_blocks == 2
+        assert list(client.put(chain, payloads_of(1, 2, MODEL)).durability) == [kv.DURABILITY_VOLATILE] * 2
+
+
+@pytest.mark.parametrize("method", ["Put", "Get"])
+def test_a_caller_that_hangs_up_leaves_nothing(method: str) -> None:
+    with running_daemon() as daemon, unary_client(f"unix:{daemon.socket_dir}/unary.sock") as client:
+        stored = by_tokens(MODEL, tokens_of(1, 8))
+        client.put(stored, payloads_of(1, 8, MODEL))
+        for round_ in range(20):
+            daemon.drop("host")
+            if method == "Get":
+                call = client.stub.Get.future(pb.UnaryGetRequest(chain=stored))
+            else:
+                payloads = [payload.tobytes() for payload in payloads_of(2 + round_, 8, MODEL)]
+                chain = by_tokens(MODEL, tokens_of(2 + round_, 8))
+                call = client.stub.Put.future(pb.UnaryPutRequest(chain=chain, payloads=payloads))
+            call.cancel()
+            with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
+                call.result()
+        assert eventually(lambda: daemon.status().leases == 0 and daemon.status().reservations == 0)
+        assert list(client.get(stored).payloads) == [payload.tobytes() for payload in payloads_of(1, 8, MODEL)]
+        assert "Traceback" not in daemon.log

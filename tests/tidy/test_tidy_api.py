@@ -1,0 +1,12 @@
+"""docs/api.md says what the docstrings say."""
+
+from __future__ import annotations
+
+import runpy
+
+from tests.tidy.tree import ROOT
+
+
+def test_the_api_reference_is_fresh() -> None:
+    page = runpy.run_path(str(ROOT / "docs/make_api.py"))["page"]
+    assert (ROOT / "docs/api.md").read_text() == page(), "run `python docs/make_api.py`"
