@@ -122,8 +122,10 @@ class Connection:
         return not self._dead
 
     def ping(self, timeout_s: float) -> bool:
-        """Whether the stream answers in time. Raises ConnectError when it has ended."""
-        request = kvstore_pb2.Request(deadline_ms=int(timeout_s * 1000), ping=kvstore_pb2.Ping())
+        """Whether the stream answers in time: not if that is over already. Raises ConnectError when it has ended."""
+        if timeout_s <= 0:
+            return False
+        request = kvstore_pb2.Request(deadline_ms=max(1, int(timeout_s * 1000)), ping=kvstore_pb2.Ping())
         call = self.stream.submit(request)
         response = call.wait(timeout_s)
         if response is None:

@@ -49,8 +49,11 @@ def test_imports_are_absolute() -> None:
 
 
 def test_a_heavy_module_is_imported_in_one_place() -> None:
+    """Connectors are the exception: each is for one engine, and brings that engine's libraries."""
     places = defaultdict(set)
     for path in modules():
+        if "hooks" in path.parts:
+            continue
         for name in rules.heavy_imports(path.read_text()):
             places[name].add(path.parent)
     assert "torch" not in places

@@ -16,6 +16,7 @@ import pytest
 
 import kvstore_client
 from kvstore_client import DaemonUnavailable, ErrorKind, Fingerprint, KVStoreError, LayerGroup, Session
+from kvstore_client.connection import Introduction, open_connection
 from kvstore_client.errors import ConnectError
 from kvstore_client.link import Link
 from kvstore_proto.v1 import kvstore_pb2 as pb
@@ -112,6 +113,17 @@ def test_an_answer_between_timeouts_keeps_the_session(tmp_path: Path) -> None:
             assert [session.lookup(TOKENS).reason for _ in range(2)] == ["deadline"] * 2
             assert session.ping(10.0) is not None
         assert session.state == "connected"
+
+
+def test_a_handshake_that_takes_all_the_time_is_a_failure_like_any_other(tmp_path: Path) -> None:
+    with FakeDaemon(tmp_path):
+        introduction = Introduction(tmp_path, FINGERPRINT, "slow", 0)
+        connection = open_connection(introduction, 2.0, on_end=lambda reason: None, on_answer=lambda: None)
+        try:
+            assert connection.ping(2.0)
+            assert not connection.ping(-0.5)
+        finally:
+            connection.close()
 
 
 def test_a_late_acquire_gives_its_lease_back(tmp_path: Path) -> None:

@@ -1,0 +1,289 @@
+"""A shared, persistent cache for llama-cpp-python: `llm.set_cache(KVStoreLlamaCache(llm))`.
+
+Owns the mapping between a `Llama`'s saved state and stored blocks (`llama_state` cuts and joins the bytes), and the
+fingerprint of a loaded model. A completion's state is stored as a chain of blocks; the next prompt, in whatever
+process, restores the longest run of them it shares, in one round trip.
+Never does: fail a completion. What cannot be restored is a KeyError, which is a cache's word for a miss; what cannot
+be stored is counted. Never unpickles, and never hands llama.cpp a byte outside the shape that this model itself saves.
+Invariant: a cache serves the one model it was made for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore_client.hooks.llama_state import SavedState, StateShape, StateUnsupported, assemble_state, parse_state
+from kvstore_client.lease import Lease
+from kvstore_client.session import Session, connect
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+
+try:
+    import llama_cpp
+    from llama_cpp.llama import LlamaState
+    from llama_cpp.llama_cache import BaseLlamaCache
+except ImportError as missing:
+    raise ImportError(
+        f"kvstore_client.hooks.llama_cpp needs llama-cpp-python: pip install llama-cpp-python ({missing})"
+    ) from None
+
+log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 64
+CONNECT_TIMEOUT_S = 5.0  # once, beside a model that has been loading for longer
+DEADLINE_S = 0.25
+PROMOTION_LEAST_S, PROMOTION_MOST_S, PROMOTION_PATIENCE = 0.25, 10.0, 4.0
+_CONTEXT_SETTINGS = (  # what K and V depend on besides the weights
+    "n_ctx",  # some models scale positions by it
+    "rope_scaling_type",
+    "rope_freq_base",
+    "rope_freq_scale",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_orig_ctx",
+    "attention_type",
+    "flash_attn_type",
+    "swa_full",
+)
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+_HASH_CHUNK_BYTES = 64 << 20
+
+
+class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has no types
+    """See the module. `socket` as in `kvstore_client.connect`.
+
+    Raises ValueError, in one line, for a model whose state cannot be cut into blocks. `weights_digest` saves a pass
+    over the model's file for those who know one; whatever it is, it must differ for different weights.
+    """
+
+    def __init__(
+        self,
+        llm: llama_cpp.Llama,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        weights_digest: str = "",
+        block_tokens: int = BLOCK_TOKENS,
+        deadline_s: float = DEADLINE_S,
+        required: bool = False,
+    ) -> None:
+        super().__init__()
+        if llm._logits_all:
+            raise ValueError("a model opened with logits_all=True needs scores of all tokens, which are not stored")
+        self._llm = llm
+        try:
+            self._shape = _shape_of(llm)
+        except StateUnsupported as error:
+            raise ValueError(f"the state of this model cannot be stored in blocks: {error}") from None
+        self.fingerprint = fingerprint_of(llm, self._shape, weights_digest, block_tokens)
+        self._block_tokens = block_tokens
+        self._session: Session = connect(
+            socket,
+            fingerprint=self.fingerprint,
+            client_name="llama-cpp-python",
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            deadline_s=deadline_s,
+            required=required,
+        )
+        self.restored_tokens = 0  # by the latest look-up
+        self.last_receipt = ""  # what became of the latest store, in words
+
+    @property
+    def session(self) -> Session:
+        return self._session
+
+    @property
+    def cache_size(self) -> int:
+        """Bytes that this process has stored. What the store holds in all is its operator's to see and to limit."""
+        return self._session.statistics().bytes_stored
+
+    def __contains__(self, key: Sequence[int]) -> bool:
+        return self._usable_blocks(key) > 0 and self._session.lookup(self._tokens(key)).blocks > 0
+
+    def __getitem__(self, key: Sequence[int]) -> LlamaState:
+        """Bring the longest stored prefix of `key` into the model, if it is longer than what the model holds.
+
+        The state that is returned says what the model holds then, so that `Llama` finds nothing left to load: its own
+        `load_state` would also fill a matrix of scores that nothing reads, which takes longer than the restore.
+        """
+        self.restored_tokens = 0
+        blocks = self._usable_blocks(key)
+        held = llama_cpp.Llama.longest_token_prefix(self._llm._input_ids.tolist(), key)
+        if blocks * self._block_tokens <= held:
+            raise KeyError("the model itself holds as much of this prompt")
+        tokens = self._tokens(key)
+        with self._session.get(tokens, max_blocks=blocks, promote=False) as mapped:
+            if mapped.resident_blocks * self._block_tokens <= held:
+                raise KeyError(f"nothing stored: {mapped.reason or 'the prompt is new'}")
+            if len(mapped) == mapped.resident_blocks:
+                state = self._assembled(mapped)
+            else:
+                patience_s = mapped.estimated_load_s * PROMOTION_PATIENCE
+                deadline_s = min(max(patience_s, PROMOTION_LEAST_S), PROMOTION_MOST_S)
+                with self._session.get(tokens, max_blocks=mapped.resident_blocks, deadline_s=deadline_s) as lease:
+                    state = self._assembled(lease)
+        if state is None or state[0] <= held:
+            raise KeyError("the store did not give its blocks in time")
+        self._restore(tokens[: state[0]], state[1])
+        return _Current(self._llm)
+
+    def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
+        """Store the full blocks of a state; those that are stored already are not written again."""
+        tokens = np.asarray(value.input_ids[: value.n_tokens], np.int32)
+        count = len(tokens) // self._block_tokens
+        if not count:
+            self.last_receipt = "no full block"
+            return
+        saved, refusal = _parsed(value.llama_state)
+        if saved is not None and (saved.shape != self._shape or not saved.holds(count * self._block_tokens)):
+            saved, refusal = None, "it is not that of these tokens, from the first on, in this model"
+        if saved is None:
+            self.last_receipt = f"not stored: {refusal}"
+            log.warning("the state of %d tokens is not stored: %s", len(tokens), refusal)
+            return
+        payloads = [_Cut(saved, block * self._block_tokens, self._block_tokens) for block in range(count)]
+        receipt = self._session.put(
+            tokens, payloads=payloads, payload_bytes=self._shape.token_bytes * self._block_tokens
+        )
+        self.last_receipt = repr(receipt)
+
+    def close(self) -> None:
+        self._session.close()
+
+    def _usable_blocks(self, key: Sequence[int]) -> int:
+        """Leading full blocks of a prompt whose last token is computed in any case."""
+        return min(len(key) - 1, int(self._llm.n_ctx())) // self._block_tokens
+
+    def _tokens(self, key: Sequence[int]) -> npt.NDArray[np.int32]:
+        return np.asarray(key, np.int32)
+
+    def _assembled(self, lease: Lease) -> tuple[int, npt.NDArray[np.uint8]] | None:
+        """Tokens and saved state of what is leased; None if the lease had ended by the time it was read."""
+        if not len(lease):
+            return None
+        payloads = [lease.payload(block) for block in range(len(lease))]
+        state = assemble_state(self._shape, payloads, self._block_tokens)
+        return (lease.tokens, state) if lease.valid else None
+
+    def _restore(self, tokens: npt.NDArray[np.int32], state: npt.NDArray[np.uint8]) -> None:
+        """Make `state` the model's. KeyError, and a model that holds nothing, when llama.cpp does not take it."""
+        llm = self._llm
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer(state.data)
+        taken = llama_cpp.llama_state_set_data(llm._ctx.ctx, buffer, len(state))
+        if taken != len(state):
+            llm.reset()
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm._ctx.ctx), True)
+            raise KeyError("llama.cpp does not accept the stored state")
+        llm.input_ids[: len(tokens)] = tokens
+        llm.n_tokens = len(tokens)
+        llm._requires_eval = True
+        self.restored_tokens = len(tokens)
+
+
+class _Cut:
+    """Writes one block of a saved state straight into shared memory."""
+
+    def __init__(self, saved: SavedState, first: int, tokens: int) -> None:
+        self._saved, self._first, self._tokens = saved, first, tokens
+
+    def __call__(self, destination: npt.NDArray[np.uint8]) -> None:
+        self._saved.write_block(self._first, self._tokens, destination)
+
+
+class _Current(LlamaState):  # type: ignore[misc]
+    """What a model holds now. Its bytes are made only if somebody asks for them."""
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        self._llm = llm
+        self.input_ids = llm.input_ids[: llm.n_tokens].copy()
+        self.n_tokens = llm.n_tokens
+        self.seed = llm._seed
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("scores", "llama_state", "llama_state_size"):
+            raise AttributeError(name)
+        whole = self._llm.save_state()
+        self.input_ids, self.n_tokens = whole.input_ids, whole.n_tokens
+        self.scores, self.llama_state, self.llama_state_size = whole.scores, whole.llama_state, whole.llama_state_size
+        return self.__dict__[name]
+
+
+def fingerprint_of(
+    llm: llama_cpp.Llama, shape: StateShape, weights_digest: str = "", block_tokens: int = BLOCK_TOKENS
+) -> Fingerprint:
+    """All that this model's saved state depends on besides the tokens, the version of llama.cpp among it."""
+    params = llm.context_params
+    context = {name: _plain(getattr(params, name)) for name in _CONTEXT_SETTINGS if hasattr(params, name)}
+    context["n_ctx"] = llm.n_ctx()  # as it came out: llama.cpp rounds it
+    context["kv_overrides"] = repr(llm.kv_overrides)
+    adapter = ""
+    if llm.lora_path:
+        adapter = f"{file_digest(Path(llm.lora_path))} {llm.lora_scale}"
+    group = LayerGroup(0)  # layers of different sizes: the size of a block is that of the payload given at each put
+    if len(set(shape.layer_bytes)) == 1:
+        layers = tuple(range(len(shape.keys)))
+        group = LayerGroup(0, layers=layers, bytes_per_token_per_layer=shape.layer_bytes[0])
+    return Fingerprint(
+        Path(llm.model_path).stem,
+        weights_digest=weights_digest or file_digest(Path(llm.model_path)),
+        rope=json.dumps(context, sort_keys=True),
+        kv_dtype=f"ggml types {shape.types}",
+        layout=f"{shape.layout} by llama-cpp-python {llama_cpp.__version__}",
+        tokenizer_digest="the model's",
+        adapter_digest=adapter,
+        block_tokens=block_tokens,
+        engine_block_tokens=block_tokens,
+        groups=(group,),
+    )
+
+
+def _parsed(data: bytes) -> tuple[SavedState | None, str]:
+    try:
+        return parse_state(data), ""
+    except StateUnsupported as refused:
+        return None, str(refused)
+
+
+def file_digest(path: Path) -> str:
+    """xxh3 over a model's file, or over all parts of one that is split. It guards against mix-ups, not forgery."""
+    digest = xxhash.xxh3_128()
+    for part in _parts(path):
+        with open(part, "rb", buffering=0) as file:
+            while chunk := file.read(_HASH_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _parts(path: Path) -> list[Path]:
+    split = _SHARD.search(path.name)
+    if split is None:
+        return [path]
+    return sorted(path.parent.glob(f"{path.name[: split.start()]}-*-of-{split[1]}.gguf"))
+
+
+def _shape_of(llm: llama_cpp.Llama) -> StateShape:
+    """The shape of what this model saves: read off a state of its own, of one token if it holds none."""
+    was_empty = llm.n_tokens == 0
+    if was_empty:
+        llm.eval([max(llm.token_bos(), 0)])
+    try:
+        return parse_state(llm.save_state().llama_state).shape
+    finally:
+        if was_empty:
+            llm.reset()
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm._ctx.ctx), True)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str)) else repr(value)

@@ -1,0 +1,223 @@
+"""llama.cpp's saved state, taken apart into blocks of tokens and put together again.
+
+A saved state holds the whole sequence layer by layer, so that the states of two turns of one conversation share hardly
+a byte range. Cut by tokens instead, a turn's blocks begin with those of the turn before, and are stored once.
+
+The format (`llama_context::state_write_data` and `llama_kv_cache::state_write` of llama.cpp), little-endian:
+
+    u32 length, architecture's name
+    u32 streams (1), u32 cells, then for each cell: i32 position, u32 sequences (1), i32 sequence (0)
+    u32 values are transposed, u32 layers
+    for each layer: i32 type of K, u64 bytes of a row, rows in cell order
+    for each layer, values not transposed: i32 type of V, u64 bytes of a row, rows in cell order
+    for each layer, values transposed: i32 type of V, u32 bytes of an element, u32 elements, for each all cells
+
+Owns parsing and assembly. Pure: no llama.cpp, no store. Invariants: a state is understood to its last byte or refused
+(StateUnsupported): sliding windows, recurrent layers and what later versions add are no business of a guess.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+_CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
+_MAX_NAME_BYTES = 256
+_MAX_LAYERS = 4096
+
+
+class StateUnsupported(ValueError):
+    """A saved state that is not one plain attention cache of one sequence; says what it is instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """K or V of one layer: its ggml type, the bytes of a token in it, and, if transposed, those of an element."""
+
+    ggml_type: int
+    token_bytes: int
+    element_bytes: int = 0  # 0: a token's bytes lie together
+
+    def of(self, region: Bytes, tokens: int) -> Bytes:
+        """uint8 [rows, tokens * bytes] view of a region that holds this plane for `tokens` tokens."""
+        if self.element_bytes:
+            return region.reshape(self.token_bytes // self.element_bytes, tokens * self.element_bytes)
+        return region.reshape(1, tokens * self.token_bytes)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one token in one row of `of`."""
+        return self.element_bytes or self.token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """All of a saved state that does not depend on its tokens."""
+
+    architecture: bytes
+    is_transposed: bool
+    keys: tuple[Plane, ...]
+    values: tuple[Plane, ...]  # as many as keys, or none
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """In the order of a block's payload: K and V of the first layer, of the second, ..."""
+        if not self.values:
+            return self.keys
+        return tuple(plane for pair in zip(self.keys, self.values, strict=True) for plane in pair)
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        """Bytes of one token, by layer."""
+        values = self.values or (Plane(0, 0),) * len(self.keys)
+        return [key.token_bytes + value.token_bytes for key, value in zip(self.keys, values, strict=True)]
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(self.layer_bytes)
+
+    @property
+    def types(self) -> str:
+        """The types of K and V, by their ggml numbers."""
+        return "/".join(
+            ",".join(str(number) for number in sorted({plane.ggml_type for plane in planes}))
+            for planes in (self.keys, self.values)
+        )
+
+    @property
+    def layout(self) -> str:
+        return "llama.cpp/layer-major/k-then-v/" + ("v-transposed" if self.is_transposed else "token-major")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A parsed state: views into its bytes, in the order of `StateShape.planes`."""
+
+    shape: StateShape
+    positions: npt.NDArray[np.int32]
+    regions: tuple[Bytes, ...]
+
+    def holds(self, tokens: int) -> bool:
+        """Whether its first cells are positions 0, 1, ... up to `tokens`: then blocks can be cut from it."""
+        return len(self.positions) >= tokens and bool(np.array_equal(self.positions[:tokens], np.arange(tokens)))
+
+    def write_block(self, first: int, tokens: int, destination: Bytes) -> None:
+        """The payload of the block of `tokens` tokens from cell `first` on."""
+        start = 0
+        for plane, region in zip(self.shape.planes, self.regions, strict=True):
+            end = start + tokens * plane.token_bytes
+            rows = plane.of(region, len(self.positions))
+            step = plane.step_bytes
+            np.copyto(plane.of(destination[start:end], tokens), rows[:, first * step : (first + tokens) * step])
+            start = end
+
+
+def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
+    """Take a saved state apart. Raises StateUnsupported."""
+    cursor = _Cursor(np.frombuffer(data, np.uint8))
+    name_bytes = cursor.number("<I")
+    if name_bytes > _MAX_NAME_BYTES:
+        raise StateUnsupported("it does not begin with the name of an architecture")
+    architecture = cursor.take(name_bytes).tobytes()
+    streams = cursor.number("<I")
+    if streams != 1:
+        raise StateUnsupported(f"it has {streams} streams, and one can be stored")
+    count = cursor.number("<I")
+    if count == 0:
+        raise StateUnsupported("it is empty")
+    cells = cursor.take(count * _CELL.itemsize).view(_CELL)
+    if (cells["sequences"] != 1).any() or cells["sequence"].any():
+        raise StateUnsupported("its cells are not those of one sequence")
+    transposed, layers = cursor.number("<I"), cursor.number("<I")
+    if transposed > 1 or not 1 <= layers <= _MAX_LAYERS:
+        raise StateUnsupported("what follows its cells is no attention cache")
+    keys = [cursor.plane(count, is_transposed=False) for _ in range(layers)]
+    values = [] if cursor.is_at_end else [cursor.plane(count, is_transposed=bool(transposed)) for _ in range(layers)]
+    if not cursor.is_at_end:
+        raise StateUnsupported("it holds more than one attention cache (a sliding window, or recurrent layers)")
+    shape = StateShape(
+        architecture, bool(transposed), tuple(plane for plane, _ in keys), tuple(plane for plane, _ in values)
+    )
+    regions = tuple(region for pair in zip(keys, values, strict=True) for _, region in pair) if values else ()
+    return SavedState(shape, cells["position"].astype(np.int32), regions or tuple(region for _, region in keys))
+
+
+def assemble_state(shape: StateShape, blocks: Sequence[Bytes], block_tokens: int) -> Bytes:
+    """The saved state of a sequence whose consecutive blocks have these payloads."""
+    tokens = len(blocks) * block_tokens
+    cells = np.zeros(tokens, _CELL)
+    cells["position"], cells["sequences"] = np.arange(tokens), 1
+    head = struct.pack("<I", len(shape.architecture)) + shape.architecture + struct.pack("<II", 1, tokens)
+    parts = [head, cells.tobytes(), struct.pack("<II", shape.is_transposed, len(shape.keys))]
+    heads = [struct.pack("<iQ", plane.ggml_type, plane.token_bytes) for plane in shape.keys]
+    heads += [_value_head(plane) for plane in shape.values]
+    whole = np.empty(sum(map(len, (*parts, *heads))) + tokens * shape.token_bytes, np.uint8)
+    position = 0
+    for part in parts:
+        np.copyto(whole[position : position + len(part)], np.frombuffer(part, np.uint8))
+        position += len(part)
+    for index, plane_head in enumerate(heads):
+        np.copyto(whole[position : position + len(plane_head)], np.frombuffer(plane_head, np.uint8))
+        position += len(plane_head)
+        plane = (*shape.keys, *shape.values)[index]
+        rows = plane.of(whole[position : position + tokens * plane.token_bytes], tokens)
+        start = _payload_offset(shape, index) * block_tokens
+        step = block_tokens * plane.step_bytes
+        for number, block in enumerate(blocks):
+            source = plane.of(block[start : start + block_tokens * plane.token_bytes], block_tokens)
+            np.copyto(rows[:, number * step : (number + 1) * step], source)
+        position += tokens * plane.token_bytes
+    return whole
+
+
+def _payload_offset(shape: StateShape, index: int) -> int:
+    """Bytes a token takes in a payload before the plane that is number `index` in the saved state."""
+    layers = len(shape.keys)
+    layer, is_value = index % layers, index >= layers
+    return sum(shape.layer_bytes[:layer]) + (shape.keys[layer].token_bytes if is_value else 0)
+
+
+def _value_head(plane: Plane) -> bytes:
+    if plane.element_bytes:
+        return struct.pack("<iII", plane.ggml_type, plane.element_bytes, plane.token_bytes // plane.element_bytes)
+    return struct.pack("<iQ", plane.ggml_type, plane.token_bytes)
+
+
+class _Cursor:
+    """Reads forward through a state; a state that ends too early is unsupported, never an IndexError."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+        self._position = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._position == len(self._data)
+
+    def take(self, nbytes: int) -> Bytes:
+        end = self._position + nbytes
+        if end > len(self._data):
+            raise StateUnsupported(f"it ends after {len(self._data)} bytes, in the middle of something")
+        taken = self._data[self._position : end]
+        self._position = end
+        return taken
+
+    def number(self, form: str) -> int:
+        (value,) = struct.unpack(form, self.take(struct.calcsize(form)).tobytes())
+        return int(value)
+
+    def plane(self, tokens: int, *, is_transposed: bool) -> tuple[Plane, Bytes]:
+        ggml_type = self.number("<i")
+        if is_transposed:
+            element_bytes, elements = self.number("<I"), self.number("<I")
+            plane = Plane(ggml_type, element_bytes * elements, element_bytes)
+        else:
+            plane = Plane(ggml_type, self.number("<Q"))
+        if not plane.token_bytes:
+            raise StateUnsupported("a layer of it has no bytes")
+        return plane, self.take(tokens * plane.token_bytes)

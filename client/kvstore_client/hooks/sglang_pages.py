@@ -1,0 +1,78 @@
+"""How SGLang's pages are named in the store, and which prefixes of them are worth having.
+
+SGLang names a page by a hash that is chained over the tokens before it; the hash says nothing of model, shard, type or
+layout. Those go into the fingerprint (`namespace`). Our key of a page is a keyed hash of SGLang's, and the key of that
+hash comes from the daemon and differs by tenant and fingerprint: no two of them ever share a page, and a key tells
+nothing about its page.
+Pure: imports neither SGLang nor torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore_proto.fingerprint import MAX_BLOCK_TOKENS, Fingerprint, LayerGroup
+from kvstore_proto.identity import KEY_BYTES, BlockKeys
+
+KV = "kv"
+
+
+class BackendMisconfigured(ValueError):
+    """What SGLang was told about this backend cannot work; one line says what to change."""
+
+
+def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: dict[str, Any]) -> Fingerprint:
+    """The fingerprint of one rank of one model, from SGLang's HiCacheStorageConfig and its host pool."""
+    if not config.model_name and not extra.get("weights_digest"):
+        raise BackendMisconfigured('SGLang names no model: give "weights_digest" in the backend\'s extra config')
+    if not 1 <= page_tokens <= MAX_BLOCK_TOKENS:
+        raise BackendMisconfigured(f"pages of {page_tokens} tokens; 1..{MAX_BLOCK_TOKENS} can be stored")
+    # Ranks hold different heads, but with MLA all of them hold the same latent, and one of them writes it.
+    ranks = [("tp", 0, 1) if config.is_mla_model else ("tp", config.tp_rank, config.tp_size)]
+    ranks += [(kind, getattr(config, f"{kind}_rank", 0), getattr(config, f"{kind}_size", 1)) for kind in ("pp", "dcp")]
+    ranks += [("attn_cp", getattr(config, "attn_cp_rank", 0), getattr(config, "attn_cp_size", 1))]
+    index, count = 0, 1
+    for _, rank, size in ranks:
+        index, count = index * size + rank, count * size
+    shape = " ".join(f"{kind}={rank}/{size}" for kind, rank, size in ranks)
+    return Fingerprint(
+        str(config.model_name),
+        weights_digest=str(extra.get("weights_digest") or f"SGLang model {config.model_name}"),
+        kv_dtype=dtype,
+        layout=f"SGLang/{layout}/page={page_tokens}/{shape}",
+        adapter_digest=str(extra.get("adapter_digest", "")),
+        shard_index=index,
+        shard_count=count,
+        block_tokens=page_tokens,
+        engine_block_tokens=page_tokens,
+        groups=(LayerGroup(0),),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PageKeys:
+    """From SGLang's page hashes to our keys. `secret` is 16 bytes that this tenant and fingerprint alone have."""
+
+    secret: bytes
+
+    def of(self, hashes: Sequence[str], pool: str = KV) -> BlockKeys:
+        """The keys of consecutive pages of one pool."""
+        return BlockKeys(b"".join(self._key(pool, page) for page in hashes))
+
+    def _key(self, pool: str, page: str) -> bytes:
+        message = pool.encode() + b"\0" + page.encode()
+        return hashlib.blake2b(message, digest_size=KEY_BYTES, key=self.secret).digest()
+
+
+def whole_prefixes(present: Sequence[bool]) -> set[int]:
+    """Lengths n for which pages [0, n) of a pool are all there."""
+    leading = next((index for index, there in enumerate(present) if not there), len(present))
+    return set(range(1, leading + 1))
+
+
+def ending_in(present: Sequence[bool], trailing: int) -> set[int]:
+    """Lengths n for which the last `trailing` pages of [0, n) are there."""
+    return {end for end in range(1, len(present) + 1) if all(present[max(0, end - trailing) : end])}

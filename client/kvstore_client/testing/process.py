@@ -1,0 +1,108 @@
+"""An engine in a child process of its own, so that it can be killed, paused and waited for.
+
+Owns the child and the conversation with it: pickled, over a socket pair; the other end is `testing.child`.
+Every wait has an end: an engine that does not come back within PATIENCE_S hangs, and that is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from kvstore_client.testing.setting import EngineFailed, EngineSetting, Point, Restored
+
+START_S = 120.0  # an engine loads its model
+PATIENCE_S = 60.0  # far beyond every deadline of the client
+
+
+class EngineProcess:
+    """Runs `factory` ("module:function", called with the setting) in a child. Raises EngineFailed.
+
+    `gid`: the child's group, which makes it another tenant where the daemon's configuration says so; needs root.
+    """
+
+    def __init__(self, factory: str, setting: EngineSetting, *, gid: int | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+            command = [sys.executable, "-m", "kvstore_client.testing.child", str(theirs.fileno())]
+            self._child = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        self._connection = Connection(ours.detach())
+        self._connection.send((factory, setting, gid))
+        try:
+            self._expect("ready", START_S)
+        except EngineFailed:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def store(self, tokens: Sequence[int]) -> None:
+        self._call("store", tokens)
+
+    def restore(self, tokens: Sequence[int]) -> Restored:
+        restored = self._call("restore", tokens)
+        if not isinstance(restored, Restored):
+            raise EngineFailed(f"restore must return a Restored, got {restored!r}")
+        return restored
+
+    def pause_at(self, point: Point) -> None:
+        self._connection.send(("pause_at", point))
+        self._expect("armed", PATIENCE_S)
+
+    def begin(self, operation: Literal["store", "restore"], tokens: Sequence[int]) -> None:
+        self._connection.send((operation, list(map(int, tokens))))
+        self._expect("reached", PATIENCE_S)
+
+    def go_on(self) -> Restored | None:
+        self._connection.send(("go_on", None))
+        result: Restored | None = self._expect("done", PATIENCE_S)
+        return result
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+        self._connection.close()
+
+    def close(self) -> None:
+        """End the engine in order, if it still runs. EngineFailed when it does not end well."""
+        if self._connection.closed:
+            return
+        try:
+            self._connection.send(("close", None))
+            self._expect("closed", PATIENCE_S)
+            status = self._child.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise EngineFailed("the engine does not end after close()") from None
+        finally:
+            self.kill()
+        if status:
+            raise EngineFailed(f"the engine's process ended with status {status}")
+
+    def _call(self, operation: str, tokens: Sequence[int]) -> Any:
+        self._connection.send((operation, list(map(int, tokens))))
+        return self._expect("done", PATIENCE_S)
+
+    def _expect(self, wanted: str, timeout_s: float) -> Any:
+        """The child's next message, which must be of this kind."""
+        try:
+            if not self._connection.poll(timeout_s):
+                self.kill()
+                raise EngineFailed(f"the engine hangs: nothing for {timeout_s:.0f} s")
+            kind, value = self._connection.recv()
+        except (EOFError, ConnectionError):
+            self.kill()
+            raise EngineFailed(f"the engine's process ended by itself ({self._child.returncode})") from None
+        if kind == "raised":
+            raise EngineFailed(f"the engine raised:\n{value}")
+        if kind != wanted:
+            never = f"; the operation ended without passing the point: {value!r}" if wanted == "reached" else ""
+            raise EngineFailed(f"expected {wanted!r}, the engine sent {kind!r}{never}")
+        return value

@@ -1,0 +1,72 @@
+"""What the suite and an engine agree on: how an engine is set up, and what it answers.
+
+Only types. `Engine` is what most authors write: it lives in a child process that the suite makes, so that it can be
+killed and paused. `EngineUnderTest` is what the suite drives; an engine with processes of its own implements that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+Point = Literal["reading", "writing"]
+"""Where an engine can be paused: about to read the first leased block; blocks written, none committed yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetting:
+    """`socket_dir` None: run without a store. Engines of two `model` names must have different fingerprints."""
+
+    socket_dir: Path | None
+    model: str = "first"
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What came of a prompt: `tokens` of it were restored, and `output` followed.
+
+    `output` can be anything that is equal for equal K/V state of the whole prompt and differs otherwise, and that can
+    be pickled: token ids generated greedily, or a digest of the state.
+    """
+
+    tokens: int
+    output: Any
+
+
+class Engine(Protocol):
+    """An engine with its connector, in one process."""
+
+    def store(self, tokens: Sequence[int], /) -> None:
+        """Run the prompt and store its blocks; on return other clients can find what was stored."""
+
+    def restore(self, tokens: Sequence[int], /) -> Restored:
+        """Run the prompt, restoring what the store has of it. Need not store anything."""
+
+    def close(self) -> None: ...
+
+
+class EngineFailed(AssertionError):
+    """The engine raised, ended by itself, or hangs: none of which a connector may do."""
+
+
+class EngineUnderTest(Protocol):
+    """An engine that the suite can also kill, and pause at a point."""
+
+    def store(self, tokens: Sequence[int], /) -> None: ...
+    def restore(self, tokens: Sequence[int], /) -> Restored: ...
+
+    def pause_at(self, point: Point, /) -> None:
+        """Let the engine stop at the next such point. unittest.SkipTest where that cannot be done."""
+
+    def begin(self, operation: Literal["store", "restore"], tokens: Sequence[int], /) -> None:
+        """Start an operation that will reach the point, and return when it has."""
+
+    def go_on(self) -> Restored | None:
+        """Let the paused operation go on; its result."""
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the engine, without warning."""
+
+    def close(self) -> None: ...

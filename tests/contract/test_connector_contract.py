@@ -1,0 +1,84 @@
+"""The shipped conformance suite of connectors on the engines we ship, and on connectors with mistakes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from kvstore_client.testing import ConnectorContract, DaemonProcess, EngineFailed, EngineProcess, EngineSetting
+from kvstore_engine.ggml import GGMLError, load_library
+
+FLAWED = "tests.reference.flawed_engines"
+
+
+class TestMockEngine(ConnectorContract):
+    engine = "kvstore_client.testing.mock_engine:open_mock_engine"
+
+
+@pytest.mark.slow
+class TestOwnEngine(ConnectorContract):
+    engine = "tests.reference.own_engine:open_own_engine"
+
+    @pytest.fixture(autouse=True)
+    def ggml(self) -> None:
+        try:
+            load_library()
+        except GGMLError as error:
+            pytest.skip(f"no ggml: {error}")
+
+
+def _slow(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        ("trusts_ended_leases", "a_lease_that_expires_while_its_blocks_are_copied_is_not_trusted"),
+        ("takes_the_last_token", "a_prompt_of_whole_blocks_leaves_its_last_token_to_compute"),
+        ("one_fingerprint_for_all", "another_model_gets_nothing"),
+        _slow("trusts_ended_leases", "a_daemon_that_dies_while_blocks_are_copied_costs_nothing_but_time"),
+        _slow("stores_too_early", "a_prompt_that_parts_from_a_stored_one_restores_what_they_share"),
+        _slow("fails_with_the_store", "a_store_without_room_costs_nothing_but_hits"),
+        _slow("requires_the_store", "without_a_daemon_the_engine_works_and_finds_it_when_it_comes"),
+        _slow("half_an_answer", "equal_blocks_are_stored_once"),
+        _slow("keeps_leases", "a_second_engine_restores_what_the_first_stored"),
+        _slow("restores_nothing", "a_second_engine_restores_what_the_first_stored"),
+    ],
+)
+def test_the_suite_finds_a_mistake(mistake: str, case: str) -> None:
+    class Suite(ConnectorContract):
+        engine = f"{FLAWED}:{mistake}"
+
+    with pytest.raises(AssertionError) as caught:
+        getattr(Suite(), f"test_{case}")()
+    if isinstance(caught.value, EngineFailed):
+        assert mistake in {"fails_with_the_store", "requires_the_store"}, "it failed for another reason"
+
+
+def test_an_engine_that_hangs_or_dies_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_client.testing.process.PATIENCE_S", 0.5)
+    setting = EngineSetting(None)
+    hangs = EngineProcess(TestMockEngine.engine, setting)
+    os.kill(hangs.pid, signal.SIGSTOP)
+    with pytest.raises(EngineFailed, match="hangs"):
+        hangs.restore([1, 2, 3])
+    dies = EngineProcess(TestMockEngine.engine, setting)
+    os.kill(dies.pid, signal.SIGKILL)
+    with pytest.raises(EngineFailed, match="ended by itself"):
+        dies.restore([1, 2, 3])
+    with pytest.raises(EngineFailed, match="no_such_function"):
+        EngineProcess("kvstore_client.testing.mock_engine:no_such_function", setting)
+
+
+def test_a_suite_without_an_engine_says_what_is_missing() -> None:
+    with pytest.raises(TypeError, match="must name `engine`"):
+        ConnectorContract().open_engine(EngineSetting(None))
+
+
+def test_a_daemon_that_cannot_start_is_told_of_with_its_log() -> None:
+    with pytest.raises(AssertionError, match="no_such_setting"), DaemonProcess("no_such_setting=1"):
+        raise RuntimeError("it started")
