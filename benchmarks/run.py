@@ -65,12 +65,16 @@ SUITE = (
     Benchmark("echo_floor", _json),
     Benchmark("daemon_start", _json),
     Benchmark("lookup_latency", _json),
+    Benchmark("index_probe", _json),
     Benchmark("get_lease", _json),
     Benchmark("put_copy", _json),
     Benchmark("prefetch_interference", _json),
     Benchmark("nvme_vs_fio", _fio, _without_fio),
     Benchmark("prefill_vs_llama", _prefill, _without_engine),
     Benchmark("ttft_restore", _json, _without_engine),
+    Benchmark("many_clients", _json),
+    Benchmark("degraded", _json, _without_engine),
+    Benchmark("vs_llama_server", _json, _without_engine),
 )
 
 

@@ -188,10 +188,16 @@ def test_a_shell_gets_its_terminal_back_while_top_is_suspended(daemon: RunningDa
     assert terminal.read_until("OCCUPANCY")
     terminal.process.send_signal(signal.SIGTSTP)
     assert terminal.read_until("\x1b[?25h\x1b[?1049l")
+    assert eventually(lambda: _state(terminal.process.pid) == "T"), "it gives the terminal back first, then stops"
     terminal.process.send_signal(signal.SIGCONT)
     assert terminal.read_until("\x1b[?1049h") and terminal.read_until("OCCUPANCY")
     terminal.press("q")
     assert terminal.ended() == 0
+
+
+def _state(pid: int) -> str:
+    """As the kernel names it: R, S, T (stopped), …"""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_no_colour_where_the_user_wants_none(daemon: RunningDaemon) -> None:

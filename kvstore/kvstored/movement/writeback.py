@@ -202,8 +202,8 @@ class WriteBack:
         """Queue the write; the row is pinned, so its host copy stays until the end."""
         residency = self._residency
         if residency.is_held_by_another(row, NVME):
-            # Only keys that clients chose can be equal between tenants, and NVMe knows blocks by key alone: it keeps the
-            # first, and whoever comes second is told that his is volatile.
+            # Only keys that clients chose can be equal between tenants, and NVMe knows blocks by key alone: it keeps
+            # the first, and whoever comes second is told that his is volatile.
             self._nvme.free(slot)
             self._finish(write, False)
             return

@@ -11,7 +11,12 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from kvstore_client.cli.doctor.finding import Finding, fail, ok
 
 DISTRIBUTION = "kvstored"
-_MODULES = {"grpcio": "grpc", "protobuf": "google.protobuf"}
+_MODULES = {
+    "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+    "protobuf": "google.protobuf",
+}
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9_.-]+)\s*>=\s*([0-9][0-9.]*)\s*$")
 
 

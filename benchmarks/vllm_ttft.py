@@ -1,0 +1,176 @@
+"""vLLM on CPUs: how much sooner is the first token there, and what does the connector cost when it helps nothing?
+
+SmolLM2-135M in bfloat16, greedy, prompts of 1,000 and 2,000 random tokens that no other request shares, 16 new tokens.
+Five vLLM engines in processes of their own take turns, each request once with each, the order rotated by round:
+without a connector (the baseline of all ratios); storing, where nothing can hit; a second process, which finds what the
+storing one stored; one whose daemon is absent; and one whose daemon is stopped (SIGSTOP) just before each request, so
+that each pays a look-up's deadline. Time to first token is vLLM's own figure (arrival to first token), the whole
+request is the wall time of `generate`. Medians.
+
+Needs the environment that `make test-vllm` makes (.venv-vllm, or KVSTORED_VLLM_PYTHON), and runs under the main one.
+KVSTORED_VLLM_BLOCK_SIZE sets vLLM's block size (default: vLLM's own, 128 on CPUs).
+
+Expected: of 1,000 tokens 7 blocks of 128 are restored and 104 computed, of 2,000 15 and 80. Restoring 20 MB takes some
+8 ms, so the ratio is that of computing everything to computing the rest: about 6 and 10. Blocks of 64 or 32 tokens
+leave less to compute.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support.daemon import BenchDaemon, bench_daemon
+from support.report import AT_LEAST, Row, main, progress
+from support.timing import median
+
+from kvstore_proto.v1 import admin_pb2
+
+REPOSITORY = Path(__file__).parents[1]
+sys.path.insert(0, str(REPOSITORY))
+from tests.vllm.engine_process import Answer, EngineDied, EngineProcess  # noqa: E402  # needs the line above
+
+LENGTHS = (1000, 2000)
+SPEED_UPS = {1000: 6.0, 2000: 8.0}
+NEW_TOKENS = 16
+POOL_TOKENS = 8192
+ROOM = ("host.capacity=2GiB", "nvme.capacity=2GiB")
+BASELINE, STORING, SECOND, ABSENT, STOPPED = "baseline", "storing", "second", "absent", "stopped"
+Figures = dict[tuple[str, int], list[float]]
+
+
+def measure(quick: bool) -> list[Row]:
+    first_token: Figures = defaultdict(list)
+    whole: Figures = defaultdict(list)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvvllm-")))
+        daemon, other = stack.enter_context(bench_daemon(*ROOM)), stack.enter_context(bench_daemon(*ROOM))
+        sockets = {
+            BASELINE: None,
+            STORING: daemon.socket_dir,
+            SECOND: daemon.socket_dir,
+            ABSENT: directory / "nobody",
+            STOPPED: other.socket_dir,
+        }
+        model = _model()
+        engines = {}
+        for name, socket in sockets.items():
+            engines[name] = stack.enter_context(_engine(directory / f"{name}.log", model, socket))
+            progress(f"{name}: engine is up")
+            engines[name].ask([_prompt(0, 300)], NEW_TOKENS)  # first use: threads, allocations
+        for number in range(2 if quick else 7):
+            for length in LENGTHS:
+                prompt = _prompt(1 + number * len(LENGTHS) + LENGTHS.index(length), length)
+                for name in _turns(number):
+                    answer = _ask(name, engines[name], prompt, daemon, other)
+                    first_token[name, length].append(_ttft_s(answer))
+                    whole[name, length].append(answer.wall_s)
+                progress(f"round {number}, {length} tokens: " + _line(first_token, length))
+    return [row for length in LENGTHS for row in _rows(length, first_token, whole)]
+
+
+def _rows(length: int, first_token: Figures, whole: Figures) -> Iterator[Row]:
+    ttft = {name: median(first_token[name, length]) * 1e3 for name in (BASELINE, STORING, SECOND, ABSENT, STOPPED)}
+    of_all = {name: median(whole[name, length]) * 1e3 for name in (BASELINE, STORING)}
+    at = f"vllm_ttft_{length}"
+    yield Row(f"{at}_speed_up", ttft[BASELINE], "ms", ttft[SECOND], "ms warm", AT_LEAST, SPEED_UPS[length])
+    for name in (STORING, ABSENT, STOPPED):
+        yield Row(f"{at}_{name}", ttft[name], "ms", ttft[BASELINE], "ms without", target=1.05)
+    yield Row(f"vllm_request_{length}_{STORING}", of_all[STORING], "ms", of_all[BASELINE], "ms without", target=1.05)
+
+
+def _turns(number: int) -> list[str]:
+    """The order of a round. The second process comes after the storing one."""
+    free = [BASELINE, STORING, ABSENT, STOPPED]
+    turned = free[number % 4 :] + free[: number % 4]
+    turned.insert(turned.index(STORING) + 1, SECOND)
+    return turned
+
+
+def _ask(name: str, engine: EngineProcess, prompt: list[int], daemon: BenchDaemon, other: BenchDaemon) -> Answer:
+    if name == STOPPED:
+        with _stopped(other.pid):
+            return engine.ask([prompt], NEW_TOKENS)
+    answer = engine.ask([prompt], NEW_TOKENS)
+    if name == STORING:
+        daemon.admin("Flush", admin_pb2.FlushRequest())  # no writing beside the next measurement
+    if name == SECOND and answer.cached[0] < len(prompt) - 129:
+        raise SystemExit(f"only {answer.cached[0]} of {len(prompt)} tokens were restored: not a warm request")
+    if name != SECOND and answer.cached[0]:
+        raise SystemExit(f"{answer.cached[0]} tokens were cached for the engine {name!r}: not a cold request")
+    return answer
+
+
+@contextmanager
+def _stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def _engine(log: Path, model: str, socket: Path | None) -> Iterator[EngineProcess]:
+    block_size = os.environ.get("KVSTORED_VLLM_BLOCK_SIZE")
+    spec: dict[str, Any] = {
+        "model": model,
+        "dtype": "bfloat16",
+        "max_model_len": 4096,
+        "num_gpu_blocks_override": POOL_TOKENS // int(block_size or 128),  # five pools of the default size are 10 GiB
+    }
+    if block_size:
+        spec["block_size"] = int(block_size)
+    if socket is not None:
+        spec["transfer"] = {"kv_connector_extra_config": {"socket": str(socket)}}
+    with EngineProcess(log, python=str(_python()), **spec) as engine:
+        yield engine
+
+
+def _python() -> Path:
+    python = Path(os.environ.get("KVSTORED_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))
+    if not python.exists():
+        raise SystemExit(f"there is no {python}: make test-vllm makes it, or set KVSTORED_VLLM_PYTHON")
+    return python
+
+
+def _model() -> str:
+    """SmolLM2 as vLLM reads it; the first time it is fetched and converted."""
+    command = [str(_python()), "-m", "tests.vllm.smollm2", "bfloat16"]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit("the model could not be converted; what went wrong stands above")
+    return done.stdout.splitlines()[-1]
+
+
+def _prompt(seed: int, tokens: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(100, 40_000, tokens)]
+
+
+def _ttft_s(answer: Answer) -> float:
+    (seconds,) = answer.ttft_s
+    if seconds is None:
+        raise SystemExit("this vLLM does not tell the time to the first token")
+    return seconds
+
+
+def _line(figures: Figures, length: int) -> str:
+    return ", ".join(
+        f"{name} {seconds[-1] * 1e3:.0f} ms" for (name, tokens), seconds in figures.items() if tokens == length
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(measure, __doc__))
+    except EngineDied as error:
+        sys.exit(str(error))

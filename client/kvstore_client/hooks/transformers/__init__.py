@@ -1,0 +1,33 @@
+"""Hugging Face Transformers: a `Cache` that restores stored prefixes and stores new blocks.
+
+    with kvstore_session(model) as session:
+        model.generate(input_ids, past_key_values=KVStoreCache(session, model))
+
+Owns nothing but the names that users import; the parts are `cache` (what generate is given), `calls` (how it sees the
+model's calls), `layers` (where K and V lie), `restoring`, `storing`, `fingerprint` and `sessions`. Needs torch and
+transformers 5, imported in this package alone.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch  # noqa: F401  (named here so that its absence is said in one sentence)
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        f"kvstore_client.hooks.transformers needs torch and transformers 5 ({error}): "
+        "pip install 'kvstored[transformers]'"
+    ) from None
+
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError(
+        f"kvstore_client.hooks.transformers needs transformers 5, found {transformers.__version__}: "
+        "pip install 'transformers>=5'"
+    )
+
+from kvstore_client.hooks.transformers.cache import KVStoreCache
+from kvstore_client.hooks.transformers.fingerprint import model_fingerprint
+from kvstore_client.hooks.transformers.report import CacheReport
+from kvstore_client.hooks.transformers.sessions import ModelSession, flush, kvstore_session
+
+__all__ = ["CacheReport", "KVStoreCache", "ModelSession", "flush", "kvstore_session", "model_fingerprint"]

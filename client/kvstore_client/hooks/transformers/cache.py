@@ -1,0 +1,276 @@
+"""The cache that a user gives to `generate`: a `DynamicCache` that restores and stores through the daemon.
+
+Owns the state of one sequence: which tokens it holds, whether it may still be stored, what was restored. Never fails or
+delays a generation for the store's sake beyond the deadline of one question: whatever goes wrong there becomes a
+reason in `report`, and the model computes. Invariant: blocks are stored only while the tokens seen are exactly the
+tokens held.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from copy import deepcopy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from kvstore_client.errors import invalid
+from kvstore_client.hooks.transformers.calls import Call, listen, shorten, tokens_to_compute, why_not
+from kvstore_client.hooks.transformers.fingerprint import difference, inner_model, kv_shape
+from kvstore_client.hooks.transformers.layers import KVStack
+from kvstore_client.hooks.transformers.report import CacheReport
+from kvstore_client.hooks.transformers.restoring import Restored, Wanted, is_silent, restore
+from kvstore_client.hooks.transformers.sessions import shared_session
+from kvstore_client.hooks.transformers.storing import Sequence, Tokens, storer_of
+from kvstore_client.receipt import PRESENT, STORED
+from kvstore_client.session import Session
+
+DEFAULT_DEADLINE_S = 0.025  # a lease on what is mapped takes 1 ms; a stopped daemon must not cost 5 % of a prompt
+TIMED_TOKENS = 64  # shorter passes say little of what a token costs
+
+_token_s: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+
+
+class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
+    """`model.generate(input_ids, past_key_values=KVStoreCache(session, model))`, one cache for one sequence.
+
+    `session` is what `kvstore_session(model)` returned, or the daemon's socket directory. In `generate` the longest
+    stored prefix is restored and the rest computed; full blocks are stored in the background, prompt and answer
+    alike. The same cache may be given to `generate` again to go on with its sequence.
+
+    A call that is no plain continuation of one sequence (a batch, padding, embeddings, custom positions) is computed as
+    with a `DynamicCache`, and so is everything after it. A call that asks for all logits is computed whole, and stored;
+    `restore` before it does otherwise. `deadline_s` bounds what asking the daemon may cost.
+
+    Raises KVStoreError(INVALID) for a model whose state cannot be stored and for a session of another model.
+    """
+
+    _stack: KVStack
+    _sequence: Sequence
+    _seen: list[torch.Tensor]  # read only when a block is full: on a GPU each reading waits for it
+    _count: int  # tokens seen, and held as long as nothing is refused
+    _coming: torch.Tensor | None  # the tokens of the call that runs
+    _called: float
+    _asks: bool
+    _refused: str
+    _reason: str
+    _restored_tokens: int
+    _restored_bytes: int
+    _lookup_s: float
+    _restore_s: float
+
+    def __init__(
+        self, session: Session | str | os.PathLike[str], model: Any, *, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> None:
+        inner = inner_model(model)
+        if not isinstance(session, Session):
+            session = shared_session(session, model)
+        elif differs := difference(session.fingerprint, model):
+            raise invalid(f"the session was opened for another model or another state of it: {differs} differ")
+        if session.state != "closed":
+            session.wake()
+        self._session = session
+        self._model = model
+        self._inner = inner
+        self._deadline_s = deadline_s
+        self._shape = kv_shape(inner)
+        super().__init__(config=inner.config)
+        self._begin_anew()
+        listen(inner, self)
+
+    @property
+    def report(self) -> CacheReport:
+        """What was restored, computed and stored of this sequence so far, and why no more."""
+        sequence = self._sequence
+        return CacheReport(
+            restored_tokens=self._restored_tokens,
+            computed_tokens=self._count - self._restored_tokens,
+            restored_bytes=self._restored_bytes,
+            lookup_s=self._lookup_s,
+            restore_s=self._restore_s,
+            reason=self._refused or self._reason,
+            stored_blocks=sequence.statuses[STORED],
+            present_blocks=sequence.statuses[PRESENT],
+            waiting_blocks=sequence.waiting_blocks,
+            store_reason=self._refused or sequence.reason,
+        )
+
+    def restore(self, input_ids: torch.Tensor) -> int:
+        """Restore what is stored of these tokens, but the last; how many tokens the cache holds now.
+
+        For those who call the model themselves: `n = cache.restore(ids); model(ids[:, n:], past_key_values=cache)`.
+        """
+        held = int(self.get_seq_length())
+        if self._refused or held != self._count or input_ids.shape[0] != 1 or input_ids.shape[1] <= held:
+            return held
+        tokens = _as_tokens(input_ids)
+        if not np.array_equal(tokens[:held], self._tokens()):
+            raise invalid(f"the cache holds {held} tokens that these do not begin with")
+        self._take(self._restore(tokens, len(tokens) - 1), tokens)
+        return self._count
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until what this session's caches announced is stored or given up."""
+        return storer_of(self._session).flush(timeout_s)
+
+    # What the model's hooks tell.
+
+    def before(self, call: Call) -> Call:
+        """A call of the model with this cache is about to run: restore what is stored of it, if it may be."""
+        self._coming = None
+        if self._refused or not self._may_go_on(call):
+            return call
+        ids = call["input_ids"]
+        count = ids.shape[1]
+        if count > 1:
+            keep = tokens_to_compute(call)
+            if keep is None:
+                self._reason = "logits of all tokens were asked for"
+            elif count > keep:
+                tokens = np.concatenate([self._tokens(), _as_tokens(ids)])
+                held = self._count
+                self._take(self._restore(tokens, held + count - keep), tokens)
+                ids, call = ids[:, self._count - held :], shorten(call, self._count - held)
+        self._coming, self._called = ids, time.perf_counter()
+        return call
+
+    def after(self) -> None:
+        """The call has run: its tokens are held now, and full blocks may be stored."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        count = coming.shape[1]
+        if count >= TIMED_TOKENS and coming.device.type == "cpu":
+            _token_s[self._inner] = (time.perf_counter() - self._called) / count
+        self._seen.append(coming.clone())
+        self._count += count
+        if not self._stack.is_whole or self.get_seq_length() != self._count:
+            self._refuse("K/V of another shape, place or kind than the model's configuration says")
+            return
+        self._store()
+
+    # What transformers does to caches.
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As of a DynamicCache. What is stored stays stored; the sequence goes on from the shorter prefix."""
+        kept = self._count + min(tokens_to_remove, 0)
+        whole = self._stack.is_whole and not self._refused and self._count == self.get_seq_length()
+        if not whole or kept < self._sequence.wanted_blocks * self._session.block_tokens or tokens_to_remove > 0:
+            super().crop(tokens_to_remove)
+            self._refuse("the sequence was cut back into blocks that are stored")
+            return
+        tokens = self._tokens()[:kept]
+        self._seen, self._count = [torch.from_numpy(tokens)[None]], kept
+        self._sequence.done_blocks = min(self._sequence.done_blocks, kept // self._session.block_tokens)
+        self._restored_tokens = min(self._restored_tokens, kept)
+        self._stack.extend_to(kept)
+
+    def reset(self) -> None:
+        """Forget the sequence; the next call begins a new one, which may be restored."""
+        self._begin_anew()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._refuse("beams were reordered")
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse("the batch was changed")
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._refuse("the batch was changed")
+        super().batch_select_indices(indices)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicCache:
+        """A DynamicCache with the same content: it no longer has to do with the daemon."""
+        copy = DynamicCache(config=self._inner.config)
+        for index, layer in enumerate(self.layers):
+            if layer.get_seq_length():
+                copy.update(deepcopy(layer.keys, memo), deepcopy(layer.values, memo), index)
+        return copy
+
+    def _begin_anew(self) -> None:
+        self._stack = KVStack(self._shape)
+        self.layers = list(self._stack.layers)
+        self._sequence = Sequence(self._session)
+        self._seen = []
+        self._count = 0
+        self._coming = None
+        self._called = 0.0
+        self._asks = True
+        self._refused = self._reason = ""
+        self._restored_tokens = self._restored_bytes = 0
+        self._lookup_s = self._restore_s = 0.0
+
+    def _may_go_on(self, call: Call) -> bool:
+        reason = why_not(call, self._count)
+        if not reason and self.get_seq_length() != self._count:
+            reason = "tokens were computed in calls that this cache did not see"
+        if not reason and self._inner.training:
+            reason = "the model is in training mode: model.eval()"
+        if not reason and self._count == 0 and len(set(getattr(self._inner, "hf_device_map", {}).values())) > 1:
+            reason = "the model's layers are on several devices"
+        if not reason and call["input_ids"].shape[1] > 1 and (differs := self._changed()):
+            reason = f"the model has changed since the session was opened: {differs}"
+        if reason:
+            self._refuse(reason)
+        return not reason
+
+    def _changed(self) -> str:
+        return difference(self._session.fingerprint, self._model)
+
+    def _restore(self, tokens: Tokens, most: int) -> Restored:
+        wanted = Wanted(tokens, self._count, most, self._session.block_tokens, self._inner.device)
+        if not self._asks:
+            return Restored(self._count, reason=self._reason)
+        if not wanted.blocks:
+            return Restored(self._count, reason="no full block to restore")
+        try:
+            speed = _token_s.get(self._inner)
+            return restore(self._session, self._stack, wanted, deadline_s=self._deadline_s, token_s=speed)
+        except Exception as error:  # the store must not end a generation
+            return Restored(self._count, reason=f"restoring failed: {type(error).__name__}: {error}")
+
+    def _take(self, restored: Restored, tokens: Tokens) -> None:
+        """Enter what was restored of `tokens`."""
+        if restored.tokens > self._count:
+            self._seen.append(torch.from_numpy(tokens[self._count : restored.tokens])[None])
+            self._restored_tokens += restored.tokens - self._count
+            self._count = restored.tokens
+        self._sequence.done_blocks = max(self._sequence.done_blocks, restored.blocks)
+        self._restored_bytes += restored.bytes
+        self._lookup_s += restored.lookup_s
+        self._restore_s += restored.restore_s
+        self._reason = restored.reason
+        self._asks = self._asks and not is_silent(restored)
+
+    def _store(self) -> None:
+        sequence, blocks = self._sequence, self._count // self._session.block_tokens
+        tensor = self._stack.tensor
+        if tensor is None or sequence.reason or blocks <= max(sequence.wanted_blocks, sequence.done_blocks):
+            return
+        if self._session.state != "connected":
+            return  # the blocks are announced with a later one, if the daemon comes back meanwhile
+        tokens = self._tokens()[: blocks * self._session.block_tokens]
+        storer_of(self._session).advance(sequence, tokens, tensor, blocks)
+
+    def _tokens(self) -> Tokens:
+        """All tokens held, as one array."""
+        if len(self._seen) > 1:
+            self._seen = [torch.from_numpy(np.concatenate([_as_tokens(ids) for ids in self._seen]))[None]]
+        return _as_tokens(self._seen[0]) if self._seen else np.empty(0, np.int32)
+
+    def _refuse(self, reason: str) -> None:
+        """From now on this is a DynamicCache."""
+        self._refused = self._refused or reason
+        self._stack.break_up()
+
+
+def _as_tokens(ids: torch.Tensor) -> Tokens:
+    tokens: Tokens = ids[0].to("cpu", torch.int32).numpy()
+    return tokens

@@ -1,0 +1,99 @@
+"""How a cache sees what its model is called with: token ids, positions, mask.
+
+`generate` hands a cache to the model and tells it nothing else, so each cache registers two hooks on the model, which
+act on calls with this cache only and leave with it. Owns the hooks and the judgement whether a call is a plain
+continuation of one sequence. Never does: restore or store.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+_UNDERSTOOD = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep", "cache_position"}
+)
+_HARMLESS = frozenset({"use_cache", "return_dict", "output_attentions", "output_hidden_states", "labels"})
+_ONE_PER_TOKEN = ("output_attentions", "output_hidden_states", "labels")
+
+Call = dict[str, Any]
+
+
+class Listener(Protocol):
+    """What the hooks tell of each call of the model with this cache."""
+
+    def before(self, call: Call) -> Call: ...
+    def after(self) -> None: ...
+
+
+def listen(model: PreTrainedModel, cache: Listener) -> None:
+    """Tell `cache` of every call of `model` with it, as long as it lives."""
+    names = list(inspect.signature(model.forward).parameters)
+    reference = weakref.ref(cache)
+
+    def is_ours(call: Call) -> bool:
+        given = call.get("past_key_values")
+        return given is not None and given is reference()
+
+    def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: Call) -> tuple[tuple[Any, ...], Call] | None:
+        call = {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
+        return ((), call["past_key_values"].before(call)) if is_ours(call) else None
+
+    def after(_: torch.nn.Module, args: tuple[Any, ...], kwargs: Call, output: Any) -> None:
+        if is_ours(kwargs):
+            kwargs["past_key_values"].after()
+
+    hooks = (
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True),
+    )
+    for hook in hooks:
+        weakref.finalize(cache, hook.remove).atexit = False
+
+
+def why_not(call: Call, held: int) -> str:
+    """Why a call is no plain continuation of the one sequence whose first `held` tokens are cached; empty if it is."""
+    ids = call.get("input_ids")
+    if ids is None or call.get("inputs_embeds") is not None:
+        return "the input is not token ids"
+    if ids.ndim != 2 or ids.shape[0] != 1:
+        return f"a batch of {ids.shape[0]}: one sequence at a time is stored"
+    plain = _UNDERSTOOD | _HARMLESS
+    unknown = [name for name, value in call.items() if value is not None and value is not False and name not in plain]
+    if unknown:
+        return f"K/V may depend on the argument {min(unknown)}"
+    count = ids.shape[1]
+    mask, positions = call.get("attention_mask"), call.get("position_ids")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (1, held + count)):
+        return "an attention mask that is not one number for each token"
+    if mask is not None and not bool(mask.all()):
+        return "padding or masked tokens"
+    if positions is not None and not _counts_up(positions, held, count):
+        return "positions that do not count up from 0"
+    return ""
+
+
+def tokens_to_compute(call: Call) -> int | None:
+    """How many of the last tokens must be computed for what the caller asks; None if it asks for all of them."""
+    keep = call.get("logits_to_keep")
+    if not isinstance(keep, int) or keep < 1 or any(call.get(name) for name in _ONE_PER_TOKEN):
+        return None
+    return keep
+
+
+def shorten(call: Call, tokens: int) -> Call:
+    """The call without its first `tokens` tokens, which are cached now. The mask goes on covering all."""
+    shorter = dict(call)
+    for name in ("input_ids", "position_ids", "cache_position"):
+        if shorter.get(name) is not None:
+            shorter[name] = shorter[name][..., tokens:]
+    return shorter
+
+
+def _counts_up(positions: Any, held: int, count: int) -> bool:
+    expected = torch.arange(held, held + count, device=positions.device)
+    return positions.shape[-1] == count and bool((positions == expected).all())

@@ -1,0 +1,203 @@
+"""The fingerprint of a loaded Transformers model: all that its K/V bytes depend on besides the tokens.
+
+Owns the translation from a model to `kvstore_proto`'s terms, and the refusal of models whose state is more than K and
+V of a full attention. What is fingerprinted is what is in memory, not where it was loaded from: a merged adapter, an
+edited weight or another dtype is another model. Never does: look at the attention implementation, which changes
+nothing that is meant.
+Invariant: the digest of a model is computed again when a weight, an adapter or its state has changed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from kvstore_client.errors import invalid
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+
+BLOCK_TOKENS = 16  # what a prompt leaves over after its last full block is computed: smaller blocks leave less
+LAYOUT = "layer-major/k-then-v/head-major/token"
+ID_PREFIX = "id:"
+
+_DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_WANDERING_ROPE = ("dynamic", "longrope")  # their angles depend on how long the sequence became later
+_NOT_IDENTITY = frozenset(  # of a configuration: labels, defaults of generation, how it is computed
+    {"_name_or_path", "_model_name_or_path", "name_or_path", "architectures", "transformers_version", "use_cache",
+     "dtype", "torch_dtype", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation",
+     "id2label", "label2id", "problem_type", "bos_token_id", "eos_token_id", "pad_token_id"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """K and V of one token: `layers` x (K, V) x `heads` x `head_dim` numbers of `dtype`."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def item_bytes(self) -> int:
+        return int(self.dtype.itemsize)
+
+
+def inner_model(model: Any) -> PreTrainedModel:
+    """The Transformers model itself, inside whatever wraps it (an adapter library, torch.compile)."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    found = next((part for part in getattr(model, "modules", list)() if isinstance(part, PreTrainedModel)), None)
+    if found is None:
+        raise invalid(f"a Transformers model is needed, got {type(model).__name__}")
+    return found
+
+
+def kv_shape(model: PreTrainedModel) -> KVShape:
+    """The shape of a model's K/V state. Raises KVStoreError(INVALID) for a model that cannot be stored, saying why."""
+    whole = model.config
+    config = whole.get_text_config(decoder=True)
+    if whole.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise _unstorable(model, "its cross attention depends on another input than the tokens")
+    kinds = sorted(set(get_layer_types_and_kwargs(config)[0]) - {"full_attention"})
+    if kinds:
+        raise _unstorable(model, f"it has layers of kind {', '.join(kinds)}, and only full attention is stored")
+    rope = _rope(config)
+    wandering = next((kind for kind in _WANDERING_ROPE if f'"{kind}"' in rope), None)
+    if wandering:
+        raise _unstorable(model, f"with {wandering} rope, keys depend on the length that a sequence reaches later")
+    dtype = model.dtype
+    if dtype not in _DTYPES:
+        raise _unstorable(model, f"it computes in {dtype}, and K/V is stored in {', '.join(_DTYPES.values())}")
+    queries = getattr(config, "num_attention_heads", None)
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // queries if queries else None)
+    if not isinstance(heads, int) or not isinstance(head_dim, int):
+        raise _unstorable(model, "its configuration does not give one number of key/value heads for all layers")
+    return KVShape(config.num_hidden_layers, heads, head_dim, dtype)
+
+
+def model_fingerprint(
+    model: Any, *, model_id: str | None = None, block_tokens: int = BLOCK_TOKENS, key_hash: str = "xxh3"
+) -> Fingerprint:
+    """The fingerprint to open a session with: `kvstore_client.connect(fingerprint=model_fingerprint(model))`.
+
+    All weights in memory are hashed, once (135M parameters in f32: some 0.1 s). `model_id` is taken instead of that
+    hash where it is given: the caller then answers for equal ids meaning equal weights.
+    """
+    inner = inner_model(model)
+    shape = kv_shape(inner)
+    token_bytes = 2 * shape.heads * shape.head_dim * shape.item_bytes
+    group = LayerGroup(0, layers=tuple(range(shape.layers)), bytes_per_token_per_layer=token_bytes)
+    return Fingerprint(
+        model_name=str(inner.config.name_or_path or type(inner).__name__),
+        weights_digest=weights_identity(inner, model_id),
+        rope=_rope(inner.config.get_text_config(decoder=True)),
+        kv_dtype=_DTYPES[shape.dtype],
+        layout=LAYOUT,
+        adapter_digest=_digest(state) if (state := _adapter_state(model, inner)) else "",
+        block_tokens=block_tokens,
+        engine_block_tokens=block_tokens,
+        key_hash=key_hash,
+        groups=(group,),
+    )
+
+
+def difference(session: Fingerprint, model: Any) -> str:
+    """In what a model is not the one that a session was opened for; empty when it is."""
+    named = session.weights_digest
+    model_id = named.removeprefix(ID_PREFIX).rpartition(":")[0] if named.startswith(ID_PREFIX) else None
+    ours = model_fingerprint(model, model_id=model_id, block_tokens=session.block_tokens)
+    compared = {
+        "weights or configuration": (ours.weights_digest, session.weights_digest),
+        "adapters": (ours.adapter_digest, session.adapter_digest),
+        "rope": (ours.rope, session.rope),
+        "dtype": (ours.kv_dtype, session.kv_dtype),
+        "layout": (ours.layout, session.layout),
+        "shape": (ours.groups, session.groups),
+    }
+    return ", ".join(name for name, (here, there) in compared.items() if here != there)
+
+
+def weights_identity(model: PreTrainedModel, model_id: str | None) -> str:
+    """A digest of the configuration, and of all weights or the id that stands for them."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_IDENTITY}
+    described = _digest([type(model).__name__, json.dumps(config, sort_keys=True, default=str)])
+    if model_id is not None:
+        return f"{ID_PREFIX}{model_id}:{described}"
+    return f"{_weights_digest(model)}:{described}"
+
+
+@dataclass(slots=True)
+class _Hashed:
+    """A digest, and the tensors it was made of: where each lay, and how often it had been written."""
+
+    tensors: list[torch.Tensor]
+    marks: list[tuple[int, int]]
+    adapters: list[str]
+    digest: str
+
+
+_hashed: WeakKeyDictionary[PreTrainedModel, _Hashed] = WeakKeyDictionary()
+
+
+def _weights_digest(model: PreTrainedModel) -> str:
+    known = _hashed.get(model)
+    adapters = _adapter_state(model, model)
+    if known is not None and known.adapters == adapters and known.marks == list(map(_mark, known.tensors)):
+        return known.digest
+    named = [*model.named_parameters(), *model.named_buffers()]
+    hashing = xxhash.xxh3_128()
+    for name, tensor in sorted(named, key=lambda item: item[0]):
+        hashing.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        hashing.update(_bytes_of(model, name, tensor))
+    tensors = [tensor for _, tensor in named]
+    digest = hashing.hexdigest()
+    _hashed[model] = _Hashed(tensors, list(map(_mark, tensors)), adapters, digest)
+    return digest
+
+
+def _bytes_of(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Any:
+    try:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    except (RuntimeError, TypeError) as error:
+        raise _unstorable(model, f"{name} cannot be read ({error}); give model_id= instead") from None
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def _rope(config: Any) -> str:
+    """Of configurations of both generations: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
+    found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    return json.dumps(found, sort_keys=True, default=str)
+
+
+def _adapter_state(*models: Any) -> list[str]:
+    """What adapters are configured (by PEFT's conventions), and how each adapted layer uses them now."""
+    configured = {id(config): config for model in models if (config := getattr(model, "peft_config", None))}
+    if not configured:
+        return []
+    described = [f"{name}: {config}" for known in configured.values() for name, config in sorted(known.items())]
+    for name, layer in models[-1].named_modules():
+        if hasattr(layer, "active_adapters") and hasattr(layer, "scaling"):
+            used = [getattr(layer, part, None) for part in ("scaling", "disable_adapters", "merged_adapters")]
+            described.append(f"{name}: {layer.active_adapters} {used}")
+    return described
+
+
+def _digest(parts: list[str]) -> str:
+    return str(xxhash.xxh3_128_hexdigest("\0".join(parts).encode()))
+
+
+def _unstorable(model: PreTrainedModel, why: str) -> Exception:
+    return invalid(f"the K/V state of {type(model).__name__} cannot be stored: {why}")

@@ -1,0 +1,181 @@
+"""Where K and V of one sequence lie: one tensor for all layers, written in place, so that a block is one copy.
+
+Owns the tensor [layer, K or V, head, token, dimension] and its growth. `StoreLayer` is a `DynamicLayer` whose `keys`
+and `values` are views of it; whatever else is done to a layer (another batch, a reordering, gradients) makes it a
+plain `DynamicLayer` from then on, and the stack says that it is no longer whole.
+Never does: know tokens, or talk to a daemon. Invariant: bytes that lie before a layer's length are not written again
+while the stack is whole, so another thread may read them.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from kvstore_client.hooks.transformers.fingerprint import KVShape
+
+LEAST_HEADROOM_TOKENS = 64
+Bytes = npt.NDArray[np.uint8]
+
+
+class KVStack:
+    """K and V of all layers. `lengths[i]` tokens of layer i are written."""
+
+    def __init__(self, shape: KVShape) -> None:
+        self.shape = shape
+        self.is_whole = True
+        self.layers = [StoreLayer(self, index) for index in range(shape.layers)]
+        self.tensor: torch.Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        return 0 if self.tensor is None else int(self.tensor.shape[3])
+
+    def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these are K and V of the sequence that the stack holds, one of the shape it is for."""
+        expected = (1, self.shape.heads, keys.shape[-2], self.shape.head_dim)
+        return (
+            self.is_whole
+            and tuple(keys.shape) == tuple(values.shape) == expected
+            and keys.dtype == values.dtype == self.shape.dtype
+            and keys.device == values.device
+            and (self.tensor is None or self.tensor.device == keys.device)
+            and not (keys.requires_grad or values.requires_grad)
+        )
+
+    def reserve(self, tokens: int, device: torch.device) -> None:
+        """Room for `tokens` tokens; what is there moves into a larger tensor when it must. Others may still read the
+        old one.
+        """
+        if tokens <= self.capacity:
+            return
+        shape, room = self.shape, tokens + max(LEAST_HEADROOM_TOKENS, tokens // 8)
+        larger = torch.empty((shape.layers, 2, shape.heads, room, shape.head_dim), dtype=shape.dtype, device=device)
+        if self.tensor is not None:
+            kept = max(layer.length for layer in self.layers)
+            larger[:, :, :, :kept].copy_(self.tensor[:, :, :, :kept])
+        self.tensor = larger
+        for layer in self.layers:
+            layer.show(layer.length)
+
+    def scatter(self, blocks: Sequence[Bytes], block_tokens: int, begin: int, end: int) -> None:
+        """Write tokens [begin, end) from stored blocks, the first of which holds token `begin`; room must be reserved.
+        `extend_to` then shows them.
+        """
+        shape, tensor = self.shape, self.tensor
+        assert tensor is not None, "reserve() first"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # we only read it
+            origin = begin // block_tokens * block_tokens
+            for run in _runs(blocks):
+                stored = torch.from_numpy(run).view(shape.dtype)
+                stored = stored.view(len(run), shape.layers, 2, shape.heads, block_tokens, shape.head_dim)
+                stop = origin + len(run) * block_tokens
+                first, last = max(begin, origin), min(end, stop)
+                if (first, last) == (origin, stop):
+                    place = tensor[:, :, :, first:last].unflatten(3, (len(run), block_tokens))
+                    place.copy_(stored.permute(1, 2, 3, 0, 4, 5))
+                else:  # a run that is wanted in part: of its first or last block only some tokens
+                    for index, block in enumerate(stored):
+                        at = origin + index * block_tokens
+                        low, high = max(first, at), min(last, at + block_tokens)
+                        tensor[:, :, :, low:high].copy_(block[:, :, :, low - at : high - at])
+                origin = stop
+
+    def extend_to(self, tokens: int) -> None:
+        for layer in self.layers:
+            layer.show(tokens)
+
+    def break_up(self) -> None:
+        """From now on the layers keep K and V themselves; what they have shown stays readable."""
+        self.is_whole = False
+
+
+def _runs(blocks: Sequence[Bytes]) -> Iterator[Bytes]:
+    """Blocks as arrays [block, byte]: those that lie behind each other at equal distances together, in one array.
+
+    A call of torch for each block costs more than its bytes on a machine whose other threads are late. The last block
+    stays by itself, for it may be wanted in part only.
+    """
+    starts = [block.__array_interface__["data"][0] for block in blocks]
+    first = 0
+    while first < len(blocks):
+        step, last = 0, first
+        while last + 2 < len(blocks) and starts[last + 1] - starts[last] >= len(blocks[first]):
+            if step not in (0, starts[last + 1] - starts[last]):
+                break
+            step, last = starts[last + 1] - starts[last], last + 1
+        count, block = last + 1 - first, blocks[first]
+        yield np.lib.stride_tricks.as_strided(block, (count, len(block)), (step or len(block), 1), writeable=False)
+        first = last + 1
+
+
+def gather(tensor: torch.Tensor, begin: int, end: int, destination: Bytes) -> None:
+    """Copy tokens [begin, end) of a stack's tensor into a block's payload. On the CPU not by torch's threads: they
+    belong to the model, which computes meanwhile.
+    """
+    source = tensor[:, :, :, begin:end]
+    if source.device.type == "cpu":
+        raw = source.view(torch.uint8).numpy()
+        np.copyto(destination.reshape(raw.shape), raw)
+    else:
+        torch.from_numpy(destination).view(tensor.dtype).view(source.shape).copy_(source)
+
+
+class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """One layer of a stack, to the model a `DynamicLayer`."""
+
+    def __init__(self, stack: KVStack, index: int) -> None:
+        super().__init__()
+        self._stack = weakref.ref(stack)  # it holds us: a cycle would keep K and V until the next collection
+        self._index = index
+        self._shown: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        self.length = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stack = self._stack()
+        if stack is None or not (self.is_ours and stack.takes(key_states, value_states)):
+            if stack is not None:
+                stack.break_up()
+            keys, values = super().update(key_states, value_states, *args, **kwargs)
+            return keys, values
+        begin, end = self.length, self.length + key_states.shape[-2]
+        stack.reserve(end, key_states.device)
+        assert stack.tensor is not None
+        own = stack.tensor[self._index]
+        own[0, :, begin:end].copy_(key_states[0])
+        own[1, :, begin:end].copy_(value_states[0])
+        self.show(end)
+        return self.keys, self.values
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether nobody else has put other tensors into this layer."""
+        if self.length == 0:
+            return bool(self.get_seq_length() == 0)
+        return self.keys is self._shown[0] and self.values is self._shown[1]
+
+    def show(self, length: int) -> None:
+        """Let `keys` and `values` be the first `length` tokens of the stack's tensor."""
+        stack = self._stack()
+        assert stack is not None and stack.tensor is not None, "only a stack that has room shows anything"
+        tensor = stack.tensor
+        own = tensor[self._index, :, None, :, :length]
+        self.keys, self.values = self._shown = (own[0], own[1])
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.is_initialized = True
+        self.length = length
+
+    def reset(self) -> None:
+        super().reset()
+        self._shown = (None, None)
+        self.length = 0

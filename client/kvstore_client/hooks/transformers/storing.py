@@ -1,0 +1,137 @@
+"""Stores full blocks of sequences that models are computing, in a thread of its own.
+
+Owns one worker for a session and the queue to it. Nothing it does can fail or hold up a forward pass: what cannot be
+stored is counted, with a reason, and left.
+
+Why it waits before it starts: the first token is sampled just after the prompt's last block filled, and copying beside
+that would delay it. The thread is no daemon thread and ends when its queue is empty: a program that ends after
+`generate` still stores what it computed, within the deadlines of its puts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore_client.hooks.transformers.layers import gather
+from kvstore_client.receipt import PRESENT, STORED
+from kvstore_client.session import Session
+from kvstore_proto.errors import KVStoreError
+
+Tokens = npt.NDArray[np.int32]
+
+BATCH_BYTES = 16 * 1024 * 1024  # one put: large enough to spread its round trips
+FIRST_TOKEN_S = 0.02
+MOST_WAITING = 8  # sequences that may wait; each holds its K/V in memory until it is stored
+
+
+@dataclass(slots=True)
+class Sequence:
+    """What is to be stored of one sequence. The worker reads `tensor` below `wanted_blocks`, which nobody rewrites."""
+
+    session: Session
+    tokens: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
+    tensor: torch.Tensor | None = None
+    wanted_blocks: int = 0
+    done_blocks: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    reason: str = ""
+
+    @property
+    def waiting_blocks(self) -> int:
+        return 0 if self.reason else max(self.wanted_blocks - self.done_blocks, 0)
+
+
+class Storer:
+    """The worker of one session. It holds the session only while there is something to store."""
+
+    def __init__(self, *, first_token_s: float = FIRST_TOKEN_S) -> None:
+        self._first_token_s = first_token_s
+        self._changed = threading.Condition()
+        self._queue: deque[Sequence] = deque()
+        self._thread: threading.Thread | None = None
+
+    def advance(self, sequence: Sequence, tokens: Tokens, tensor: torch.Tensor, blocks: int) -> None:
+        """The first `blocks` blocks of a sequence are computed, in `tensor`; `tokens` are theirs. Never waits."""
+        with self._changed:
+            sequence.tokens, sequence.tensor, sequence.wanted_blocks = tokens, tensor, blocks
+            if sequence.waiting_blocks <= 0 or sequence in self._queue:
+                return
+            if len(self._queue) >= MOST_WAITING:
+                sequence.reason = f"storing is {MOST_WAITING} sequences behind"
+                return
+            self._queue.append(sequence)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvstore-hook-store")
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # the interpreter is ending
+                    self._thread = None
+                    self._queue.clear()
+                    sequence.reason = str(error)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing waits to be stored. False when that took longer than `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
+
+    def _run(self) -> None:
+        time.sleep(self._first_token_s)
+        while True:
+            with self._changed:
+                while self._queue and self._queue[0].waiting_blocks <= 0:
+                    self._queue.popleft().tensor = None
+                if not self._queue:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                sequence = self._queue[0]
+                work = (sequence.tokens, sequence.tensor, sequence.done_blocks, sequence.wanted_blocks)
+            try:
+                self._put(sequence, *work)
+            except KVStoreError as error:
+                sequence.reason = f"storing was refused: {error}"
+            except Exception as error:  # the thread's end: a bug in storing must not end the program it runs in
+                sequence.reason = f"storing failed: {type(error).__name__}: {error}"
+
+    def _put(self, sequence: Sequence, tokens: Tokens, tensor: torch.Tensor | None, first: int, wanted: int) -> None:
+        session = sequence.session
+        block_tokens, block_bytes = session.block_tokens, session.fingerprint.payload_bytes()
+        assert tensor is not None, "a sequence that waits has a tensor"
+        count = min(wanted - first, max(1, BATCH_BYTES // block_bytes))
+        payloads = [
+            partial(gather, tensor, block * block_tokens, (block + 1) * block_tokens)
+            for block in range(first, first + count)
+        ]
+        end = (first + count) * block_tokens
+        receipt = session.put(tokens[:end], first_block=first, payloads=payloads)
+        sequence.statuses.update(receipt.statuses)
+        lost = next((at for at, status in enumerate(receipt.statuses) if status not in (STORED, PRESENT)), None)
+        if lost is not None:
+            # A prefix is found up to its first gap only: blocks after one would be stored in vain.
+            status, why = receipt.statuses[lost], receipt.reason
+            sequence.reason = (
+                f"block {first + lost} was {status}{f' ({why})' if why else ''}; later ones are not stored"
+            )
+        sequence.done_blocks = first + count
+
+
+_storers: WeakKeyDictionary[Session, Storer] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def storer_of(session: Session) -> Storer:
+    """The one worker of a session."""
+    with _lock:
+        found = _storers.get(session)
+        if found is None:
+            found = _storers[session] = Storer()
+        return found

@@ -1,0 +1,277 @@
+"""The class that vLLM loads: its hooks, handed on to the scheduler's half or the worker's.
+
+The only file that imports vLLM and torch. Owns the sessions, the choice of what to do without a daemon (nothing), and
+vLLM's types. One object lives in the scheduler's process, one in each worker's.
+Invariants: wrong settings and models that cannot be served are refused when the engine starts; after that no hook
+raises and no request fails because of the store.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvstore_client.hooks.vllm.layout import PagedLayers
+from kvstore_client.hooks.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
+from kvstore_client.hooks.vllm.orders import StepOrders
+from kvstore_client.hooks.vllm.saver import Saver
+from kvstore_client.hooks.vllm.scheduler import SchedulerSide
+from kvstore_client.hooks.vllm.settings import parse_settings
+from kvstore_client.hooks.vllm.worker import WorkerSide
+from kvstore_client.session import Session, connect
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.kvstored")  # below "vllm", so that vLLM's log settings hold for it
+
+_CLOSE_PATIENCE_S = 5.0
+_SOURCES = {"host": CacheHitSource.HOST, "cxl": CacheHitSource.HOST, "nvme": CacheHitSource.DISK}
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed where this is checked
+    """The scheduler half's orders, as vLLM carries them to the workers."""
+
+    orders: StepOrders = field(default_factory=StepOrders)
+
+
+class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
+    """vLLM's KV blocks in kvstored. docs/vllm.md says how to turn it on."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = self._kv_transfer_config
+        self._settings = parse_settings(transfer.kv_connector_extra_config)
+        refused = refusal(vllm_config, kv_cache_config)
+        if refused:
+            raise ValueError(f"kvstored cannot serve this engine: {refused}")
+        self._loads = bool(transfer.is_kv_consumer)
+        self._saves = bool(transfer.is_kv_producer) and not self._settings.read_only
+        self._weights = find_weights(vllm_config, self._settings.weights_digest)
+        self._sessions: list[Session] = []
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._unserved: set[int] = set()  # pool blocks of loads that came while there is no worker half
+        if role == KVConnectorRole.SCHEDULER:
+            self._make_failures_recompute()
+            self._scheduler = self._make_scheduler_side()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache hands nothing over: a dropped save is a later miss."""
+        return False
+
+    # The scheduler's process.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.admitted(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        assert self._scheduler is not None
+        return StepMetadata(self._scheduler.orders(scheduler_output))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """False: vLLM may free the blocks at once. The next step's orders name the request (`StepOrders.ended`)."""
+        assert self._scheduler is not None
+        self._scheduler.finished(request.request_id)
+        return False, None
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        assert self._scheduler is not None
+        tiers = self._scheduler.tiers(request.request_id, num_external_tokens // self._block_tokens)
+        sources = Counter(_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED) for tier in tiers)
+        return {source: blocks * self._block_tokens for source, blocks in sources.items()}
+
+    def reset_cache(self) -> bool:
+        """Asked for when weights were changed in place: what is stored belongs to weights that are gone.
+
+        The fingerprint names the weights by the files that they were loaded from, so there is no name for the new ones.
+        """
+        assert self._scheduler is not None
+        self._scheduler.stop()
+        logger.warning("kvstored is not used any more by this engine, since its connector cache was reset")
+        return True
+
+    # A worker's process.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        settings = self._settings
+        pool = PagedLayers(self._byte_views(kv_caches))
+        fingerprint = self._fingerprint(get_tensor_model_parallel_rank())
+        staging_bytes = settings.staging_mib << 20 if self._saves else 0
+        session = self._connect(fingerprint, "vllm-worker", settings.load_deadline_ms / 1000, staging_bytes)
+        if session is None:
+            return
+        saver = None
+        if self._saves:
+            saver = Saver(session, pool, deadline_s=settings.save_deadline_ms / 1000, say=logger.warning)
+        self._worker = WorkerSide(
+            session,
+            pool,
+            saver,
+            load_deadline_s=settings.load_deadline_ms / 1000,
+            reuse_wait_s=settings.reuse_wait_ms / 1000,
+            say=logger.warning,
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before every step, and before anything of it is written: what was freed may be overwritten from now on."""
+        if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self._worker.before_step(kv_connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Also called after the forward, in steps without loads: it must leave the state of the step alone."""
+        orders = self._orders()
+        if orders.loads:
+            if self._worker is not None:
+                self._worker.load(orders.loads)
+            else:
+                self._unserved = {block for order in orders.loads for block in order.block_ids}
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are done when `start_load_kv` returns."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: blocks are stored whole, all layers together, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Hands the step's filled blocks to the saver's thread; `handle_preemptions` keeps them from being reused."""
+        orders = self._orders()
+        if self._worker is not None and orders.saves:
+            self._worker.save(orders.saves)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        if self._worker is None:
+            failed, self._unserved = self._unserved, set()
+            return failed
+        return self._worker.take_failed()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            logger.info("kvstored: %s", self._worker.close(_CLOSE_PATIENCE_S))
+        for session in self._sessions:
+            session.close()
+        self._sessions = []
+
+    @property
+    def _block_tokens(self) -> int:
+        return int(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+    def _orders(self) -> StepOrders:
+        metadata = self._connector_metadata
+        return metadata.orders if isinstance(metadata, StepMetadata) else StepOrders()
+
+    def _make_failures_recompute(self) -> None:
+        """vLLM's scheduler reads the policy after it has made its connector."""
+        transfer = self._kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kv_load_failure_policy is %r, by vLLM's default or by your setting; it is set to 'recompute': "
+                "a block that cannot be restored is computed, and its request does not fail",
+                transfer.kv_load_failure_policy,
+            )
+            transfer.kv_load_failure_policy = "recompute"
+
+    def _make_scheduler_side(self) -> SchedulerSide:
+        config, settings = self._vllm_config, self._settings
+        ranks = range(config.parallel_config.tensor_parallel_size)
+        deadline_s = settings.lookup_deadline_ms / 1000
+        sessions = [self._connect(self._fingerprint(rank), "vllm-scheduler", deadline_s) for rank in ranks]
+        multimodal = config.model_config.multimodal_config
+        hashed = config.cache_config.enable_prefix_caching or (multimodal and multimodal.mm_processor_cache_gb > 0)
+        return SchedulerSide(
+            [session for session in sessions if session is not None] if None not in sessions else [],
+            partial(describe_extras, hashed_items=bool(hashed)),
+            block_tokens=self._block_tokens,
+            loads=self._loads,
+            saves=self._saves,
+            lookup_deadline_s=deadline_s,
+            load_deadline_s=settings.load_deadline_ms / 1000,
+        )
+
+    def _fingerprint(self, rank: int) -> Fingerprint:
+        return model_fingerprint(
+            self._vllm_config,
+            self._kv_cache_config,
+            weights=self._weights,
+            packing=_packing(self._vllm_config, self._kv_cache_config),
+            version=vllm.__version__,
+            rank=rank,
+        )
+
+    def _connect(
+        self, fingerprint: Fingerprint, client_name: str, deadline_s: float, staging_bytes: int = 0
+    ) -> Session | None:
+        """A session, degraded while there is no daemon. None when the daemon refuses this engine for good."""
+        settings = self._settings
+        try:
+            session = connect(
+                settings.socket or None,
+                fingerprint=fingerprint,
+                client_name=client_name,
+                deadline_s=deadline_s,
+                connect_timeout_s=settings.connect_timeout_ms / 1000,
+                staging_bytes=staging_bytes,
+            )
+        except KVStoreError as error:
+            logger.error("kvstored refuses this engine, which goes on without it: %s", error)
+            return None
+        self._sessions.append(session)
+        if session.state != "connected":
+            logger.warning(
+                "kvstored does not answer, so nothing is restored or stored until it does: %s",
+                session.statistics().last_error,
+            )
+        return session
+
+    def _byte_views(self, kv_caches: dict[str, torch.Tensor]) -> list[Any]:
+        """uint8[num_blocks, page bytes] of each layer, sharing vLLM's memory."""
+        names = self._kv_cache_config.kv_cache_groups[0].layer_names
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        views = []
+        for name in names:
+            tensor = kv_caches.get(name)
+            expected = self._kv_cache_config.num_blocks * spec.page_size_bytes
+            if tensor is None or not tensor.is_contiguous() or tensor.nbytes != expected:
+                raise ValueError(
+                    f"kvstored cannot serve this engine: the KV cache of layer {name} is not one contiguous run of "
+                    f"{expected} bytes; a layout that vLLM {vllm.__version__} is not known to use on CPUs"
+                )
+            views.append(tensor.view(self._kv_cache_config.num_blocks, -1).view(torch.uint8).numpy())
+        if len({view.ctypes.data for view in views}) != len(views):
+            raise ValueError("kvstored cannot serve this engine: layers share KV memory, which is not supported")
+        return views
+
+
+def _packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """The CPU kernels' own name for how keys and values lie in a block: amx, vec, vec16, neon, …"""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+
+    spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    isa = _get_attn_isa(
+        vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
+    )
+    return f"{CPUAttentionBackend.get_name()} {isa}"

@@ -1,0 +1,156 @@
+"""From vLLM's configuration to a fingerprint: everything that the bytes of a block depend on besides its prefix.
+
+Owns which of vLLM's settings count, and which cannot be served at all. Reads the configuration by attribute. A setting
+forgotten here is garbage served to someone, so whole records go in rather than fields: the model's complete Hugging
+Face configuration, the cache specification, the kernel's own name for its packing, vLLM's version (the order of bytes
+inside a block is its private matter).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from kvstore_client.hooks.vllm.identity import Extras, Item
+from kvstore_client.hooks.vllm.weights import combined_digest, default_memory, weight_files, weights_digest
+from kvstore_proto.arena import MAX_TOKENS
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+
+_NAMES_ONLY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
+_READABLE_FORMATS = ("auto", "hf", "safetensors", "pt", "gguf")
+
+
+def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Why this configuration cannot be served, and what to do about it; "" when it can."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    groups = kv_cache_config.kv_cache_groups
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        return (
+            f"its KV cache lies in {device} memory, and this connector copies host memory only: use vLLM's CPU backend"
+        )
+    if len(groups) != 1:
+        return f"the model has {len(groups)} kinds of KV cache, and only one kind (full attention) can be stored"
+    spec = groups[0].kv_cache_spec
+    if type(spec).__name__ != "FullAttentionSpec":
+        return f"its layers keep {type(spec).__name__} caches, and only full attention can be stored"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism is not supported: set --pipeline-parallel-size 1"
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or (
+        getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
+        return "context parallelism is not supported: set its sizes to 1"
+    if getattr(cache, "calculate_kv_scales", False):
+        return (
+            "KV scales computed from the first prompt make every process's bytes different: unset calculate_kv_scales"
+        )
+    if spec.block_size > MAX_TOKENS:
+        return f"blocks of {spec.block_size} tokens are over the limit of {MAX_TOKENS}: set a smaller --block-size"
+    return ""
+
+
+def model_fingerprint(
+    vllm_config: Any, kv_cache_config: Any, *, weights: str, packing: str, version: str, rank: int
+) -> Fingerprint:
+    """`packing` is the kernel's name for the order of bytes in a block; `rank` the tensor-parallel rank."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    group = kv_cache_config.kv_cache_groups[0]
+    spec = group.kv_cache_spec
+    layers = len(group.layer_names)
+    per_token, odd = divmod(spec.page_size_bytes, spec.block_size)
+    layout = {
+        "engine": f"vllm {version}",
+        "packing": packing,
+        "memory": str(kv_cache_config.kv_cache_layout),
+        "compute": _dtype(model.dtype),
+        "cache": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "heads": f"{spec.num_kv_heads}x{spec.head_size}",
+        "layers": layers,
+        "page_bytes": spec.page_size_bytes,
+    }
+    return Fingerprint(
+        model_name=str(model.model),
+        weights_digest=weights,
+        rope=f"config {_digest(_model_settings(model))}",
+        kv_dtype=_dtype(spec.dtype),
+        layout=json.dumps(layout, sort_keys=True, separators=(",", ":")),
+        shard_index=rank,
+        shard_count=vllm_config.parallel_config.tensor_parallel_size,
+        block_tokens=spec.block_size,
+        engine_block_tokens=spec.block_size,
+        key_hash="blake2b",
+        groups=(LayerGroup(0, "full", 0, () if odd else tuple(range(layers)), 0 if odd else per_token),),
+    )
+
+
+def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> str:
+    """The digest of the weights that vLLM loaded. ValueError with a sentence when there are no files to read."""
+    if stated:
+        return f"stated {stated}"
+    model, load = vllm_config.model_config, vllm_config.load_config
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    remedy = 'say what they are: kv_connector_extra_config={"weights_digest": "<a name that changes with the weights>"}'
+    if load_format not in _READABLE_FORMATS:
+        raise ValueError(f"weights loaded by load_format={load_format!r} cannot be read as files; {remedy}")
+    source = getattr(model, "model_weights", "") or model.model
+    location = Path(source)
+    if not location.exists():
+        location = _hub_snapshot(str(source), model.revision, load.download_dir)
+    digest = weights_digest(location, memory or default_memory())
+    if not digest:
+        raise ValueError(f"no weight files were found at {location}; {remedy}")
+    return digest
+
+
+def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
+    """What a request's blocks depend on besides tokens, or why that cannot be named.
+
+    `hashed_items`: whether vLLM names images by their content (it does not with both of its caches turned off).
+    """
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "its prompt has embeddings in place of tokens"
+    if request.resumable:
+        return "its prompt may still be changed by its sender"
+    items = []
+    for feature in request.mm_features:
+        if not hashed_items or not feature.identifier:
+            return "its images are not hashed: turn prefix caching or the multi-modal processor cache on"
+        items.append(Item(feature.identifier, feature.mm_position.offset, feature.mm_position.length))
+    adapter = ""
+    if request.lora_request is not None:
+        files = _adapter_files(request.lora_request.lora_path)
+        adapter = combined_digest(files, default_memory())
+        if not adapter:
+            return "its adapter's files cannot be read"
+    return Extras(adapter, request.cache_salt or "", tuple(items))
+
+
+def _adapter_files(path: str) -> list[Path]:
+    folder = Path(path)
+    weights = weight_files(folder) if folder.exists() else []
+    return [*weights, *sorted(folder.glob("adapter_config.json"))] if weights else []
+
+
+def _hub_snapshot(name: str, revision: str | None, download_dir: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # vLLM depends on it and has downloaded the model by now
+
+    return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
+
+
+def _model_settings(model: Any) -> dict[str, Any]:
+    described = dict(model.hf_config.to_dict())
+    for name in _NAMES_ONLY:
+        described.pop(name, None)
+    return described
+
+
+def _digest(described: dict[str, Any]) -> str:
+    text = json.dumps(described, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,186 @@
+"""The scheduler's half: what to load for a new request, which blocks each step fills, whose blocks were given up.
+
+Owns the bookkeeping of running requests. Reads vLLM's requests and scheduler outputs by attribute and imports nothing
+of it, so that it can be tested with plain records. Never does: read or write K/V, or fail a request; whatever the store
+does not answer in time is computed.
+
+Invariants: only whole blocks are loaded or stored; a block is ordered to be stored by the step that fills it, or a
+later one while its request holds it; after a load that failed vLLM takes computed tokens back, and those blocks are
+ordered again; a request whose pool blocks were freed is named in `ended` of the very next orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvstore_client.hooks.vllm.identity import Extras, KeySource, address
+from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
+from kvstore_client.hooks.vllm.plan import loadable_blocks, usable_blocks
+from kvstore_client.results import REASON_NO_DAEMON, Lookup
+from kvstore_proto.identity import BlockKeys, pack_tokens
+
+TOKEN_BYTES = 4
+DescribeExtras = Callable[[Any], Extras | str]
+"""What a vLLM request depends on besides tokens; a string says why that cannot be named, so that it is not stored."""
+
+
+class LookupSession(KeySource, Protocol):
+    """The part of a session that this half uses."""
+
+    def lookup(
+        self, tokens: Any = None, *, keys: BlockKeys | None = None, deadline_s: float | None = None
+    ) -> Lookup: ...
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request from its first look-up to its end. `stored_blocks` leading ones need not be ordered to be stored."""
+
+    request: Any
+    extras: Extras | None  # None: not to be named, so neither loaded nor stored
+    stored_blocks: int = 0
+    external_tokens: int = 0
+    preemptions: int = 0
+    local_blocks: int = 0
+    tiers: tuple[str, ...] = ()
+
+
+class SchedulerSide:
+    """`sessions`: one for each rank's shard; a block counts as stored when every rank has it."""
+
+    def __init__(
+        self,
+        sessions: Sequence[LookupSession],
+        describe: DescribeExtras,
+        *,
+        block_tokens: int,
+        loads: bool,
+        saves: bool,
+        lookup_deadline_s: float,
+        load_deadline_s: float,
+    ) -> None:
+        self._sessions = sessions
+        self._describe = describe
+        self._block_tokens = block_tokens
+        self._loads, self._saves = loads, saves
+        self._lookup_deadline_s, self._load_deadline_s = lookup_deadline_s, load_deadline_s
+        self._requests: dict[str, _Tracked] = {}
+        self._ended: list[str] = []
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> int:
+        """Tokens that can be loaded beyond the `computed_tokens` that vLLM's own prefix cache has."""
+        tracked = self._track(request)
+        most = usable_blocks(request.num_tokens, self._block_tokens)
+        if tracked.extras is None or not self._loads or request.skip_reading_prefix_cache or not most:
+            return 0
+        found = self._lookup(self._prefix(tracked, most))
+        tracked.stored_blocks, tracked.tiers = found.blocks, found.tiers
+        tracked.local_blocks = computed_tokens // self._block_tokens
+        blocks = loadable_blocks(found, most, self._load_deadline_s)
+        return max(blocks * self._block_tokens - computed_tokens, 0)
+
+    def admitted(self, request: Any, external_tokens: int) -> None:
+        """vLLM gave the request its pool blocks; the first step loads `external_tokens` into them."""
+        self._track(request).external_tokens = external_tokens
+
+    def tiers(self, request_id: str, blocks: int) -> tuple[str, ...]:
+        """Where the blocks of a request's load lie, for statistics."""
+        tracked = self._requests.get(request_id)
+        return tracked.tiers[tracked.local_blocks :][:blocks] if tracked else ()
+
+    def stop(self) -> None:
+        """Neither load nor store anything from now on."""
+        self._loads = self._saves = False
+
+    def finished(self, request_id: str) -> None:
+        """vLLM frees the request's pool blocks after this."""
+        if self._requests.pop(request_id, None) is not None:
+            self._ended.append(request_id)
+
+    def orders(self, output: Any) -> StepOrders:
+        """What the worker half shall do around the step that `output` (a SchedulerOutput) describes."""
+        loads: list[LoadOrder] = []
+        saves: list[SaveOrder] = []
+        for request_id, computed_tokens in _scheduled(output):
+            tracked = self._requests.get(request_id)
+            if tracked is None or tracked.extras is None:
+                continue
+            if tracked.external_tokens:
+                loads.append(self._load_order(tracked, output, computed_tokens))
+                tracked.external_tokens = 0
+            order = self._save_order(tracked, output, computed_tokens)
+            if order is not None:
+                saves.append(order)
+        ended = [*self._ended, *self._preempted()]
+        self._ended = []
+        return StepOrders(tuple(loads), tuple(saves), tuple(ended))
+
+    def _track(self, request: Any) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            described = self._describe(request)
+            extras = described if isinstance(described, Extras) else None
+            tracked = _Tracked(request, extras, preemptions=request.num_preemptions)
+            self._requests[request.request_id] = tracked
+        return tracked
+
+    def _lookup(self, prefix: Prefix) -> Lookup:
+        """The shortest answer of all ranks' shards."""
+        shortest: Lookup | None = None
+        for session in self._sessions:
+            named = address(session, prefix)
+            found = Lookup(reason=REASON_NO_DAEMON)
+            if named is not None:
+                found = session.lookup(**named, deadline_s=self._lookup_deadline_s)
+            if shortest is None or found.blocks < shortest.blocks:
+                shortest = found
+            if not shortest.blocks:
+                break
+        return shortest or Lookup()
+
+    def _load_order(self, tracked: _Tracked, output: Any, computed_tokens: int) -> LoadOrder:
+        first = (computed_tokens - tracked.external_tokens) // self._block_tokens
+        last = computed_tokens // self._block_tokens
+        ids = _block_ids(output, tracked.request.request_id)[first:last]
+        return LoadOrder(tracked.request.request_id, self._prefix(tracked, last), first, ids)
+
+    def _save_order(self, tracked: _Tracked, output: Any, computed_tokens: int) -> SaveOrder | None:
+        if not self._saves:
+            return None
+        # Computed less than ordered before: a load failed, and what was computed on top of it is computed again.
+        tracked.stored_blocks = min(tracked.stored_blocks, computed_tokens // self._block_tokens)
+        request_id = tracked.request.request_id
+        guessed = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        filled_tokens = computed_tokens + output.num_scheduled_tokens[request_id] - guessed
+        full = min(filled_tokens, len(tracked.request.all_token_ids)) // self._block_tokens
+        if full <= tracked.stored_blocks:
+            return None
+        first, tracked.stored_blocks = tracked.stored_blocks, full
+        return SaveOrder(request_id, self._prefix(tracked, full), first, _block_ids(output, request_id)[:full])
+
+    def _preempted(self) -> Iterator[str]:
+        for request_id, tracked in self._requests.items():
+            if tracked.request.num_preemptions != tracked.preemptions:
+                tracked.preemptions = tracked.request.num_preemptions
+                yield request_id
+
+    def _prefix(self, tracked: _Tracked, blocks: int) -> Prefix:
+        assert tracked.extras is not None
+        tokens = tracked.request.all_token_ids[: blocks * self._block_tokens]
+        return Prefix(pack_tokens(tokens), tracked.extras.digests(blocks, self._block_tokens))
+
+
+def _scheduled(output: Any) -> Iterator[tuple[str, int]]:
+    """Each scheduled request and how many of its tokens were computed (or are loaded) before this step's own."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+
+
+def _block_ids(output: Any, request_id: str) -> tuple[int, ...]:
+    """The pool blocks of a request, as of this step. One cache group: `connector` refuses models with more."""
+    groups = output.kv_connector_block_state.get_block_ids(request_id)
+    return tuple(groups[0])

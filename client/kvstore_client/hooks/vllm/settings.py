@@ -1,0 +1,47 @@
+"""What a user may set in `kv_connector_extra_config`.
+
+Owns the names, defaults and limits. Invariant: an unknown or senseless value is refused with one sentence, when the
+engine starts, and never ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`:
+    restore, never store. `lookup_deadline_ms` and `load_deadline_ms` bound what one question and one restore may add to
+    a step; storing is bounded by `save_deadline_ms` and holds no step up for longer than `reuse_wait_ms`.
+    `weights_digest` names the weights where they cannot be read as files.
+    """
+
+    socket: str = ""
+    read_only: bool = False
+    lookup_deadline_ms: int = 50
+    load_deadline_ms: int = 500
+    save_deadline_ms: int = 5000
+    reuse_wait_ms: int = 50
+    connect_timeout_ms: int = 500
+    staging_mib: int = 64
+    weights_digest: str = ""
+
+
+def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
+    """Raises ValueError with a sentence that names the key."""
+    known = {item.name: str(item.type) for item in fields(Settings)}
+    for name, value in extra_config.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+            raise ValueError(f"kv_connector_extra_config: unknown key {name!r}{hint}")
+        wanted: type = {"str": str, "bool": bool, "int": int}[known[name]]
+        if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+            raise ValueError(f"kv_connector_extra_config: {name} must be {wanted.__name__}, got {value!r}")
+        if isinstance(value, int) and wanted is int and value <= 0:
+            raise ValueError(f"kv_connector_extra_config: {name} must be positive, got {value}")
+    return Settings(**extra_config)

@@ -1,0 +1,90 @@
+"""A digest of a model's weights, by content: two checkpoints that differ in one value never share a block.
+
+Owns which files count, how they are hashed and where results are remembered. Files in a Hugging Face cache are named by
+their sha256 already, and that name is used; others are read once with xxh3 (as fast as the page cache gives them) and
+remembered by path, size, inode and time of change. Never does: download anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_READ_BYTES = 1 << 22
+_SHA256_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+def weights_digest(location: Path, memory: Path | None = None) -> str:
+    """Of a checkpoint's folder or file. "" when it holds no weights. `memory`: the file that remembers digests."""
+    return combined_digest(weight_files(location), memory)
+
+
+def weight_files(location: Path) -> list[Path]:
+    """The files of the first kind in `PATTERNS` that is there: a folder may hold the same weights in several."""
+    if location.is_file():
+        return [location]
+    for pattern in PATTERNS:
+        found = sorted(location.glob(pattern))
+        if found:
+            return found
+    return []
+
+
+def combined_digest(files: Iterable[Path], memory: Path | None = None) -> str:
+    """Of files, by name and content; "" for none."""
+    lines = [f"{file.name}:{_file_digest(file, memory)}" for file in files]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest() if lines else ""
+
+
+def default_memory() -> Path:
+    """`$XDG_CACHE_HOME/kvstored/weights.json`, or below `~/.cache`."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+    return base / "kvstored" / "weights.json"
+
+
+def _file_digest(file: Path, memory: Path | None) -> str:
+    real = file.resolve()
+    if real.parent.name == "blobs" and _SHA256_NAME.fullmatch(real.name):
+        return real.name
+    state = real.stat()
+    slot = f"{real}:{state.st_size}:{state.st_ino}:{state.st_mtime_ns}:{state.st_ctime_ns}"
+    known = _remembered(memory)
+    if slot in known:
+        return known[slot]
+    hasher = xxhash.xxh3_128()
+    with open(real, "rb", buffering=0) as handle:
+        while chunk := handle.read(_READ_BYTES):
+            hasher.update(chunk)
+    digest = hasher.hexdigest()
+    _remember(memory, slot, digest)
+    return digest
+
+
+def _remembered(memory: Path | None) -> dict[str, str]:
+    if memory is None:
+        return {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(memory.read_text())
+        if isinstance(known, dict):
+            return {str(slot): str(digest) for slot, digest in known.items()}
+    return {}
+
+
+def _remember(memory: Path | None, slot: str, digest: str) -> None:
+    """Atomically; a memory that cannot be written is not missed."""
+    if memory is None:
+        return
+    part = memory.with_suffix(f".{os.getpid()}.part")
+    with contextlib.suppress(OSError):
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({**_remembered(memory), slot: digest}, indent=1))
+        part.replace(memory)

@@ -1,0 +1,183 @@
+"""The comparisons with rivals: what needs no rival. Turns, figures, a tool's recorded output, the line protocol."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+LMCACHE_PRINTED = """\
+KV shape: 8 layers, 8 heads x 64, dtype=float16, blocks=512x16, kv=2
+[rank 0] Allocated 8 KV tensors on cpu
+[rank 0] REGISTER_KV_CACHE: OK
+
+=== Request seq=1 ===
+  [seq 1/cold] LOOKUP: 0/8 chunks hit (21.6 ms)
+  [seq 1/cold] CHECKSUM: 68e0e31cc9097473 (8 chunks)
+  [seq 1/cold] STORE: stored (2048 tokens, 483.3 ms, 1 writers)
+  [seq 1/warm] LOOKUP: 8/8 chunks hit (5.2 ms)
+  [seq 1/warm] RETRIEVE: retrieved (2048 tokens, 92.1 ms, 1 workers)
+  [seq 1/warm] CHECKSUM: 68e0e31cc9097473 (8 chunks)
+  [seq 1] CHECKSUM MATCH OK
+
+=== Request seq=2 ===
+  [seq 2/cold] LOOKUP: 0/8 chunks hit (2.0 ms)
+  [seq 2/cold] STORE: stored (2048 tokens, 292.9 ms, 1 writers)
+  [seq 2/warm] LOOKUP: 8/8 chunks hit (6.7 ms)
+  [seq 2/warm] RETRIEVE: retrieved (2048 tokens, 21.6 ms, 1 workers)
+----------------------- Warm Lookup (ms) -----------------------
+count:                                                         2
+mean:                                                       5.93
+"""
+ECHO = """
+from serving import serve
+def fail(): raise ValueError("no such request")
+def chatter(): print("a library prints"); return 2
+serve({"add": lambda a, b: a + b, "fail": fail, "chatter": chatter})
+"""
+
+
+@pytest.fixture(autouse=True)
+def _as_a_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Benchmarks are run as scripts, from their folder; nothing of theirs stays imported."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("rivals", "support", "many_clients", "degraded"):
+            del sys.modules[name]
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", ["rivals.lmcache", "rivals.mooncake", "rivals.redis", "many_clients", "degraded"])
+def test_a_benchmark_loads_without_its_rival_installed(name: str) -> None:
+    load(name)
+
+
+def test_the_tools_output_is_read_by_operation_and_a_lookup_that_misses_does_not_count() -> None:
+    found = load("rivals.lmcache").parse_own_tool(LMCACHE_PRINTED)
+
+    assert found == {"lookup": [5.2, 6.7], "store": [483.3, 292.9], "retrieve": [92.1, 21.6]}
+
+
+def test_each_round_has_every_contender_and_the_first_one_changes() -> None:
+    order: list[tuple[str, int]] = []
+
+    def act(name: str, number: int) -> list[float]:
+        order.append((name, number))
+        return [float(number)]
+
+    samples = load("rivals.turns").take_turns(
+        {name: lambda number, name=name: act(name, number) for name in "AB"}, rounds=3, warm_up=1
+    )
+
+    assert order == [("A", 0), ("B", 0), ("B", 1), ("A", 1), ("A", 2), ("B", 2), ("B", 3), ("A", 3)]
+    assert samples == {"A": [1.0, 2.0, 3.0], "B": [1.0, 2.0, 3.0]}, "the warm-up round is not a sample"
+
+
+def test_each_mode_of_a_rival_is_judged_where_its_median_is_best() -> None:
+    lmcache = load("rivals.lmcache")
+    engine, server = lmcache.MODES
+    mib32 = 32 * 1024 * 1024 / 1e9
+    tool = f"{engine}, its own tool"
+
+    first, second = lmcache.speed_rows(
+        "store", {"kvstored": [0.01], engine: [0.09], tool: [0.02, 0.5, 0.02], server: [0.04]}
+    )
+
+    assert (first.baseline_name, first.baseline, first.value) == (tool, mib32 / 0.02, mib32 / 0.01)
+    assert first.ratio == pytest.approx(2.0) and first.met is False
+    assert (second.baseline_name, second.met) == (server, True)
+
+
+def test_a_lookup_is_judged_by_both_percentiles_of_the_same_rival() -> None:
+    samples = {"kvstored": [0.001] * 98 + [0.5] * 2, "rival": [0.01] * 100, "worse": [0.02] * 100}
+
+    middle, tail = load("rivals.lmcache").lookup_rows("lookup", samples)
+
+    assert (middle.name, middle.baseline_name, middle.met) == ("lookup_p50", "rival", True)
+    assert (tail.name, tail.baseline_name, tail.met) == ("lookup_p99", "rival", False)
+
+
+def test_a_contender_answers_fails_and_goes_on_and_a_librarys_prints_are_no_answers(tmp_path: Path) -> None:
+    contender = load("rivals.contender")
+    script = tmp_path / "echo.py"
+    script.write_text(ECHO)
+
+    with contender.contender(
+        "echo", [sys.executable, script], {"PYTHONPATH": str(BENCHMARKS / "rivals/workers")}
+    ) as one:
+        assert one.operations == ("add", "chatter", "fail")
+        assert one.ask("add", a=1, b=2) == 3
+        assert one.ask("chatter") == 2
+        with pytest.raises(contender.ContenderError, match="echo could not fail: ValueError: no such request"):
+            one.ask("fail")
+        assert one.ask("add", a=2, b=2) == 4
+
+
+def test_a_contender_that_ends_is_reported_with_the_end_of_its_log() -> None:
+    contender = load("rivals.contender")
+    command = [sys.executable, "-c", "raise SystemExit('no module named rival')"]
+
+    starting = contender.contender("rival", command)
+
+    with pytest.raises(contender.ContenderError, match=r"rival ended\n.*no module named rival"):
+        starting.__enter__()
+
+
+def test_an_environment_is_complete_only_for_the_list_it_was_made_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environments = load("rivals.environments")
+    monkeypatch.setattr(environments, "ROOT", tmp_path)
+    older = environments.Environment("one", (("rival==1",),), "nothing")
+    newer = environments.Environment("one", (("rival==2",),), "nothing")
+    ran: list[list[str]] = []
+    monkeypatch.setattr(environments, "_run", lambda command, name: ran.append(command))
+    older.directory.mkdir()
+
+    older.ensure()
+    older.ensure()
+
+    assert older.is_complete and not newer.is_complete
+    assert [command[-1] for command in ran] == [str(older.directory), "rival==1"], "made once"
+    assert older.directory == tmp_path / ".venv-rivals-one"
+
+
+def test_a_step_that_fails_is_one_clear_message() -> None:
+    environments = load("rivals.environments")
+
+    with pytest.raises(environments.CannotSetUp, match=r"one: .* failed:\nno such version"):
+        environments._run([sys.executable, "-c", "raise SystemExit('no such version')"], "one")
+
+
+def test_redis_that_is_not_installed_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = load("rivals.environments")
+    monkeypatch.setattr(environments.shutil, "which", lambda name: None)
+
+    with pytest.raises(environments.CannotSetUp, match="apt-get install redis-server"):
+        environments.redis_server()
+
+
+def test_a_batch_that_is_not_the_one_put_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "rivals/workers"))
+    batch = load("batches").Batch(4, 16384)
+    batch.prepare(1)
+    put = batch.source.copy()
+    batch.prepare(2)
+
+    batch.target[:] = put
+    with pytest.raises(RuntimeError, match="batch 2 did not come back"):
+        batch.check(2)
+    batch.check(1)
+    batch.target[3, 4096] ^= 1
+    with pytest.raises(RuntimeError, match="batch 1"):
+        batch.check(1)

@@ -1,0 +1,156 @@
+"""Which models share blocks, and which are refused: the fingerprint of what is in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reference.tiny_transformers import prompt, tiny_model
+
+# isort: split
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel
+
+from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session, model_fingerprint
+from kvstore_proto.errors import KVStoreError
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with one low-rank adapter, by PEFT's names."""
+
+    def __init__(self, base: torch.nn.Module, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = torch.nn.Parameter(torch.ones(rank, base.in_features))
+        self.scaling = {"mine": 1.0}
+        self.active_adapters = ["mine"]
+        self.disable_adapters = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(hidden)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model()
+
+
+def _digest(model: Any, **options: Any) -> bytes:
+    return model_fingerprint(model, **options).digest()
+
+
+def test_equal_models_share_blocks(model: PreTrainedModel) -> None:
+    assert _digest(model) == _digest(tiny_model())
+    assert _digest(model) == _digest(tiny_model(attn_implementation="eager"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 1},
+        {"dtype": torch.bfloat16},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rms_norm_eps": 1e-3},
+        {"kind": "qwen3"},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_difference_in_anything_that_matters_is_another_model(model: PreTrainedModel, other: dict[str, Any]) -> None:
+    assert _digest(model) != _digest(tiny_model(**other))
+    # An id stands for the weights alone, not for what surrounds them.
+    if "seed" not in other:
+        assert _digest(model, model_id="mine") != _digest(tiny_model(**other), model_id="mine")
+
+
+def test_an_id_stands_for_the_weights(model: PreTrainedModel) -> None:
+    assert _digest(model, model_id="mine") == _digest(tiny_model(seed=1), model_id="mine")
+    assert _digest(model, model_id="mine") != _digest(model, model_id="yours")
+
+
+def test_the_size_of_a_block_is_that_of_its_tensors(model: PreTrainedModel) -> None:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(16), past_key_values=cache)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert model_fingerprint(model).payload_bytes() == held
+    assert model_fingerprint(model, block_tokens=64).payload_bytes() == 4 * held
+
+
+def test_an_edited_weight_is_another_model(model: PreTrainedModel) -> None:
+    before = _digest(model)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    assert _digest(model) != before
+
+
+def test_an_adapter_and_how_it_is_used_is_another_model(model: PreTrainedModel) -> None:
+    seen = [_digest(model)]
+    attention = model.model.layers[0].self_attn
+    adapted = attention.q_proj = Adapted(attention.q_proj)
+    model.peft_config = {"mine": "rank 2"}
+    seen.append(_digest(model))
+    adapted.scaling["mine"] = 2.0
+    seen.append(_digest(model))
+    adapted.disable_adapters = True
+    seen.append(_digest(model))
+    assert len(set(seen)) == len(seen)
+    assert len({_digest(model, model_id="mine"), *seen}) == len(seen) + 1
+
+
+def test_a_session_of_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    other = kvstore_session(tiny_model(seed=1), tmp_path)
+    with other, pytest.raises(KVStoreError, match=r"another model .* weights or configuration differ"):
+        KVStoreCache(other, model)
+    with kvstore_session(model, tmp_path) as session:
+        KVStoreCache(session, model)
+        model.to(torch.bfloat16)
+        with pytest.raises(KVStoreError, match="dtype"):
+            KVStoreCache(session, model)
+    with kvstore_session(model, tmp_path, model_id="org:mine") as session:
+        KVStoreCache(session, model)
+
+
+def test_a_model_that_changes_under_its_cache_is_computed_and_not_stored(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    with kvstore_session(model, tmp_path) as session:
+        cache = KVStoreCache(session, model)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(2)
+        model.generate(prompt(40), past_key_values=cache, max_new_tokens=2, do_sample=False)
+        assert "has changed" in cache.report.store_reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"kind": "gemma2", "head_dim": 16}, "sliding_attention"),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "sliding_attention"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic rope, keys depend on the length",
+        ),
+        ({"dtype": torch.float64}, "computes in torch.float64"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_in_one_sentence(settings: dict[str, Any], why: str, tmp_path: Path) -> None:
+    model = tiny_model(**settings)
+    with pytest.raises(KVStoreError, match=why):
+        kvstore_session(model, tmp_path)
+
+
+def test_cross_attention_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("t5", d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
+    with pytest.raises(KVStoreError, match="cross attention"):
+        kvstore_session(AutoModelForSeq2SeqLM.from_config(config), tmp_path)
+
+
+def test_something_else_than_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KVStoreError, match="Transformers model is needed, got Linear"):
+        kvstore_session(torch.nn.Linear(2, 2), tmp_path)
+
+
+def test_a_model_inside_a_wrapper_is_found(model: PreTrainedModel) -> None:
+    assert _digest(torch.nn.Sequential(model)) == _digest(model)

@@ -1,0 +1,178 @@
+"""The stack of layers: to a model a DynamicCache, to the store one tensor that is copied block by block."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.reference.tiny_transformers import prompt
+
+# isort: split
+import torch
+from transformers import DynamicCache
+
+from kvstore_client.hooks.transformers.fingerprint import KVShape
+from kvstore_client.hooks.transformers.layers import KVStack, gather
+from kvstore_client.hooks.transformers.restoring import Wanted, restore
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from tests.reference.memory_session import MemorySession
+
+BLOCK = 4
+
+
+def _shape(dtype: torch.dtype) -> KVShape:
+    return KVShape(layers=2, heads=3, head_dim=4, dtype=dtype)
+
+
+def _states(shape: KVShape, tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def state() -> torch.Tensor:
+        return torch.randn(1, shape.heads, tokens, shape.head_dim, generator=generator).to(shape.dtype)
+
+    return [(state(), state()) for _ in range(shape.layers)]
+
+
+def _blocks(stack: KVStack, tokens: int) -> list[np.ndarray]:
+    shape = stack.shape
+    size = shape.layers * 2 * shape.heads * BLOCK * shape.head_dim * shape.item_bytes
+    payloads = [np.empty(size, np.uint8) for _ in range(tokens // BLOCK)]
+    assert stack.tensor is not None
+    for block, payload in enumerate(payloads):
+        gather(stack.tensor, block * BLOCK, (block + 1) * BLOCK, payload)
+    return payloads
+
+
+def _filled(shape: KVShape, steps: list[int]) -> tuple[KVStack, DynamicCache]:
+    stack, plain = KVStack(shape), DynamicCache()
+    for seed, tokens in enumerate(steps):
+        for index, (keys, values) in enumerate(_states(shape, tokens, seed)):
+            ours = stack.layers[index].update(keys, values)
+            theirs = plain.update(keys, values, index)
+            assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    return stack, plain
+
+
+@given(
+    steps=st.lists(st.integers(1, 150), min_size=1, max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    data=st.data(),
+)
+def test_what_is_gathered_and_scattered_is_what_was_computed(
+    steps: list[int], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    shape, total = _shape(dtype), sum(steps)
+    stack, plain = _filled(shape, steps)
+    payloads = _blocks(stack, total)
+    begin = data.draw(st.integers(0, total // BLOCK * BLOCK), "begin")
+    end = data.draw(st.integers(begin, total // BLOCK * BLOCK), "end")
+    if payloads and data.draw(st.booleans(), "in one arena"):
+        gap = data.draw(st.sampled_from([0, 64, 4096]), "between slots")
+        arena = np.zeros((len(payloads), len(payloads[0]) + gap), np.uint8)
+        arena[:, : len(payloads[0])] = payloads
+        payloads = [slot[: len(payloads[0])] for slot in arena]
+    for payload in payloads:
+        payload.flags.writeable = False
+    other = KVStack(shape)
+    other.reserve(total, torch.device("cpu"))
+    assert other.tensor is not None
+    other.tensor.zero_()
+    other.scatter(payloads[begin // BLOCK : -(-end // BLOCK)], BLOCK, begin, end)
+    other.extend_to(end)
+    for layer, expected in zip(other.layers, plain.layers, strict=True):
+        assert torch.equal(layer.keys[:, :, begin:], expected.keys[:, :, begin:end])
+        assert torch.equal(layer.values[:, :, begin:], expected.values[:, :, begin:end])
+        assert not layer.keys[:, :, :begin].any()  # what the sequence held already is never written again
+
+
+def test_growing_leaves_what_others_read() -> None:
+    stack, _ = _filled(_shape(torch.float32), [10])
+    old = stack.tensor
+    assert old is not None
+    seen = old[:, :, :, :10].clone()
+    for index, (keys, values) in enumerate(_states(stack.shape, 500, 9)):
+        stack.layers[index].update(keys, values)
+    assert stack.tensor is not old
+    assert torch.equal(old[:, :, :, :10], seen)
+    assert torch.equal(stack.tensor[:, :, :, :10], seen)
+
+
+@pytest.mark.parametrize("what", ["batch", "shape", "dtype", "gradient", "replaced"])
+def test_what_is_not_of_the_sequence_makes_it_a_plain_cache(what: str) -> None:
+    stack, plain = _filled(_shape(torch.float32), [10])
+    keys, values = _states(stack.shape, 3, 7)[0]
+    layer, expected = stack.layers[0], plain.layers[0]
+    if what == "replaced":
+        layer.keys, layer.values = expected.keys, expected.values = expected.keys + 1, expected.values + 1
+    elif what == "batch":
+        for each in (layer, expected):
+            each.batch_repeat_interleave(2)
+        keys, values = keys.repeat(2, 1, 1, 1), values.repeat(2, 1, 1, 1)
+    elif what == "shape":
+        layer.crop(-4)
+        expected.crop(-4)
+    elif what == "dtype":
+        keys, values = keys.double(), values.double()
+    else:
+        keys.requires_grad_()
+    before = stack.tensor.clone() if stack.tensor is not None else None
+    ours, theirs = layer.update(keys, values), expected.update(keys, values)
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert not stack.is_whole
+    assert (
+        before is not None and stack.tensor is not None and torch.equal(stack.tensor[..., :10, :], before[..., :10, :])
+    )
+
+
+class Session(MemorySession):
+    """The in-memory session, with what the hook needs to know of its fingerprint."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        group = LayerGroup(0, layers=(0,), bytes_per_token_per_layer=self.block_bytes // BLOCK)
+        return Fingerprint("tiny", "digest", block_tokens=BLOCK, engine_block_tokens=BLOCK, groups=(group,))
+
+
+def _stored(tokens: int) -> tuple[Session, KVStack, np.ndarray]:
+    stack, _ = _filled(_shape(torch.float32), [tokens])
+    payloads = _blocks(stack, tokens)
+    session = Session(block_bytes=len(payloads[0]), block_tokens=BLOCK)
+    ids = prompt(tokens)[0].to(torch.int32).numpy()
+    writers = [lambda dest, payload=payload: np.copyto(dest, payload) for payload in payloads]
+    session.put(ids, first_block=0, payloads=writers)
+    return session, stack, ids
+
+
+def _restore(session: Session, ids: np.ndarray, *, most: int, token_s: float | None = None) -> tuple[KVStack, int, str]:
+    stack = KVStack(_shape(torch.float32))
+    wanted = Wanted(ids, 0, most, BLOCK, torch.device("cpu"))
+    restored = restore(session, stack, wanted, deadline_s=1.0, token_s=token_s)
+    assert all(lease.released for lease in session.leases)
+    assert all(layer.get_seq_length() == restored.tokens for layer in stack.layers)
+    return stack, restored.tokens, restored.reason
+
+
+def test_a_prompt_that_is_stored_whole_leaves_one_token() -> None:
+    session, source, ids = _stored(20)
+    stack, tokens, reason = _restore(session, ids, most=19)
+    assert (tokens, reason) == (19, "")
+    assert torch.equal(stack.layers[1].values, source.layers[1].values[:, :, :19])
+
+
+def test_a_lease_that_ends_while_it_is_copied_restores_nothing() -> None:
+    session, _, ids = _stored(20)
+    session.leases_stay_valid = False
+    _, tokens, reason = _restore(session, ids, most=19)
+    assert tokens == 0
+    assert "lease ended" in reason
+
+
+@pytest.mark.parametrize(("token_s", "restored"), [(None, 19), (0.2, 19), (0.01, 8)])
+def test_slower_tiers_are_waited_for_if_computing_is_slower(token_s: float | None, restored: int) -> None:
+    session, _, ids = _stored(20)
+    session.mapped_blocks, session.estimated_load_s = 2, 0.5
+    _, tokens, reason = _restore(session, ids, most=19, token_s=token_s)
+    assert tokens == restored
+    assert ("computing is faster" in reason) == (restored == 8)

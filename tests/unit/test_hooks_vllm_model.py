@@ -1,0 +1,181 @@
+"""From vLLM's configuration to a fingerprint: what differs never shares a block, what cannot be served is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore_client.hooks.vllm.identity import Extras, Item
+from kvstore_client.hooks.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
+from kvstore_client.hooks.vllm.weights import weights_digest
+from tests.reference.vllm_records import image, request
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Named as vLLM's, which is told by its name."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+def configuration() -> tuple[Any, Any]:
+    settings = {"hidden_size": 576, "rope_theta": 10000.0, "_name_or_path": "/here", "transformers_version": "5"}
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="/models/small",
+            dtype="torch.bfloat16",
+            quantization=None,
+            revision=None,
+            hf_config=SimpleNamespace(settings=settings, to_dict=lambda: dict(settings)),
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        device_config=SimpleNamespace(device_type="cpu"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+    )
+    spec = FullAttentionSpec(
+        block_size=128, num_kv_heads=3, head_size=64, dtype="torch.bfloat16", page_size_bytes=128 * 3 * 64 * 2 * 2
+    )
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{number}" for number in range(30)])
+    return vllm_config, SimpleNamespace(kv_cache_groups=[group], kv_cache_layout="LBHNC", num_blocks=10)
+
+
+def fingerprint(config: tuple[Any, Any], **changed: Any) -> Any:
+    stated = {"weights": "w", "packing": "CPU_ATTN vec", "version": "0.32.0", "rank": 0}
+    return model_fingerprint(*config, **(stated | changed))
+
+
+def test_a_block_has_every_layer_of_its_tokens() -> None:
+    made = fingerprint(configuration())
+    assert made.payload_bytes() == 30 * 128 * 3 * 64 * 2 * 2
+    assert (made.block_tokens, made.engine_block_tokens, made.kv_dtype, made.key_hash) == (
+        128, 128, "bfloat16", "blake2b",
+    )  # fmt: skip
+
+
+def test_where_a_model_lies_is_no_part_of_it() -> None:
+    moved = configuration()
+    moved[0].model_config.model = "/elsewhere"
+    moved[0].model_config.hf_config.settings["_name_or_path"] = "/elsewhere"
+    assert fingerprint(moved).digest() == fingerprint(configuration()).digest()
+
+
+def spec_of(config: tuple[Any, Any]) -> Any:
+    return config[1].kv_cache_groups[0].kv_cache_spec
+
+
+DIFFERENT: dict[str, Callable[[tuple[Any, Any]], None]] = {
+    "a rope setting": lambda c: c[0].model_config.hf_config.settings.update(rope_theta=5e5),
+    "the compute dtype": lambda c: setattr(c[0].model_config, "dtype", "torch.float32"),
+    "the cache's dtype": lambda c: setattr(spec_of(c), "dtype", "torch.float32"),
+    "the cache's setting": lambda c: setattr(c[0].cache_config, "cache_dtype", "fp8"),
+    "quantised weights": lambda c: setattr(c[0].model_config, "quantization", "awq"),
+    "the memory layout": lambda c: setattr(c[1], "kv_cache_layout", "BLHNC"),
+    "heads": lambda c: setattr(spec_of(c), "num_kv_heads", 6),
+    "the block size": lambda c: setattr(spec_of(c), "block_size", 64),
+    "layers": lambda c: c[1].kv_cache_groups[0].layer_names.pop(),
+    "shards": lambda c: setattr(c[0].parallel_config, "tensor_parallel_size", 2),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_whatever_bytes_depend_on_is_in_the_digest(what: str) -> None:
+    changed = configuration()
+    DIFFERENT[what](changed)
+    assert fingerprint(changed).digest() != fingerprint(configuration()).digest()
+
+
+@pytest.mark.parametrize("changed", [{"weights": "v"}, {"packing": "CPU_ATTN amx"}, {"version": "0.33.0"}])
+def test_so_are_weights_packing_and_version(changed: dict[str, str]) -> None:
+    assert fingerprint(configuration(), **changed).digest() != fingerprint(configuration()).digest()
+
+
+def test_ranks_have_shards_of_their_own() -> None:
+    config = configuration()
+    config[0].parallel_config.tensor_parallel_size = 2
+    assert fingerprint(config, rank=0).digest() != fingerprint(config, rank=1).digest()
+
+
+def test_this_configuration_can_be_served() -> None:
+    assert refusal(*configuration()) == ""
+
+
+REFUSED: dict[str, Callable[[tuple[Any, Any]], None]] = {
+    "cuda memory": lambda c: setattr(c[0].device_config, "device_type", "cuda"),
+    "2 kinds of KV cache": lambda c: c[1].kv_cache_groups.append(c[1].kv_cache_groups[0]),
+    "SlidingWindowSpec": lambda c: setattr(c[1].kv_cache_groups[0], "kv_cache_spec", SlidingWindowSpec()),
+    "pipeline parallelism": lambda c: setattr(c[0].parallel_config, "pipeline_parallel_size", 2),
+    "context parallelism": lambda c: setattr(c[0].parallel_config, "decode_context_parallel_size", 2),
+    "calculate_kv_scales": lambda c: setattr(c[0].cache_config, "calculate_kv_scales", True),
+    "smaller --block-size": lambda c: setattr(spec_of(c), "block_size", 1024),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_served_is_refused_with_a_reason(words: str) -> None:
+    changed = copy.deepcopy(configuration())
+    REFUSED[words](changed)
+    assert words in refusal(*changed)
+
+
+def test_weights_are_told_by_content(tmp_path: Path) -> None:
+    config = configuration()[0]
+    config.model_config.model = str(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    memory = tmp_path / "memory.json"
+    found = find_weights(config, "", memory)
+    assert found == weights_digest(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"Weights")
+    assert find_weights(config, "", memory) not in ("", found)
+    assert find_weights(config, "mine v2") == "stated mine v2"
+
+
+def test_weights_that_are_no_files_must_be_stated(tmp_path: Path) -> None:
+    config = configuration()[0]
+    config.load_config.load_format = "dummy"
+    with pytest.raises(ValueError, match=r"load_format='dummy' cannot be read as files; .*weights_digest"):
+        find_weights(config, "")
+    config.load_config.load_format = "auto"
+    config.model_config.model = str(tmp_path)
+    with pytest.raises(ValueError, match=r"no weight files were found at .*weights_digest"):
+        find_weights(config, "", tmp_path / "memory.json")
+
+
+def described(**fields: Any) -> Extras | str:
+    return describe_extras(request("r", [1, 2, 3], **fields), hashed_items=True)
+
+
+def test_what_a_request_depends_on() -> None:
+    assert described() == Extras()
+    assert described(cache_salt="s", mm_features=[image("cat", 1, 2)]) == Extras(salt="s", items=(Item("cat", 1, 2),))
+
+
+def test_what_cannot_be_named_says_why() -> None:
+    assert "embeddings" in str(described(prompt_embeds=object()))
+    assert "embeddings" in str(described(prompt_token_ids=None))
+    assert "changed by its sender" in str(described(resumable=True))
+    assert "not hashed" in str(
+        describe_extras(request("r", [1], mm_features=[image("r-image-0", 0, 1)]), hashed_items=False)
+    )
+
+
+def test_an_adapter_is_told_by_content_and_not_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    digests = set()
+    for name, content in (("one", b"first"), ("two", b"first"), ("three", b"other")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(content)
+        (folder / "adapter_config.json").write_text("{}")
+        extras = described(lora_request=SimpleNamespace(lora_name="same", lora_path=str(folder)))
+        assert isinstance(extras, Extras) and extras.adapter
+        digests.add(extras.adapter)
+    assert len(digests) == 2
+    lost = described(lora_request=SimpleNamespace(lora_name="same", lora_path=str(tmp_path / "nowhere")))
+    assert "adapter's files cannot be read" in str(lost)

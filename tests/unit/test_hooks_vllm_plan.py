@@ -1,0 +1,56 @@
+"""How much is loaded, and how blocks lie in memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_client.hooks.vllm.layout import PagedLayers
+from kvstore_client.hooks.vllm.plan import loadable_blocks, usable_blocks
+from kvstore_client.results import Lookup
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 0), (128, 0), (129, 1), (256, 1), (257, 2), (1000, 7)])
+def test_the_last_token_of_a_prompt_is_always_computed(tokens: int, blocks: int) -> None:
+    assert usable_blocks(tokens, 128) == blocks
+
+
+def test_all_that_is_mapped_is_loaded() -> None:
+    assert loadable_blocks(Lookup(9, 9, ("host",) * 9, 3.0), 7, 0.5) == 7
+
+
+def test_slow_blocks_are_loaded_while_their_estimate_fits_half_the_deadline() -> None:
+    assert loadable_blocks(Lookup(8, 8, ("nvme",) * 8, 0.2), 8, 0.5) == 8
+    assert loadable_blocks(Lookup(8, 8, ("nvme",) * 8, 2.0), 8, 0.5) == 1  # 0.25 s a block, 0.25 s to spend
+    assert loadable_blocks(Lookup(8, 8, ("nvme",) * 8, 4.0), 8, 0.5) == 0
+
+
+def test_mapped_blocks_before_slow_ones_are_free() -> None:
+    tiers = ("host", "host", "nvme", "nvme", "host", "nvme", "nvme")
+    assert loadable_blocks(Lookup(7, 7, tiers, 1.0), 7, 1.0) == 5  # two of four slow ones
+
+
+@given(st.lists(st.sampled_from(["host", "nvme"]), max_size=12), st.integers(0, 12), st.floats(0, 5))
+def test_never_more_than_found_or_wanted(tiers: list[str], most: int, estimate_s: float) -> None:
+    found = Lookup(len(tiers), len(tiers), tuple(tiers), estimate_s)
+    assert 0 <= loadable_blocks(found, most, 0.5) <= min(len(tiers), most)
+
+
+def test_a_block_gathered_and_scattered_elsewhere_is_the_same_in_every_layer() -> None:
+    memory = np.random.default_rng(1).integers(0, 256, (3, 5, 16), dtype=np.uint8)
+    pool = PagedLayers(list(memory))
+    assert (pool.blocks, pool.block_bytes) == (5, 48)
+    before = memory.copy()
+    block = np.empty(48, np.uint8)
+    pool.gather(3, block)
+    pool.scatter(block, 1)
+    assert np.array_equal(memory[:, 1], before[:, 3])
+    assert np.array_equal(np.delete(memory, 1, axis=1), np.delete(before, 1, axis=1))
+
+
+@pytest.mark.parametrize("shapes", [[], [(4, 8), (4, 9)], [(4, 8, 2)]])
+def test_layers_of_different_shapes_are_refused(shapes: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="layers of one shape"):
+        PagedLayers([np.zeros(shape, np.uint8) for shape in shapes])

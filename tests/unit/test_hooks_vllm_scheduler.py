@@ -1,0 +1,228 @@
+"""The scheduler's half: hits, orders, and the bookkeeping between admission and end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvstore_client.hooks.vllm.identity import Extras
+from kvstore_client.hooks.vllm.model import describe_extras
+from kvstore_client.hooks.vllm.scheduler import SchedulerSide
+from kvstore_proto.identity import pack_tokens
+from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore, Step, request
+
+TOKENS = list(range(1, 23))  # five whole blocks of four and a tail of two
+TABLE = [10, 11, 12, 13, 14, 15, 16, 17]
+
+
+def store_with(tokens: list[int], blocks: int) -> KeyedStore:
+    store = KeyedStore()
+    keys = store.keys(np.array(tokens))
+    assert keys is not None
+    store.blocks = {key: np.zeros(8, np.uint8) for key in list(keys)[:blocks]}
+    return store
+
+
+def side_of(*stores: KeyedStore, **changed: Any) -> SchedulerSide:
+    settings: dict[str, Any] = {
+        "block_tokens": BLOCK_TOKENS,
+        "loads": True,
+        "saves": True,
+        "lookup_deadline_s": 0.05,
+        "load_deadline_s": 0.5,
+    }
+    return SchedulerSide(stores, lambda asked: describe_extras(asked, hashed_items=True), **(settings | changed))
+
+
+def step(**fields: Any) -> Any:
+    return Step(tables={"r": TABLE}, **fields).output()
+
+
+def test_a_hit_is_loaded_and_what_the_step_fills_is_stored() -> None:
+    side, asked = side_of(store_with(TOKENS, 3)), request("r", TOKENS)
+    assert side.matched_tokens(asked, 0) == 12
+    side.admitted(asked, 12)
+    orders = side.orders(step(new={"r": (12, 10)}))
+    (load,), (save,) = orders.loads, orders.saves
+    assert (load.first_block, load.block_ids) == (0, (10, 11, 12))
+    assert load.prefix.tokens == pack_tokens(TOKENS[:12])
+    assert (save.first_block, save.block_ids) == (3, (10, 11, 12, 13, 14))
+    assert save.prefix.tokens == pack_tokens(TOKENS[:20])
+
+
+def test_behind_the_local_cache_only_the_rest_is_loaded() -> None:
+    side, asked = side_of(store_with(TOKENS, 4)), request("r", TOKENS)
+    assert side.matched_tokens(asked, 8) == 8
+    side.admitted(asked, 8)
+    (load,) = side.orders(step(new={"r": (16, 6)})).loads
+    assert (load.first_block, load.block_ids) == (2, (12, 13))
+
+
+def test_a_local_cache_that_has_more_than_the_store_is_not_cut() -> None:
+    side, asked = side_of(store_with(TOKENS, 2)), request("r", TOKENS)
+    assert side.matched_tokens(asked, 16) == 0
+    side.admitted(asked, 0)
+    orders = side.orders(step(new={"r": (16, 6)}))
+    assert not orders.loads
+    assert orders.saves[0].first_block == 2  # the store gets what it lacks
+
+
+def test_a_whole_prompt_is_never_taken() -> None:
+    exact = TOKENS[:20]
+    assert side_of(store_with(exact, 5)).matched_tokens(request("r", exact), 0) == 16
+
+
+def test_chunked_prefill_and_decoding_store_each_block_once() -> None:
+    side, asked = side_of(KeyedStore()), request("r", TOKENS)
+    side.matched_tokens(asked, 0)
+    side.admitted(asked, 0)
+    ordered = list(side.orders(step(new={"r": (0, 6)})).saves)
+    computed = 6
+    for scheduled in (6, 6, 4, 1, 1, 1, 1):
+        if computed >= len(TOKENS):
+            asked.all_token_ids.append(99)
+        ordered += side.orders(step(running={"r": (computed, scheduled)})).saves
+        computed += scheduled
+    ranges = [(save.first_block, len(save.block_ids)) for save in ordered]
+    assert ranges == [(0, 1), (1, 3), (3, 4), (4, 5), (5, 6)]
+    assert ordered[-1].prefix.tokens == pack_tokens([*TOKENS, 99, 99])
+
+
+def test_guessed_tokens_do_not_fill_a_block() -> None:
+    side, asked = side_of(KeyedStore()), request("r", TOKENS[:14])
+    side.matched_tokens(asked, 0)
+    side.admitted(asked, 0)
+    side.orders(step(new={"r": (0, 14)}))
+    asked.all_token_ids.append(7)
+    assert not side.orders(step(running={"r": (14, 4)}, guessed={"r": [1, 2, 3]})).saves
+
+
+def test_tokens_that_are_not_known_yet_do_not_fill_a_block() -> None:
+    """Asynchronous scheduling runs ahead of the sampled tokens."""
+    side, asked = side_of(KeyedStore()), request("r", TOKENS[:15])
+    side.matched_tokens(asked, 0)
+    side.admitted(asked, 0)
+    side.orders(step(new={"r": (0, 15)}))
+    assert not side.orders(step(running={"r": (15, 1)})).saves
+    asked.all_token_ids.append(7)
+    assert len(side.orders(step(running={"r": (16, 1)})).saves) == 1
+
+
+def test_what_was_computed_on_a_failed_load_is_ordered_again() -> None:
+    side, asked = side_of(store_with(TOKENS, 3)), request("r", TOKENS)
+    side.matched_tokens(asked, 0)
+    side.admitted(asked, 12)
+    assert side.orders(step(new={"r": (12, 10)})).saves[0].first_block == 3
+    again = side.orders(step(running={"r": (4, 18)}))  # vLLM took all but the first block back
+    assert not again.loads
+    assert (again.saves[0].first_block, len(again.saves[0].block_ids)) == (1, 5)
+
+
+def test_a_finished_request_is_named_once() -> None:
+    side, asked = side_of(KeyedStore()), request("r", TOKENS)
+    side.matched_tokens(asked, 0)
+    side.admitted(asked, 0)
+    side.orders(step(new={"r": (0, 22)}))
+    side.finished("r")
+    assert side.orders(step()).ended == ("r",)
+    assert side.orders(step()).ended == ()
+
+
+def test_a_request_that_ends_unseen_is_no_matter() -> None:
+    side = side_of(KeyedStore())
+    side.finished("unknown")
+    assert side.orders(step()).ended == ()
+
+
+def test_a_preempted_request_is_named_and_loads_again_when_it_resumes() -> None:
+    store = KeyedStore()
+    side, asked = side_of(store), request("r", TOKENS)
+    side.matched_tokens(asked, 0)
+    side.admitted(asked, 0)
+    side.orders(step(new={"r": (0, 22)}))
+    asked.num_preemptions = 1
+    assert side.orders(step()).ended == ("r",)
+    store.blocks = store_with(TOKENS, 5).blocks
+    assert side.matched_tokens(asked, 0) == 20
+    side.admitted(asked, 20)
+    orders = side.orders(Step(running={"r": (20, 2)}, tables={"r": [30, 31, 32, 33, 34, 35]}).output())
+    assert orders.loads[0].block_ids == (30, 31, 32, 33, 34)
+    assert not orders.saves and not orders.ended
+
+
+def test_preempted_and_resumed_in_one_step() -> None:
+    side, asked = side_of(KeyedStore()), request("r", TOKENS)
+    side.matched_tokens(asked, 0)
+    side.admitted(asked, 0)
+    side.orders(step(new={"r": (0, 22)}))
+    asked.num_preemptions = 1
+    side.matched_tokens(asked, 0)
+    side.admitted(asked, 0)
+    orders = side.orders(Step(running={"r": (0, 8)}, tables={"r": [40, 41]}).output())
+    assert orders.ended == ("r",)
+    assert orders.saves[0].block_ids == (40, 41)
+
+
+def test_every_rank_must_have_a_block() -> None:
+    assert side_of(store_with(TOKENS, 5), store_with(TOKENS, 2)).matched_tokens(request("r", TOKENS), 0) == 8
+
+
+def test_without_sessions_or_daemon_nothing_matches() -> None:
+    assert side_of().matched_tokens(request("r", TOKENS), 0) == 0
+    store = store_with(TOKENS, 5)
+    store.connected = False
+    assert side_of(store).matched_tokens(request("r", TOKENS), 0) == 0
+
+
+def test_what_cannot_be_named_is_neither_asked_for_nor_stored() -> None:
+    store = store_with(TOKENS, 5)
+    side, asked = side_of(store), request("r", TOKENS, prompt_embeds=object())
+    assert side.matched_tokens(asked, 0) == 0
+    side.admitted(asked, 0)
+    orders = side.orders(step(new={"r": (0, 22)}))
+    assert (orders.loads, orders.saves, store.lookups) == ((), (), 0)
+
+
+def test_a_request_that_must_compute_its_prompt_is_stored_but_not_loaded() -> None:
+    store = store_with(TOKENS, 5)
+    side, asked = side_of(store), request("r", TOKENS, skip_reading_prefix_cache=True)
+    assert side.matched_tokens(asked, 0) == 0
+    side.admitted(asked, 0)
+    assert len(side.orders(step(new={"r": (0, 22)})).saves) == 1
+
+
+def test_roles() -> None:
+    store = store_with(TOKENS, 5)
+    assert side_of(store, loads=False).matched_tokens(request("r", TOKENS), 0) == 0
+    side, asked = side_of(store, saves=False), request("r", TOKENS)
+    side.matched_tokens(asked, 0)
+    side.admitted(asked, 0)
+    assert not side.orders(step(new={"r": (0, 22)})).saves
+
+
+def test_a_salted_request_finds_only_what_was_salted_alike() -> None:
+    store = store_with(TOKENS, 5)
+    salted = request("r", TOKENS, cache_salt="one")
+    side = side_of(store)
+    assert side.matched_tokens(salted, 0) == 0
+    side.admitted(salted, 0)
+    (save,) = side.orders(step(new={"r": (0, 22)})).saves
+    assert save.prefix.digests == Extras(salt="one").digests(5, BLOCK_TOKENS)
+
+
+def test_tiers_of_a_load_are_told() -> None:
+    store = store_with(TOKENS, 3)
+    store.tier = "nvme"
+    side, asked = side_of(store), request("r", TOKENS)
+    side.matched_tokens(asked, 4)
+    assert side.tiers("r", 2) == ("nvme", "nvme")
+    assert side.tiers("unknown", 2) == ()
+
+
+def test_after_a_stop_nothing_is_loaded_or_stored() -> None:
+    side, asked = side_of(store_with(TOKENS, 3)), request("r", TOKENS)
+    side.stop()
+    assert side.matched_tokens(asked, 0) == 0
+    side.admitted(asked, 0)
+    assert not side.orders(step(new={"r": (0, 22)})).saves

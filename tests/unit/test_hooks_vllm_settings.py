@@ -1,0 +1,62 @@
+"""What may be set in vLLM's kv_connector_extra_config, and the door of the package without vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+import kvstore_client.hooks.vllm as door
+from kvstore_client.hooks.vllm.settings import Settings, parse_settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_nothing_set_gives_the_defaults() -> None:
+    assert parse_settings({}) == Settings()
+
+
+def test_what_is_set_is_taken() -> None:
+    settings = parse_settings({"socket": "/run/x", "read_only": True, "lookup_deadline_ms": 7, "weights_digest": "v2"})
+    assert (settings.socket, settings.read_only, settings.lookup_deadline_ms, settings.weights_digest) == (
+        "/run/x", True, 7, "v2",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"sockets": "/run/x"}, "unknown key 'sockets'; did you mean 'socket'"),
+        ({"zzz": 1}, "unknown key 'zzz'; known: connect_timeout_ms, "),
+        ({"read_only": "yes"}, "read_only must be bool, got 'yes'"),
+        ({"lookup_deadline_ms": True}, "lookup_deadline_ms must be int, got True"),
+        ({"staging_mib": 0}, "staging_mib must be positive, got 0"),
+        ({"socket": None}, "socket must be str, got None"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_sentence(extra: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match="kv_connector_extra_config") as refused:
+        parse_settings(extra)
+    assert words in str(refused.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
+def test_without_vllm_the_class_says_what_to_install() -> None:
+    with pytest.raises(ImportError, match=r"install vllm 0\.32 or later"):
+        _ = door.KVStoreConnector
+
+
+def test_the_door_has_one_name() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Connector'"):
+        _ = door.Connector
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*?) \|", (ROOT / "docs" / "vllm.md").read_text(), re.MULTILINE))
+    assert set(rows) == {item.name for item in fields(Settings)}
+    numbers = {name: value for name, value in asdict(Settings()).items() if type(value) is int}
+    assert {name: int(rows[name]) for name in numbers} == numbers
+    assert rows["read_only"] == "`false`" and Settings().read_only is False

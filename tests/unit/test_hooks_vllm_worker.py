@@ -1,0 +1,258 @@
+"""The worker's half: what is restored, what counts as failed, and when pool blocks may be used for something else."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from kvstore_client.hooks.vllm.identity import Extras, derived_keys
+from kvstore_client.hooks.vllm.layout import PagedLayers
+from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
+from kvstore_client.hooks.vllm.saver import Saver
+from kvstore_client.hooks.vllm.worker import WorkerSide
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.identity import pack_tokens
+from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore
+
+TOKENS = list(range(20))
+PATIENCE_S = 20.0
+
+
+class Engine:
+    """A pool of two layers and 16 blocks, and the half that is tested. `said` collects its complaints."""
+
+    def __init__(self, store: KeyedStore, *, saves: bool = True, reuse_wait_s: float = PATIENCE_S) -> None:
+        self.store = store
+        self.memory = np.random.default_rng(5).integers(1, 256, (2, 16, 4), dtype=np.uint8)
+        self.said: list[str] = []
+        pool = PagedLayers(list(self.memory))
+        self.saver = Saver(store, pool, deadline_s=5.0, say=self.said.append)
+        self.side = WorkerSide(
+            store,
+            pool,
+            self.saver if saves else None,
+            load_deadline_s=0.5,
+            reuse_wait_s=reuse_wait_s,
+            say=self.said.append,
+        )
+
+    def block(self, block_id: int) -> bytes:
+        return self.memory[:, block_id].tobytes()
+
+    def save(self, *orders: SaveOrder) -> None:
+        self.side.save(orders)
+        assert self.saver.drain(PATIENCE_S)
+
+    def stored(self, blocks: int, extras: Extras | None = None) -> list[bytes | None]:
+        digests = (extras or Extras()).digests(blocks, BLOCK_TOKENS)
+        named = self.store._named(None if digests else np.array(TOKENS[: blocks * BLOCK_TOKENS]), self._keys(digests))
+        return [block.tobytes() if (block := self.store.blocks.get(key)) is not None else None for key in named]
+
+    def _keys(self, digests: tuple[bytes, ...]) -> Any:
+        plain = self.store.keys(np.array(TOKENS[: len(digests) * BLOCK_TOKENS]))
+        return derived_keys(plain, digests) if digests and plain is not None else None
+
+
+def prefix(blocks: int, extras: Extras | None = None) -> Prefix:
+    tokens = pack_tokens(TOKENS[: blocks * BLOCK_TOKENS])
+    return Prefix(tokens, (extras or Extras()).digests(blocks, BLOCK_TOKENS))
+
+
+def save_of(first: int, *block_ids: int, name: str = "r", extras: Extras | None = None) -> SaveOrder:
+    return SaveOrder(name, prefix(len(block_ids), extras), first, block_ids)
+
+
+def load_of(first: int, *block_ids: int, extras: Extras | None = None) -> LoadOrder:
+    return LoadOrder("r", prefix(first + len(block_ids), extras), first, block_ids)
+
+
+def test_what_one_engine_saved_another_loads_elsewhere() -> None:
+    writer = Engine(KeyedStore())
+    writer.save(save_of(0, 3, 4, 5))
+    reader = Engine(writer.store)
+    reader.side.load([load_of(0, 9, 8, 7)])
+    assert reader.side.take_failed() == set()
+    assert [reader.block(block) for block in (9, 8, 7)] == [writer.block(block) for block in (3, 4, 5)]
+    assert (reader.side.counts.loaded_blocks, reader.side.counts.failed_blocks) == (3, 0)
+
+
+def test_a_load_in_the_middle_of_a_prefix() -> None:
+    writer = Engine(KeyedStore())
+    writer.save(save_of(0, 3, 4, 5, 6))
+    reader = Engine(writer.store)
+    untouched = reader.block(9)
+    reader.side.load([load_of(2, 8, 7)])
+    assert [reader.block(block) for block in (8, 7)] == [writer.block(block) for block in (5, 6)]
+    assert reader.block(9) == untouched
+
+
+def test_blocks_with_a_salt_are_found_with_it_alone() -> None:
+    salted = Extras(salt="one")
+    writer = Engine(KeyedStore())
+    writer.save(save_of(0, 3, 4, extras=salted))
+    assert writer.stored(2, salted) == [writer.block(3), writer.block(4)]
+    writer.side.load([load_of(0, 9, 8)])
+    assert writer.side.take_failed() == {9, 8}
+    writer.side.load([load_of(0, 9, 8, extras=salted)])
+    assert writer.side.take_failed() == set()
+
+
+def test_a_missing_block_and_those_behind_it_count_as_failed_once() -> None:
+    engine = Engine(KeyedStore())
+    engine.save(save_of(0, 3, 4))
+    engine.side.load([load_of(0, 7, 8, 9, 10)])
+    assert engine.side.take_failed() == {9, 10}
+    assert engine.side.take_failed() == set()
+
+
+def test_a_lease_that_ended_while_copying_fails_all_its_blocks() -> None:
+    engine = Engine(KeyedStore())
+    engine.save(save_of(0, 3, 4))
+    engine.store.leases_hold = False
+    engine.side.load([load_of(0, 7, 8)])
+    assert engine.side.take_failed() == {7, 8}
+
+
+def test_without_a_daemon_or_with_one_that_refuses_all_blocks_fail_and_nothing_is_raised() -> None:
+    engine = Engine(KeyedStore(connected=False))
+    engine.side.load([load_of(1, 7, 8)])
+    assert engine.side.take_failed() == {7, 8}
+    refusing = Engine(KeyedStore(fail_with=KVStoreError(ErrorKind.FORBIDDEN, "not yours")))
+    refusing.side.load([load_of(0, 7)])
+    assert refusing.side.take_failed() == {7}
+    assert refusing.said == ["blocks are not restored: not yours"]
+
+
+def test_what_was_computed_on_a_failed_load_is_not_stored() -> None:
+    engine = Engine(KeyedStore())
+    engine.side.load([load_of(0, 7, 8)])
+    engine.save(save_of(2, 7, 8, 9), save_of(0, 1, 2, name="other"))
+    assert engine.stored(3) != [None, None, None]
+    assert engine.stored(3)[2] is None
+    engine.side.take_failed()
+    engine.save(save_of(0, 7, 8, 9))  # the next step computed them again
+    assert engine.stored(3)[2] == engine.block(9)
+
+
+def test_present_blocks_are_not_stored_again_and_later_ones_are() -> None:
+    engine = Engine(KeyedStore())
+    engine.save(save_of(0, 1, 2))
+    engine.save(save_of(0, 4, 5, 6))
+    assert engine.stored(3) == [engine.block(1), engine.block(2), engine.block(6)]
+
+
+class Gate:
+    """Holds the saver's thread before a copy, after `free` others, until it is opened."""
+
+    def __init__(self, store: KeyedStore, free: int = 0) -> None:
+        self.free = free
+        self.reached, self.opened = threading.Event(), threading.Event()
+        store.before_fill = self._pass
+
+    def _pass(self) -> None:
+        if self.free:
+            self.free -= 1
+            return
+        self.reached.set()
+        assert self.opened.wait(PATIENCE_S)
+
+
+def test_blocks_of_an_ended_request_are_copied_before_the_next_step_may_write() -> None:
+    store = KeyedStore()
+    gate, engine = Gate(store, free=1), Engine(store)
+    expected = [engine.block(3), engine.block(4)]
+    engine.side.save([save_of(0, 3, 4)])
+    assert gate.reached.wait(PATIENCE_S)
+    threading.Timer(0.05, gate.opened.set).start()
+    engine.side.before_step(StepOrders(ended=("r",)))  # waits for the second copy
+    engine.memory[:] = 0
+    assert engine.saver.drain(PATIENCE_S)
+    assert engine.stored(2) == expected
+
+
+def test_a_daemon_that_does_not_answer_is_not_waited_for() -> None:
+    store = KeyedStore()
+    gate, engine = Gate(store), Engine(store, reuse_wait_s=1e6)
+    engine.side.save([save_of(0, 3)])
+    assert gate.reached.wait(PATIENCE_S)
+    engine.side.before_step(StepOrders(ended=("r",)))  # the gate is shut, and this returns
+    engine.memory[:] = 0
+    gate.opened.set()
+    assert engine.saver.drain(PATIENCE_S)
+    assert engine.stored(1) == [None]
+
+
+def test_a_copy_that_does_not_come_is_cut_off_and_never_reads_reused_memory() -> None:
+    store = KeyedStore()
+    gate, engine = Gate(store), Engine(store)
+    engine.side.save([save_of(0, 3, 4), save_of(0, 5, name="other")])
+    assert gate.reached.wait(PATIENCE_S)
+    engine.saver.let_go(("r",), 0.0)
+    engine.memory[:] = 0
+    gate.opened.set()
+    assert engine.saver.drain(PATIENCE_S)
+    assert engine.saver.dropped_blocks == 2
+    assert engine.stored(2) == [bytes(8), None]  # what "other" holds under the same key, in memory that it still owns
+
+
+def test_running_requests_are_not_waited_for() -> None:
+    store = KeyedStore()
+    gate, engine = Gate(store), Engine(store)
+    engine.side.save([save_of(0, 3)])
+    assert gate.reached.wait(PATIENCE_S)
+    engine.side.before_step(StepOrders(ended=("another",)))
+    gate.opened.set()
+    assert engine.saver.drain(PATIENCE_S)
+    assert engine.saver.stored_blocks == 1
+
+
+def test_what_could_not_be_stored_is_tried_again_with_the_next_order() -> None:
+    store = KeyedStore(fail_with=KVStoreError(ErrorKind.INVALID, "no"))
+    engine = Engine(store)
+    engine.save(save_of(0, 1, 2))
+    store.fail_with = None
+    engine.save(save_of(2, 1, 2, 3))
+    assert engine.stored(3) == [engine.block(1), engine.block(2), engine.block(3)]
+
+
+def test_a_gap_ends_with_its_request() -> None:
+    store = KeyedStore(fail_with=KVStoreError(ErrorKind.INVALID, "no"))
+    engine = Engine(store)
+    engine.save(save_of(0, 1, 2))
+    engine.side.before_step(StepOrders(ended=("r",)))
+    store.fail_with = None
+    engine.save(save_of(2, 7, 8, 3))  # other memory under the same request's name
+    assert engine.stored(3) == [None, None, None]
+
+
+def test_a_refusing_daemon_is_complained_of_once_and_the_thread_lives_on() -> None:
+    store = KeyedStore(fail_with=KVStoreError(ErrorKind.INVALID, "a block of 8 bytes is over the limit"))
+    engine = Engine(store)
+    for _ in range(3):
+        engine.save(save_of(0, 1))
+    assert engine.said == ["blocks are not stored: a block of 8 bytes is over the limit"]
+    store.fail_with = RuntimeError("a bug")
+    engine.save(save_of(0, 1))
+    assert engine.said[1:] == ["blocks are not stored: RuntimeError: a bug"]
+    store.fail_with = None
+    engine.save(save_of(0, 1))
+    assert engine.stored(1) == [engine.block(1)]
+
+
+def test_an_engine_that_only_reads_stores_nothing() -> None:
+    engine = Engine(KeyedStore(), saves=False)
+    engine.side.save([save_of(0, 1)])
+    engine.side.before_step(StepOrders(ended=("r",)))
+    assert engine.side.close(1.0) == "0 blocks restored in 0.000 s, 0 could not be"
+    assert not engine.store.blocks
+
+
+def test_closing_stores_what_waits_and_refuses_what_comes_later() -> None:
+    engine = Engine(KeyedStore())
+    engine.side.save([save_of(0, 1), save_of(1, 1, 2)])
+    assert engine.side.close(PATIENCE_S).endswith("; 2 stored, 0 dropped")
+    assert engine.stored(2) == [engine.block(1), engine.block(2)]
+    engine.side.save([save_of(0, 1, 2, 3)])
+    assert engine.saver.dropped_blocks == 3

@@ -1,0 +1,75 @@
+"""A vLLM engine in a process of its own, driven over its standard input: one JSON line in, one out.
+
+Started by `engine_process` and by benchmarks/vllm_ttft.py, with the Python of the vLLM environment. The first line
+describes the engine; each later one is a request `{"prompts": [[token ids]], "max_tokens": n}`; the answer to it has
+the token ids, what was cached, how it ended, and the wall time of the call. What vLLM prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    spec = json.loads(sys.stdin.readline())
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    transfer = spec.pop("transfer", None)
+    if transfer is not None:
+        spec["kv_transfer_config"] = KVTransferConfig(
+            **{
+                "kv_connector": "KVStoreConnector",
+                "kv_connector_module_path": "kvstore_client.hooks.vllm",
+                "kv_role": "kv_both",
+                **transfer,
+            }
+        )
+    llm = LLM(enforce_eager=True, disable_log_stats=False, **spec)
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, **request.get("sampling", {})
+        )
+        prompts: list[Any] = [
+            {"prompt_token_ids": prompt, **request.get("prompt_fields", {})} for prompt in request["prompts"]
+        ]
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        wall_s = time.perf_counter() - started
+        answer = {
+            "wall_s": wall_s,
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+            "finish": [output.outputs[0].finish_reason for output in outputs],
+            "ttft_s": [_ttft_s(output) for output in outputs],
+            "preemptions": _preemptions(llm),
+        }
+        print(json.dumps(answer), file=answers)
+    shut_down = getattr(llm.llm_engine.engine_core, "shutdown", None)
+    if shut_down is not None:
+        shut_down()
+
+
+def _preemptions(llm: Any) -> int:
+    return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def _ttft_s(output: Any) -> float | None:
+    metrics = output.metrics
+    return None if metrics is None else getattr(metrics, "first_token_latency", None)
+
+
+if __name__ == "__main__":
+    main()
