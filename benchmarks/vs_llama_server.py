@@ -2,8 +2,8 @@
 
 Both run the same GGUF on the same ggml build (the `xllamacpp` wheel) with the same threads; our attention kernel is
 compiled for AVX2 only, which is what that build uses. Six conversations of some 2,000 tokens are asked one after the
-other, twice, so that each comes back after five others; then the engine process is started anew (as an upgrade or a
-crash would) and each comes back once more. llama.cpp's server has one slot, its host-memory prompt cache (`--cache-ram`,
+other, twice, so that each comes back after five others; then the engine process is started anew (after an upgrade or a
+crash) and each comes back once more. llama.cpp's server has one slot, its host-memory prompt cache (`--cache-ram`,
 8 GiB, its default) and no unified K/V; the better of flash attention off and on counts. Time to first token is wall
 time from the text in hand to the first token's text, without HTTP on either side. The sides take turns.
 

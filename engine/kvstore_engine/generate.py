@@ -204,12 +204,14 @@ class Generator:
         while True:
             token = sampler.choose(logits)
             answer.chosen()
-            if token in ends:
-                return "end"
-            answer.add(token)
+            is_end = token in ends
+            if not is_end:
+                answer.add(token)
             if self._store and settings.store:
                 # Not before the first token is out: storing must not cost time to first token.
                 self._store.advance(sequence[:computed])
+            if is_end:
+                return "end"
             if len(answer.tokens) == settings.max_tokens:
                 return "length"
             if computed == self.context:

@@ -144,6 +144,16 @@ def test_an_end_token_stops_and_is_not_part_of_the_answer(bench: Bench) -> None:
     assert stopped.tokens == free.tokens[:first_use]
 
 
+def test_a_prompt_is_stored_although_its_answer_ends_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = bench.session()
+    generator = bench.generator(session)
+    first = generator.generate(Prompt(LONG), GenerationSettings(max_tokens=1, store=False)).tokens[0]
+    monkeypatch.setattr(type(bench.tokenizer), "end_ids", property(lambda tokenizer: frozenset({first})))
+    answer = generator.generate(Prompt(LONG), GenerationSettings(max_tokens=4))
+    assert (list(answer.tokens), answer.stop) == ([], "end")
+    assert answer.store.stored == answer.prompt_tokens // 64 > 0
+
+
 def test_the_context_ends_an_answer_and_refuses_a_prompt(bench: Bench) -> None:
     generator = bench.generator(context=100)
     count = len(bench.tokenizer.encode("the cat sat"))

@@ -22,7 +22,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvstore_client.errors import invalid
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
-BLOCK_TOKENS = 16  # what a prompt leaves over after its last full block is computed: smaller blocks leave less
+BLOCK_TOKENS = 8  # what a prompt leaves over after its last full block is computed: smaller blocks leave less
 LAYOUT = "layer-major/k-then-v/head-major/token"
 ID_PREFIX = "id:"
 
