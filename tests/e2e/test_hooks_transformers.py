@@ -310,7 +310,7 @@ def test_a_program_that_just_ends_has_stored_its_prompt(daemon: RunningDaemon, s
     command = [sys.executable, "-c", _A_PROGRAM, str(daemon.socket_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert session.lookup(prompt(160, seed=17)[0].numpy()).blocks == 10
+    assert session.lookup(prompt(160, seed=17)[0].numpy()).tokens == 160
 
 
 def _flush_request() -> Any:
