@@ -11,8 +11,8 @@ which asks the index in shared memory and wakes nobody. Then sixteen clients run
 client reached alone. Baselines: the one client's total of the same run; for lookups a fixed limit.
 
 Seen on two cores: 1.0 to 1.1 times the one client's total; lookups p50 3 to 5 ms and p99 29 to 48 (one client alone:
-0.6 and 2.3), at half the pace 0.8 to 1.0 and 11 to 33; probes p99 3 to 6 and 1; pings p99 2 and 1. The daemon uses half a
-core, several times its fair share beside 16 processes that copy. Tried without effect on the p99: nice -10 for the
+0.6 and 2.3), at half the pace 0.8 to 1.0 and 11 to 33; probes p99 3 to 6 and 1; pings p99 2 and 1. The daemon uses half
+a core, several times its fair share beside 16 processes that copy. Tried without effect on the p99: nice -10 for the
 daemon (p50 2.7 ms), time slices of 0.2 ms for its control thread, copy threads at nice 0: the client that waits for the
 answer has used up its own share. Who needs an answer then asks the index.
 
