@@ -22,6 +22,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease
 from kvstore_client.receipt import PutReceipt
 from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
@@ -105,7 +106,7 @@ class AsyncSession:
 
     def wake(self) -> None:
         """As `Session.wake`, from a thread."""
-        self._threads.submit(self._session.wake)
+        self._submit(self._session.wake)
 
     def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
         """As `Session.keys`: computed here, nobody is asked."""
@@ -115,9 +116,9 @@ class AsyncSession:
         return self._session.statistics()
 
     async def close(self) -> None:
-        """End the session; calls in flight end as misses."""
+        """End the session; calls in flight end as misses, those that wait for a thread as calls of a closed session."""
         await asyncio.to_thread(self._session.close)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     async def __aenter__(self) -> AsyncSession:
         return self
@@ -129,7 +130,7 @@ class AsyncSession:
 
     async def _call(self, work: Callable[[], Result], discard: Callable[[Result], None] | None = None) -> Result:
         """The result of `work`, done in a thread. `discard` gets a result that comes after its asker was cancelled."""
-        running = self._threads.submit(contextvars.copy_context().run, work)
+        running = self._submit(work)
         try:
             # Shielded, because cancelling the wrapper would cancel `running` and hide whether it had begun.
             return await asyncio.shield(asyncio.wrap_future(running))
@@ -137,6 +138,12 @@ class AsyncSession:
             if not running.cancel() and discard is not None:
                 running.add_done_callback(partial(_discard, discard))
             raise
+
+    def _submit(self, work: Callable[[], Result]) -> Future[Result]:
+        try:
+            return self._threads.submit(contextvars.copy_context().run, work)
+        except RuntimeError:  # the pool is shut down
+            raise invalid("this session is closed") from None
 
 
 async def connect(

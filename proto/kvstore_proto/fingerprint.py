@@ -119,14 +119,15 @@ def parse_fingerprint(canonical: bytes) -> Fingerprint:
         raise FingerprintError(f"fingerprint of {len(canonical)} bytes is over {MAX_FINGERPRINT_BYTES}")
     try:
         raw = json.loads(canonical)
+        json.dumps(raw, ensure_ascii=False).encode()  # JSON can say half a character, which no message can carry
     except (ValueError, RecursionError) as error:
-        raise FingerprintError(f"fingerprint is not JSON: {error}") from None
+        raise FingerprintError(f"fingerprint is not JSON in UTF-8: {error}") from None
     try:
         raw["groups"] = tuple(_parse_group(group) for group in raw["groups"])
         return Fingerprint(**_typed(Fingerprint, raw))
     except FingerprintError:
         raise
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
         raise FingerprintError(f"fingerprint has a wrong shape: {error}") from None
 
 

@@ -92,6 +92,22 @@ def test_a_cancelled_get_leaves_no_lease(daemon: RunningDaemon) -> None:
     asyncio.run(cancel())
 
 
+def test_after_close_calls_say_that_the_session_is_closed(daemon: RunningDaemon) -> None:
+    async def close() -> None:
+        session = await connected(daemon, threads=1)
+        with daemon.frozen():
+            asked = [asyncio.create_task(session.lookup(tokens_of(1, 1), deadline_s=0.2)) for _ in range(4)]
+            await asyncio.sleep(0.05)
+            await session.close()
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        assert not any(isinstance(end, asyncio.CancelledError) for end in ended)
+        assert all(isinstance(end, KVStoreError) for end in ended[1:]), ended
+        with pytest.raises(KVStoreError, match="closed"):
+            await session.lookup(tokens_of(1, 1))
+
+    asyncio.run(close())
+
+
 def test_mistakes_are_raised_and_an_absent_daemon_is_a_miss(daemon: RunningDaemon, tmp_path: Path) -> None:
     async def mistakes() -> None:
         async with await connected(daemon) as session:

@@ -173,10 +173,16 @@ def reflected(channel: grpc.Channel, metadata: Any = ()) -> set[str]:
     return {service.name for answer in answers for service in answer.list_services_response.service}
 
 
-def test_health_needs_no_token_and_reflection_does(daemon: RunningDaemon, port: int) -> None:
+def test_over_tcp_health_and_reflection_need_a_token_and_on_the_unix_socket_none(
+    daemon: RunningDaemon, port: int
+) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
-        reply = health.Check(health_pb2.HealthCheckRequest(service="kvstore.v1.KVStoreUnary"), timeout=10)
+        asked = health_pb2.HealthCheckRequest(service="kvstore.v1.KVStoreUnary")
+        with pytest.raises(grpc.RpcError) as refused:
+            health.Check(asked, timeout=10)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        reply = health.Check(asked, timeout=10, metadata=(("authorization", f"Bearer {TOKENS['beta']}"),))
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError) as caught:
             reflected(channel)
@@ -184,6 +190,7 @@ def test_health_needs_no_token_and_reflection_does(daemon: RunningDaemon, port: 
         bearer = (("authorization", f"Bearer {TOKENS['beta']}"),)
         assert "kvstore.v1.KVStoreUnary" in reflected(channel, bearer)
     with grpc.insecure_channel(f"unix:{daemon.socket_dir}/unary.sock") as channel:
+        assert health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10).status == reply.status
         assert reflected(channel) >= {"kvstore.v1.KVStoreUnary", "grpc.health.v1.Health"}
 
 

@@ -20,8 +20,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvstore_client.hooks.transformers import KVStoreCache, ModelSession, kvstore_session
+from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS
 
-BLOCK = 16
+BLOCK = BLOCK_TOKENS
 ASKED = {"max_new_tokens": 12, "do_sample": False}
 KINDS = [
     ("qwen2", torch.float32),
@@ -149,7 +150,7 @@ def test_a_stored_part_is_restored_and_the_rest_stored(session: ModelSession, mo
     assert cache.flush(30)
     assert cache.report.restored_tokens == 64
     assert cache.report.reason == "never_stored"
-    assert cache.report.stored_blocks == cache.get_seq_length() // BLOCK - 4
+    assert cache.report.stored_blocks == (cache.get_seq_length() - 64) // BLOCK
 
 
 def test_blocks_on_nvme_are_promoted(daemon: RunningDaemon, session: ModelSession) -> None:
@@ -271,7 +272,7 @@ def test_closing_a_session_waits_for_what_is_stored(daemon: RunningDaemon, model
         model.generate(ids, past_key_values=cache, **ASKED)
     assert cache.report.waiting_blocks == 0
     with open_session(daemon, model) as session:
-        assert session.lookup(ids[0].numpy()).blocks == 12
+        assert session.lookup(ids[0].numpy()).tokens == 200 // BLOCK * BLOCK
 
 
 def test_a_cache_leaves_nothing_on_its_model(session: ModelSession, model: PreTrainedModel) -> None:

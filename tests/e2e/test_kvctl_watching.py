@@ -133,7 +133,8 @@ class Terminal:
         self._here, there = pty.openpty()
         command = [sys.executable, "-m", "kvstore_client.cli.main", "--socket-dir", str(socket_dir), "top"]
         self.process = subprocess.Popen(
-            [*command, "--interval", "0.1", "--timeout", "2"],
+            # A job in the background of a script ignores SIGINT, and hands that on.
+            ["env", "--default-signal=INT", *command, "--interval", "0.1", "--timeout", "2"],
             stdin=there, stdout=there, stderr=there, env={**os.environ, "TERM": "xterm", **environment},
             start_new_session=True,
         )  # fmt: skip
@@ -156,9 +157,12 @@ class Terminal:
     def press(self, key: str) -> None:
         os.write(self._here, key.encode())
 
-    def ended(self) -> int:
+    def ended(self, timeout_s: float = 30.0) -> int:
         self.left = self.text
-        while self.process.poll() is None or select.select([self._here], [], [], 0.1)[0]:
+        until_s = time.monotonic() + timeout_s
+        while time.monotonic() < until_s and (
+            self.process.poll() is None or select.select([self._here], [], [], 0.1)[0]
+        ):
             try:
                 self.left += os.read(self._here, 65536).decode(errors="replace")
             except OSError:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel
 
 from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session, model_fingerprint
+from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS
 from kvstore_proto.errors import KVStoreError
 
 
@@ -72,10 +73,18 @@ def test_an_id_stands_for_the_weights(model: PreTrainedModel) -> None:
 def test_the_size_of_a_block_is_that_of_its_tensors(model: PreTrainedModel) -> None:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(prompt(16), past_key_values=cache)
+        model(prompt(BLOCK_TOKENS), past_key_values=cache)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert model_fingerprint(model).payload_bytes() == held
-    assert model_fingerprint(model, block_tokens=64).payload_bytes() == 4 * held
+    assert model_fingerprint(model, block_tokens=64).payload_bytes() == 64 // BLOCK_TOKENS * held
+
+
+def test_a_parameter_in_anothers_place_is_another_model(model: PreTrainedModel) -> None:
+    before, kept = _digest(model), model.lm_head.weight
+    model.lm_head.weight = torch.nn.Parameter(kept.detach() + 1)  # the old one lives on, unchanged
+    assert _digest(model) != before
+    model.lm_head.weight = kept
+    assert _digest(model) == before
 
 
 def test_an_edited_weight_is_another_model(model: PreTrainedModel) -> None:

@@ -168,14 +168,19 @@ def test_what_cannot_be_named_says_why() -> None:
 def test_an_adapter_is_told_by_content_and_not_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     digests = set()
-    for name, content in (("one", b"first"), ("two", b"first"), ("three", b"other")):
+    for number, (name, content) in enumerate((("one", b"first"), ("two", b"first"), ("three", b"other"))):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "adapter_model.safetensors").write_bytes(content)
         (folder / "adapter_config.json").write_text("{}")
-        extras = described(lora_request=SimpleNamespace(lora_name="same", lora_path=str(folder)))
+        asked = SimpleNamespace(lora_name="same", lora_int_id=number, lora_path=str(folder))
+        extras = described(lora_request=asked)
         assert isinstance(extras, Extras) and extras.adapter
         digests.add(extras.adapter)
+        (folder / "adapter_model.safetensors").write_bytes(b"written over, while vLLM keeps what it loaded")
+        assert described(lora_request=asked) == extras
+        asked.load_inplace = True
+        assert "replaced while it is loaded" in str(described(lora_request=asked))
     assert len(digests) == 2
-    lost = described(lora_request=SimpleNamespace(lora_name="same", lora_path=str(tmp_path / "nowhere")))
+    lost = described(lora_request=SimpleNamespace(lora_name="same", lora_int_id=9, lora_path=str(tmp_path / "nowhere")))
     assert "adapter's files cannot be read" in str(lost)

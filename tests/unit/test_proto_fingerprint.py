@@ -97,3 +97,16 @@ def test_any_json_is_a_fingerprint_or_refused(changes: dict[str, Any]) -> None:
     except FingerprintError:
         return
     assert parse_fingerprint(parsed.canonical()).digest() == parsed.digest()
+
+
+@pytest.mark.parametrize("text", ['"\\ud800"', '{"model_name": "\\udfff"}', '{"\\ud800": 1}'])
+def test_half_a_character_is_refused(text: str) -> None:
+    with pytest.raises(FingerprintError, match="UTF-8") as caught:
+        parse_fingerprint(text.encode())
+    str(caught.value).encode()  # what is said of it can be sent
+
+
+def test_a_number_without_end_is_refused() -> None:
+    raw = Fingerprint("m", "w").canonical().replace(b'"layers":[]', b'"layers":[1e999]')
+    with pytest.raises(FingerprintError, match="wrong shape"):
+        parse_fingerprint(raw)

@@ -26,6 +26,7 @@ import xxhash
 from kvstore_client.hooks.llama_state import SavedState, StateShape, StateUnsupported, assemble_state, parse_state
 from kvstore_client.lease import Lease
 from kvstore_client.session import Session, connect
+from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
 try:
@@ -109,7 +110,10 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         return self._session.statistics().bytes_stored
 
     def __contains__(self, key: Sequence[int]) -> bool:
-        return self._usable_blocks(key) > 0 and self._session.lookup(self._tokens(key)).blocks > 0
+        try:
+            return self._usable_blocks(key) > 0 and self._session.lookup(self._tokens(key)).blocks > 0
+        except KVStoreError:
+            return False
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
         """Bring the longest stored prefix of `key` into the model, if it is longer than what the model holds.
@@ -123,20 +127,26 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         if blocks * self._block_tokens <= held:
             raise KeyError("the model itself holds as much of this prompt")
         tokens = self._tokens(key)
-        with self._session.get(tokens, max_blocks=blocks, promote=False) as mapped:
-            if mapped.resident_blocks * self._block_tokens <= held:
-                raise KeyError(f"nothing stored: {mapped.reason or 'the prompt is new'}")
-            if len(mapped) == mapped.resident_blocks:
-                state = self._assembled(mapped)
-            else:
-                patience_s = mapped.estimated_load_s * PROMOTION_PATIENCE
-                deadline_s = min(max(patience_s, PROMOTION_LEAST_S), PROMOTION_MOST_S)
-                with self._session.get(tokens, max_blocks=mapped.resident_blocks, deadline_s=deadline_s) as lease:
-                    state = self._assembled(lease)
+        try:
+            state = self._fetched(tokens, blocks, held)
+        except KVStoreError as error:  # a closed session, a request that the daemon refuses
+            raise KeyError(f"the store refused: {error}") from None
         if state is None or state[0] <= held:
             raise KeyError("the store did not give its blocks in time")
         self._restore(tokens[: state[0]], state[1])
         return _Current(self._llm)
+
+    def _fetched(self, tokens: Any, blocks: int, held: int) -> Any:
+        """What `_assembled` makes of the stored prefix. KeyError where nothing longer than `held` tokens is stored."""
+        with self._session.get(tokens, max_blocks=blocks, promote=False) as mapped:
+            if mapped.resident_blocks * self._block_tokens <= held:
+                raise KeyError(f"nothing stored: {mapped.reason or 'the prompt is new'}")
+            if len(mapped) == mapped.resident_blocks:
+                return self._assembled(mapped)
+            patience_s = mapped.estimated_load_s * PROMOTION_PATIENCE
+            deadline_s = min(max(patience_s, PROMOTION_LEAST_S), PROMOTION_MOST_S)
+            with self._session.get(tokens, max_blocks=mapped.resident_blocks, deadline_s=deadline_s) as lease:
+                return self._assembled(lease)
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
         """Store the full blocks of a state; those that are stored already are not written again."""
@@ -153,9 +163,14 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             log.warning("the state of %d tokens is not stored: %s", len(tokens), refusal)
             return
         payloads = [_Cut(saved, block * self._block_tokens, self._block_tokens) for block in range(count)]
-        receipt = self._session.put(
-            tokens, payloads=payloads, payload_bytes=self._shape.token_bytes * self._block_tokens
-        )
+        try:
+            receipt = self._session.put(
+                tokens, payloads=payloads, payload_bytes=self._shape.token_bytes * self._block_tokens
+            )
+        except KVStoreError as error:  # blocks too large for the daemon, a closed session: the answer is not at fault
+            self.last_receipt = f"not stored: {error}"
+            log.warning("the state of %d tokens is not stored: %s", len(tokens), error)
+            return
         self.last_receipt = repr(receipt)
 
     def close(self) -> None:

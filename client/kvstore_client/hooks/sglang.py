@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.hooks.sglang_pages import KV, PageKeys, ending_in, namespace, whole_prefixes
-from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
+from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON, Lookup
 from kvstore_client.session import Session, connect
+from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys
 
 try:
@@ -115,7 +116,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many leading pages are there; a gap ends them, whatever comes after it."""
         names = self._names(keys)
-        return 0 if names is None or self._session is None else self._session.lookup(keys=names).blocks
+        return 0 if names is None else self._lookup(names).blocks
 
     def batch_exists_v2(
         self,
@@ -236,10 +237,18 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
 
     def _present(self, hashes: Sequence[str], pool: str) -> list[bool]:
         names = self._names(hashes, pool)
-        if names is None or self._session is None:
+        if names is None:
             return [False] * len(hashes)
-        tiers = self._session.lookup(keys=names).tiers
+        tiers = self._lookup(names).tiers
         return [index < len(tiers) and tiers[index] != "absent" for index in range(len(hashes))]
+
+    def _lookup(self, names: BlockKeys) -> Lookup:
+        """A session that is closed, or a daemon that refuses, has nothing."""
+        try:
+            return Lookup() if self._session is None else self._session.lookup(keys=names)
+        except KVStoreError as error:
+            log.warning("pages cannot be looked up: %s", error)
+            return Lookup()
 
     def _fetch_pages(self, name: str, keys: list[str], indices: torch.Tensor | None, pool: Any) -> list[bool]:
         pages = _page_indices(indices, len(keys), pool)
@@ -266,16 +275,19 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         if names is None or self._session is None:
             return done
         start = 0
-        while start < len(hashes):
-            with self._session.get(keys=names[start:]) as lease:
-                got = [fill(start + block, lease.payload(block)) for block in range(len(lease))]
-                if lease.valid:  # asked after the copy: bytes read before it count
-                    done[start : start + len(got)] = got
-            start += len(got)
-            if start == len(hashes) or lease.reason in (REASON_NO_DAEMON, REASON_DEADLINE):
-                break
-            present = self._present(hashes, pool)
-            start = next((index for index in range(start + 1, len(hashes)) if present[index]), len(hashes))
+        try:
+            while start < len(hashes):
+                with self._session.get(keys=names[start:]) as lease:
+                    got = [fill(start + block, lease.payload(block)) for block in range(len(lease))]
+                    if lease.valid:  # asked after the copy: bytes read before it count
+                        done[start : start + len(got)] = got
+                start += len(got)
+                if start == len(hashes) or lease.reason in (REASON_NO_DAEMON, REASON_DEADLINE):
+                    break
+                present = self._present(hashes, pool)
+                start = next((index for index in range(start + 1, len(hashes)) if present[index]), len(hashes))
+        except KVStoreError as error:
+            log.warning("pages cannot be fetched: %s", error)
         self.prefetched_pages += sum(done)
         return done
 
@@ -297,9 +309,13 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         names = self._names([*before, *hashes], pool)
         if names is None or self._session is None:
             return [False] * len(hashes)
-        if before and not self._session.lookup(keys=names[:1]).blocks:
+        if before and not self._lookup(names[:1]).blocks:
             names, before = names[1:], []
-        receipt = self._session.put(keys=names, first_block=len(before), payloads=payloads, payload_bytes=nbytes)
+        try:
+            receipt = self._session.put(keys=names, first_block=len(before), payloads=payloads, payload_bytes=nbytes)
+        except KVStoreError as error:  # pages too large for the daemon, a closed session
+            log.warning("pages are not stored: %s", error)
+            return [False] * len(hashes)
         stored = [status in ("stored", "present") for status in receipt.statuses]
         self.backed_up_pages += sum(stored)
         return stored

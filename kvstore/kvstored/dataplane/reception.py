@@ -135,9 +135,14 @@ class Reception:
         return session
 
     def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str, staged: Staged | None) -> Session:
-        """A session for one unary call, in no table: nobody waits for its end. With `staged`, the call stores blocks;
-        only then is a fingerprint noted, so that asking for made-up ones costs nothing."""
-        return self._session(tenant, fingerprint, Peer(0, -1, -1), name, staged, is_noted=staged is not None)
+        """A session for one unary call, in no table: nobody waits for its end. Its fingerprint is not noted, so that
+        asking for made-up ones costs nothing: `note_fingerprint` before blocks are stored under it."""
+        return self._session(tenant, fingerprint, Peer(0, -1, -1), name, staged, is_noted=False)
+
+    def note_fingerprint(self, session: Session) -> None:
+        """Remember the fingerprint of a session that `open_call` made, and give it its number."""
+        digest = self._tenants.remember(session.fingerprint)
+        session.fingerprint_id = self._tenants.fingerprint_number(digest)
 
     def _session(
         self,

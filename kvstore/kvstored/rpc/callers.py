@@ -27,6 +27,11 @@ class Callers:
         self._tokens = tokens
         self._own = own
 
+    @property
+    def takes_own(self) -> bool:
+        """Whether calls without a token are taken, since only the daemon's own user reaches the socket."""
+        return self._own is not None
+
     def tenant_of(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
         """Raises KVStoreError: UNAUTHENTICATED without a token that is known, FORBIDDEN for a user without a tenant."""
         given = [value for key, value in metadata or () if key == "authorization"]
@@ -56,13 +61,15 @@ class Callers:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Turns callers without a tenant away, from everything but health checks."""
+    """Turns callers without a tenant away. On the Unix socket they may ask for health; over TCP not even that: watching
+    takes up a call for as long as it lasts, and strangers could take them all."""
 
     def __init__(self, callers: Callers) -> None:
         self._callers = callers
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        if not details.method.startswith(f"/{health.SERVICE}/"):
+        is_health = details.method.startswith(f"/{health.SERVICE}/")
+        if not (is_health and self._callers.takes_own):
             try:
                 self._callers.tenant_of(details.invocation_metadata)
             except KVStoreError as error:

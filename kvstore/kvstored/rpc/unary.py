@@ -6,6 +6,7 @@ Never looks into a block. Invariant: a call sees blocks of its caller's tenant a
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from kvstored.dataplane.reception import Reception
 from kvstored.dataplane.sessions import Session
 from kvstored.operations.lifetime import Lifetime, State
 from kvstored.rpc.callers import Callers
+from kvstored.tenants import Tenant
 from kvstored.verbs.inline import InlineCalls
 from kvstored.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
 
@@ -64,6 +66,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         self._lifetime = lifetime
         self._limit = limit
         self._max_keys = max_keys
+        self._under_way: set[asyncio.Task[Any]] = set()
 
     async def Lookup(self, request: pb.UnaryLookupRequest, context: Any) -> pb.UnaryLookupReply:  # noqa: N802
         async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryLookupReply:
@@ -73,6 +76,8 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
 
     async def Put(self, request: pb.UnaryPutRequest, context: Any) -> pb.UnaryPutReply:  # noqa: N802
         async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryPutReply:
+            if len(request.payloads) == len(blocks) and not blocks.are_given:
+                self._reception.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
             return await self._calls.put(session, blocks, request)
 
         return await self._answer(request, context, call)
@@ -103,15 +108,11 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
             tenant = self._callers.tenant_of(context.invocation_metadata())
             if self._lifetime.state is not State.SERVING:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._lifetime.state.value}")
-            with self._limit:
-                named = request.chain
-                staged = InlineBlocks() if isinstance(request, pb.UnaryPutRequest) else None
-                session = self._reception.open_call(tenant, fingerprint_of(named), "unary call", staged)
-                blocks = await blocks_of(session, named, self._max_keys)
-                reply: Any = await call(session, blocks)
-                if not blocks.are_given:
-                    reply.keys = blocks.packed
-                return reply  # type: ignore[no-any-return]
+            # Work that has begun goes on when its caller gives up, and its bytes stay: it counts until it ends.
+            work = asyncio.create_task(self._work(tenant, request, call))
+            self._under_way.add(work)
+            work.add_done_callback(self._ended)
+            return await asyncio.shield(work)
         except KVStoreError as error:
             await _abort(context, error)
         except Exception:
@@ -119,6 +120,24 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
             message = "the call failed inside the daemon; its log has the details"
             await _abort(context, KVStoreError(ErrorKind.INTERNAL, message))
         raise AssertionError("abort returned")
+
+    async def _work(
+        self, tenant: Tenant, request: Any, call: Callable[[Session, NamedBlocks], Awaitable[Reply]]
+    ) -> Reply:
+        with self._limit:
+            named = request.chain
+            staged = InlineBlocks() if isinstance(request, pb.UnaryPutRequest) else None
+            session = self._reception.open_call(tenant, fingerprint_of(named), "unary call", staged)
+            blocks = await blocks_of(session, named, self._max_keys)
+            reply: Any = await call(session, blocks)
+            if not blocks.are_given:
+                reply.keys = blocks.packed
+            return reply  # type: ignore[no-any-return]
+
+    def _ended(self, work: asyncio.Task[Any]) -> None:
+        self._under_way.discard(work)
+        if not work.cancelled():
+            work.exception()  # nobody may be left to ask for it
 
 
 async def _abort(context: Any, error: KVStoreError) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstored.clock import Clock
@@ -57,6 +58,8 @@ class Delete:
         self._retire = retire
         self._clock = clock
         self._max_keys = max_keys
+        self._removals = 0  # blocks taken away so far, and how many of them a sync is known to have made final
+        self._final_removals = 0
 
     async def delete(self, tenant: int, packed_keys: bytes) -> pb.DeleteReply:
         """The sums of `delete_each`."""
@@ -71,7 +74,8 @@ class Delete:
         )
 
     async def delete_each(self, tenant: int, packed_keys: bytes) -> Deleted:
-        """Keys in chain order. Raises KVStoreError for a malformed request."""
+        """Keys in chain order. Raises KVStoreError for a malformed request, and UNAVAILABLE when the deletion did not
+        reach the disk: then asking again, though nothing is left to delete, tries that again."""
         keys = keys_of(packed_keys, self._max_keys)
         residency, writeback = self._residency, self._writeback
         if writeback is not None and any(self._is_pinned(tenant, key) for key in keys):
@@ -86,9 +90,21 @@ class Delete:
                 nbytes += payload_bytes if fates[position] is Fate.DELETED else 0
             if position % SLICE_BLOCKS == 0:
                 await asyncio.sleep(0)
-        if nbytes and writeback is not None:
-            await writeback.sync()
+        if writeback is not None:
+            await self._make_final(writeback)
         return Deleted(fates, nbytes)
+
+    async def _make_final(self, writeback: WriteBack) -> None:
+        """Sync what was taken away, here or by a call that was cancelled before it could."""
+        removals = self._removals
+        if removals == self._final_removals:
+            return
+        if not await writeback.sync():
+            raise KVStoreError(
+                ErrorKind.UNAVAILABLE,
+                "the blocks are gone, but a crash may bring them back: the disk refused; ask again",
+            )
+        self._final_removals = max(self._final_removals, removals)
 
     def _delete_row(self, row: int, tenant: int) -> Fate:
         residency = self._residency
@@ -96,6 +112,7 @@ class Delete:
             return Fate.IN_USE
         if residency.children(row):
             return Fate.CONTINUED
+        self._removals += 1
         for taken in residency.remove(row, Cause.DROPPED, self._clock.monotonic_ns()):
             self._retire[taken.tier](taken.slot, tenant)
         return Fate.DELETED

@@ -23,7 +23,7 @@ OPAQUE = Fingerprint(
     "opaque objects", "opaque", kv_dtype="opaque", layout="opaque", block_tokens=1, engine_block_tokens=1,
     groups=(LayerGroup(0),),
 )  # fmt: skip
-SLICE_BLOCKS = 32
+HASHES_A_SLICE = 128
 _ZEROS = bytes(KEY_BYTES)
 
 
@@ -104,6 +104,7 @@ async def _by_tokens(session: Session, named: pb.Chain, max_keys: int) -> NamedB
     keys: list[bytes] = []
     tokens: list[bytes] = []
     key = session.roots[named.group]
+    hashes_a_block, hashed = size // fingerprint.engine_block_tokens, 0
     for block in range(count):
         tokens.append(pack_tokens(named.token_ids[block * size : (block + 1) * size]))
         extra = NO_EXTRA if extras[block] == _ZEROS else extras[block]
@@ -112,7 +113,9 @@ async def _by_tokens(session: Session, named: pb.Chain, max_keys: int) -> NamedB
             hash_name=fingerprint.key_hash,
         )  # fmt: skip
         keys.append(key)
-        if block % SLICE_BLOCKS == SLICE_BLOCKS - 1:
+        hashed += hashes_a_block
+        if hashed >= HASHES_A_SLICE:
+            hashed = 0
             await asyncio.sleep(0)
     first = min(named.first_block, count)
     parents = [NO_PARENT, *keys[:-1]]

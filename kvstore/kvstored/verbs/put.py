@@ -29,6 +29,7 @@ from kvstored.tiering import HOST
 from kvstored.verbs.validate import keys_of, known_group, payload_size
 
 log = logging.getLogger(__name__)
+HASHES_A_SLICE = 2048  # a millisecond or so of the control thread
 _NO_EXTRA_FIELD = bytes(KEY_BYTES)
 _MODES = {
     "none": pb.DURABILITY_MODE_NONE,
@@ -273,8 +274,13 @@ class Put:
         staging = session.staging
         assert staging is not None, "a reservation without staging"
         writes = []
+        hashed = 0
         for filling in fillings:
             reservation = filling.reservation
+            hashed += session.fingerprint.block_tokens // session.fingerprint.engine_block_tokens
+            if hashed >= HASHES_A_SLICE:
+                hashed = 0
+                await asyncio.sleep(0)
             tokens = staging.tokens_at(reservation.offset)
             if not _tokens_hash_to_key(session, reservation, tokens):
                 filling.outcome = Outcome(OutcomeKind.CORRUPT, message="tokens do not hash to the key")

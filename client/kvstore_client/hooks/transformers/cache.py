@@ -152,7 +152,10 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         if not self._stack.is_whole or self.get_seq_length() != self._count:
             self._refuse("K/V of another shape, place or kind than the model's configuration says")
             return
-        self._store()
+        try:
+            self._store()
+        except Exception as error:  # a mistake in storing must not end the model's forward pass
+            self._refuse(f"storing failed: {type(error).__name__}: {error}")
 
     # What transformers does to caches.
 

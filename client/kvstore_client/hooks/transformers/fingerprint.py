@@ -10,6 +10,7 @@ Invariant: the digest of a model is computed again when a weight, an adapter or 
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -150,17 +151,23 @@ _hashed: WeakKeyDictionary[PreTrainedModel, _Hashed] = WeakKeyDictionary()
 def _weights_digest(model: PreTrainedModel) -> str:
     known = _hashed.get(model)
     adapters = _adapter_state(model, model)
-    if known is not None and known.adapters == adapters and known.marks == list(map(_mark, known.tensors)):
-        return known.digest
     named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [tensor for _, tensor in named]
+    marks = list(map(_mark, tensors))
+    if known is not None and known.adapters == adapters and known.marks == marks and _same(known.tensors, tensors):
+        return known.digest
     hashing = xxhash.xxh3_128()
     for name, tensor in sorted(named, key=lambda item: item[0]):
         hashing.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         hashing.update(_bytes_of(model, name, tensor))
-    tensors = [tensor for _, tensor in named]
     digest = hashing.hexdigest()
-    _hashed[model] = _Hashed(tensors, list(map(_mark, tensors)), adapters, digest)
+    _hashed[model] = _Hashed(tensors, marks, adapters, digest)
     return digest
+
+
+def _same(known: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
+    """Whether these are the very tensors that were hashed: a parameter may have been put in another's place."""
+    return len(known) == len(tensors) and all(map(operator.is_, known, tensors))
 
 
 def _bytes_of(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Any:
@@ -172,6 +179,7 @@ def _bytes_of(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Any:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes with every in-place change that torch counts; a write through `.data` is not one of them."""
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 

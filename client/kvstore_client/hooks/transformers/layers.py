@@ -57,7 +57,8 @@ class KVStack:
         if tokens <= self.capacity:
             return
         shape, room = self.shape, tokens + max(LEAST_HEADROOM_TOKENS, tokens // 8)
-        larger = torch.empty((shape.layers, 2, shape.heads, room, shape.head_dim), dtype=shape.dtype, device=device)
+        with torch.inference_mode(False):  # else it could not be written to outside of inference mode, later on
+            larger = torch.empty((shape.layers, 2, shape.heads, room, shape.head_dim), dtype=shape.dtype, device=device)
         if self.tensor is not None:
             kept = max(layer.length for layer in self.layers)
             larger[:, :, :, :kept].copy_(self.tensor[:, :, :, :kept])

@@ -33,7 +33,7 @@ FIRST_TOKEN_S = 0.02
 MOST_WAITING = 8  # sequences that may wait; each holds its K/V in memory until it is stored
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # one sequence is not another, whatever its tokens
 class Sequence:
     """What is to be stored of one sequence. The worker reads `tensor` below `wanted_blocks`, which nobody rewrites."""
 

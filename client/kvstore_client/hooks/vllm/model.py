@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,9 @@ def model_fingerprint(
         "layers": layers,
         "page_bytes": spec.page_size_bytes,
     }
+    settings = json.dumps(_model_settings(model), default=str)
+    if '"longrope"' in settings or '"su"' in settings:
+        layout["max_model_len"] = model.max_model_len  # vLLM chooses the short or the long factors by it
     return Fingerprint(
         model_name=str(model.model),
         weights_digest=weights,
@@ -121,11 +125,22 @@ def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
         items.append(Item(feature.identifier, feature.mm_position.offset, feature.mm_position.length))
     adapter = ""
     if request.lora_request is not None:
-        files = _adapter_files(request.lora_request.lora_path)
-        adapter = combined_digest(files, default_memory())
+        if getattr(request.lora_request, "load_inplace", False):
+            return "its adapter may be replaced while it is loaded"
+        adapter = _adapter_digest(request.lora_request.lora_int_id, request.lora_request.lora_path)
         if not adapter:
             return "its adapter's files cannot be read"
     return Extras(adapter, request.cache_salt or "", tuple(items))
+
+
+@cache
+def _adapter_digest(number: int, path: str) -> str:
+    """Of the adapter as it was when this process first met it: vLLM keeps what it loaded, whatever becomes of the file.
+    Empty when it cannot be read."""
+    try:
+        return combined_digest(_adapter_files(path), default_memory())
+    except OSError:
+        return ""
 
 
 def _adapter_files(path: str) -> list[Path]:

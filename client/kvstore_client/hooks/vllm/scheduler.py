@@ -12,6 +12,7 @@ ordered again; a request whose pool blocks were freed is named in `ended` of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from kvstore_client.hooks.vllm.identity import Extras, KeySource, address
 from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
 from kvstore_client.hooks.vllm.plan import loadable_blocks, usable_blocks
 from kvstore_client.results import REASON_NO_DAEMON, Lookup
+from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys, pack_tokens
 
 TOKEN_BYTES = 4
@@ -102,7 +104,7 @@ class SchedulerSide:
     def orders(self, output: Any) -> StepOrders:
         """What the worker half shall do around the step that `output` (a SchedulerOutput) describes."""
         loads: list[LoadOrder] = []
-        saves: list[SaveOrder] = []
+        fills: list[tuple[_Tracked, int]] = []
         for request_id, computed_tokens in _scheduled(output):
             tracked = self._requests.get(request_id)
             if tracked is None or tracked.extras is None:
@@ -110,7 +112,13 @@ class SchedulerSide:
             if tracked.external_tokens:
                 loads.append(self._load_order(tracked, output, computed_tokens))
                 tracked.external_tokens = 0
-            order = self._save_order(tracked, output, computed_tokens)
+            fills.append((tracked, computed_tokens))
+        # With several ranks the load of one may fail, and spoil what all of them compute in this step: a rank knows of
+        # its own failures only. What rests on blocks that are being loaded is then ordered by the next step.
+        loading = {block for order in loads for block in order.block_ids} if len(self._sessions) > 1 else set()
+        saves = []
+        for tracked, computed_tokens in fills:
+            order = self._save_order(tracked, output, computed_tokens, loading)
             if order is not None:
                 saves.append(order)
         ended = [*self._ended, *self._preempted()]
@@ -133,7 +141,8 @@ class SchedulerSide:
             named = address(session, prefix)
             found = Lookup(reason=REASON_NO_DAEMON)
             if named is not None:
-                found = session.lookup(**named, deadline_s=self._lookup_deadline_s)
+                with suppress(KVStoreError):  # a closed session, a request the daemon refuses: nothing is there
+                    found = session.lookup(**named, deadline_s=self._lookup_deadline_s)
             if shortest is None or found.blocks < shortest.blocks:
                 shortest = found
             if not shortest.blocks:
@@ -146,7 +155,7 @@ class SchedulerSide:
         ids = _block_ids(output, tracked.request.request_id)[first:last]
         return LoadOrder(tracked.request.request_id, self._prefix(tracked, last), first, ids)
 
-    def _save_order(self, tracked: _Tracked, output: Any, computed_tokens: int) -> SaveOrder | None:
+    def _save_order(self, tracked: _Tracked, output: Any, computed_tokens: int, loading: set[int]) -> SaveOrder | None:
         if not self._saves:
             return None
         # Computed less than ordered before: a load failed, and what was computed on top of it is computed again.
@@ -157,8 +166,11 @@ class SchedulerSide:
         full = min(filled_tokens, len(tracked.request.all_token_ids)) // self._block_tokens
         if full <= tracked.stored_blocks:
             return None
+        block_ids = _block_ids(output, request_id)[:full]
+        if not loading.isdisjoint(block_ids):
+            return None
         first, tracked.stored_blocks = tracked.stored_blocks, full
-        return SaveOrder(request_id, self._prefix(tracked, full), first, _block_ids(output, request_id)[:full])
+        return SaveOrder(request_id, self._prefix(tracked, full), first, block_ids)
 
     def _preempted(self) -> Iterator[str]:
         for request_id, tracked in self._requests.items():

@@ -110,11 +110,11 @@ class WorkerSide:
 
     def _load(self, order: LoadOrder) -> int:
         """Leading blocks of the order that are in the pool now."""
-        named = address(self._session, order.prefix, order.first_block)
-        if named is None:
-            return 0
         wanted = len(order.block_ids)
         try:
+            named = address(self._session, order.prefix, order.first_block)
+            if named is None:
+                return 0
             with self._session.get(**named, max_blocks=wanted, deadline_s=self._load_deadline_s) as lease:
                 count = min(len(lease), wanted)
                 for index in range(count):
