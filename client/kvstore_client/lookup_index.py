@@ -18,6 +18,7 @@ from kvstore_client.results import REASON_ABSENT, REASON_UNKNOWN, TIER_NAMES, UN
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.lookup_index import ABSENT, UNKNOWN, IndexLayout, IndexState, find, read_layout, read_state
+from kvstore_proto.matching import match_of, restorable_blocks
 
 FIRST_WAIT_S = 0.02  # of the first probe, for the daemon to hand the index over; it takes 0.2 ms
 RETRY_S = 5.0  # after the daemon said that there is none
@@ -107,14 +108,5 @@ def probe(index: LookupIndex | None, keys: BlockKeys, fingerprint: Fingerprint, 
 
 
 def usable_blocks(present: Sequence[bool], kind: str, window_blocks: int) -> int:
-    """How far a chain can be restored: the daemon's own reckoning (`verbs/lookup.py`; a test compares the two)."""
-    if kind == "recurrent":
-        return next((i + 1 for i in range(len(present) - 1, -1, -1) if present[i]), 0)
-    if kind != "sliding":
-        return present.index(False) if False in present else len(present)
-    run = best = 0
-    for i, is_present in enumerate(present):
-        run = run + 1 if is_present else 0
-        if run >= min(max(window_blocks, 1), i + 1):
-            best = i + 1
-    return best
+    """The daemon's own reckoning, for a layer group of this kind."""
+    return restorable_blocks(present, match_of(kind), window_blocks)

@@ -29,15 +29,15 @@ from kvstore_client.verify import mismatch
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, slot_bytes
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import TokenIds
+from kvstore_proto.matching import match_of
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 WAIT_SHARE = 0.8  # of the deadline is the daemon's for promoting; the rest is for the answer to come back
-_MATCHES = {"sliding": wire.MATCH_WINDOW, "recurrent": wire.MATCH_EXACT}
 
 
 def key_set(fingerprint: Fingerprint, group: LayerGroup, packed_keys: bytes) -> wire.KeySet:
     """Keys with the matching rule of their layer group."""
-    match = _MATCHES.get(group.kind, wire.MATCH_PREFIX)
+    match = match_of(group.kind)
     window = -(-group.window_tokens // fingerprint.block_tokens) if match == wire.MATCH_WINDOW else 0
     return wire.KeySet(group=group.group_id, keys=packed_keys, match=match, window_blocks=window)
 

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
-from kvstore_client.verify import TOKEN_COUNT_OFFSET
-from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, TOKENS_OFFSET
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, TOKEN_COUNT_OFFSET, TOKENS_OFFSET
 
 FillSlot = Callable[[Bytes], None]
 """Writes a whole payload into the array it is given: uint8[payload_bytes], writable, in shared memory."""

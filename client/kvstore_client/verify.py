@@ -12,7 +12,6 @@ import struct
 
 from kvstore_proto.arena import MAGIC, TOKENS_OFFSET, VERSION
 
-TOKEN_COUNT_OFFSET = 108
 _HEAD = struct.Struct("<4sHH16s84xIQQ")  # magic, version, flags, key, …, token count, payload bytes, generation
 
 

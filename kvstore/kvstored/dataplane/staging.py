@@ -17,11 +17,10 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, MAX_TOKENS, TOKENS_OFFSET, Bytes
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, MAX_TOKENS, TOKEN_COUNT_OFFSET, TOKENS_OFFSET, Bytes
 from kvstore_tiers.segments import Segment
 
 SMALLEST_SHARE_BYTES = 4 << 20
-_TOKEN_COUNT_OFFSET = 108
 _F_ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 
@@ -89,7 +88,7 @@ class Staging:
     def tokens_at(self, offset: int) -> bytes:
         """As the client wrote them, taken once: it may still be writing."""
         slot = self.address + offset
-        count = int.from_bytes(ctypes.string_at(slot + _TOKEN_COUNT_OFFSET, 4), "little")
+        count = int.from_bytes(ctypes.string_at(slot + TOKEN_COUNT_OFFSET, 4), "little")
         return ctypes.string_at(slot + TOKENS_OFFSET, min(count, MAX_TOKENS) * 4)
 
     def payload_at(self, offset: int, nbytes: int) -> Segment:

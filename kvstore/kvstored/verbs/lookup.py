@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES
+from kvstore_proto.matching import restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.dataplane.sessions import Session
 from kvstored.lifecycle import miss_reason
@@ -85,19 +86,5 @@ class LookUp:
 
 
 def usable_blocks(rows: Sequence[int], match: int, window_blocks: int) -> int:
-    """How far a chain can be restored, from which of its blocks are present (row >= 0).
-
-    prefix: the leading run. window: the longest prefix whose last `window_blocks` are all present (sliding-window
-    layers need no more, as in Gemma and Mistral). exact: up to the last block that is present (a recurrent snapshot
-    stands alone). A match that this daemon does not know counts as prefix.
-    """
-    if match == pb.MATCH_EXACT:
-        return next((i + 1 for i in range(len(rows) - 1, -1, -1) if rows[i] >= 0), 0)
-    if match != pb.MATCH_WINDOW:
-        return next((i for i, row in enumerate(rows) if row < 0), len(rows))
-    run = best = 0
-    for i, row in enumerate(rows):
-        run = run + 1 if row >= 0 else 0
-        if run >= min(max(window_blocks, 1), i + 1):
-            best = i + 1
-    return best
+    """`restorable_blocks` of residency rows: a block is present where its row is not negative."""
+    return restorable_blocks([row >= 0 for row in rows], match, window_blocks)
