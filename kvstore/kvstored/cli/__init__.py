@@ -1,0 +1,54 @@
+"""The `kvstored` command: one file a subcommand. Parses, reports mistakes in one line, starts things."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kvstored import __version__
+from kvstored.cli.check import add_check
+from kvstored.cli.configure import add_config
+from kvstored.cli.exits import EXIT_DAMAGE, EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from kvstored.cli.serve import add_serve
+
+__all__ = ["EXIT_DAMAGE", "EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "main"]
+
+EXAMPLES = """\
+examples:
+  kvstored serve --config /etc/kvstored/kvstored.toml
+  kvstored serve --socket-dir /tmp/kv --state-dir /tmp/kv/state --set host.capacity=2GiB --set nvme.capacity=8GiB
+  kvstored check /var/lib/kvstored/nvme
+  kvstored config > kvstored.toml
+
+exit status: 0 all is well; 1 it failed (the message says how); 2 a mistake in the arguments or the configuration;
+3 check found damage
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvstored",
+        description="Tiered KV-cache storage daemon for LLM inference nodes.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvstored {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (add_serve, add_check, add_config):
+        add(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

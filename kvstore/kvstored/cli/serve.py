@@ -1,0 +1,43 @@
+"""`kvstored serve`: the daemon in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kvstored.cli.exits import failure, mistake
+from kvstored.cli.settings import add_settings, overrides
+
+
+def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser("serve", help="run the daemon in the foreground")
+    add_settings(serve)
+    serve.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    serve.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    import logging
+
+    from kvstored.config import ConfigError, load_config
+
+    logging.basicConfig(
+        level=arguments.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        config = load_config(arguments.config, overrides(arguments))
+    except ConfigError as error:
+        return mistake(str(error))
+    from kvstore_tiers.failpoints import ENVIRONMENT, unknown_names
+    from kvstored.daemon import StartupError, run
+
+    if unknown_names():
+        return mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
+    try:
+        return run(config)
+    except ConfigError as error:  # what the configuration names turned out not to be usable
+        return mistake(str(error))
+    except StartupError as error:
+        return failure(str(error))
