@@ -15,33 +15,27 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 
 from kvstore_proto.v1 import admin_pb2_grpc, kvstore_pb2_grpc
-from kvstore_tiers.base import Slot, Tier
+from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.errors import DirectoryError
 from kvstored import __version__
+from kvstored.assembly import Store, make_residency
 from kvstored.clock import Clock, SystemClock
 from kvstored.config import Config
 from kvstored.dataplane.handshake import HandshakeServer
-from kvstored.dataplane.leases import LeaseTable
 from kvstored.dataplane.lookup_index import LookupIndexes
 from kvstored.dataplane.reception import Reception
 from kvstored.dataplane.sessions import Session, SessionTable
 from kvstored.dataplane.staging import StagingPool
 from kvstored.instance import AlreadyRunning, InstanceLock
 from kvstored.maintenance import Maintenance
-from kvstored.movement import promote, writeback
 from kvstored.movement.completions import CompletionQueue
-from kvstored.movement.lane import Lane, LaneSettings, Limits, Priority
-from kvstored.movement.mover import Mover, Transfer
-from kvstored.movement.promote import Promoter
-from kvstored.movement.room import Room
-from kvstored.movement.writeback import WriteBack
 from kvstored.notify import notify
 from kvstored.operations.drop import Drop
 from kvstored.operations.explain import Explain
@@ -49,12 +43,12 @@ from kvstored.operations.history import HistoryView
 from kvstored.operations.lifetime import Lifetime, State
 from kvstored.operations.sampling import Sampler
 from kvstored.operations.views import Parts, Views
-from kvstored.policies import Policy, PolicySettings, create, create_admission
 from kvstored.recovery import recover_blocks
 from kvstored.residency import Residency
 from kvstored.rpc import unary
 from kvstored.rpc.admin import AdminService
 from kvstored.rpc.health import Health
+from kvstored.rpc.serving import bind_grpc, private_umask
 from kvstored.rpc.session_stream import SessionService
 from kvstored.rpc.unary_doors import UnaryDoors
 from kvstored.sockets import (
@@ -65,9 +59,9 @@ from kvstored.sockets import (
     prepare_directory,
     restrict_to_admins,
 )
-from kvstored.telemetry import Counters, Flows, Latencies, RecentMisses
+from kvstored.telemetry import Latencies, RecentMisses
 from kvstored.tenants import Peer, TenantDirectory
-from kvstored.tiering import HOST, NVME, TIER_NAMES
+from kvstored.tiering import HOST
 from kvstored.verbs import Delete, Get, Hints, LookUp, Put, Verbs
 from kvstored.verbs.inline import InlineCalls
 
@@ -140,10 +134,10 @@ class Daemon:
         gc.collect()
         gc.freeze()  # what start-up made lives as long as the daemon: full collections need not walk it
         self._ready_after_s = _since_process_start_s()
-        notify("READY=1", f"STATUS=serving {len(self.residency)} blocks on {config.daemon.socket_dir}")
+        notify("READY=1", f"STATUS=serving {len(self._store.residency)} blocks on {config.daemon.socket_dir}")
         log.info(
             "kvstored %s serves on %s: %d blocks, ready after %.2f s",
-            __version__, config.daemon.socket_dir, len(self.residency), self._ready_after_s,
+            __version__, config.daemon.socket_dir, len(self._store.residency), self._ready_after_s,
         )  # fmt: skip
 
     async def stop(self) -> None:
@@ -152,179 +146,113 @@ class Daemon:
         if self.lifetime is not None:
             self.lifetime.state = State.STOPPING
             self._handshake.accepting = False
-            if self._writeback is not None:  # while clients who wait for that word can still hear it
-                await self._writeback.flush(STOP_GRACE_S)
+            if self._store.writeback is not None:  # while clients who wait for that word can still hear it
+                await self._store.writeback.flush(STOP_GRACE_S)
         await self._stack.aclose()
 
     async def _settle(self, put: Put) -> None:
         """Nobody asks any more: end what is under way, write what waits, leave no transfer in flight."""
         await put.finish()
-        if self._writeback is not None:
-            left = await self._writeback.flush(STOP_GRACE_S)
+        if self._store.writeback is not None:
+            left = await self._store.writeback.flush(STOP_GRACE_S)
             if left:
                 log.warning("%d blocks could not be written in time; they were never called durable", left)
-        self._mover.close()
+        self._store.mover.close()
         await self._completions.drained()
 
     # Putting the parts together
 
     def _build(self) -> None:
-        config, clock = self.config, self._clock
-        self.counters = Counters()
+        config = self.config
         self._completions = CompletionQueue(asyncio.get_running_loop())
         self._tenants = TenantDirectory(config.daemon.state_dir, config.tenants, config.tenant_default)
         self._sessions = SessionTable()
-        self._open_tiers()
-        self.flows = Flows(len(self._tiers))
-        self._leases = LeaseTable(self._unpin, self._host.free)
-        self._policies = self._make_policies()
-        rooms = self._make_rooms()
-        self._mover = Mover(self._make_lanes(), self._completions, clock)
-        nvme = self._nvme
-        promoter = Promoter(
-            self.residency, self._host, nvme, rooms[HOST], self._mover, clock, self.counters, self.flows,
-            prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
-        )  # fmt: skip
-        self._writeback: WriteBack | None = None
-        if nvme is not None:
-            self._writeback = WriteBack(
-                self.residency, self._host, nvme, rooms[NVME],
-                create_admission(config.nvme.admission, self.residency, NVME), self._mover, self._completions, clock,
-                self.counters, self.flows,
-                delay_ms=config.durability.batch_ms, batch_blocks=config.durability.batch_blocks,
-            )  # fmt: skip
-            rooms[HOST].demoter = self._writeback
-        self._make_services(promoter, rooms)
+        host, residency = self._open_host(), make_residency(config)
+        nvme = self._open_nvme(residency) if config.nvme.enabled else None
+        self._store = Store(config, self._clock, self._completions, residency, host, nvme)
+        self._make_services()
 
-    def _open_tiers(self) -> None:
-        config = self.config
-        host = config.host
-        self._host = HostTier(
+    def _open_host(self) -> HostTier:
+        host = self.config.host
+        tier = HostTier(
             host.capacity_bytes,
             arena_bytes=host.arena_bytes,
             mode="sealed" if host.sealed else "owned",
             copy_threads=host.copy_threads,
         )
-        self._stack.callback(self._host.close)
-        if not self._host.charge(host.staging_bytes, "staging"):
+        self._stack.callback(tier.close)
+        if not tier.charge(host.staging_bytes, "staging"):
             raise StartupError("host.staging does not fit host.capacity")
-        self._nvme: Tier | None = None
-        self._tiers: list[Tier] = [self._host]
-        self.residency = Residency(
-            TIER_NAMES if config.nvme.enabled else TIER_NAMES[:1], ghost_keys=config.limits.ghosts_per_tenant
+        return tier
+
+    def _open_nvme(self, residency: Residency) -> Tier:
+        from kvstore_tiers.nvme.tier import NvmeTier
+
+        nvme = self.config.nvme
+        tier = NvmeTier.open(
+            nvme.path,
+            nvme.capacity_bytes,
+            slab_bytes=nvme.slab_bytes,
+            io_threads=nvme.io_threads,
+            require_direct=nvme.require_direct,
         )
-        if config.nvme.enabled:
-            from kvstore_tiers.nvme.tier import NvmeTier
+        self._stack.callback(tier.close)
+        recovered = recover_blocks(tier, residency, self._tenants, self._clock)
+        if recovered:
+            log.info("%d blocks found on NVMe", recovered)
+        return tier
 
-            self._nvme = NvmeTier.open(
-                config.nvme.path,
-                config.nvme.capacity_bytes,
-                slab_bytes=config.nvme.slab_bytes,
-                io_threads=config.nvme.io_threads,
-                require_direct=config.nvme.require_direct,
-            )
-            self._stack.callback(self._nvme.close)
-            self._tiers.append(self._nvme)
-            recovered = recover_blocks(self._nvme, self.residency, self._tenants, self._clock)
-            if recovered:
-                log.info("%d blocks found on NVMe", recovered)
-
-    def _make_policies(self) -> list[Policy]:
-        host, nvme = self.config.host, self.config.nvme
-        chosen = [(host.policy, host.ttl_s), (nvme.policy, nvme.ttl_s)][: len(self._tiers)]
-        return [
-            create(name, self.residency, position, PolicySettings(ttl_s=ttl_s or None))
-            for position, (name, ttl_s) in enumerate(chosen)
-        ]
-
-    def _make_rooms(self) -> list[Room]:
-        retire = self._retire_of_tier()
-        return [
-            Room(
-                tier, position, self._policies[position], self.residency, retire[position],
-                self._may_linger if position == HOST else lambda slot, tenant: True,
-                self._clock, self.counters, self.flows, separates_owners=position == HOST,
-            )
-            for position, tier in enumerate(self._tiers)
-        ]  # fmt: skip
-
-    def _make_lanes(self) -> list[Lane[Transfer]]:
-        """One lane a direction. Both directions of the disk share it, so that prefetch waits for demand on either."""
-        if self._nvme is None:
-            return []
-        movement, limits = self.config.movement, self.config.limits
-        settings = LaneSettings(
-            max_in_flight=movement.in_flight,
-            limits={
-                Priority.DEMAND: Limits(movement.queue_blocks, movement.in_flight),
-                Priority.PREFETCH: Limits(movement.queue_blocks, 1),
-                Priority.DEMOTION: Limits(
-                    movement.queue_blocks,
-                    max(1, movement.in_flight // 2),
-                    movement.demotion_rate_bytes or None,
-                ),
-                Priority.MAINTENANCE: Limits(movement.queue_blocks, 1),
-            },
-            quiet_s=movement.prefetch_quiet_ms / 1000,
-            prefetch_item_bytes=limits.max_block_bytes + 8192,
-        )
-        lanes: list[Lane[Transfer]] = [Lane(name, settings) for name in (promote.LANE, writeback.LANE)]
-        for lane in lanes:
-            lane.share_medium(lanes)
-        return lanes
-
-    def _make_services(self, promoter: Promoter, rooms: list[Room]) -> None:
-        config, clock = self.config, self._clock
-        limits, movement = config.limits, config.movement
+    def _make_services(self) -> None:
+        config, clock, store = self.config, self._clock, self._store
+        limits, movement, residency = config.limits, config.movement, store.residency
         put = Put(
-            self.residency, self._sessions, self._host, rooms[HOST], self._writeback, self._completions, clock,
-            self.counters, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes,
+            residency, self._sessions, store.host, store.rooms[HOST], store.writeback, self._completions, clock,
+            store.counters, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes,
             reservation_ttl_ms=limits.reservation_ttl_ms, default_mode=config.durability.mode,
         )  # fmt: skip
-        self._promoter = promoter
         self._misses = RecentMisses(limits.misses_per_tenant, clock)
         get = Get(
-            self.residency, self._leases, promoter, clock, self.counters, self.flows, self._misses,
+            residency, store.leases, store.promoter, clock, store.counters, store.flows, self._misses,
             max_keys=limits.max_keys, leases_per_client=limits.leases_per_client, lease_ttl_ms=limits.lease_ttl_ms,
             wait_ms=movement.acquire_wait_ms,
         )  # fmt: skip
         hints = Hints(
-            self.residency, self._leases, promoter, clock, max_keys=limits.max_keys,
+            residency, store.leases, store.promoter, clock, max_keys=limits.max_keys,
             lease_ttl_ms=limits.lease_ttl_ms, prefetch_budget_bytes=movement.prefetch_budget_bytes,
         )  # fmt: skip
         self._stack.push_async_callback(self._settle, put)
-        look_up = LookUp(self.residency, promoter, self.counters, self.flows, self._misses, limits.max_keys)
-        self._delete = Delete(self.residency, self._writeback, self._retire_of_tier(), clock, max_keys=limits.max_keys)
+        look_up = LookUp(residency, store.promoter, store.counters, store.flows, self._misses, limits.max_keys)
+        self._delete = Delete(residency, store.writeback, store.retire, clock, max_keys=limits.max_keys)
         self._verbs = Verbs(look_up, put, get, hints, self._delete)
         self._latencies = Latencies()
         self._sampler = Sampler(self._parts(), self._latencies)
         self._maintenance = Maintenance(
-            put, self._leases, self._policies, rooms, self._host, clock, self.counters, self._sampler.sample
+            put, store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample
         )
 
         def end_session(session: Session) -> None:
             put.end_session(session)
-            self._leases.release_session(session.session_id)
+            store.leases.release_session(session.session_id)
 
         index_bytes = config.host.staging_bytes // INDEX_SHARE if config.index.slots else 0
-        indexes = LookupIndexes(config.index.slots, index_bytes, self.residency, asyncio.get_running_loop().call_soon)
-        self.residency.observe(indexes)
+        indexes = LookupIndexes(config.index.slots, index_bytes, residency, asyncio.get_running_loop().call_soon)
+        residency.observe(indexes)
         sockets = config.daemon.socket_dir
         self._reception = Reception(
-            config, self._sessions, self._tenants, self.residency, self._host,
-            StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes), self._policies,
-            indexes, self.counters, end_session, epoch=os.urandom(16), data_socket=sockets / "data.sock",
+            config, self._sessions, self._tenants, residency, store.host,
+            StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes), store.policies,
+            indexes, store.counters, end_session, epoch=os.urandom(16), data_socket=sockets / "data.sock",
         )  # fmt: skip
         self._handshake = HandshakeServer(sockets / "handshake.sock", self._reception, limits.max_clients)
         self.lifetime = Lifetime(
-            self._handshake, self._sessions, self._leases, self.residency, self._writeback, self._on_shutdown
+            self._handshake, self._sessions, store.leases, residency, store.writeback, self._on_shutdown
         )
 
     # Listening
 
     async def _listen(self) -> None:
         assert self.lifetime is not None
-        sockets, limits = self.config.daemon.socket_dir, self.config.limits
+        store, sockets, limits = self._store, self.config.daemon.socket_dir, self.config.limits
         names = ["handshake", "data", "admin"] + (["unary"] if self.config.unary.enabled else [])
         paths = {name: sockets / f"{name}.sock" for name in names}
         for path in paths.values():
@@ -335,12 +263,12 @@ class Daemon:
             lambda: self._ready_after_s,
             lambda: self._maintenance.prefaulted,
         )
-        drop = Drop(self.residency, self._tenants, self._writeback, self._retire_of_tier(), self._clock)
-        admin = await self._serve_grpc(paths["admin"], max_message_bytes=limits.message_bytes)
-        explain = Explain(self._parts(), views, self._host, self._misses, self._promoter.estimate_us)
-        history = HistoryView(self._sampler.history, self.flows, self.config, self._clock)
+        drop = Drop(store.residency, self._tenants, store.writeback, store.retire, self._clock)
+        admin = await self._serve_grpc(paths["admin"])
+        explain = Explain(self._parts(), views, store.host, self._misses, store.promoter.estimate_us)
+        history = HistoryView(self._sampler.history, store.flows, self.config, self._clock)
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(views, explain, history, drop, self.lifetime), admin)
-        data = await self._serve_grpc(paths["data"], max_message_bytes=limits.message_bytes)
+        data = await self._serve_grpc(paths["data"])
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(
             SessionService(self._sessions, self._verbs, limits.inflight_per_client, self._latencies, self._clock), data
         )
@@ -359,10 +287,11 @@ class Daemon:
             self._stack.callback(path.unlink, missing_ok=True)
 
     async def _listen_unary(self, path: Path, health: Health) -> None:
-        lifetime, config, writeback = self.lifetime, self.config, self._writeback
+        lifetime, config, store = self.lifetime, self.config, self._store
+        writeback = store.writeback
         assert lifetime is not None
         calls = InlineCalls(
-            self._verbs, self._delete, self.residency, self._host, self._completions, self.counters,
+            self._verbs, self._delete, store.residency, store.host, self._completions, store.counters,
             writeback.is_durable if writeback is not None else lambda row: False,
             message_bytes=config.unary.message_bytes,
         )  # fmt: skip
@@ -375,24 +304,14 @@ class Daemon:
             lambda: self._tenants.resolve(Peer(os.getpid(), os.geteuid(), os.getegid())),
             self._tenants.named, health,
         )  # fmt: skip
-        with _private_umask():
+        with private_umask():
             servers = doors.bind()
         for server in servers:
             self._stack.push_async_callback(server.stop, 0.5)
             await server.start()
 
-    async def _serve_grpc(self, path: Path, *, max_message_bytes: int) -> grpc.aio.Server:
-        server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_send_message_length", 2 * max_message_bytes),
-            ]
-        )
-        with _private_umask():  # nobody else connects between bind and chmod
-            try:
-                server.add_insecure_port(f"unix:{path}")
-            except RuntimeError as error:
-                raise StartupError(f"cannot listen on {path}: {error}") from None
+    async def _serve_grpc(self, path: Path) -> grpc.aio.Server:
+        server = bind_grpc(path, max_message_bytes=self.config.limits.message_bytes)
         self._stack.push_async_callback(server.stop, 0.5)
         return server
 
@@ -408,40 +327,15 @@ class Daemon:
     # Small connections between parts
 
     def _parts(self) -> Parts:
-        paths = ["memfd arenas"] + ([str(self.config.nvme.path)] if self._nvme is not None else [])
+        store = self._store
+        paths = ["memfd arenas"] + ([str(self.config.nvme.path)] if store.nvme is not None else [])
         return Parts(
-            self.config, self._clock, self.residency, self._tiers, self._policies, paths, self._sessions,
-            self._leases, self._tenants, self._mover, self._writeback, self.counters, self.flows,
+            self.config, self._clock, store.residency, store.tiers, store.policies, paths, self._sessions,
+            store.leases, self._tenants, store.mover, store.writeback, store.counters, store.flows,
         )  # fmt: skip
-
-    def _retire_of_tier(self) -> list[Callable[[Slot, int], None]]:
-        """Where the slots of each tier go when their block has left: host slots may still have readers."""
-        nvme = self._nvme
-        if nvme is None:
-            return [self._leases.retire]
-        return [self._leases.retire, lambda slot, tenant: nvme.free(slot)]
 
     def _state(self) -> str:
         return self.lifetime.state.value if self.lifetime is not None else State.STARTING.value
-
-    def _unpin(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            self.residency.unpin(row)
-
-    def _may_linger(self, slot: Slot, tenant: int) -> bool:
-        """Whether a block may leave this slot: nobody reads it, or its tenant's limbo has room for it."""
-        if not self._leases.has_readers(slot):
-            return True
-        return self._leases.limbo_bytes(tenant) + slot.nbytes <= self.config.limits.limbo_per_tenant_bytes
-
-
-@contextlib.contextmanager
-def _private_umask() -> Iterator[None]:
-    before = os.umask(0o177)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def _raise_descriptor_limit() -> None:
