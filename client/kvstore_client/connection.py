@@ -1,9 +1,11 @@
 """Everything that lives and dies with one handshake: its stream, its mapped memory, its keys.
 
 Owns the opening and closing of these parts in order, and the reopening of the stream while the handshake
-connection stands (the daemon anchors leases there, so they survive a broken stream). Never does: decide when
-to reconnect.
-Invariant: once `is_alive()` has been False it stays False; leases of a dead connection are invalid.
+connection stands (the daemon anchors leases there, so they survive a broken stream); and which connection came after
+this one, with which of its leases: a daemon that was restarted may have kept them, bytes and all. Never does: decide
+when to reconnect.
+Invariants: once `is_alive()` has been False it stays False; a lease is valid while it is held and the connection, or
+the one after it that the daemon gave the lease to again, is alive. A lease that not both sides know is given back.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from kvstore_client.errors import ConnectError
 from kvstore_client.handshake import PROTOCOL_VERSION, Handshake, open_handshake
 from kvstore_client.keys import KeyChains
+from kvstore_client.loan import Loan
 from kvstore_client.lookup_index import IndexSource
 from kvstore_client.memory import Bytes, map_read_only, map_read_write, prefault, step_behind
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
@@ -39,8 +42,9 @@ class Introduction:
     client_name: str
     staging_bytes: int
 
-    def hello(self) -> handshake_pb2.Hello:
+    def hello(self, former_token: bytes = b"") -> handshake_pb2.Hello:
         return handshake_pb2.Hello(
+            former_token=former_token,
             protocol_version=PROTOCOL_VERSION,
             client_name=self.client_name,
             fingerprint=self.fingerprint.canonical(),
@@ -58,6 +62,7 @@ class Connection:
         *,
         on_end: Callable[[str], None],
         on_answer: Callable[[], None],
+        former: Connection | None = None,
     ) -> None:
         welcome = handshake.welcome
         self._handshake = handshake
@@ -65,6 +70,14 @@ class Connection:
         self._data_socket = Path(welcome.data_socket or introduction.directory / DATA_SOCKET)
         self._unreleased: deque[int] = deque()
         self._arenas: dict[int, Bytes] = {}
+        if former is not None and welcome.arena_epoch and welcome.arena_epoch == former._handshake.welcome.arena_epoch:
+            self._arenas = {
+                arena_id: former._arenas[arena_id] for arena_id in welcome.arena_ids & former._arenas.keys()
+            }
+        self._succession = threading.Lock()
+        self._held: set[int] = set()  # leases that somebody reads
+        self._carried: frozenset[int] = frozenset()  # those of the connection before
+        self._successor: Connection | None = None
         self._arena_lock = threading.Lock()
         self._dead = False
         self._carried_message_bytes = 0
@@ -76,6 +89,7 @@ class Connection:
         self.chains = KeyChains(introduction.fingerprint, list(welcome.roots))
         self.reads_only = introduction.staging_bytes == 0
         self.index = IndexSource(handshake.request_index if welcome.lookup_index else None)
+        self.loan = Loan()
         self.staging: Bytes | None = None  # also None when the daemon had no room to grant any
         staging_fd = handshake.take_staging()
         if staging_fd >= 0:
@@ -100,20 +114,58 @@ class Connection:
 
     def _prefault(self) -> None:
         """Map what will be read and written before it is needed: an engine that starts has its model to load."""
-        step_behind()
         left_bytes = PREFAULT_ARENAS_BYTES
+        mapped = []
         for arena_id in self._handshake.welcome.arena_ids:
             arena = None if self._dead else self.arena(arena_id, PREFAULT_GRANT_TIMEOUT_S)
             if arena is None or left_bytes < len(arena):
                 break
             left_bytes -= len(arena)
+            mapped.append(arena)
+        step_behind()  # not before: while we ask, others wait for the handshake connection
+        for arena in mapped:
             prefault(arena, lambda: not self._dead)
         if self.staging is not None:
             prefault(self.staging, lambda: not self._dead)
 
+    def hold(self, lease_id: int) -> None:
+        """Somebody reads under this lease from now on, until `release`."""
+        self._held.add(lease_id)
+
     def release(self, lease_id: int) -> None:
-        if lease_id and not self._dead:
-            self.stream.release((lease_id,))
+        """Give a lease back, to whom it is held from by now."""
+        with self._succession:
+            self._held.discard(lease_id)  # enough, if no connection stands: the next one gives back what is not held
+            successor = self._successor
+            if successor is None and lease_id and not self._dead:
+                self.stream.release((lease_id,))
+        if successor is not None and lease_id in successor._carried:
+            successor.release(lease_id)
+
+    def heir(self, lease_id: int) -> Connection | None:
+        """The connection under which a lease stands now: this one, or one after it. None when it has ended."""
+        connection = self
+        while not connection.is_alive():
+            successor = connection._successor
+            if successor is None or lease_id not in successor._carried:
+                return None
+            connection = successor
+        return connection if lease_id in connection._held else None
+
+    def succeed(self, former: Connection) -> None:
+        """Take over the leases of the connection before that stand and are held; give the other ones back."""
+        standing = set(self._handshake.welcome.lease_ids)
+        with former._succession:
+            self._carried = frozenset(standing & former._held)
+            self._held |= self._carried
+            former._successor = self
+        if standing - self._carried:
+            self.stream.release(sorted(standing - self._carried))
+
+    @property
+    def token(self) -> bytes:
+        """What the daemon knows this connection by."""
+        return self._handshake.welcome.session_token
 
     def is_alive(self) -> bool:
         """Whether the daemon still holds our leases."""
@@ -169,10 +221,12 @@ def open_connection(
     *,
     on_end: Callable[[str], None],
     on_answer: Callable[[], None],
+    former: Connection | None = None,
 ) -> Connection:
-    """Handshake, staging, stream, and one ping through it. Raises ConnectError."""
+    """Handshake, staging, stream, and one ping through it; then what is left of `former`. Raises ConnectError."""
     deadline = time.monotonic() + timeout_s
-    handshake = open_handshake(introduction.directory / HANDSHAKE_SOCKET, introduction.hello(), timeout_s)
+    hello = introduction.hello(former.token if former is not None else b"")
+    handshake = open_handshake(introduction.directory / HANDSHAKE_SOCKET, hello, timeout_s)
     welcome = handshake.welcome
     if welcome.protocol_version != PROTOCOL_VERSION or len(welcome.roots) != len(introduction.fingerprint.groups):
         handshake.close()
@@ -182,7 +236,7 @@ def open_connection(
             "upgrade the older of the two"
         )
     try:
-        connection = Connection(handshake, introduction, on_end=on_end, on_answer=on_answer)
+        connection = Connection(handshake, introduction, on_end=on_end, on_answer=on_answer, former=former)
     except (OSError, ValueError) as error:
         handshake.close()
         raise ConnectError(f"the staging memory cannot be mapped: {error}") from None
@@ -194,4 +248,6 @@ def open_connection(
     if not answered:
         connection.close()
         raise ConnectError(f"the daemon at {introduction.directory} shook hands but its stream does not answer")
+    if former is not None:
+        connection.succeed(former)
     return connection

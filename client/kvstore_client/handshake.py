@@ -187,7 +187,9 @@ def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake
 def _receive(connection: socket.socket, deadline: float) -> tuple[wire.DaemonPacket, int]:
     """One packet and its descriptor (-1 for none). Raises OSError, and ConnectError at the end."""
     connection.settimeout(_remaining(deadline))
-    data, descriptors, flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+    data, descriptors, flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 4)
+    for received in descriptors:  # recv_fds drops a MSG_CMSG_CLOEXEC that it is given
+        os.set_inheritable(received, False)
     for spare in descriptors[1:]:
         _close_descriptor(spare)
     descriptor = descriptors[0] if descriptors else -1

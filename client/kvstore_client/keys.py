@@ -38,6 +38,13 @@ class Chain:
         step = self.block_tokens * TOKEN_BYTES
         return self.packed_tokens[block * step : (block + 1) * step]
 
+    def tokens_of_run(self, first_block: int, blocks: int) -> bytes | None:
+        """`tokens_of` for several blocks, joined."""
+        if self.packed_tokens is None:
+            return None
+        step = self.block_tokens * TOKEN_BYTES
+        return self.packed_tokens[first_block * step : (first_block + blocks) * step]
+
     def parent_of(self, block: int) -> bytes:
         return self.keys[block - 1] if block else NO_PARENT
 

@@ -74,6 +74,11 @@ class IndexSource:
         self._not_before = 0.0
         self.reason = "" if request is not None else "this daemon offers no lookup index"
 
+    @property
+    def mapped(self) -> LookupIndex | None:
+        """The index, where somebody got it already."""
+        return self._index
+
     def get(self, *, may_wait: bool) -> LookupIndex | None:
         """The index, if it can be had; waits at most once, and only where `may_wait`."""
         if self._index is not None or self._request is None or self._clock() < self._not_before:

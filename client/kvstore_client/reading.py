@@ -128,10 +128,11 @@ class Reader:
             if reply.lease_id:
                 connection.release(reply.lease_id)
             return Lease(reason=reason, resident_blocks=reply.resident_blocks, estimated_load_s=reply.load_us / 1e6)
+        connection.hold(reply.lease_id)
         return Lease(
             blocks,
             lease_id=reply.lease_id,
-            anchor=self._anchor(connection, group.group_id),
+            anchor=self._anchor(connection, reply.lease_id, group.group_id),
             expires_in_s=reply.expires_in_ms / 1000 - (self._clock() - started),
             block_tokens=self._fingerprint.block_tokens,
             layer_count=len(group.layers),
@@ -142,10 +143,13 @@ class Reader:
             clock=self._clock,
         )
 
-    def _anchor(self, connection: Connection, group_id: int) -> Anchor:
+    def _anchor(self, connection: Connection, lease_id: int, group_id: int) -> Anchor:
         def renew(lease_id: int) -> float | None:
+            heir = connection.heir(lease_id)
+            if heir is None:
+                return None
             request = wire.Request(touch=wire.Touch(lease_ids=[lease_id]))
-            answer = self._asker.ask(connection, request, self._asker.deadline_s)
+            answer = self._asker.ask(heir, request, self._asker.deadline_s)
             if isinstance(answer, str) or not answer.touch.renewed:
                 return None
             return answer.touch.expires_in_ms / 1000
@@ -153,7 +157,10 @@ class Reader:
         def chain(tokens: TokenIds) -> Chain:
             return connection.chains.chain(tokens, None, group_id)
 
-        return Anchor(renew=renew, release=connection.release, is_alive=connection.is_alive, chain=chain)
+        def is_alive() -> bool:
+            return connection.heir(lease_id) is not None
+
+        return Anchor(renew=renew, release=connection.release, is_alive=is_alive, chain=chain)
 
 
 @dataclass(frozen=True, slots=True)

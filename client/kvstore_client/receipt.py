@@ -21,6 +21,7 @@ _COMMIT_STATUSES: Final[dict[int, str]] = {
     wire.COMMIT_STATUS_PRESENT: PRESENT,
     wire.COMMIT_STATUS_THROTTLED: THROTTLED,
     wire.COMMIT_STATUS_ORPHANED: THROTTLED,
+    wire.COMMIT_STATUS_AGAIN: THROTTLED,
 }
 _DURABILITIES: Final[dict[int, str]] = {wire.DURABILITY_PENDING: PENDING, wire.DURABILITY_DURABLE: DURABLE}
 
@@ -72,22 +73,25 @@ class PutReceipt:
         return True
 
     def record_commit(self, call: PendingCall, response: wire.Response, blocks: Sequence[int]) -> None:
-        """Enter the first answer to a commit of these blocks (indices into the receipt)."""
+        """Enter the first answer to a commit of these blocks: indices into the receipt, -1 for one that another request
+        decides.
+        """
         self._take(response, blocks)
-        if any(self.durability[block] == PENDING for block in blocks):
+        if any(block >= 0 and self.durability[block] == PENDING for block in blocks):
             self._unsettled.append((call, blocks))
 
     def _take(self, response: wire.Response, blocks: Sequence[int]) -> None:
         if not response.HasField("commit"):
             self.reason = response.error.message
             for block in blocks:
-                if self.durability[block] == PENDING:
+                if block >= 0 and self.durability[block] == PENDING:
                     self.durability[block] = VOLATILE  # never confirmed: promise nothing
             return
         reply = response.commit
         for block, status, durability in zip(blocks, reply.statuses, reply.durability, strict=False):
-            self.statuses[block] = _COMMIT_STATUSES.get(status, FAILED)
-            self.durability[block] = _DURABILITIES.get(durability, VOLATILE)
+            if block >= 0:
+                self.statuses[block] = _COMMIT_STATUSES.get(status, FAILED)
+                self.durability[block] = _DURABILITIES.get(durability, VOLATILE)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{self.statuses.count(name)} {name}" for name in dict.fromkeys(self.statuses))

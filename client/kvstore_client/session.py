@@ -25,6 +25,7 @@ from kvstore_client.lease import Lease
 from kvstore_client.link import Link
 from kvstore_client.lookup_index import probe
 from kvstore_client.paths import socket_directory
+from kvstore_client.put_order import DURABILITY_MODES, PutOrder
 from kvstore_client.reading import Reader, key_set
 from kvstore_client.receipt import STORED, PutReceipt
 from kvstore_client.results import (
@@ -38,7 +39,7 @@ from kvstore_client.results import (
     Statistics,
 )
 from kvstore_client.staging import Payload, payload_size
-from kvstore_client.storing import DURABILITY_MODES, Put, PutOrder
+from kvstore_client.storing import put_blocks
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import BlockKeys, TokenIds
@@ -48,7 +49,7 @@ DEFAULT_DEADLINE_S = 0.25
 DEFAULT_CONNECT_TIMEOUT_S = 0.5
 DEFAULT_PUT_DEADLINE_S = 5.0
 WAKE_YIELD_S = 5e-5  # lets the sending thread have the GIL: a busy caller would keep it until its own next wait
-DEFAULT_STAGING_BYTES = 64 * 1024 * 1024
+DEFAULT_STAGING_BYTES = 72 * 1024 * 1024  # 64 blocks of 1 MiB and their headers
 
 
 class Session:
@@ -236,7 +237,7 @@ class Session:
         if connection.staging is None:
             return PutReceipt(len(payloads), "the daemon granted no staging memory")
         order = PutOrder(chain, first_block, payloads, size, layers.group_id, DURABILITY_MODES[durability])
-        receipt = Put(self._asker, connection, order, deadline_s, clock=self._clock).run()
+        receipt = put_blocks(self._asker, connection, order, deadline_s, clock=self._clock)
         if wait == "settled":
             receipt.settle(deadline - self._clock())
         stored = receipt.statuses.count(STORED)
@@ -434,8 +435,12 @@ def connect(
         raise invalid(f"deadlines must be positive seconds, got {deadline_s} and {connect_timeout_s}")
     introduction = Introduction(socket_directory(socket), fingerprint, client_name, staging_bytes)
 
+    last: Connection | None = None
+
     def attempt(timeout_s: float, on_end: Callable[[str], None], on_answer: Callable[[], None]) -> Connection:
-        return open_connection(introduction, timeout_s, on_end=on_end, on_answer=on_answer)
+        nonlocal last
+        last = open_connection(introduction, timeout_s, on_end=on_end, on_answer=on_answer, former=last)
+        return last
 
     link = Link(attempt, connect_timeout_s=connect_timeout_s, rng=rng or random.Random())
     try:

@@ -1,7 +1,7 @@
-"""Writing one block into its staging slot: the payload and the token ids, nothing else.
+"""Writing blocks into their staging slots: the payload and the token ids, nothing else.
 
 Every other field of the header is the daemon's to write. Copies run without the GIL (np.copyto), so that
-other threads of the engine go on. Never does: reserve or commit.
+other threads of the engine go on. Never does: choose a place, or say that it is written.
 """
 
 from __future__ import annotations
@@ -37,11 +37,21 @@ def write_slot(staging: Bytes, offset: int, payload: Payload, payload_bytes: int
     end = offset + HEADER_BYTES + payload_bytes
     if offset % ALIGNMENT_BYTES or end > len(staging):
         raise RuntimeError(f"the daemon granted slot {offset}..{end} outside {len(staging)} bytes of staging")
-    packed = tokens or b""
-    start = offset + TOKENS_OFFSET
-    np.copyto(staging[start : start + len(packed)], np.frombuffer(packed, np.uint8))
-    staging[offset + TOKEN_COUNT_OFFSET : offset + TOKEN_COUNT_OFFSET + 4].view("<u4")[0] = len(packed) // 4
-    destination = staging[offset + HEADER_BYTES : end]
+    write_tokens(staging[offset:end], 1, tokens)
+    write_payload(staging, offset, payload, payload_bytes)
+
+
+def write_tokens(slots: Bytes, count: int, tokens: bytes | None) -> None:
+    """Token ids, packed for `count` blocks, into as many equal slots that lie one behind the other."""
+    packed = np.frombuffer(tokens or b"", np.uint8).reshape(count, -1)
+    rows = slots.reshape(count, -1)
+    rows[:, TOKENS_OFFSET : TOKENS_OFFSET + packed.shape[1]] = packed
+    rows[:, TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4] = np.array([packed.shape[1] // 4], "<u4").view(np.uint8)
+
+
+def write_payload(staging: Bytes, offset: int, payload: Payload, payload_bytes: int) -> None:
+    """The payload of the slot at `offset`."""
+    destination = staging[offset + HEADER_BYTES : offset + HEADER_BYTES + payload_bytes]
     if isinstance(payload, np.ndarray):
         np.copyto(destination, np.ascontiguousarray(payload).reshape(-1).view(np.uint8))
     elif isinstance(payload, (bytes, bytearray, memoryview)):

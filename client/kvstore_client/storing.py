@@ -1,10 +1,10 @@
-"""Putting a run of blocks: reserve, write into staging, commit, with writing and committing overlapped.
+"""Putting a run of blocks: write them into the loan and say so, in one message or a few.
 
-Owns the pipeline of one put. Blocks are reserved as many at a time as the daemon has staging for, written in
-place, and committed in small batches while the next ones are written, so that the daemon's copy runs beside
-ours.
-Never does: wait past the deadline. Invariants: each reservation is committed or aborted, also when a payload
-function raises or the answer to a reserve comes too late; each block ends with one status.
+Owns the pipeline of one put. What is written within a millisecond goes in one message, since each costs the daemon some
+0.3 ms; what takes longer is sent in parts, so that the daemon's copy runs beside ours. Blocks that the lookup index
+shows are not written: they are named, and the daemon says whether they are there or wanted after all.
+Never does: wait past the deadline. Invariants: what the daemon may be reading is not written again (see `loan`); what
+was not sent is free again at the end, also when a payload function raises; each block ends with one status.
 """
 
 from __future__ import annotations
@@ -12,42 +12,52 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
 
 from kvstore_client.asking import Asker
+from kvstore_client.batch import NOWHERE, Batch, names_of
 from kvstore_client.connection import Connection
-from kvstore_client.keys import Chain
-from kvstore_client.receipt import PRESENT, THROTTLED, PutReceipt
-from kvstore_client.results import REASON_DEADLINE
-from kvstore_client.staging import Payload, write_slot
-from kvstore_client.stream import PendingCall
+from kvstore_client.loan import Extent, Loan, Use
+from kvstore_client.put_order import (
+    MIN_RETRY_S,
+    PENDING_PATIENCE_S,
+    REASON_NO_ROOM,
+    REASON_PENDING,
+    REASON_TOO_LARGE,
+    THROTTLED_RETRY_S,
+    PutOrder,
+)
+from kvstore_client.receipt import THROTTLED, PutReceipt
+from kvstore_client.reserving import ReservedPut
+from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
+from kvstore_client.staging import write_payload, write_tokens
+from kvstore_proto.arena import ALIGNMENT_BYTES, slot_bytes
+from kvstore_proto.lookup_index import ABSENT, UNKNOWN
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
-COMMIT_BLOCKS = 8
-COMMIT_EVERY_S = 0.001  # payloads that are there faster than this go in larger commits: each costs the daemon 0.3 ms
-MIN_RETRY_S = 0.001
-THROTTLED_RETRY_S = 0.01
-PENDING_PATIENCE_S = 0.25  # for a block that another client is writing just now
-
-DURABILITY_MODES: Final = {
-    "default": wire.DURABILITY_MODE_DEFAULT,
-    "none": wire.DURABILITY_MODE_NONE,
-    "batch": wire.DURABILITY_MODE_BATCH,
-    "always": wire.DURABILITY_MODE_ALWAYS,
-}
+RUN_BYTES = 8 * 2**20
+SEND_EVERY_S = 0.001
+ROOM_WAIT_S = 0.05  # before asking again whether the daemon is still there
 
 
-@dataclass(frozen=True, slots=True)
-class PutOrder:
-    """What to store: payloads[i] is block first_block + i of the chain."""
-
-    chain: Chain
-    first_block: int
-    payloads: Sequence[Payload]
-    payload_bytes: int
-    group_id: int
-    durability: wire.DurabilityMode.ValueType
+def put_blocks(
+    asker: Asker,
+    connection: Connection,
+    order: PutOrder,
+    deadline_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> PutReceipt:
+    """Store what `order` says, the way this daemon takes it. Raises what a payload function raises, and KVStoreError
+    when the daemon finds the request wrong.
+    """
+    loan, started = connection.loan, clock()
+    reason = loan.obtain(asker, connection, min(asker.deadline_s, deadline_s))
+    if reason:
+        return PutReceipt(len(order.payloads), reason)
+    left_s = deadline_s - (clock() - started)
+    if not loan.is_offered:
+        return ReservedPut(asker, connection, order, left_s, clock=clock).run()
+    return Put(asker, connection, order, left_s, clock=clock).run()
 
 
 class Put:
@@ -64,153 +74,219 @@ class Put:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._asker, self._connection, self._order = asker, connection, order
+        self._loan: Loan = connection.loan
         self._clock, self._sleep = clock, sleep
         self._started = clock()
         self._deadline = self._started + deadline_s
+        self._slot_bytes = slot_bytes(order.payload_bytes)
         self._receipt = PutReceipt(len(order.payloads), clock=clock)
         self._todo = deque(range(len(order.payloads)))
-        self._granted: dict[int, int] = {}  # reservation id -> block, reserved but not committed
-        self._commits: deque[tuple[PendingCall, list[int]]] = deque()
+        self._believed = self._present_by_index()
+        self._written: dict[int, tuple[int, Extent]] = {}  # blocks to send again, as they lie
+        self._undecided: set[int] = set()  # blocks that were sent, and are to be sent again
+        self._sent: deque[Batch] = deque()
+        self._unsent = Batch()
+        self._is_starved = False
 
     def run(self) -> PutReceipt:
-        """Raises what a payload function raises, and KVStoreError when the daemon finds the request wrong."""
+        """As `put_blocks`."""
+        if self._slot_bytes > self._loan.size_bytes:
+            self._receipt.reason = REASON_TOO_LARGE
+            return self._receipt
         try:
-            while self._todo:
-                retry_s = self._reserve_and_write()
-                if self._todo and not self._make_room(retry_s):
-                    break
-            while self._commits:
-                self._collect_commit()
+            while self._todo or self._sent:
+                if self._todo and self._write():
+                    self._send()
+                elif self._sent:
+                    self._collect()
+                else:
+                    self._find_room()
         finally:
-            self._abort_granted()
+            self._leave()
         return self._receipt
 
-    def _reserve_and_write(self) -> float:
-        """One reserve for all that is left, and the writing of what it grants. Seconds to wait before the
-        next.
-        """
-        wanted = list(self._todo)[: self._connection.max_keys]
-        reply = self._reserve(wanted)
-        if reply == THROTTLED:  # the request as a whole: over a rate, not out of staging
-            return THROTTLED_RETRY_S
-        if isinstance(reply, str):
-            self._receipt.reason = reply
-            self._todo.clear()
-            return 0.0
-        self._todo = deque(self._todo[i] for i in range(len(wanted), len(self._todo)))
-        again: list[int] = []
-        slots: list[tuple[int, int, int]] = []
-        for block, status, reservation, offset in zip(
-            wanted, reply.statuses, reply.reservation_ids, reply.staging_offsets, strict=True
-        ):
-            if status == wire.RESERVE_STATUS_RESERVED:
-                self._granted[reservation] = block
-                slots.append((block, reservation, offset))
-            elif status == wire.RESERVE_STATUS_PRESENT:
-                self._receipt.statuses[block] = PRESENT
-            elif status == wire.RESERVE_STATUS_THROTTLED or (
-                status == wire.RESERVE_STATUS_PENDING and self._clock() < self._started + PENDING_PATIENCE_S
-            ):
-                again.append(block)
-            elif status == wire.RESERVE_STATUS_PENDING:
-                self._receipt.statuses[block] = THROTTLED
-                self._receipt.reason = "another client is storing the same block"
-            else:
-                self._receipt.reason = "the daemon refused the block" + (
-                    ": too large" if status == wire.RESERVE_STATUS_TOO_LARGE else ""
-                )
-        self._todo.extendleft(reversed(again))
-        self._write_and_commit(slots)
-        return max(reply.retry_after_ms / 1000, MIN_RETRY_S)
+    def _present_by_index(self) -> set[int]:
+        index = self._connection.index.mapped
+        if index is None:
+            return set()
+        first = self._order.first_block
+        keys = self._order.chain.keys[first : first + len(self._order.payloads)]
+        return {block for block, code in enumerate(index.codes(keys)) if code not in (ABSENT, UNKNOWN)}
 
-    def _reserve(self, wanted: list[int]) -> wire.ReserveReply | str:
-        order = self._order
-        numbers = [order.first_block + block for block in wanted]
-        request = wire.Request(
-            reserve=wire.Reserve(
-                group=order.group_id,
-                keys=b"".join(order.chain.keys[number] for number in numbers),
-                parents=b"".join(order.chain.parent_of(number) for number in numbers),
-                payload_bytes=order.payload_bytes,
-            )
-        )
-        timeout_s = min(self._asker.deadline_s, max(self._deadline - self._clock(), MIN_RETRY_S))
-        answer = self._asker.ask(self._connection, request, timeout_s, self._abort_late)
-        return answer if isinstance(answer, str) else answer.reserve
+    # Writing
 
-    def _write_and_commit(self, slots: list[tuple[int, int, int]]) -> None:
-        staging = self._connection.staging
-        order = self._order
-        assert staging is not None or not slots, "a slot was granted to a client without staging"
-        batch: list[int] = []
-        commit_from = self._clock()
-        for position, (block, reservation, offset) in enumerate(slots):
+    def _write(self) -> bool:
+        """Fill the next message; False when nothing could be put in, for want of room or of time."""
+        self._collect_answered()
+        batch, began = self._unsent, self._clock()
+        while self._todo and len(batch.blocks) < self._connection.max_keys:
+            block = self._todo[0]
             if self._clock() >= self._deadline:
-                for late_block, _, _ in slots[position:]:
-                    self._receipt.statuses[late_block] = THROTTLED
-                self._receipt.reason = REASON_DEADLINE
+                self._give_up(REASON_NO_ROOM if self._is_starved else REASON_DEADLINE)
+            elif block in self._believed:
+                batch.add(self._todo.popleft(), NOWHERE, None)
+            elif block in self._written:
+                batch.add(self._todo.popleft(), *self._written.pop(block))
+            elif not self._write_run(batch) or self._clock() >= began + SEND_EVERY_S:
                 break
-            assert staging is not None
-            tokens = order.chain.tokens_of(order.first_block + block)
-            write_slot(staging, offset, order.payloads[block], order.payload_bytes, tokens)
-            batch.append(reservation)
-            if len(batch) >= COMMIT_BLOCKS and self._clock() >= commit_from:
-                self._commit(batch)
-                batch, commit_from = [], self._clock() + COMMIT_EVERY_S
-        if batch:
-            self._commit(batch)
+        return bool(batch.blocks)
 
-    def _commit(self, reservations: list[int]) -> None:
-        blocks = [self._granted.pop(reservation) for reservation in reservations]
+    def _write_run(self, batch: Batch) -> bool:
+        """Write the next blocks side by side; False when there is no room for one, or no time for all."""
+        order, size = self._order, self._slot_bytes
+        extent = self._loan.take(size, self._run_length(batch))
+        if extent is None:
+            return False
+        staging = self._connection.staging
+        assert staging is not None, "a loan without staging"
+        count, first = extent.users, self._todo[0]
+        tokens = order.chain.tokens_of_run(order.first_block + first, count)
+        unwritten = Use([extent] * count)
+        try:
+            write_tokens(staging[extent.offset : extent.offset + extent.nbytes], count, tokens)
+            for place in range(extent.offset, extent.offset + extent.nbytes, size):
+                if self._clock() >= self._deadline:
+                    return False
+                write_payload(staging, place, order.payloads[self._todo[0]], order.payload_bytes)
+                unwritten.extents.pop()
+                batch.add(self._todo.popleft(), place, extent)
+        finally:
+            self._loan.end(unwritten)
+        return True
+
+    def _run_length(self, batch: Batch) -> int:
+        """How many of the next blocks follow upon each other and are to be written."""
+        most = min(max(RUN_BYTES // self._slot_bytes, 1), self._connection.max_keys - len(batch.blocks))
+        first, length = self._todo[0], 0
+        for block in self._todo:
+            if length == most or block != first + length or block in self._believed or block in self._written:
+                break
+            length += 1
+        return length
+
+    def _send(self) -> None:
+        batch, self._unsent = self._unsent, Batch()
+        order = self._order
+        keys, parents = names_of(order.chain, [order.first_block + block for block in batch.blocks])
         request = wire.Request(
             deadline_ms=max(1, int((self._deadline - self._clock()) * 1000)),
-            commit=wire.Commit(reservation_ids=reservations, durability=self._order.durability),
+            store=wire.Store(
+                loan=self._loan.number,
+                group=order.group_id,
+                keys=keys,
+                parents=parents,
+                payload_bytes=order.payload_bytes,
+                pages=[place // ALIGNMENT_BYTES + 1 for place in batch.places],  # NOWHERE gives 0
+                durability=order.durability,
+            ),
         )
-        self._commits.append((self._connection.stream.submit(request), blocks))
+        self._sent.append(batch)  # first: from here on its bytes are the daemon's until it answers
+        batch.call = self._connection.stream.submit(request)
 
-    def _make_room(self, retry_s: float) -> bool:
-        """Before reserving again: the oldest commit's answer frees its slots, else wait. False when time is
-        up.
-        """
-        in_time = True
-        if self._commits:
-            self._collect_commit()
-        elif self._clock() + retry_s < self._deadline:
-            self._sleep(retry_s)
-        else:
-            in_time = False
-        if in_time and self._clock() < self._deadline:
-            return True
-        for block in self._todo:
-            self._receipt.statuses[block] = THROTTLED
-        self._receipt.reason = "no room in staging or quota before the deadline"
-        self._todo.clear()
-        return False
+    # Answers
 
-    def _collect_commit(self) -> None:
-        call, blocks = self._commits.popleft()
-        response = call.wait(self._deadline - self._clock())
+    def _collect_answered(self) -> None:
+        """Take in what is answered, without waiting: the bytes can be used again."""
+        while self._sent:
+            call = self._sent[0].call
+            response = None if call is None else call.wait(0.0)
+            if response is None:
+                return
+            self._take(self._sent.popleft(), response)
+
+    def _collect(self) -> None:
+        """Wait for the oldest message's answer."""
+        batch = self._sent[0]
+        assert batch.call is not None
+        response = batch.call.wait(self._deadline - self._clock())
         if response is None:
-            self._connection.stream.abandon(call)
+            self._sent.popleft()
+            self._abandon(batch)
             self._asker.link.timed_out()
             self._receipt.reason = REASON_DEADLINE
-            return
-        answer = self._asker.judge(self._connection, response)
-        if isinstance(answer, str):
-            self._receipt.reason = answer
         else:
-            self._receipt.record_commit(call, answer, blocks)
+            self._take(self._sent.popleft(), response)
 
-    def _abort_granted(self) -> None:
-        if self._granted:
-            self._abort(list(self._granted))
-            self._granted.clear()
+    def _take(self, batch: Batch, response: wire.Response) -> None:
+        assert batch.call is not None
+        self._loan.leave_unanswered(batch.use)  # an error may be the stream's end, which says nothing of its bytes
+        answer = self._asker.judge(self._connection, response)
+        if answer == THROTTLED:  # the request as a whole: over a rate
+            self._send_again(batch, range(len(batch.blocks)), THROTTLED_RETRY_S)
+            self._loan.end(batch.use)
+        elif isinstance(answer, str):
+            self._receipt.reason = answer
+            if self._connection.stream.ended:
+                self._todo.clear()
+        else:
+            again = self._undecided_in(batch, answer.commit.statuses)
+            decided = [NOWHERE if position in again else block for position, block in enumerate(batch.blocks)]
+            self._undecided.difference_update(decided)
+            self._receipt.record_commit(batch.call, answer, decided)
+            if wire.COMMIT_STATUS_PRESENT in answer.commit.statuses:
+                self._connection.index.get(may_wait=False)  # it pays to know, from the next put on
+            self._send_again(batch, again, MIN_RETRY_S if wire.COMMIT_STATUS_AGAIN in answer.commit.statuses else 0.0)
+            self._loan.end(batch.use)
 
-    def _abort_late(self, response: wire.Response) -> None:
-        self._abort([reservation for reservation in response.reserve.reservation_ids if reservation])
+    def _undecided_in(self, batch: Batch, statuses: bytes) -> list[int]:
+        """Positions of blocks that are to be sent again."""
+        again: list[int] = []
+        is_patient = self._clock() < min(self._started + PENDING_PATIENCE_S, self._deadline)
+        for position, (block, status) in enumerate(zip(batch.blocks, statuses, strict=False)):
+            if status == wire.COMMIT_STATUS_AGAIN and not is_patient:
+                self._receipt.reason = REASON_PENDING
+            elif (
+                status in (wire.COMMIT_STATUS_WANTED, wire.COMMIT_STATUS_AGAIN)
+                # without a block before it, which is to come yet
+                or (status == wire.COMMIT_STATUS_ORPHANED and any(before < block for before in self._undecided))
+            ):
+                self._undecided.add(block)
+                again.append(position)
+        return again
 
-    def _abort(self, reservations: list[int]) -> None:
-        stream = self._connection.stream
-        for start in range(0, len(reservations), self._connection.max_keys):
-            part = reservations[start : start + self._connection.max_keys]
-            stream.abandon(stream.submit(wire.Request(abort=wire.Abort(reservation_ids=part))))
+    def _send_again(self, batch: Batch, positions: Sequence[int], delay_s: float) -> None:
+        for position in reversed(positions):
+            block, extent = batch.blocks[position], batch.extents[position]
+            self._believed.discard(block)
+            if extent is not None:
+                self._loan.hold(extent)
+                self._written[block] = (batch.places[position], extent)
+            self._todo.appendleft(block)
+        if delay_s and positions:
+            self._sleep(min(delay_s, max(self._deadline - self._clock(), 0.0)))
+
+    # The end
+
+    def _find_room(self) -> None:
+        """All of the loan is in use, and not by this put: other threads', or requests' that were never answered."""
+        self._is_starved = True
+        left_s = self._deadline - self._clock()
+        if self._connection.stream.ended:
+            self._give_up(REASON_NO_DAEMON)
+        elif left_s > 0:
+            self._wait_for_room(left_s)
+
+    def _wait_for_room(self, left_s: float) -> None:
+        self._loan.renew(self._asker, self._connection, min(self._asker.deadline_s, left_s))
+        extent = self._loan.take(self._slot_bytes, 1, min(ROOM_WAIT_S, max(self._deadline - self._clock(), 0.0)))
+        if extent is not None:
+            self._is_starved = False
+            self._loan.end(Use([extent]))
+
+    def _give_up(self, reason: str) -> None:
+        for block in self._todo:
+            self._receipt.statuses[block] = THROTTLED
+        self._receipt.reason = reason
+        self._todo.clear()
+
+    def _abandon(self, batch: Batch) -> None:
+        answered_late = self._loan.leave_unanswered(batch.use)
+        if batch.call is not None:
+            self._connection.stream.abandon(batch.call, answered_late)
+
+    def _leave(self) -> None:
+        """Whatever happened: what is not sent is free."""
+        self._loan.end(self._unsent.use)
+        self._loan.end(Use([extent for _, extent in self._written.values()]))
+        for batch in self._sent:
+            self._abandon(batch)

@@ -68,7 +68,7 @@ def test_the_history_adds_up_to_what_happened(daemon: RunningDaemon) -> None:
     assert values(reply, "tier", "host", "capacity_bytes")[-1] == 32 << 20
     tenant = next(series.subject for series in reply.series if series.scope == "tenant")
     assert (flowed(reply, "tenant", tenant, "hit_blocks"), flowed(reply, "tenant", tenant, "missed_blocks")) == (6, 4)
-    assert 0 < max(value for value in values(reply, "verb", "commit", "p99_us") if not math.isnan(value)) < 60e6
+    assert 0 < max(value for value in values(reply, "verb", "store", "p99_us") if not math.isnan(value)) < 60e6
     lengths = {len(series.values) for series in reply.series} | {len(reply.at_s), len(reply.span_s)}
     assert len(lengths) == 1
     assert list(reply.at_s) == sorted(reply.at_s)
@@ -104,7 +104,7 @@ def test_one_frame(daemon: RunningDaemon, capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr()
     assert "\x1b" not in said.out and said.err == ""
     assert re.search(r"^in all +█+\S* +60.0%  6 of 10 blocks$", said.out, re.MULTILINE)
-    for start in ("kvstored", "host ", "nvme ", "host→nvme", "lookup", "acquire", "commit", "uid-"):
+    for start in ("kvstored", "host ", "nvme ", "host→nvme", "lookup", "acquire", "store", "uid-"):
         assert re.search(f"^{start}", said.out, re.MULTILINE), said.out
     assert all(len(line) <= 80 for line in said.out.splitlines())
 

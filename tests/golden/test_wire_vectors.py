@@ -120,6 +120,33 @@ VECTORS: dict[str, tuple[Message, str]] = {
     "lookup_index_wanted": (hs.ClientPacket(lookup_index=hs.LookupIndexRequest()), "1a00"),
     "lookup_index": (hs.DaemonPacket(lookup_index=hs.LookupIndexGrant(size_bytes=2_101_248)), "22050880a08001"),
     "no_lookup_index": (hs.DaemonPacket(lookup_index=hs.LookupIndexGrant(reason="none")), "220612046e6f6e65"),
+    "lend": (
+        pb.Request(request_id=13, lend=pb.Lend(nbytes=4_198_400)),
+        "080da201050880a08002",
+    ),
+    "lent": (
+        pb.Response(request_id=13, lend=pb.LendReply(loan=2, offset=8192, nbytes=4_198_400)),
+        "080da2010a08021080401880a08002",
+    ),
+    "store": (
+        pb.Request(
+            request_id=14,
+            store=pb.Store(
+                loan=2, group=1, keys=KEYS, parents=bytes(16) + KEYS[:16], payload_bytes=1_474_560, pages=[3, 0],
+                durability=pb.DURABILITY_MODE_BATCH,
+            ),
+        ),
+        "080eaa0152080210011a20000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f222000000000000000000000000000000000000102030405060708090a0b0c0d0e0f3080805a3a0203004002",
+    ),
+    "stored": (
+        pb.Response(
+            request_id=14,
+            commit=pb.CommitReply(
+                statuses=bytes([pb.COMMIT_STATUS_WANTED, pb.COMMIT_STATUS_AGAIN]), durability=bytes(2), final=True
+            ),
+        ),
+        "080e6a0a0a020708120200001801",
+    ),
 }  # fmt: skip
 
 

@@ -45,7 +45,8 @@ class Knobs:
     throttle_all: bool = False
     generation_skew: int = 0
     pending_then_durable: bool = False
-    present_as_pending: int = 0  # how many reserves answer PENDING before the truth
+    present_as_pending: int = 0  # how many reserves answer PENDING, or stores AGAIN, before the truth
+    lends: bool = False  # whether it knows Lend and Store; the first release does not
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Client:
     top: int = 0
     reservations: dict[int, tuple[bytes, bytes, int, int]] = field(default_factory=dict)
     leases: set[int] = field(default_factory=set)
+    loan: int = 0
 
 
 class FakeDaemon:
@@ -76,6 +78,7 @@ class FakeDaemon:
         self.released: list[int] = []
         self.aborted: list[int] = []
         self.commit_sizes: list[int] = []
+        self.stores: list[pb.Store] = []
         self.streams_opened = 0
         self._contexts: list[grpc.ServicerContext] = []
         self.grants_arenas = True
@@ -194,10 +197,13 @@ class FakeDaemon:
         error = self.knobs.errors.get(operation)
         if error is not None:
             return [pb.Response(error=error)]
+        if operation in ("lend", "store") and not self.knobs.lends:
+            return [pb.Response(error=pb.Error(kind=pb.ERROR_KIND_INVALID, message="an unknown kind of request"))]
         with self._lock:
             result = getattr(self, f"_{operation}")(client, getattr(request, operation))
         replies = result if isinstance(result, list) else [result]
-        return [pb.Response(**{operation: reply}) for reply in replies]
+        field_name = "commit" if operation == "store" else operation
+        return [pb.Response(**{field_name: reply}) for reply in replies]
 
     def _ping(self, client: Client, ping: pb.Ping) -> pb.PingReply:
         return pb.PingReply(payload=ping.payload)
@@ -248,8 +254,38 @@ class FakeDaemon:
             if taken is None:
                 statuses.append(pb.COMMIT_STATUS_NO_RESERVATION)
                 continue
-            self._store(client, *taken)
+            self._keep(client, *taken)
             statuses.append(pb.COMMIT_STATUS_STORED)
+        return self._committed(statuses)
+
+    def _lend(self, client: Client, lend: pb.Lend) -> pb.LendReply:
+        client.loan += 1
+        size = 0 if client.staging is None else len(client.staging) - len(client.staging) % 4096
+        return pb.LendReply(loan=client.loan, offset=0, nbytes=size)
+
+    def _store(self, client: Client, store: pb.Store) -> list[pb.CommitReply]:
+        self.stores.append(store)
+        keys, parents = split_keys(store.keys), split_keys(store.parents)
+        statuses: list[int] = []
+        for key, parent, page in zip(keys, parents, store.pages, strict=True):
+            status = pb.COMMIT_STATUS_STORED
+            if store.loan != client.loan or self.knobs.present_as_pending > 0:
+                self.knobs.present_as_pending -= store.loan == client.loan
+                status = pb.COMMIT_STATUS_AGAIN
+            elif key in self.blocks:
+                status = pb.COMMIT_STATUS_PRESENT
+            elif not page:
+                status = pb.COMMIT_STATUS_WANTED
+            elif parent != bytes(16) and parent not in self.blocks:
+                status = pb.COMMIT_STATUS_ORPHANED
+            elif self.knobs.throttle_all:
+                status = pb.COMMIT_STATUS_THROTTLED
+            else:
+                self._keep(client, key, parent, (page - 1) * 4096, store.payload_bytes)
+            statuses.append(status)
+        return self._committed(statuses)
+
+    def _committed(self, statuses: list[int]) -> list[pb.CommitReply]:
         count = len(statuses)
         durable = bytes([pb.DURABILITY_DURABLE] * count)
         if not self.knobs.pending_then_durable:
@@ -260,7 +296,7 @@ class FakeDaemon:
             pb.CommitReply(statuses=bytes(statuses), durability=durable, final=True),
         ]
 
-    def _store(self, client: Client, key: bytes, parent: bytes, staged: int, payload_bytes: int) -> None:
+    def _keep(self, client: Client, key: bytes, parent: bytes, staged: int, payload_bytes: int) -> None:
         assert client.staging is not None
         head = client.staging[staged : staged + HEADER_BYTES]
         count = int(head[108:112].view("<u4")[0])

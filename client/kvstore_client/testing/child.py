@@ -90,13 +90,13 @@ class Child:
 
             Lease.payload = payload  # type: ignore[method-assign,assignment]
         else:
-            commit_of = Put._commit
+            send_of = Put._send
 
-            def commit(put: Put, reservations: list[int]) -> None:
+            def send(put: Put) -> None:
                 self._pass(point)
-                commit_of(put, reservations)
+                send_of(put)
 
-            Put._commit = commit  # type: ignore[method-assign,assignment]
+            Put._send = send  # type: ignore[method-assign,assignment]
 
     def _pass(self, point: Point) -> None:
         """The first time only: say that it is reached, and wait."""

@@ -33,6 +33,7 @@ SMALL = (
     "host.staging=8MiB",
     "host.arena=2MiB",
     "host.prefault=false",
+    "host.warm_restart=off",
     "nvme.capacity=64MiB",
     "nvme.slab=4MiB",
     "nvme.io_threads=2",

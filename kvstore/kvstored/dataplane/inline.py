@@ -38,6 +38,10 @@ class InlineBlocks:
     def free(self, offset: int, nbytes: int) -> None:
         del self._blocks[offset]
 
+    def largest_free(self) -> int:
+        """Nothing to lend: each extent is a block that came with the message."""
+        return 0
+
     def tokens_at(self, offset: int) -> bytes:
         return self._blocks[offset][0]
 

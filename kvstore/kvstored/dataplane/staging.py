@@ -2,7 +2,8 @@
 
 `Staged` is what a put needs of the place its bytes lie in; `Staging` is that place for clients with shared memory.
 Owns one memfd (sealed against resizing, so that no client can make the daemon fault on a vanished page) and the extents
-in it that are out on reservations. Never trusts its content: the daemon copies first and checks the copy.
+in it that are out: on reservations, or lent to the client for good. Never trusts its content: the daemon copies first
+and checks the copy.
 Invariant: extents never overlap; free + used = size.
 """
 
@@ -36,6 +37,10 @@ class Staged(Protocol):
         ...
 
     def free(self, offset: int, nbytes: int) -> None: ...
+
+    def largest_free(self) -> int:
+        """Bytes of the largest extent that `allocate` would find."""
+        ...
 
     def tokens_at(self, offset: int) -> bytes:
         """Packed token ids of the block there."""
@@ -85,11 +90,14 @@ class Staging:
                     self._free[left : left + 2] = [(a, a_len + b_len)]
         self.used_bytes -= nbytes
 
+    def largest_free(self) -> int:
+        return max((length for _, length in self._free), default=0)
+
     def tokens_at(self, offset: int) -> bytes:
         """As the client wrote them, taken once: it may still be writing."""
-        slot = self.address + offset
-        count = int.from_bytes(ctypes.string_at(slot + TOKEN_COUNT_OFFSET, 4), "little")
-        return ctypes.string_at(slot + TOKENS_OFFSET, min(count, MAX_TOKENS) * 4)
+        header = ctypes.string_at(self.address + offset, HEADER_BYTES)
+        count = int.from_bytes(header[TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4], "little")
+        return header[TOKENS_OFFSET : TOKENS_OFFSET + min(count, MAX_TOKENS) * 4]
 
     def payload_at(self, offset: int, nbytes: int) -> Segment:
         return Segment(self.address + offset + HEADER_BYTES, nbytes, owner=self.view)

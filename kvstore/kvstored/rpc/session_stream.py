@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
@@ -135,11 +136,12 @@ class _Stream:
                     f"{self._inflight_limit} requests of this client are waiting already",
                     5,
                 )
+            replies = self._verbs.slow(self._session, op, request)
         except KVStoreError as error:
             return error_reply(error)
         except Exception:
             return self._broken(op or "request")
-        task = asyncio.create_task(self._run(request, op, began_ns))
+        task = asyncio.create_task(self._run(request.request_id, op, replies, began_ns))
         self._session.in_flight += 1
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -149,24 +151,26 @@ class _Stream:
         self._session.in_flight -= 1
         self._tasks.discard(task)
 
-    async def _run(self, request: pb.Request, op: str, began_ns: int) -> None:
+    async def _run(self, request_id: int, op: str, replies: AsyncGenerator[pb.Response, None], began_ns: int) -> None:
         with contextlib.suppress(_StreamOver):
-            await self._answer(request, op, began_ns)
+            await self._answer(request_id, op, replies, began_ns)
 
-    async def _answer(self, request: pb.Request, op: str, began_ns: int) -> None:
+    async def _answer(
+        self, request_id: int, op: str, replies: AsyncGenerator[pb.Response, None], began_ns: int
+    ) -> None:
         is_first = True
         try:
-            async for reply in self._verbs.slow(self._session, op, request):
+            async for reply in replies:
                 if is_first:  # a commit may answer twice; the client goes on after the first
                     self._latencies.add(op, self._now_ns() - began_ns)
                     is_first = False
-                await self._send(request.request_id, reply)
+                await self._send(request_id, reply)
         except KVStoreError as error:
-            await self._send(request.request_id, error_reply(error))
+            await self._send(request_id, error_reply(error))
         except _StreamOver:
             raise
         except Exception:
-            await self._send(request.request_id, self._broken(op))
+            await self._send(request_id, self._broken(op))
 
     def _broken(self, op: str) -> pb.Response:
         """The answer to a request that ran into a mistake of ours; to be made where the exception is handled."""

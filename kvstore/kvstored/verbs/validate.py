@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.identity import KEY_BYTES, split_keys
-from kvstored.dataplane.sessions import Session
+from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, chain, split_keys
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.dataplane.sessions import Session, StagedBlock
+
+_NO_EXTRA_FIELD = bytes(KEY_BYTES)
 
 
 def keys_of(packed: bytes, max_keys: int) -> list[bytes]:
@@ -39,3 +42,35 @@ def payload_size(session: Session, group_id: int, payload_bytes: int, max_block_
         raise KVStoreError(
             ErrorKind.TOO_LARGE, f"a block of {payload_bytes} bytes is over the limit of {max_block_bytes}"
         )
+
+
+def claimed_blocks(
+    session: Session, request: pb.Reserve | pb.Store, max_keys: int, max_block_bytes: int
+) -> tuple[list[bytes], list[bytes], list[bytes]]:
+    """Key, parent and extra of each block that a client wants to store."""
+    keys = keys_of(request.keys, max_keys)
+    parents = keys_of(request.parents, max_keys)
+    extras = keys_of(request.extras, max_keys) if request.extras else [_NO_EXTRA_FIELD] * len(keys)
+    known_group(session, request.group)
+    payload_size(session, request.group, request.payload_bytes, max_block_bytes)
+    if not len(parents) == len(extras) == len(keys):
+        raise KVStoreError(ErrorKind.INVALID, f"{len(keys)} keys with {len(parents)} parents")
+    return keys, parents, extras
+
+
+def tokens_hash_to_key(session: Session, block: StagedBlock, tokens: bytes) -> bool:
+    """Whether the block is the one it claims to be. Blocks without tokens (opaque objects) have nothing to check."""
+    if not tokens:
+        return True
+    fingerprint = session.fingerprint
+    if len(tokens) != fingerprint.block_tokens * 4:
+        return False
+    parent = block.parent
+    if parent == NO_PARENT:
+        parent = session.roots[block.group]
+    extra = NO_EXTRA if block.extra == _NO_EXTRA_FIELD else block.extra
+    key = chain(
+        parent, tokens, engine_block_tokens=fingerprint.engine_block_tokens, extra=extra,
+        hash_name=fingerprint.key_hash,
+    )  # fmt: skip
+    return key == block.key

@@ -60,6 +60,11 @@ class StatusReply(google.protobuf.message.Message):
     LANES_FIELD_NUMBER: builtins.int
     CONFIG_PATH_FIELD_NUMBER: builtins.int
     WARNINGS_FIELD_NUMBER: builtins.int
+    SCRUB_FIELD_NUMBER: builtins.int
+    ORPHANED_BLOCKS_FIELD_NUMBER: builtins.int
+    BOOKS_FIELD_NUMBER: builtins.int
+    DEGRADED_FIELD_NUMBER: builtins.int
+    ENDURANCE_FIELD_NUMBER: builtins.int
     version: builtins.str
     protocol_version: builtins.int
     pid: builtins.int
@@ -77,12 +82,24 @@ class StatusReply(google.protobuf.message.Message):
     prefault_done_bytes: builtins.int
     prefault_total_bytes: builtins.int
     config_path: builtins.str
+    orphaned_blocks: builtins.int
+    """now: stored, but a block before them is not"""
     @property
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
     @property
     def lanes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LaneStatus]: ...
     @property
     def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def scrub(self) -> global___ScrubStatus: ...
+    @property
+    def books(self) -> global___BooksStatus: ...
+    @property
+    def degraded(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DegradedStatus]:
+        """parts that do less than all of their work; empty when all is well"""
+
+    @property
+    def endurance(self) -> global___EnduranceStatus: ...
     def __init__(
         self,
         *,
@@ -104,10 +121,151 @@ class StatusReply(google.protobuf.message.Message):
         lanes: collections.abc.Iterable[global___LaneStatus] | None = ...,
         config_path: builtins.str = ...,
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
+        scrub: global___ScrubStatus | None = ...,
+        orphaned_blocks: builtins.int = ...,
+        books: global___BooksStatus | None = ...,
+        degraded: collections.abc.Iterable[global___DegradedStatus] | None = ...,
+        endurance: global___EnduranceStatus | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "clients", b"clients", "config_path", b"config_path", "counters", b"counters", "lanes", b"lanes", "leases", b"leases", "limbo_bytes", b"limbo_bytes", "pid", b"pid", "prefault_done_bytes", b"prefault_done_bytes", "prefault_total_bytes", b"prefault_total_bytes", "protocol_version", b"protocol_version", "ready_after_s", b"ready_after_s", "reservations", b"reservations", "rss_bytes", b"rss_bytes", "state", b"state", "uptime_s", b"uptime_s", "version", b"version", "warnings", b"warnings"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["books", b"books", "endurance", b"endurance", "scrub", b"scrub"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "books", b"books", "clients", b"clients", "config_path", b"config_path", "counters", b"counters", "degraded", b"degraded", "endurance", b"endurance", "lanes", b"lanes", "leases", b"leases", "limbo_bytes", b"limbo_bytes", "orphaned_blocks", b"orphaned_blocks", "pid", b"pid", "prefault_done_bytes", b"prefault_done_bytes", "prefault_total_bytes", b"prefault_total_bytes", "protocol_version", b"protocol_version", "ready_after_s", b"ready_after_s", "reservations", b"reservations", "rss_bytes", b"rss_bytes", "scrub", b"scrub", "state", b"state", "uptime_s", b"uptime_s", "version", b"version", "warnings", b"warnings"]) -> None: ...
 
 global___StatusReply = StatusReply
+
+@typing.final
+class DegradedStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PART_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    FOR_S_FIELD_NUMBER: builtins.int
+    part: builtins.str
+    """nvme | host"""
+    mode: builtins.str
+    """full | slow | read-only | failed | shrunk"""
+    reason: builtins.str
+    for_s: builtins.float
+    def __init__(
+        self,
+        *,
+        part: builtins.str = ...,
+        mode: builtins.str = ...,
+        reason: builtins.str = ...,
+        for_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["for_s", b"for_s", "mode", b"mode", "part", b"part", "reason", b"reason"]) -> None: ...
+
+global___DegradedStatus = DegradedStatus
+
+@typing.final
+class EnduranceStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BYTES_PER_DAY_FIELD_NUMBER: builtins.int
+    LEFT_BYTES_FIELD_NUMBER: builtins.int
+    SPENT_BYTES_FIELD_NUMBER: builtins.int
+    SCARCE_FIELD_NUMBER: builtins.int
+    TROUBLE_FIELD_NUMBER: builtins.int
+    bytes_per_day: builtins.int
+    """0: no limit"""
+    left_bytes: builtins.int
+    """may be written now; at most one day's worth"""
+    spent_bytes: builtins.int
+    """charged since the first start; without a limit since this one"""
+    scarce: builtins.bool
+    """under half a day's worth: fair portions, and a second touch is wanted"""
+    trouble: builtins.str
+    """why nothing can be spent"""
+    def __init__(
+        self,
+        *,
+        bytes_per_day: builtins.int = ...,
+        left_bytes: builtins.int = ...,
+        spent_bytes: builtins.int = ...,
+        scarce: builtins.bool = ...,
+        trouble: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_day", b"bytes_per_day", "left_bytes", b"left_bytes", "scarce", b"scarce", "spent_bytes", b"spent_bytes", "trouble", b"trouble"]) -> None: ...
+
+global___EnduranceStatus = EnduranceStatus
+
+@typing.final
+class ScrubStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    READ_BYTES_FIELD_NUMBER: builtins.int
+    READ_SLOTS_FIELD_NUMBER: builtins.int
+    SUSPECTS_FIELD_NUMBER: builtins.int
+    CORRUPT_FIELD_NUMBER: builtins.int
+    LAST_PASS_S_FIELD_NUMBER: builtins.int
+    LAST_PASS_SLOTS_FIELD_NUMBER: builtins.int
+    LAST_PASS_BYTES_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    state: builtins.str
+    """off | starting | waiting | reading | failed"""
+    pid: builtins.int
+    read_bytes: builtins.int
+    """since the daemon started"""
+    read_slots: builtins.int
+    suspects: builtins.int
+    """slots the worker reported"""
+    corrupt: builtins.int
+    """of which the daemon found damaged"""
+    last_pass_s: builtins.float
+    """when a whole pass ended, seconds since the epoch; 0 = never"""
+    last_pass_slots: builtins.int
+    last_pass_bytes: builtins.int
+    message: builtins.str
+    def __init__(
+        self,
+        *,
+        state: builtins.str = ...,
+        pid: builtins.int = ...,
+        read_bytes: builtins.int = ...,
+        read_slots: builtins.int = ...,
+        suspects: builtins.int = ...,
+        corrupt: builtins.int = ...,
+        last_pass_s: builtins.float = ...,
+        last_pass_slots: builtins.int = ...,
+        last_pass_bytes: builtins.int = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["corrupt", b"corrupt", "last_pass_bytes", b"last_pass_bytes", "last_pass_s", b"last_pass_s", "last_pass_slots", b"last_pass_slots", "message", b"message", "pid", b"pid", "read_bytes", b"read_bytes", "read_slots", b"read_slots", "state", b"state", "suspects", b"suspects"]) -> None: ...
+
+global___ScrubStatus = ScrubStatus
+
+@typing.final
+class BooksStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WALKS_FIELD_NUMBER: builtins.int
+    LAST_WALK_S_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    BROKEN_FIELD_NUMBER: builtins.int
+    walks: builtins.int
+    """whole walks over the daemon's own books"""
+    last_walk_s: builtins.float
+    """seconds since the epoch; 0 = none yet"""
+    rows: builtins.int
+    """of the last whole walk"""
+    @property
+    def broken(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """invariants that do not hold; at most a few"""
+
+    def __init__(
+        self,
+        *,
+        walks: builtins.int = ...,
+        last_walk_s: builtins.float = ...,
+        rows: builtins.int = ...,
+        broken: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["broken", b"broken", "last_walk_s", b"last_walk_s", "rows", b"rows", "walks", b"walks"]) -> None: ...
+
+global___BooksStatus = BooksStatus
 
 @typing.final
 class LaneStatus(google.protobuf.message.Message):
@@ -232,7 +390,7 @@ class TierStatus(google.protobuf.message.Message):
     kind: builtins.str
     path: builtins.str
     state: builtins.str
-    """ok | full | read-only | failed | off"""
+    """ok | full | slow | read-only | failed | shrunk | off"""
     capacity_bytes: builtins.int
     used_bytes: builtins.int
     """everything that counts against the capacity"""
@@ -809,6 +967,127 @@ class HistorySeries(google.protobuf.message.Message):
 global___HistorySeries = HistorySeries
 
 @typing.final
+class QuarantineRequest(google.protobuf.message.Message):
+    """Slots that failed verification and are kept out of use. Bytes are never sent: who may read them is who may read the
+    file that `location` names.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___QuarantineRequest = QuarantineRequest
+
+@typing.final
+class QuarantineReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    limit: builtins.int
+    """so many are kept at most; what is found beyond that is freed"""
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QuarantinedSlot]: ...
+    def __init__(
+        self,
+        *,
+        slots: collections.abc.Iterable[global___QuarantinedSlot] | None = ...,
+        limit: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["limit", b"limit", "slots", b"slots"]) -> None: ...
+
+global___QuarantineReply = QuarantineReply
+
+@typing.final
+class QuarantinedSlot(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    SLAB_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    LOCATION_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    STORED_AGAIN_FIELD_NUMBER: builtins.int
+    tier: builtins.str
+    slab: builtins.int
+    offset: builtins.int
+    generation: builtins.int
+    bytes: builtins.int
+    reason: builtins.str
+    location: builtins.str
+    """FILE:OFFSET"""
+    key: builtins.str
+    """hex; empty when the record does not say"""
+    tenant: builtins.str
+    fingerprint: builtins.str
+    stored_again: builtins.bool
+    """the block can be had, from another place"""
+    def __init__(
+        self,
+        *,
+        tier: builtins.str = ...,
+        slab: builtins.int = ...,
+        offset: builtins.int = ...,
+        generation: builtins.int = ...,
+        bytes: builtins.int = ...,
+        reason: builtins.str = ...,
+        location: builtins.str = ...,
+        key: builtins.str = ...,
+        tenant: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        stored_again: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "fingerprint", b"fingerprint", "generation", b"generation", "key", b"key", "location", b"location", "offset", b"offset", "reason", b"reason", "slab", b"slab", "stored_again", b"stored_again", "tenant", b"tenant", "tier", b"tier"]) -> None: ...
+
+global___QuarantinedSlot = QuarantinedSlot
+
+@typing.final
+class ReleaseQuarantineRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOCATIONS_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
+    all: builtins.bool
+    @property
+    def locations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """as QuarantinedSlot.location, or SLAB:OFFSET"""
+
+    def __init__(
+        self,
+        *,
+        locations: collections.abc.Iterable[builtins.str] | None = ...,
+        all: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "locations", b"locations"]) -> None: ...
+
+global___ReleaseQuarantineRequest = ReleaseQuarantineRequest
+
+@typing.final
+class ReleaseQuarantineReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: builtins.int
+    RELEASED_BYTES_FIELD_NUMBER: builtins.int
+    released: builtins.int
+    released_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        released: builtins.int = ...,
+        released_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["released", b"released", "released_bytes", b"released_bytes"]) -> None: ...
+
+global___ReleaseQuarantineReply = ReleaseQuarantineReply
+
+@typing.final
 class ExplainRequest(google.protobuf.message.Message):
     """Where blocks are, or why they are not there."""
 
@@ -887,6 +1166,7 @@ class BlockExplanation(google.protobuf.message.Message):
     ACCESSES_BEFORE_FIELD_NUMBER: builtins.int
     CONTINUED_FIELD_NUMBER: builtins.int
     MISSING_ANCESTOR_FIELD_NUMBER: builtins.int
+    VOLATILE_BECAUSE_FIELD_NUMBER: builtins.int
     key: builtins.str
     tenant: builtins.str
     """empty when the key is unknown"""
@@ -907,6 +1187,8 @@ class BlockExplanation(google.protobuf.message.Message):
     """missing, but stored blocks hang on it"""
     missing_ancestor: builtins.str
     """the nearest block before it that is not stored: a get never comes this far"""
+    volatile_because: builtins.str
+    """of a stored one that is not on NVMe: admission, budget, scarce, share, tier, ..."""
     @property
     def block(self) -> global___BlockStatus:
         """of a stored one"""
@@ -929,9 +1211,10 @@ class BlockExplanation(google.protobuf.message.Message):
         accesses_before: builtins.int = ...,
         continued: builtins.bool = ...,
         missing_ancestor: builtins.str = ...,
+        volatile_because: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["block", b"block"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accesses_before", b"accesses_before", "age_s", b"age_s", "block", b"block", "cause", b"cause", "continued", b"continued", "copies", b"copies", "gone_s", b"gone_s", "has_age", b"has_age", "key", b"key", "load_us", b"load_us", "missing_ancestor", b"missing_ancestor", "state", b"state", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accesses_before", b"accesses_before", "age_s", b"age_s", "block", b"block", "cause", b"cause", "continued", b"continued", "copies", b"copies", "gone_s", b"gone_s", "has_age", b"has_age", "key", b"key", "load_us", b"load_us", "missing_ancestor", b"missing_ancestor", "state", b"state", "tenant", b"tenant", "volatile_because", b"volatile_because"]) -> None: ...
 
 global___BlockExplanation = BlockExplanation
 

@@ -89,6 +89,16 @@ class AdminStub(object):
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.HistoryRequest.SerializeToString,
                 response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.HistoryReply.FromString,
                 _registered_method=True)
+        self.Quarantine = channel.unary_unary(
+                '/kvstore.v1.Admin/Quarantine',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.QuarantineRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.QuarantineReply.FromString,
+                _registered_method=True)
+        self.ReleaseQuarantine = channel.unary_unary(
+                '/kvstore.v1.Admin/ReleaseQuarantine',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -160,6 +170,18 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Quarantine(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseQuarantine(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -217,6 +239,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.History,
                     request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.HistoryRequest.FromString,
                     response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.HistoryReply.SerializeToString,
+            ),
+            'Quarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quarantine,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.QuarantineRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.QuarantineReply.SerializeToString,
+            ),
+            'ReleaseQuarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseQuarantine,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -516,6 +548,60 @@ class Admin(object):
             '/kvstore.v1.Admin/History',
             kvstore__proto_dot_v1_dot_admin__pb2.HistoryRequest.SerializeToString,
             kvstore__proto_dot_v1_dot_admin__pb2.HistoryReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/Quarantine',
+            kvstore__proto_dot_v1_dot_admin__pb2.QuarantineRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.QuarantineReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/ReleaseQuarantine',
+            kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -74,6 +74,16 @@ class AdminStub:
         kvstore_proto.v1.admin_pb2.HistoryReply,
     ]
 
+    Quarantine: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.QuarantineRequest,
+        kvstore_proto.v1.admin_pb2.QuarantineReply,
+    ]
+
+    ReleaseQuarantine: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.ReleaseQuarantineRequest,
+        kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply,
+    ]
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.StatusRequest,
@@ -128,6 +138,16 @@ class AdminAsyncStub:
     History: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.HistoryRequest,
         kvstore_proto.v1.admin_pb2.HistoryReply,
+    ]
+
+    Quarantine: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.QuarantineRequest,
+        kvstore_proto.v1.admin_pb2.QuarantineReply,
+    ]
+
+    ReleaseQuarantine: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.ReleaseQuarantineRequest,
+        kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply,
     ]
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -207,5 +227,19 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.HistoryRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.HistoryReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.HistoryReply]]: ...
+
+    @abc.abstractmethod
+    def Quarantine(
+        self,
+        request: kvstore_proto.v1.admin_pb2.QuarantineRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.QuarantineReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.QuarantineReply]]: ...
+
+    @abc.abstractmethod
+    def ReleaseQuarantine(
+        self,
+        request: kvstore_proto.v1.admin_pb2.ReleaseQuarantineRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -85,12 +85,15 @@ class Hello(google.protobuf.message.Message):
     CLIENT_NAME_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     STAGING_BYTES_FIELD_NUMBER: builtins.int
+    FORMER_TOKEN_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     client_name: builtins.str
     fingerprint: builtins.bytes
     """canonical JSON of kvstore_proto.fingerprint.Fingerprint"""
     staging_bytes: builtins.int
     """wanted; 0 = none (a reader)"""
+    former_token: builtins.bytes
+    """session_token of the connection before, if there was one: what it held may still stand"""
     def __init__(
         self,
         *,
@@ -98,8 +101,9 @@ class Hello(google.protobuf.message.Message):
         client_name: builtins.str = ...,
         fingerprint: builtins.bytes = ...,
         staging_bytes: builtins.int = ...,
+        former_token: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "fingerprint", b"fingerprint", "protocol_version", b"protocol_version", "staging_bytes", b"staging_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "fingerprint", b"fingerprint", "former_token", b"former_token", "protocol_version", b"protocol_version", "staging_bytes", b"staging_bytes"]) -> None: ...
 
 global___Hello = Hello
 
@@ -119,6 +123,8 @@ class Welcome(google.protobuf.message.Message):
     MAX_BLOCK_BYTES_FIELD_NUMBER: builtins.int
     ARENA_IDS_FIELD_NUMBER: builtins.int
     LOOKUP_INDEX_FIELD_NUMBER: builtins.int
+    ARENA_EPOCH_FIELD_NUMBER: builtins.int
+    LEASE_IDS_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     session_token: builtins.bytes
     tenant: builtins.str
@@ -133,6 +139,8 @@ class Welcome(google.protobuf.message.Message):
     max_block_bytes: builtins.int
     lookup_index: builtins.bool
     """this daemon answers LookupIndexRequest"""
+    arena_epoch: builtins.bytes
+    """the same as before: what was mapped under an arena_id before is that arena still"""
     @property
     def roots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """root key of each layer group, in the fingerprint's order"""
@@ -140,6 +148,10 @@ class Welcome(google.protobuf.message.Message):
     @property
     def arena_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """the tenant's arenas: a client may map them before it needs them"""
+
+    @property
+    def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """leases of the connection before (Hello.former_token) that stand, bytes and all"""
 
     def __init__(
         self,
@@ -156,8 +168,10 @@ class Welcome(google.protobuf.message.Message):
         max_block_bytes: builtins.int = ...,
         arena_ids: collections.abc.Iterable[builtins.int] | None = ...,
         lookup_index: builtins.bool = ...,
+        arena_epoch: builtins.bytes = ...,
+        lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_ids", b"arena_ids", "daemon_epoch", b"daemon_epoch", "data_socket", b"data_socket", "lease_ttl_ms", b"lease_ttl_ms", "lookup_index", b"lookup_index", "max_block_bytes", b"max_block_bytes", "max_keys", b"max_keys", "protocol_version", b"protocol_version", "roots", b"roots", "session_token", b"session_token", "staging_bytes", b"staging_bytes", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_epoch", b"arena_epoch", "arena_ids", b"arena_ids", "daemon_epoch", b"daemon_epoch", "data_socket", b"data_socket", "lease_ids", b"lease_ids", "lease_ttl_ms", b"lease_ttl_ms", "lookup_index", b"lookup_index", "max_block_bytes", b"max_block_bytes", "max_keys", b"max_keys", "protocol_version", b"protocol_version", "roots", b"roots", "session_token", b"session_token", "staging_bytes", b"staging_bytes", "tenant", b"tenant"]) -> None: ...
 
 global___Welcome = Welcome
 

@@ -251,6 +251,10 @@ class _CommitStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """the tokens in the slot do not hash to the reserved key"""
     COMMIT_STATUS_ORPHANED: _CommitStatus.ValueType  # 6
     """full attention: the block it continues is not stored (any more)"""
+    COMMIT_STATUS_WANTED: _CommitStatus.ValueType  # 7
+    """Store: believed present, but it is not: write it and send it"""
+    COMMIT_STATUS_AGAIN: _CommitStatus.ValueType  # 8
+    """Store: send it again, a moment later, as it is: another client is storing the"""
 
 class CommitStatus(_CommitStatus, metaclass=_CommitStatusEnumTypeWrapper): ...
 
@@ -266,6 +270,10 @@ COMMIT_STATUS_KEY_MISMATCH: CommitStatus.ValueType  # 5
 """the tokens in the slot do not hash to the reserved key"""
 COMMIT_STATUS_ORPHANED: CommitStatus.ValueType  # 6
 """full attention: the block it continues is not stored (any more)"""
+COMMIT_STATUS_WANTED: CommitStatus.ValueType  # 7
+"""Store: believed present, but it is not: write it and send it"""
+COMMIT_STATUS_AGAIN: CommitStatus.ValueType  # 8
+"""Store: send it again, a moment later, as it is: another client is storing the"""
 global___CommitStatus = CommitStatus
 
 @typing.final
@@ -284,6 +292,8 @@ class Request(google.protobuf.message.Message):
     PREFETCH_FIELD_NUMBER: builtins.int
     TOUCH_FIELD_NUMBER: builtins.int
     DELETE_FIELD_NUMBER: builtins.int
+    LEND_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """chosen by the client, unique among its requests in flight; 0 is refused"""
     deadline_ms: builtins.int
@@ -308,6 +318,12 @@ class Request(google.protobuf.message.Message):
     def touch(self) -> global___Touch: ...
     @property
     def delete(self) -> global___Delete: ...
+    @property
+    def lend(self) -> global___Lend: ...
+    @property
+    def store(self) -> global___Store:
+        """answered by `commit`"""
+
     def __init__(
         self,
         *,
@@ -323,10 +339,12 @@ class Request(google.protobuf.message.Message):
         prefetch: global___Prefetch | None = ...,
         touch: global___Touch | None = ...,
         delete: global___Delete | None = ...,
+        lend: global___Lend | None = ...,
+        store: global___Store | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "deadline_ms", b"deadline_ms", "delete", b"delete", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "deadline_ms", b"deadline_ms", "delete", b"delete", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend", "store"] | None: ...
 
 global___Request = Request
 
@@ -346,6 +364,7 @@ class Response(google.protobuf.message.Message):
     PREFETCH_FIELD_NUMBER: builtins.int
     TOUCH_FIELD_NUMBER: builtins.int
     DELETE_FIELD_NUMBER: builtins.int
+    LEND_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     @property
     def error(self) -> global___Error: ...
@@ -369,6 +388,8 @@ class Response(google.protobuf.message.Message):
     def touch(self) -> global___TouchReply: ...
     @property
     def delete(self) -> global___DeleteReply: ...
+    @property
+    def lend(self) -> global___LendReply: ...
     def __init__(
         self,
         *,
@@ -384,10 +405,11 @@ class Response(google.protobuf.message.Message):
         prefetch: global___PrefetchReply | None = ...,
         touch: global___TouchReply | None = ...,
         delete: global___DeleteReply | None = ...,
+        lend: global___LendReply | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend"] | None: ...
 
 global___Response = Response
 
@@ -927,3 +949,96 @@ class DeleteReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["continued", b"continued", "deleted", b"deleted", "deleted_bytes", b"deleted_bytes", "leased", b"leased", "missing", b"missing"]) -> None: ...
 
 global___DeleteReply = DeleteReply
+
+@typing.final
+class Lend(google.protobuf.message.Message):
+    """A part of the client's staging memory, to place blocks in by itself and store them with one message. It is the client's
+    until the session ends. Asked again, the daemon gives the loan a new number, by which Stores under the old one are
+    refused, and answers when it reads nothing of the loan any more: so a client whose Store was never answered gets its
+    bytes back. A daemon of the first release does not know this request and answers INVALID.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NBYTES_FIELD_NUMBER: builtins.int
+    nbytes: builtins.int
+    def __init__(
+        self,
+        *,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nbytes", b"nbytes"]) -> None: ...
+
+global___Lend = Lend
+
+@typing.final
+class LendReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOAN_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    loan: builtins.int
+    """its number, for Store"""
+    offset: builtins.int
+    """in the staging memory, a multiple of 4096"""
+    nbytes: builtins.int
+    """0: nothing is free"""
+    def __init__(
+        self,
+        *,
+        loan: builtins.int = ...,
+        offset: builtins.int = ...,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["loan", b"loan", "nbytes", b"nbytes", "offset", b"offset"]) -> None: ...
+
+global___LendReply = LendReply
+
+@typing.final
+class Store(google.protobuf.message.Message):
+    """Blocks that lie in the loan, whole: token ids and payload, as for Commit. From when this is sent until its (first)
+    answer the daemon may read their slots at any time. Answered by a CommitReply, or two.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOAN_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    PARENTS_FIELD_NUMBER: builtins.int
+    EXTRAS_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    PAGES_FIELD_NUMBER: builtins.int
+    DURABILITY_FIELD_NUMBER: builtins.int
+    loan: builtins.int
+    group: builtins.int
+    keys: builtins.bytes
+    """16 * n, in chain order"""
+    parents: builtins.bytes
+    """16 * n, as in Reserve"""
+    extras: builtins.bytes
+    """16 * n or empty, as in Reserve"""
+    payload_bytes: builtins.int
+    """of each block"""
+    durability: global___DurabilityMode.ValueType
+    """0 = not written, the client believes the block to be present"""
+    @property
+    def pages(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """for each block: offset of its slot in the staging memory / 4096, plus 1;"""
+
+    def __init__(
+        self,
+        *,
+        loan: builtins.int = ...,
+        group: builtins.int = ...,
+        keys: builtins.bytes = ...,
+        parents: builtins.bytes = ...,
+        extras: builtins.bytes = ...,
+        payload_bytes: builtins.int = ...,
+        pages: collections.abc.Iterable[builtins.int] | None = ...,
+        durability: global___DurabilityMode.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["durability", b"durability", "extras", b"extras", "group", b"group", "keys", b"keys", "loan", b"loan", "pages", b"pages", "parents", b"parents", "payload_bytes", b"payload_bytes"]) -> None: ...
+
+global___Store = Store

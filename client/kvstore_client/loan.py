@@ -1,0 +1,168 @@
+"""The part of a connection's staging that the daemon has lent us: we place blocks there by ourselves.
+
+Owns which bytes of the loan are in use, by which request, and the getting of the loan. Never does: write there.
+Invariants: bytes that the daemon may be reading are handed out to nobody. It may until it has answered, however late:
+bytes of a request without an answer come back with a late answer, or when the loan is renewed, whichever is first, and
+once. Safe for several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore_proto.arena import ALIGNMENT_BYTES
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+if TYPE_CHECKING:
+    from kvstore_client.asking import Asker
+    from kvstore_client.connection import Connection
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """A run of slots. `users` blocks in it are in use."""
+
+    offset: int
+    nbytes: int
+    users: int
+
+
+@dataclass(slots=True, eq=False)
+class Use:
+    """One request's hold on the extents of its blocks, one entry a block."""
+
+    extents: list[Extent] = field(default_factory=list)
+    is_over: bool = False
+
+
+class Loan:
+    """See the module. Nothing is lent before `obtain`."""
+
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
+        self._changed = threading.Condition()
+        self._free: list[tuple[int, int]] = []  # (offset, length), sorted, coalesced
+        self._unanswered: set[Use] = set()
+        self.number = 0
+        self.size_bytes = 0
+        self.is_offered = True  # until the daemon says that it lends nothing: one of the first release
+
+    def obtain(self, asker: Asker, connection: Connection, timeout_s: float) -> str:
+        """Have the loan, unless `is_offered` is False afterwards. A reason when that cannot be told now."""
+        if self.number or not self.is_offered:
+            return ""
+        with self._asking:
+            if self.number or not self.is_offered:
+                return ""
+            try:
+                answer = asker.ask(connection, wire.Request(lend=wire.Lend()), timeout_s, self._lent)
+            except KVStoreError as error:
+                if error.kind is not ErrorKind.INVALID:
+                    raise
+                self.is_offered = False
+                return ""
+            if isinstance(answer, str):
+                return answer
+            self._lent(answer)
+            return ""
+
+    def renew(self, asker: Asker, connection: Connection, timeout_s: float) -> None:
+        """Get back what requests without an answer hold, as soon as the daemon says that it reads it no more."""
+        with self._changed:
+            unanswered = list(self._unanswered)
+        if not unanswered:
+            return
+
+        def renewed(response: wire.Response) -> None:
+            with self._changed:
+                self.number = max(self.number, response.lend.loan)
+            for use in unanswered:
+                self.end(use)
+
+        answer = asker.ask(connection, wire.Request(lend=wire.Lend()), timeout_s, renewed)
+        if not isinstance(answer, str):
+            renewed(answer)
+
+    def take(self, slot_bytes: int, most: int, wait_s: float = 0.0) -> Extent | None:
+        """A run of at most `most` free slots, each of them in use by the caller; None when not even one came free.
+
+        From the lowest place: what was used last is still in the processors' caches.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while True:
+                for index, (offset, length) in enumerate(self._free):
+                    slots = min(most, length // slot_bytes)
+                    if slots:
+                        nbytes = slots * slot_bytes
+                        if nbytes == length:
+                            del self._free[index]
+                        else:
+                            self._free[index] = (offset + nbytes, length - nbytes)
+                        return Extent(offset, nbytes, slots)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    return None
+
+    def hold(self, extent: Extent) -> None:
+        """One block more in an extent whose use is about to end."""
+        with self._changed:
+            extent.users += 1
+
+    def end(self, use: Use) -> None:
+        """The request is answered, or was never sent. A second time does nothing."""
+        with self._changed:
+            if use.is_over:
+                return
+            use.is_over = True
+            self._unanswered.discard(use)
+            freed = False
+            for extent in use.extents:
+                extent.users -= 1
+                if not extent.users:
+                    self._put_back(extent)
+                    freed = True
+            if freed:
+                self._changed.notify_all()
+
+    def leave_unanswered(self, use: Use) -> Callable[[wire.Response], None]:
+        """Nobody waits for the request's answer any more; what is returned is to be called when it still comes."""
+        with self._changed:
+            if not use.is_over:
+                self._unanswered.add(use)
+        return lambda _: self.end(use)
+
+    def used_bytes(self) -> int:
+        with self._changed:
+            return self.size_bytes - sum(length for _, length in self._free)
+
+    def _lent(self, response: wire.Response) -> None:
+        reply = response.lend
+        with self._changed:
+            if self.number:
+                return
+            if not reply.nbytes:  # all of it is on reservations
+                self.is_offered = False
+                return
+            if reply.offset % ALIGNMENT_BYTES:
+                raise RuntimeError(f"the daemon lent staging from byte {reply.offset}, which is no slot's place")
+            self.number, self.size_bytes = reply.loan, reply.nbytes
+            self._free = [(reply.offset, reply.nbytes)]
+
+    def _put_back(self, extent: Extent) -> None:
+        free = self._free
+        insort(free, (extent.offset, extent.nbytes))
+        index = free.index((extent.offset, extent.nbytes))
+        for left in (index, index - 1):  # with the one after, then with the one before
+            if 0 <= left < len(free) - 1:
+                (a, a_len), (b, b_len) = free[left], free[left + 1]
+                if a + a_len > b:
+                    raise RuntimeError(f"bytes {b}.. of the loan given back twice")
+                if a + a_len == b:
+                    free[left : left + 2] = [(a, a_len + b_len)]

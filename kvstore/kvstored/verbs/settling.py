@@ -1,0 +1,45 @@
+"""The answers to a commit or a store: when the blocks are published, and again when their durability is decided.
+
+Never stores: it waits for what the intake and the write-back do. Invariant: the last answer has nothing pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+
+from kvstore_proto.v1 import kvstore_pb2 as pb
+
+Settling = dict[int, asyncio.Future[bool]]
+"""By a block's place in the request, what will say whether it is durable; nothing where it is not to be written."""
+
+
+async def answers(
+    taking: asyncio.Task[Settling], statuses: bytearray, mode: int
+) -> AsyncGenerator[pb.CommitReply, None]:
+    """One reply when the blocks are published; a second, final one when pending ones have settled."""
+    settling = await asyncio.shield(taking)
+    if mode == pb.DURABILITY_MODE_ALWAYS:
+        await _all(settling.values())
+    durability = bytearray([pb.DURABILITY_VOLATILE] * len(statuses))
+    for position, settled in settling.items():
+        durability[position] = _durability(settled)
+    final = pb.DURABILITY_PENDING not in durability
+    yield pb.CommitReply(statuses=bytes(statuses), durability=bytes(durability), final=final)
+    if not final:
+        await _all(settling.values())
+        for position, settled in settling.items():
+            durability[position] = _durability(settled)
+        yield pb.CommitReply(statuses=bytes(statuses), durability=bytes(durability), final=True)
+
+
+async def _all(futures: Iterable[asyncio.Future[bool]]) -> None:
+    waiting = [future for future in futures if not future.done()]
+    if waiting:
+        await asyncio.wait(waiting)
+
+
+def _durability(settled: asyncio.Future[bool]) -> int:
+    if not settled.done():
+        return pb.DURABILITY_PENDING
+    return pb.DURABILITY_DURABLE if settled.result() else pb.DURABILITY_VOLATILE

@@ -1,0 +1,139 @@
+"""The loan as a state machine: bytes are never handed out twice, and all of them come back, each once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from kvstore_client.loan import Extent, Loan, Use
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+PAGE = 4096
+PAGES = 24
+START = 5 * PAGE
+
+
+class Daemon:
+    """Answers Lend at once, or not at all."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.is_silent = False
+        self.late: Any = None
+
+    def ask(self, _connection: object, request: wire.Request, _timeout_s: float, late: Any) -> wire.Response | str:
+        assert request.HasField("lend")
+        self.number += 1
+        response = wire.Response(lend=wire.LendReply(loan=self.number, offset=START, nbytes=PAGES * PAGE))
+        if self.is_silent:
+            self.late = lambda: late(response)
+            return "deadline"
+        return response
+
+
+class LoanMachine(RuleBasedStateMachine):
+    """`open` are requests that were not answered or given up; `silent` those that nobody waits for any more."""
+
+    open_uses = Bundle("open_uses")
+    silent_uses = Bundle("silent_uses")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.daemon: Any = Daemon()
+        self.loan = Loan()
+        assert self.loan.obtain(self.daemon, SimpleNamespace(), 1.0) == ""
+        self.used: dict[Use, list[Extent]] = {}  # what the daemon may be reading
+        self.renewing: list[Use] = []  # those that a renewal under way will free
+        self.unanswered: set[Use] = set()
+
+    @rule(target=open_uses, slots=st.integers(1, 8), pages=st.integers(1, 4), shares=st.integers(0, 2))
+    def send(self, slots: int, pages: int, shares: int) -> Any:
+        use = Use()
+        for _ in range(1 + shares):
+            extent = self.loan.take(pages * PAGE, slots)
+            if extent is None:
+                break
+            assert extent.offset >= START and extent.offset + extent.nbytes <= START + PAGES * PAGE
+            for others in self.used.values():
+                for other in others:
+                    assert extent.offset + extent.nbytes <= other.offset or other.offset + other.nbytes <= extent.offset
+            use.extents += [extent] * extent.users
+            self.used.setdefault(use, []).append(extent)
+        return use if use in self.used else multiple()
+
+    @rule(use=consumes(open_uses), again=st.booleans(), target=open_uses)
+    def answer(self, use: Use, again: bool) -> Any:
+        """Answered; with `again` some of its blocks go into another request, where they lie."""
+        following = multiple()
+        kept: list[Extent] = []
+        if again:
+            following = Use()
+            for extent in use.extents[::2]:
+                self.loan.hold(extent)
+                following.extents.append(extent)
+            kept = [extent for extent in self.used[use] if extent in following.extents]
+        self.loan.end(use)
+        self.loan.end(use)
+        del self.used[use]
+        if again:
+            self.used[following] = kept
+        return following
+
+    @rule(use=consumes(open_uses), target=silent_uses)
+    def stop_waiting(self, use: Use) -> tuple[Use, Any]:
+        self.unanswered.add(use)
+        return use, self.loan.leave_unanswered(use)
+
+    @rule(silent=silent_uses)
+    def answer_late(self, silent: tuple[Use, Any]) -> None:
+        """Perhaps for the second time, or after the loan was renewed."""
+        use, late = silent
+        late(wire.Response())
+        self.used.pop(use, None)
+        self.unanswered.discard(use)
+
+    @rule()
+    @precondition(lambda self: self.daemon.late is None)
+    def renew(self) -> None:
+        self.loan.renew(self.daemon, SimpleNamespace(), 1.0)  # type: ignore[arg-type]
+        for use in self.unanswered:
+            self.used.pop(use)
+        self.unanswered.clear()
+        assert self.loan.number <= self.daemon.number
+
+    @rule()
+    @precondition(lambda self: self.daemon.late is None and self.unanswered)
+    def renew_without_an_answer(self) -> None:
+        self.daemon.is_silent = True
+        self.loan.renew(self.daemon, SimpleNamespace(), 1.0)  # type: ignore[arg-type]
+        self.daemon.is_silent = False
+        self.renewing = list(self.unanswered)
+
+    @rule()
+    @precondition(lambda self: self.daemon.late is not None)
+    def the_renewal_is_answered_late(self) -> None:
+        self.daemon.late()
+        self.daemon.late = None
+        for use in self.renewing:
+            self.used.pop(use, None)
+            self.unanswered.discard(use)
+
+    @invariant()
+    def exact(self) -> None:
+        extents = {id(extent): extent for held in self.used.values() for extent in held}
+        assert self.loan.used_bytes() == sum(extent.nbytes for extent in extents.values())
+
+    def teardown(self) -> None:
+        for use in list(self.used):
+            self.loan.end(use)
+        assert self.loan.used_bytes() == 0
+        whole = self.loan.take(PAGES * PAGE, 1)
+        assert whole is not None and whole.offset == START, "given back, it is one extent again"
+
+
+LoanMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLoan = LoanMachine.TestCase

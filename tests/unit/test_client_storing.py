@@ -1,0 +1,256 @@
+"""A put into a daemon that lends: one message, duplicates not written, and every byte of the loan comes back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore_client
+from kvstore_client import Fingerprint, LayerGroup, Session
+from kvstore_client.loan import Loan
+from kvstore_client.lookup_index import LookupIndex
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.fake_daemon import FakeDaemon, Knobs, eventually
+
+FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, (0, 1, 2, 3), 16),))
+SLOT = 2 * 4096
+BLOCKS = 12
+TOKENS = np.arange(64 * BLOCKS + 7, dtype=np.int32)
+PAYLOADS = [
+    np.random.default_rng(block).integers(0, 256, FINGERPRINT.payload_bytes(), dtype=np.uint8)
+    for block in range(BLOCKS)
+]
+STORED = ["stored"] * BLOCKS
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(tmp_path / "s", Knobs(lends=True)) as running:
+        yield running
+
+
+def connect(daemon: FakeDaemon, **options: object) -> Session:
+    settings: dict[str, object] = {"deadline_s": 5.0, "connect_timeout_s": 10.0, "required": True} | options
+    return kvstore_client.connect(daemon.directory, fingerprint=FINGERPRINT, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def session(daemon: FakeDaemon) -> Iterator[Session]:
+    with connect(daemon) as opened:
+        yield opened
+
+
+def loan_of(session: Session) -> Loan:
+    connection = session._link.current()
+    assert connection is not None
+    return connection.loan
+
+
+def believe(session: Session, monkeypatch: pytest.MonkeyPatch, *blocks: int) -> None:
+    """Let the lookup index say that these blocks of TOKENS are in DRAM."""
+    connection = session._link.current()
+    keys = session.keys(TOKENS)
+    assert connection is not None and keys is not None
+    known = {keys[block] for block in blocks}
+    index = LookupIndex.__new__(LookupIndex)
+    monkeypatch.setattr(LookupIndex, "codes", lambda _, asked: [2 if key in known else 0 for key in asked])
+    monkeypatch.setattr(connection.index, "_index", index)
+
+
+def test_a_put_is_one_message(daemon: FakeDaemon, session: Session) -> None:
+    receipt = session.put(TOKENS, payloads=PAYLOADS)
+    assert (receipt.statuses, receipt.durability) == (STORED, ["durable"] * BLOCKS)
+    assert [name for name in daemon.log if name != "ping"] == ["lend", "store"]
+    session.put(TOKENS + 1, payloads=PAYLOADS)
+    assert daemon.log.count("lend") == 1, "the loan stands"
+    with session.get(TOKENS) as lease:
+        assert all(np.array_equal(lease.payload(block), PAYLOADS[block]) for block in range(BLOCKS))
+    assert loan_of(session).used_bytes() == 0
+
+
+def test_payload_functions_and_keys_without_tokens(daemon: FakeDaemon, session: Session) -> None:
+    def fill(destination: np.ndarray) -> None:
+        destination[:] = 7
+
+    keys = session.keys(TOKENS)
+    assert session.put(keys=keys, payloads=[fill] * BLOCKS, payload_bytes=4096).statuses == STORED
+    with session.get(keys=keys) as lease:
+        assert len(lease) == BLOCKS and all((lease.payload(block) == 7).all() for block in range(BLOCKS))
+
+
+def test_what_the_index_shows_is_named_and_not_written(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.put(TOKENS, payloads=PAYLOADS[:5])
+    believe(session, monkeypatch, 0, 1, 2, 3, 4)
+    written: list[int] = []
+    payloads = [lambda _, block=block: written.append(block) for block in range(BLOCKS)]
+    receipt = session.put(TOKENS, payloads=payloads)
+    assert receipt.statuses == ["present"] * 5 + ["stored"] * 7
+    assert written == list(range(5, BLOCKS))
+    assert list(daemon.stores[-1].pages)[:5] == [0] * 5
+
+
+def test_an_index_that_was_wrong_loses_nothing(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks 0 and 6 are believed to be there; those after them are orphans until they are."""
+    believe(session, monkeypatch, 0, 6)
+    receipt = session.put(TOKENS, payloads=PAYLOADS)
+    assert receipt.statuses == STORED and not receipt.reason
+    with session.get(TOKENS) as lease:
+        assert len(lease) == BLOCKS
+        assert all(np.array_equal(lease.payload(block), PAYLOADS[block]) for block in range(BLOCKS))
+    assert loan_of(session).used_bytes() == 0
+
+
+def test_a_duplicate_makes_the_client_ask_for_the_index(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = session._link.current()
+    assert connection is not None
+    asked: list[bool] = []
+    monkeypatch.setattr(connection.index, "get", lambda *, may_wait: asked.append(may_wait))
+    session.put(TOKENS, payloads=PAYLOADS)
+    assert not asked
+    assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["present"] * BLOCKS
+    assert asked == [False]
+
+
+def test_a_block_that_another_client_is_writing_is_sent_again_as_it_lies(daemon: FakeDaemon, session: Session) -> None:
+    daemon.knobs.present_as_pending = 5
+    written: list[int] = []
+    payloads = [lambda _, block=block: written.append(block) for block in range(BLOCKS)]
+    assert session.put(TOKENS, payloads=payloads).statuses == STORED
+    assert written == list(range(BLOCKS)), "no block is written twice"
+    assert loan_of(session).used_bytes() == 0
+
+
+def test_who_never_gets_done_with_a_block_is_not_waited_for_long(daemon: FakeDaemon, session: Session) -> None:
+    daemon.knobs.present_as_pending = 1 << 30
+    receipt = session.put(TOKENS, payloads=PAYLOADS)
+    assert receipt.statuses == ["throttled"] * BLOCKS and "another client" in receipt.reason
+    assert loan_of(session).used_bytes() == 0
+
+
+def test_a_loan_smaller_than_a_put_is_used_again(daemon: FakeDaemon) -> None:
+    daemon.knobs.staging_limit_bytes = 3 * SLOT + 4096
+    with connect(daemon) as session:
+        assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
+        assert {len(store.pages) for store in daemon.stores} == {3}
+        with session.get(TOKENS) as lease:
+            assert all(np.array_equal(lease.payload(block), PAYLOADS[block]) for block in range(BLOCKS))
+
+
+def test_a_block_larger_than_the_loan_is_refused_in_words(daemon: FakeDaemon) -> None:
+    daemon.knobs.staging_limit_bytes = 4096
+    with connect(daemon) as session:
+        receipt = session.put(TOKENS, payloads=PAYLOADS)
+        assert receipt.statuses == ["failed"] * BLOCKS and "too large" in receipt.reason
+
+
+def test_a_put_is_split_by_the_keys_a_message_may_have(daemon: FakeDaemon) -> None:
+    daemon.knobs.max_keys = 5
+    with connect(daemon) as session:
+        assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
+        assert [len(store.pages) for store in daemon.stores] == [5, 5, 2]
+
+
+def test_a_payload_function_that_raises_leaves_nothing(daemon: FakeDaemon, session: Session) -> None:
+    def explode(_: np.ndarray) -> None:
+        raise OSError("the block pool is gone")
+
+    with pytest.raises(OSError, match="block pool"):
+        session.put(TOKENS, payloads=[*PAYLOADS[:9], explode, *PAYLOADS[10:]])
+    assert loan_of(session).used_bytes() == 0
+    assert session.put(TOKENS, payloads=PAYLOADS).visible_blocks == BLOCKS
+
+
+def test_a_late_answer_gives_the_bytes_back(daemon: FakeDaemon) -> None:
+    with connect(daemon, deadline_s=0.2) as session:
+        session.put(TOKENS + 1, payloads=PAYLOADS)
+        daemon.knobs.delay_s["store"] = 0.4
+        receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=0.1)
+        assert (receipt.statuses, receipt.reason) == (["failed"] * BLOCKS, "deadline")
+        loan = loan_of(session)
+        assert loan.used_bytes() == BLOCKS * SLOT, "the daemon may be reading them"
+        eventually(lambda: loan.used_bytes() == 0)
+
+
+def test_bytes_of_a_store_that_is_never_answered_come_back_by_renewing_the_loan(daemon: FakeDaemon) -> None:
+    daemon.knobs.staging_limit_bytes = BLOCKS * SLOT
+    with connect(daemon) as session:
+        session.put(TOKENS + 1, payloads=PAYLOADS)
+        daemon.knobs.silent.add("store")
+        assert session.put(TOKENS, payloads=PAYLOADS, deadline_s=0.05).statuses == ["failed"] * BLOCKS
+        assert loan_of(session).used_bytes() == BLOCKS * SLOT
+        daemon.knobs.silent.clear()
+        assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
+        assert (loan_of(session).number, loan_of(session).used_bytes()) == (2, 0)
+
+
+def test_a_stream_that_breaks_in_the_middle_of_a_store(daemon: FakeDaemon) -> None:
+    """Whether the daemon reads them still nobody knows: the bytes come back on the next stream."""
+    daemon.knobs.staging_limit_bytes = BLOCKS * SLOT
+    with connect(daemon) as session:
+        session.put(TOKENS + 1, payloads=PAYLOADS)
+        daemon.knobs.silent.add("store")
+        breaker = threading.Thread(
+            target=lambda: (eventually(lambda: daemon.log.count("store") == 2), daemon.break_streams())
+        )
+        breaker.start()
+        receipt = session.put(TOKENS, payloads=PAYLOADS)
+        breaker.join()
+        assert receipt.statuses == ["failed"] * BLOCKS
+        daemon.knobs.silent.clear()
+        eventually(lambda: session.state == "connected")
+        assert loan_of(session).used_bytes() == BLOCKS * SLOT
+        assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
+        assert loan_of(session).used_bytes() == 0
+
+
+def test_a_request_over_a_rate_is_sent_again(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS + 1, payloads=PAYLOADS)
+    daemon.knobs.errors["store"] = pb.Error(kind=pb.ERROR_KIND_THROTTLED, message="too many")
+    freer = threading.Timer(0.05, daemon.knobs.errors.clear)
+    freer.start()
+    assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
+    freer.join()
+    assert daemon.log.count("store") > 2 and loan_of(session).used_bytes() == 0
+
+
+def test_threads_share_the_loan(daemon: FakeDaemon) -> None:
+    daemon.knobs.staging_limit_bytes = (BLOCKS + 3) * SLOT
+    with connect(daemon) as session:
+        wrong: list[object] = []
+
+        def work(number: int) -> None:
+            for turn in range(10):
+                tokens = TOKENS + 10_000 * (number * 10 + turn)
+                receipt = session.put(tokens, payloads=[payload + number for payload in PAYLOADS])
+                with session.get(tokens) as lease:
+                    good = len(lease) == BLOCKS and all(
+                        np.array_equal(lease.payload(block), PAYLOADS[block] + number) for block in range(BLOCKS)
+                    )
+                if receipt.statuses != STORED or not good:
+                    wrong.append((number, turn, receipt))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert loan_of(session).used_bytes() == 0
+
+
+def test_a_daemon_of_the_first_release_is_put_to_as_before(daemon: FakeDaemon) -> None:
+    daemon.knobs.lends = False
+    with connect(daemon) as session:
+        assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
+        session.put(TOKENS + 1, payloads=PAYLOADS)
+        assert daemon.log.count("lend") == 1 and daemon.log.count("reserve") == 2
