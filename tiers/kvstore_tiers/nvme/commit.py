@@ -85,7 +85,8 @@ class GroupCommit:
             if slab.is_made:
                 batch.withdrawn += slab.withdraw(indices, sequence)
         for slab, by_slot in batch.quarantined.items():
-            batch.withdrawn += slab.publish_quarantine(by_slot, sequence)
+            if slab.is_made:
+                batch.withdrawn += slab.publish_quarantine(by_slot, sequence)
         failpoints.hit("nvme.between-records")
         published: Withdrawn = []
         for slab, blocks in batch.written.items():

@@ -32,12 +32,14 @@ class TierDirectory:
         self._lock_fd = -1
         try:
             if create:
-                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_directory(self.path)
             self._lock_fd = self._lock()
             self._check_format(create)
             if create:
                 self.slabs.mkdir(mode=0o700, exist_ok=True)
                 self.index.mkdir(mode=0o700, exist_ok=True)
+                sync_directory(self.slabs)  # also for names that a killed process made and did not come to sync
+                sync_directory(self.path)
         except OSError as error:
             self.close()
             raise DirectoryUnusable(
@@ -53,6 +55,11 @@ class TierDirectory:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+    def identity(self) -> tuple[int, int]:
+        """Device and inode of the lock that we hold: what `lock` in this path should still be."""
+        status = os.fstat(self._lock_fd)
+        return status.st_dev, status.st_ino
 
     def slab_path(self, number: int, suffix: str = "slab") -> Path:
         return self.slabs / f"{number:08d}.{suffix}"
@@ -110,12 +117,30 @@ class TierDirectory:
             raise FormatUnsupported(str(path), version.strip() or text[:40], FORMAT_VERSION)
 
     def _write_format(self, path: Path) -> None:
-        temporary = path.with_suffix(".new")
-        temporary.write_text(f"{_FORMAT_KEY}: {FORMAT_VERSION}\n", encoding="utf-8")
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        temporary.replace(path)
-        sync_directory(self.path)
+        write_durably(path, f"{_FORMAT_KEY}: {FORMAT_VERSION}\n")
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Make or replace a small file: after a crash it has the old content or the new one, never a part."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    with open(temporary, "rb") as written:
+        os.fsync(written.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory, with those above it that are missing, and make their names durable.
+
+    A block that lies whole in a file is lost if the file's name is, or that of a directory above it.
+    """
+    path = path.absolute()
+    missing = [ancestor for ancestor in path.parents if not ancestor.is_dir()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for ancestor in {path.parent, *(above.parent for above in missing)}:
+        with suppress(PermissionError):  # we cannot open it, so it was not us who made what is in it
+            sync_directory(ancestor)
 
 
 def open_direct(path: Path, *, require_direct: bool = False) -> tuple[int, bool]:

@@ -16,6 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme.directory import TierDirectory
@@ -28,6 +31,8 @@ from kvstore_tiers.nvme.layout import (
     record_holds,
 )
 from kvstore_tiers.nvme.slab_file import SlabFile
+
+Column = npt.NDArray[np.uint64]
 
 
 class SlotState(IntEnum):
@@ -115,7 +120,8 @@ class Slab:
 
     def indices_in(self, state: SlotState) -> list[int]:
         """The slots in a state."""
-        return [index for index, value in enumerate(self.states) if value == state]
+        found: list[int] = np.flatnonzero(np.frombuffer(self.states, np.uint8) == state).tolist()
+        return found
 
     # -- the I/O threads' side ---------------------------------------------------------------------------------------
 
@@ -127,6 +133,11 @@ class Slab:
     @property
     def is_made(self) -> bool:
         return self._file is not None
+
+    @property
+    def replaces(self) -> Slab | None:
+        """The slab whose file it takes over at its first write; None when it has a file, or will get a new one."""
+        return self._replaces
 
     @property
     def is_stillborn(self) -> bool:
@@ -167,16 +178,7 @@ class Slab:
     def withdraw(self, indices: Iterable[int], sequence: int) -> list[tuple[bytes, Location]]:
         """Overwrite live records of these slots whose generation is over; the blocks they named, for the index."""
         with self._records:
-            over = [i for i in indices if self.recorded[i] and self.recorded[i] != self._current(i)]
-            if not over:
-                return []
-            withdrawn = [self._recorded_block(index) for index in over]
-            seed = self.superblock.record_seed
-            nothing = [(index, nothing_at(self.generations[index])) for index in over]
-            self.file.write_records((i, pack_record(h, RecordState.FREE, sequence, seed(i))) for i, h in nothing)
-            for index in over:
-                self.recorded[index] = 0
-            return withdrawn
+            return self._withdraw(indices, sequence)
 
     def publish(self, blocks: Iterable[tuple[int, BlockHeader]], sequence: int) -> list[tuple[bytes, Location]]:
         """Write live records of the blocks that are still in their slots; those blocks, for the index."""
@@ -189,9 +191,14 @@ class Slab:
             return [(h.key, Location(self.number, i, h.generation)) for i, h in current]
 
     def publish_quarantine(self, indices: Iterable[int], sequence: int) -> list[tuple[bytes, Location]]:
-        """Mark the records of quarantined slots; the blocks that are no longer served, for the index."""
+        """Mark the records of quarantined slots; the blocks that are no longer served, for the index.
+
+        A slot that was freed meanwhile is in the next batch; its block must be gone after this one all the same.
+        """
         with self._records:
+            indices = set(indices)
             current = [index for index in indices if self.states[index] == SlotState.QUARANTINED]
+            freed = self._withdraw(indices.difference(current), sequence)
             named = {index for index in current if self.recorded[index]}
             withdrawn = [self._recorded_block(index) for index in current if index in named]
             marked = []
@@ -201,7 +208,7 @@ class Slab:
                 marked.append((index, pack_record(header, RecordState.QUARANTINED, sequence, seed)))
                 self.recorded[index] = generation
             self.file.write_records(marked)
-            return withdrawn
+            return freed + withdrawn
 
     def note_written(self, index: int, header: BlockHeader) -> None:
         """A slot's image is whole."""
@@ -216,19 +223,30 @@ class Slab:
 
     # -- recovery ----------------------------------------------------------------------------------------------------
 
-    def adopt(self, states: bytes, generations: Iterable[int], payload_bytes: Iterable[int]) -> None:
+    def adopt(self, states: bytes, generations: Column, payload_bytes: Column) -> None:
         """Take over what recovery found, a SlotState, a generation and a payload length a slot."""
         self.states = bytearray(states)
-        self.generations = array("Q", generations)
-        self.payload_bytes = array("Q", payload_bytes)
-        taken = [index for index, state in enumerate(states) if state]
-        for index in taken:
-            self.recorded[index] = self.generations[index]
-        self.in_use = len(taken)
-        self._returned = array("I", (index for index in reversed(range(len(states))) if not states[index]))
+        self.generations = _column(generations)
+        self.payload_bytes = _column(payload_bytes)
+        taken = np.frombuffer(states, np.uint8) != SlotState.FREE
+        self.recorded = _column(np.where(taken, np.asarray(generations), 0))
+        self.in_use = int(np.count_nonzero(taken))
+        self._returned = array("I", np.flatnonzero(~taken)[::-1].astype(np.uint32).tobytes())
         self._untouched = len(states)
 
     # -- under `_records` --------------------------------------------------------------------------------------------
+
+    def _withdraw(self, indices: Iterable[int], sequence: int) -> list[tuple[bytes, Location]]:
+        over = [i for i in indices if self.recorded[i] and self.recorded[i] != self._current(i)]
+        if not over:
+            return []
+        withdrawn = [self._recorded_block(index) for index in over]
+        seed = self.superblock.record_seed
+        nothing = [(index, nothing_at(self.generations[index])) for index in over]
+        self.file.write_records((i, pack_record(h, RecordState.FREE, sequence, seed(i))) for i, h in nothing)
+        for index in over:
+            self.recorded[index] = 0
+        return withdrawn
 
     def _current(self, index: int) -> int:
         """The generation of a whole block that is in the slot now; 0 when there is none."""
@@ -243,3 +261,7 @@ class Slab:
         sound = record_holds(raw, self.superblock.record_seed(index))
         key = record_header(raw).key if sound else bytes(16)
         return key, Location(self.number, index, self.recorded[index])
+
+
+def _column(values: Column) -> array[int]:
+    return array("Q", np.ascontiguousarray(values, np.uint64).tobytes())

@@ -77,6 +77,15 @@ class SlabFile:
     def length_bytes(self) -> int:
         return os.fstat(self._record_fd).st_size
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has its length, its space and both superblocks."""
+        status, end = os.fstat(self._record_fd), self.superblock.file_bytes
+        if status.st_size < end or status.st_blocks * 512 < end:
+            return False
+        raw = self.superblock.pack()
+        return all(os.pread(self._record_fd, len(raw), at) == raw for at in (0, end - SUPERBLOCK_BYTES))
+
     def restore_length(self) -> None:
         """Give a truncated file its space back (zeros) and both superblocks. Raises OSError."""
         os.posix_fallocate(self._record_fd, 0, self.superblock.file_bytes)
@@ -106,6 +115,23 @@ class SlabFile:
         """All records, in slot order; those beyond the end of a truncated file are zeros."""
         raw = os.pread(self._record_fd, self.superblock.slots * RECORD_BYTES, SUPERBLOCK_BYTES)
         return np.frombuffer(raw.ljust(self.superblock.slots * RECORD_BYTES, b"\0"), dtype=RECORD_DTYPE)
+
+    def read_records_into(self, buffer: memoryview, first: int) -> None:
+        """Fill `buffer` with the records from slot `first` on; zeros beyond the end of a truncated file."""
+        done = 0
+        while done < len(buffer):
+            offset = SUPERBLOCK_BYTES + first * RECORD_BYTES + done
+            got = os.preadv(self._record_fd, [buffer[done:]], offset)
+            if not got:
+                np.frombuffer(buffer, np.uint8)[done:] = 0
+                return
+            done += got
+
+    def expect_records(self) -> None:
+        """All records will be read soon: the kernel may begin."""
+        os.posix_fadvise(
+            self._record_fd, SUPERBLOCK_BYTES, self.superblock.slots * RECORD_BYTES, os.POSIX_FADV_WILLNEED
+        )
 
     def read_record(self, index: int) -> bytes:
         return os.pread(self._record_fd, RECORD_BYTES, SUPERBLOCK_BYTES + index * RECORD_BYTES)

@@ -55,6 +55,11 @@ class SlabSpace:
     def slab_file_bytes(self) -> int:
         return self._slab_file_bytes
 
+    @property
+    def growth_bytes(self) -> int:
+        """What the next slab file takes of the file system, where the capacity allows one."""
+        return self._slab_bytes
+
     def allocate(self, nbytes: int, *, may_grow: bool) -> tuple[Slab, Slot] | None:
         """A slot of exactly `nbytes`, from a slab with room, a new slab, or an empty one of another slot size."""
         candidates = self._with_room[nbytes]
@@ -153,7 +158,8 @@ class SlabSpace:
         for old in list(self._empty.values()):
             if old.superblock.slot_bytes == slot_bytes:
                 continue
-            if not old.is_made:
+            made = old if old.is_made else old.replaces
+            if made is None:
                 self.discard(old)  # it was planned and never written to
                 return self._new(slot_bytes)
             slots = slots_that_fit(old.superblock.file_bytes, slot_bytes)
@@ -166,7 +172,7 @@ class SlabSpace:
                 old.superblock.file_bytes, time.time_ns(),
             )  # fmt: skip
             self.discard(old)
-            slab = Slab(self._directory, superblock, replaces=old, require_direct=self._require_direct)
+            slab = Slab(self._directory, superblock, replaces=made, require_direct=self._require_direct)
             self.adopt(slab)
             return slab
         return None

@@ -1,0 +1,56 @@
+"""Power loss of a whole daemon: what clients were told is durable comes back through the daemon's own recovery."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvstore_client import Session
+from kvstore_tiers.testing.powerloss import CompilerMissing, replay
+from kvstore_tiers.testing.powerloss.record import shim_path
+from tests.reference.powerloss_daemon import JUDGE, MODEL, RecordedDaemon
+from tests.reference.running_daemon import ended_with
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    try:
+        shim_path()
+    except CompilerMissing as error:
+        pytest.skip(str(error))
+
+
+def use(daemon: RecordedDaemon, session: Session, first: int) -> None:
+    """Conversations in all three modes; some are deleted, one comes back."""
+    for conversation in range(first, first + 6):
+        mode = ("batch", "always", "none")[conversation % 3]
+        daemon.put(session, conversation, 4, mode)
+    assert daemon.delete(session, first, 4) == 4
+    assert daemon.delete(session, first + 1, 4) == 4
+    daemon.put(session, first, 4, "always")
+
+
+def record(directory: Path) -> Path:
+    """A daemon that serves, is killed, starts again, serves and ends."""
+    daemon = RecordedDaemon(directory)
+    with ended_with(daemon):
+        daemon.start()
+        with daemon.connect(MODEL) as session:
+            use(daemon, session, 1)
+        daemon.kill9()
+        daemon.restart()
+        with daemon.connect(MODEL) as session:
+            use(daemon, session, 11)
+        daemon.stop()
+    return daemon.recording.log
+
+
+@pytest.mark.slow
+def test_what_a_daemon_answered_survives_power_loss() -> None:
+    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
+        figures = replay(record(Path(directory)), seed=1, states=1000, judge=JUDGE)
+    assert figures.states >= 1000
+    assert figures.promised > 1000, "promises were checked"
+    assert figures.is_sound, figures.failures

@@ -1,0 +1,119 @@
+"""The log of what a process did to the files below one directory, and the marks it left between.
+
+Owns the record format that shim.c writes, and the rules of order. Never judges and never touches the recorded files.
+
+A record: 48 bytes (`_HEADER`, little-endian), the path, the data. `start` and `end` are ticks of one counter that all
+recorded processes share, taken before the call began and after it returned, so that
+- an effect may reach the medium at any tick after its `start`;
+- a sync vouches for what had `end`ed before the sync's `start`, from the sync's `end` on.
+Invariants: records of one thread are in order; ticks are unique; a record that a killed process wrote half is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+MAGIC = 0x53534C50
+THROUGH = 1  # a flag: the data was on the medium when the call returned
+_HEADER = struct.Struct("<IHHQQQqII")
+_MAGIC_BYTES = MAGIC.to_bytes(4, "little")
+
+
+class Kind(IntEnum):
+    CREATE = 1
+    WRITE = 2
+    TRUNCATE = 3
+    ALLOCATE = 4
+    SYNC = 5
+    RENAME = 6
+    UNLINK = 7
+    MKDIR = 8
+    RMDIR = 9
+    MARK = 10
+    UNSEEN = 11
+    SYNC_ALL = 12
+
+
+NAMING = frozenset({Kind.CREATE, Kind.RENAME, Kind.UNLINK, Kind.MKDIR, Kind.RMDIR})
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call. `offset` is the new length for TRUNCATE and ALLOCATE; `data` the new path for RENAME."""
+
+    kind: Kind
+    start: int
+    end: int
+    inode: int = 0
+    offset: int = 0
+    path: str = ""
+    data: bytes = b""
+    through: bool = False
+
+    def mark(self) -> dict[str, Any]:
+        """What a MARK says."""
+        said = json.loads(self.data)
+        assert isinstance(said, dict)
+        return said
+
+
+def pack_mark(said: dict[str, Any]) -> bytes:
+    """The data of a MARK."""
+    return json.dumps(said, separators=(",", ":")).encode()
+
+
+class UnseenChange(Exception):
+    """The process changed files in a way that the recorder does not follow; the log proves nothing."""
+
+
+def pack(operation: Operation) -> bytes:
+    """A record as the shim writes it."""
+    path = operation.path.encode()
+    flags = THROUGH if operation.through else 0
+    return (
+        _HEADER.pack(
+            MAGIC, operation.kind, flags, operation.start, operation.end, operation.inode, operation.offset,
+            len(path), len(operation.data),
+        )
+        + path
+        + operation.data
+    )  # fmt: skip
+
+
+def read_log(path: Path) -> list[Operation]:
+    """All operations by their start. Raises UnseenChange."""
+    operations = sorted(_records(path.read_bytes()), key=lambda one: one.start)
+    unseen = next((one for one in operations if one.kind is Kind.UNSEEN), None)
+    if unseen is not None:
+        raise UnseenChange(f"{path}: the recorder does not follow {unseen.path}")
+    return operations
+
+
+def write_log(path: Path, operations: Iterable[Operation]) -> None:
+    """A log of one's own making, for tests of the replayer and for logs that are changed on purpose."""
+    path.write_bytes(b"".join(map(pack, operations)))
+
+
+def _records(raw: bytes) -> Iterator[Operation]:
+    at = 0
+    while at + _HEADER.size <= len(raw):
+        magic, kind, flags, start, end, inode, offset, path_bytes, data_bytes = _HEADER.unpack_from(raw, at)
+        body = at + _HEADER.size
+        following = body + path_bytes + data_bytes
+        whole = following == len(raw) or raw[following : following + 4] == _MAGIC_BYTES
+        if magic != MAGIC or not whole:
+            at = raw.find(_MAGIC_BYTES, at + 1)  # the writer was killed in the middle of it
+            if at < 0:
+                return
+            continue
+        yield Operation(
+            Kind(kind), start, end, inode, offset,
+            raw[body : body + path_bytes].decode(), raw[body + path_bytes : following], bool(flags & THROUGH),
+        )  # fmt: skip
+        at = following
