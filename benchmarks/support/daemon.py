@@ -69,14 +69,18 @@ class BenchDaemon:
 
 
 @contextmanager
-def bench_daemon(*settings: str) -> Iterator[BenchDaemon]:
-    """A daemon with `--set` arguments, stopped at the end. Its log is shown when it does not start."""
+def bench_daemon(*settings: str, state_dir: Path | None = None) -> Iterator[BenchDaemon]:
+    """A daemon with `--set` arguments, stopped at the end. Its log is shown when it does not start.
+
+    With `state_dir` it finds, and leaves, what is there; else it starts empty.
+    """
     with tempfile.TemporaryDirectory(prefix="kvbench-") as name:
         directory = Path(name)
         with (directory / "log").open("wb") as log, _listener(directory / "notify") as listener:
             environment = {**os.environ, "NOTIFY_SOCKET": str(directory / "notify")}
             started = time.perf_counter()
-            child = subprocess.Popen(_command(directory, settings), env=environment, stdout=log, stderr=log)
+            command = _command(directory, state_dir or directory / "state", settings)
+            child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
             try:
                 _wait_ready(child, listener, directory / "log")
                 yield BenchDaemon(directory / "run", child.pid, time.perf_counter() - started)
@@ -84,9 +88,9 @@ def bench_daemon(*settings: str) -> Iterator[BenchDaemon]:
                 _stop(child)
 
 
-def _command(directory: Path, settings: tuple[str, ...]) -> list[str]:
+def _command(directory: Path, state_dir: Path, settings: tuple[str, ...]) -> list[str]:
     chosen = [argument for setting in settings for argument in ("--set", setting)]
-    places = ["--socket-dir", str(directory / "run"), "--state-dir", str(directory / "state")]
+    places = ["--socket-dir", str(directory / "run"), "--state-dir", str(state_dir)]
     return [sys.executable, "-m", "kvstored", "serve", *places, *chosen]
 
 

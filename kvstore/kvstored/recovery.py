@@ -1,40 +1,59 @@
-"""Recovery: what the NVMe tier kept becomes residency again, before anybody is served."""
+"""Recovery: what the NVMe tier kept becomes residency again, before anybody is served.
+
+All at once and by columns: a million blocks in a fraction of a second. What does not fit that way goes one by one.
+"""
 
 from __future__ import annotations
 
 from kvstore_tiers.base import Tier
+from kvstore_tiers.recovered import RecoveredBlocks
 from kvstored.clock import Clock
-from kvstored.residency import CyclicChainError, Residency
+from kvstored.residency import CyclicChainError, Kind, Residency
 from kvstored.tenants import TenantDirectory
 from kvstored.tiering import NVME
 
 
 def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, clock: Clock) -> int:
-    """Insert every surviving block; parents and children find each other in any order. How many there were.
+    """Insert every surviving block; parents and children find each other in any order. How many there were."""
+    now_ns = clock.monotonic_ns()
+    blocks = nvme.recover_columns()
+    kinds = [
+        Kind(residency.tenant(origin.tenant.hex()), tenants.fingerprint_number(origin.fingerprint), origin.group)
+        for origin in blocks.origins
+    ]
+    left_out = residency.adopt(NVME, blocks, kinds, now_ns)
+    recovered = len(blocks) - len(left_out)
+    for block in left_out:
+        recovered += _recover_one(nvme, residency, blocks, block, kinds[int(blocks.origin[block])], now_ns)
+    return recovered
+
+
+def _recover_one(
+    nvme: Tier, residency: Residency, blocks: RecoveredBlocks, block: int, kind: Kind, now_ns: int
+) -> bool:
+    """Insert one block, unless it is there already.
 
     A record whose chain closes on itself cannot have been written by us: its slot is quarantined.
     """
-    now_ns = clock.monotonic_ns()
-    recovered = 0
-    for slot, header in nvme.recover():
-        tenant = residency.tenant(header.tenant.hex())
-        if residency.find(tenant, header.key) >= 0:
-            nvme.free(slot)
-            continue
+    key, slot = blocks.key_of(block), blocks.slot_of(block)
+    row = residency.find_any(kind.tenant, key)
+    if row >= 0 and residency.state(row, NVME):
+        nvme.free(slot)
+        return False
+    if row < 0 or not residency.tier_mask(row):
         try:
             row = residency.insert(
-                tenant,
-                header.key,
-                header.parent,
-                fingerprint_id=tenants.fingerprint_number(header.fingerprint),
-                group=header.group,
-                depth=header.depth,
-                payload_bytes=header.payload_bytes,
+                kind.tenant,
+                key,
+                blocks.parent_of(block),
+                fingerprint_id=kind.fingerprint_id,
+                group=kind.group,
+                depth=int(blocks.depth[block]),
+                payload_bytes=int(blocks.payload_bytes[block]),
                 now_ns=now_ns,
             )
         except CyclicChainError as error:
             nvme.quarantine(slot, str(error))
-            continue
-        residency.attach(row, NVME, slot, now_ns)
-        recovered += 1
-    return recovered
+            return False
+    residency.attach(row, NVME, slot, now_ns)
+    return True

@@ -8,8 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvstore_proto.arena import BlockHeader
+from kvstore_proto.identity import NO_PARENT
+from kvstore_tiers.recovered import as_columns
 from kvstored.lifecycle import BY_CHOICE, Cause
-from kvstored.residency import CyclicChainError, check
+from kvstored.residency import CyclicChainError, Kind, check
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 
 TIERS = ("host", "nvme")
@@ -87,6 +90,42 @@ class ResidencyAgainstModel(RuleBasedStateMachine):
             self.blocks.setdefault((tenant, parent), Block())
         self.prune()
         self.tokens[name] = self.residency.token(row)
+
+    @rule(
+        found=st.dictionaries(
+            st.tuples(tenants, numbers), st.tuples(st.none() | numbers, st.integers(0, 3)), max_size=9
+        ),
+        tier=tiers,
+    )
+    def adopt(self, found: dict[Name, tuple[int | None, int]], tier: int) -> None:
+        """Blocks that come in bulk; what has a row, or is no deeper than its parent, is left to the slow way."""
+        names = list(found)
+        slots = [self.shelf.slot() for _ in names]
+        headers = [
+            BlockHeader(
+                key(number), NO_PARENT if found[tenant, number][0] is None else key(found[tenant, number][0] or 0),
+                bytes(32), bytes([tenant]) * 16, 4096, depth=found[tenant, number][1],
+            )
+            for tenant, number in names
+        ]  # fmt: skip
+        blocks = as_columns(zip(slots, headers, strict=True))
+        kinds = [Kind(origin.tenant[0], 7, origin.group) for origin in blocks.origins]
+        left_out = {names[position] for position in self.residency.adopt(tier, blocks, kinds, 1)}
+        adopted = set(found) - set(self.blocks)
+        while twisted := {
+            name for name in adopted
+            if (above := (name[0], found[name][0])) in adopted and found[name][1] <= found[above][1]  # type: ignore[index]
+        }:  # fmt: skip
+            adopted -= twisted
+        assert left_out == set(found) - adopted
+        for name in adopted:
+            block = self.blocks.setdefault(name, Block())
+            block.parent = found[name][0]
+            block.copies[tier] = "resident"
+        for name in adopted:
+            if found[name][0] is not None:
+                self.blocks.setdefault((name[0], found[name][0] or 0), Block())
+            self.tokens[name] = self.residency.token(self.row(name))
 
     @rule(tenant=tenants, number=numbers, tier=tiers, filling=st.booleans())
     def copy(self, tenant: int, number: int, tier: int, filling: bool) -> None:

@@ -1,104 +1,190 @@
 """The invariant walker of residency: recounts everything from the rows and says what does not agree.
 
-Used as the teardown of tests, by the daemon when idle and by `kvstored check`. Reads only; O(rows).
+Used as the teardown of tests and by the daemon when idle, there in slices. Reads only; O(rows), some 12 bytes a row.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
+
+import numpy as np
+
 from kvstored.lifecycle import INDEXED, READABLE, CopyState
+from kvstored.residency.copies import TierCopies
 from kvstored.residency.view import ResidencyView
+
+_STEP_ROWS = 64  # between two pauses: about 0.2 ms
+_STAYING = (CopyState.FILLING, CopyState.RESIDENT)
 
 
 def check(residency: ResidencyView) -> list[str]:
     """Broken invariants in words; empty when all hold."""
-    faults: list[str] = []
-    live = _check_rows(residency, faults)
-    _check_tenants(residency, live, faults)
-    for tier in range(len(residency.tiers)):
-        _check_tier(residency, tier, live, faults)
-    for row, pins in residency.pins.items():
-        if row not in live or pins < 1:
-            faults.append(f"row {row}: {pins} pins on a row that is {'live' if row in live else 'free'}")
-    return faults
+    walk = Walk(residency, cold_keys=True)
+    for _ in walk.steps():
+        pass
+    return walk.faults
 
 
-def _check_rows(residency: ResidencyView, faults: list[str]) -> set[int]:
-    rows = residency.rows
-    live = {row for row, key in enumerate(rows.keys) if key is not None}
-    if len(live) != rows.live:
-        faults.append(f"{rows.live} rows counted, {len(live)} live")
-    links = dict.fromkeys(live, 0)
-    for row in live:
-        parent = rows.parent[row]
-        if parent < 0:
-            continue
-        if parent not in live:
-            faults.append(f"row {row}: parent {parent} is free")
-        else:
-            links[parent] += 1
-            if residency.tenant_of(parent) != residency.tenant_of(row):
-                faults.append(f"row {row}: parent {parent} belongs to another tenant")
-    for row in live:
-        if links[row] != rows.links[row]:
-            faults.append(f"row {row}: {rows.links[row]} children counted, {links[row]} found")
-        states = {copies.state[row] for copies in residency.copies}
-        if states == {0} and not links[row]:
-            faults.append(f"row {row}: neither copy nor child")
-        if not states <= {0, *INDEXED}:
-            faults.append(f"row {row}: copy states {sorted(states)} do not belong in the index")
-        mask = sum(1 << tier for tier, copies in enumerate(residency.copies) if copies.state[row] in READABLE)
+class Walk:
+    """One walk. `steps` may be paused after each step, as long as nothing changes before it goes on. `cold_keys`: also
+    look up keys that are not in memory, which reads the medium."""
+
+    def __init__(self, residency: ResidencyView, *, cold_keys: bool = False) -> None:
+        self.faults: list[str] = []
+        self.rows = 0
+        self._residency = residency
+        self._cold_keys = cold_keys
+        capacity = residency.rows.capacity
+        self._live = bytearray(capacity)
+        self._listed = bytearray(capacity)
+        self._links = array("I", bytes(4 * capacity))
+
+    def steps(self) -> Iterator[None]:
+        yield from self._mark_live()
+        for rows in self._live_runs():
+            for row in rows:
+                self._check_row(row)
+            yield
+        yield from self._check_tenants()
+        for tier in range(len(self._residency.tiers)):
+            yield from self._check_tier(tier)
+        for row, pins in self._residency.pins.items():
+            if not self._live[row] or pins < 1:
+                self._fault(f"row {row}: {pins} pins on a row that is {'live' if self._live[row] else 'free'}")
+
+    def _fault(self, what: str) -> None:
+        self.faults.append(what)
+
+    def _live_runs(self) -> Iterator[list[int]]:
+        """The live rows of each `_STEP_ROWS` rows, perhaps none: a pause after each bounds what is done in between."""
+        for first in range(0, len(self._live), _STEP_ROWS):
+            yield [row for row, is_live in enumerate(self._live[first : first + _STEP_ROWS], first) if is_live]
+
+    def _mark_live(self) -> Iterator[None]:
+        residency, rows = self._residency, self._residency.rows
+        for row in range(rows.capacity):
+            self._live[row] = rows.keys[row] is not None or rows.key(row) is not None
+            if row % _STEP_ROWS == 0:
+                yield
+        self.rows = sum(self._live)
+        if self.rows != rows.live:
+            self._fault(f"{rows.live} rows counted, {self.rows} live")
+        for run in self._live_runs():
+            for row in run:
+                parent = rows.parent[row]
+                if parent < 0:
+                    continue
+                if not self._live[parent]:
+                    self._fault(f"row {row}: parent {parent} is free")
+                elif residency.tenant_of(parent) != residency.tenant_of(row):
+                    self._fault(f"row {row}: parent {parent} belongs to another tenant")
+                self._links[parent] += 1
+            yield
+
+    def _check_row(self, row: int) -> None:
+        rows, tiers = self._residency.rows, self._residency.copies
+        if self._links[row] != rows.links[row]:
+            self._fault(f"row {row}: {rows.links[row]} children counted, {self._links[row]} found")
+        states = [copies.state[row] for copies in tiers]
+        if not any(states) and not self._links[row]:
+            self._fault(f"row {row}: neither copy nor child")
+        if not {0, *INDEXED}.issuperset(states):
+            self._fault(f"row {row}: copy states {sorted(set(states))} do not belong in the index")
+        mask = sum(1 << tier for tier, state in enumerate(states) if state in READABLE)
         if mask != rows.mask[row]:
-            faults.append(f"row {row}: tier mask {rows.mask[row]:b}, states say {mask:b}")
-        filling = sum(1 << t for t, copies in enumerate(residency.copies) if copies.state[row] == CopyState.FILLING)
+            self._fault(f"row {row}: tier mask {rows.mask[row]:b}, states say {mask:b}")
+        filling = sum(1 << tier for tier, state in enumerate(states) if state == CopyState.FILLING)
         if filling != rows.filling[row]:
-            faults.append(f"row {row}: filling mask {rows.filling[row]:b}, states say {filling:b}")
-    return live
+            self._fault(f"row {row}: filling mask {rows.filling[row]:b}, states say {filling:b}")
 
+    def _check_tenants(self) -> Iterator[None]:
+        residency, rows = self._residency, self._residency.rows
+        cold = [0] * len(residency.tenants)
+        for number, index in enumerate(residency.tenants):
+            for readable, part in ((True, index.readable), (False, index.unreadable)):
+                for position, (key, row) in enumerate(part.items()):
+                    self._check_listed(number, readable, key, row)
+                    if position % _STEP_ROWS == 0:
+                        yield
+        for run in self._live_runs():
+            for row in run:
+                if not self._listed[row]:
+                    self._check_unlisted(row, cold)
+            yield
+        for index, found in zip(residency.tenants, cold, strict=True):
+            if found != index.cold_blocks:
+                self._fault(f"tenant {index.name}: {index.cold_blocks} cold blocks counted, {found} found")
+        if len(rows.keys) != rows.capacity:
+            self._fault(f"{len(rows.keys)} keys in a table of {rows.capacity} rows")
 
-def _check_tenants(residency: ResidencyView, live: set[int], faults: list[str]) -> None:
-    seen: set[int] = set()
-    for number, index in enumerate(residency.tenants):
-        for name, readable, part in (
-            ("readable", True, index.readable),
-            ("unreadable", False, index.unreadable),
-        ):
-            for key, row in part.items():
-                if row not in live or residency.rows.keys[row] != key or row in seen:
-                    faults.append(f"tenant {index.name}: {name} key {key.hex()} names row {row}, which is not its own")
-                elif residency.tenant_of(row) != number or bool(residency.rows.mask[row]) != readable:
-                    faults.append(f"tenant {index.name}: row {row} is listed as {name} and is not")
-                seen.add(row)
-    for row in live - seen:
-        faults.append(f"row {row}: in no tenant's index")
+    def _check_listed(self, tenant: int, readable: bool, key: bytes, row: int) -> None:
+        residency = self._residency
+        name, kind = residency.tenants[tenant].name, "readable" if readable else "unreadable"
+        if not self._live[row] or residency.rows.keys[row] != key or self._listed[row]:
+            self._fault(f"tenant {name}: {kind} key {key.hex()} names row {row}, which is not its own")
+        elif residency.tenant_of(row) != tenant or bool(residency.rows.mask[row]) != readable:
+            self._fault(f"tenant {name}: row {row} is listed as {kind} and is not")
+        self._listed[row] = 1
 
+    def _check_unlisted(self, row: int, cold: list[int]) -> None:
+        """A row that no dictionary names: one whose key is still on the medium alone, or lost."""
+        residency, rows = self._residency, self._residency.rows
+        tenant = residency.tenant_of(row)
+        index = residency.tenants[tenant]
+        if rows.keys[row] is not None or index.cold is None:
+            self._fault(f"row {row}: in no tenant's index")
+            return
+        cold[tenant] += 1
+        if self._cold_keys and index.find(rows.cold_key(row)) != row:
+            self._fault(f"tenant {index.name}: cold row {row} is not found by its key")
 
-def _check_tier(residency: ResidencyView, tier: int, live: set[int], faults: list[str]) -> None:
-    copies, name = residency.copies[tier], residency.tiers[tier]
-    held = [0] * len(residency.tenants)
-    leaving = [0] * len(residency.tenants)
-    kids = dict.fromkeys(live, 0)
-    places: dict[tuple[int, int], int] = {}
-    blocks = 0
-    for row, state in enumerate(copies.state):
-        if not state:
-            continue
-        if row not in live:
-            faults.append(f"{name}: free row {row} has a copy")
-            continue
-        blocks += 1
-        slot = copies.slot(row)
-        held[residency.tenant_of(row)] += slot.nbytes
-        leaving[residency.tenant_of(row)] += slot.nbytes if state == CopyState.DRAINING else 0
-        other = places.setdefault((slot.container, slot.offset), row)
-        if other != row:
-            faults.append(f"{name}: rows {other} and {row} share the slot {slot.container}:{slot.offset}")
-        parent = residency.rows.parent[row]
-        if parent >= 0 and state in (CopyState.FILLING, CopyState.RESIDENT):
-            kids[parent] = kids.get(parent, 0) + 1
-    for row in live:
-        if kids[row] != copies.kids[row]:
-            faults.append(f"{name}: row {row}: {copies.kids[row]} children counted here, {kids[row]} found")
-    if (held, leaving) != (copies.bytes_by_tenant, copies.leaving_by_tenant):
-        faults.append(f"{name}: bytes by tenant {copies.bytes_by_tenant} counted, {held} found, {leaving} leaving")
-    if blocks != copies.blocks:
-        faults.append(f"{name}: {copies.blocks} copies counted, {blocks} found")
+    def _check_tier(self, tier: int) -> Iterator[None]:
+        residency = self._residency
+        copies, parents, live = residency.copies[tier], residency.rows.parent, self._live
+        tenants = len(residency.tenants)
+        held, leaving = [0] * tenants, [0] * tenants
+        kids = array("I", bytes(4 * len(live)))
+        blocks = 0
+        for row, state in enumerate(copies.state):
+            if row % _STEP_ROWS == 0:
+                yield
+            if not state:
+                continue
+            if row >= len(live) or not live[row]:
+                self._fault(f"{copies.name}: free row {row} has a copy")
+                continue
+            blocks += 1
+            tenant = residency.tenant_of(row)
+            held[tenant] += copies.nbytes[row]
+            leaving[tenant] += copies.nbytes[row] if state == CopyState.DRAINING else 0
+            if parents[row] >= 0 and state in _STAYING:
+                kids[parents[row]] += 1
+        for run in self._live_runs():
+            for row in run:
+                if kids[row] != copies.kids[row]:
+                    told = f"{copies.kids[row]} children counted here, {kids[row]} found"
+                    self._fault(f"{copies.name}: row {row}: {told}")
+            yield
+        if (held, leaving) != (copies.bytes_by_tenant, copies.leaving_by_tenant):
+            told = f"{copies.bytes_by_tenant} counted, {held} found, {leaving} leaving"
+            self._fault(f"{copies.name}: bytes by tenant {told}")
+        if blocks != copies.blocks:
+            self._fault(f"{copies.name}: {copies.blocks} copies counted, {blocks} found")
+        yield from self._check_places(copies)
+
+    def _check_places(self, copies: TierCopies) -> Iterator[None]:
+        """No two rows share a slot."""
+        taken = np.flatnonzero(np.frombuffer(copies.state, np.uint8))
+        containers = np.flatnonzero(np.bincount(np.frombuffer(copies.container, np.uint32)[taken]))
+        del taken
+        for container in containers.tolist():
+            here = np.frombuffer(copies.container, np.uint32) == container
+            rows = np.flatnonzero(here & (np.frombuffer(copies.state, np.uint8) != 0))
+            offsets = np.frombuffer(copies.offset, np.uint64)[rows]
+            order = np.argsort(offsets, kind="stable")
+            for position in np.flatnonzero(np.diff(offsets[order]) == 0).tolist():
+                one, other = int(rows[order[position]]), int(rows[order[position + 1]])
+                where = f"{container}:{copies.offset[one]}"
+                self._fault(f"{copies.name}: rows {one} and {other} share the slot {where}")
+            yield

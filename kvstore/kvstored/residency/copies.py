@@ -9,10 +9,13 @@ slots' `nbytes`.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvstore_tiers.base import Slot
+
+_new_slot = tuple.__new__  # half the time of Slot's own
 
 
 class TierCopies:
@@ -62,11 +65,24 @@ class TierCopies:
         self.bytes_by_tenant[tenant] += slot.nbytes
         self.blocks += 1
 
+    def put_run(self, rows: Sequence[int], slots: Sequence[Slot], tenant: int) -> None:
+        """`put` for each row."""
+        containers, offsets, sizes, generations = self.container, self.offset, self.nbytes, self.generation
+        held_bytes = 0
+        for row, (container, offset, nbytes, generation) in zip(rows, slots, strict=True):
+            containers[row] = container
+            offsets[row] = offset
+            sizes[row] = nbytes
+            generations[row] = generation
+            held_bytes += nbytes
+        self.bytes_by_tenant[tenant] += held_bytes
+        self.blocks += len(rows)
+
     def take(self, row: int, tenant: int) -> Slot:
-        slot = self.slot(row)
-        self.bytes_by_tenant[tenant] -= slot.nbytes
+        nbytes = self.nbytes[row]
+        self.bytes_by_tenant[tenant] -= nbytes
         self.blocks -= 1
-        return slot
+        return _new_slot(Slot, (self.container[row], self.offset[row], nbytes, self.generation[row]))
 
     def slot(self, row: int) -> Slot:
         return Slot(self.container[row], self.offset[row], self.nbytes[row], self.generation[row])

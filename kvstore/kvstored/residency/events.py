@@ -15,6 +15,9 @@ class TierListener(Protocol):
     def inserted(self, row: int, now_ns: int) -> None:
         """`row` has become resident in this tier (stored, promoted, demoted into, or recovered)."""
 
+    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+        """`inserted` for each of `rows`, a piece of one chain, head first."""
+
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
         """`rows`, in chain order (head first), all resident here, were used together."""
 
@@ -31,6 +34,9 @@ class NobodyListens:
     """The listener of a tier without a policy."""
 
     def inserted(self, row: int, now_ns: int) -> None:
+        pass
+
+    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
         pass
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:

@@ -40,9 +40,11 @@ class Ghost:
 
     def remember(self, key: bytes, cause: Cause, now_ns: int, accesses: int) -> None:
         seen = self._seen
-        seen[key] = now_ns << _TIME_SHIFT | min(accesses, _ACCESS_MAX) << _CAUSE_BITS | cause
-        seen.move_to_end(key)
-        if len(seen) > self._limit:
+        before = len(seen)
+        seen[key] = now_ns << _TIME_SHIFT | (accesses if accesses < _ACCESS_MAX else _ACCESS_MAX) << _CAUSE_BITS | cause
+        if len(seen) == before:
+            seen.move_to_end(key)
+        elif before >= self._limit:
             seen.popitem(last=False)
 
     def recall(self, key: bytes) -> Absence | None:

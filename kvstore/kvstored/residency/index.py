@@ -18,12 +18,14 @@ Invariants (walked by `check`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
+from kvstore_tiers.recovered import RecoveredBlocks
 from kvstored.lifecycle import BY_CHOICE, Cause, CopyState, Step, advance
+from kvstored.residency.adoption import adopt
 from kvstored.residency.events import NobodyListens, PresenceListener, TierListener
 from kvstored.residency.tenant import TenantIndex
 from kvstored.residency.view import Kind, ResidencyView
@@ -32,7 +34,11 @@ DEFAULT_GHOST_KEYS = 65_536
 _ACCESSES_MAX = 0xFFFF
 _STATES = tuple(CopyState)
 _FILLING = int(CopyState.FILLING)  # plain ints: half the time of a comparison with a member
+_RESIDENT = int(CopyState.RESIDENT)
 _DRAINING = int(CopyState.DRAINING)
+_STORED = int(advance(CopyState.ABSENT, Step.RECOVER))  # what a copy is that comes whole
+_RETIRED = int(advance(CopyState.RESIDENT, Step.RETIRE))
+_IS_BY_CHOICE = [cause in BY_CHOICE for cause in range(max(Cause) + 1)]  # a set of members hashes their names
 
 
 class CyclicChainError(ValueError):
@@ -133,6 +139,63 @@ class Residency(ResidencyView):
         self.rows.accesses[row] = index.ghost.accesses(key)
         return row
 
+    def store_run(
+        self,
+        tenant: int,
+        keys: Sequence[bytes],
+        parent: int,
+        tier: int,
+        slots: Sequence[Slot],
+        *,
+        fingerprint_id: int,
+        group: int,
+        payload_bytes: int,
+        now_ns: int,
+    ) -> list[int]:
+        """`insert` and `attach` of each of `keys`, which continue the chain of row `parent` (-1: begin one), whole and
+        readable in `tier` at once. Raises RuntimeError for a key that has a row already.
+        """
+        rows, copies, index = self.rows, self.copies[tier], self.tenants[tenant]
+        readable, unreadable, ghost = index.readable, index.unreadable, index.ghost
+        kind = self._kind(tenant, fingerprint_id, group)
+        depth = rows.depth[parent] + 1 if parent >= 0 else 0
+        free = rows.reserve(len(keys))
+        if rows.capacity > len(copies.state):
+            for each in self.copies:
+                each.grow(rows.capacity)
+        row_keys, parents, links, kinds, depths = rows.keys, rows.parent, rows.links, rows.kind, rows.depth
+        sizes, last, accesses, mask = rows.payload_bytes, rows.last_access_ns, rows.accesses, rows.mask
+        state, kids, bit, recall = copies.state, copies.kids, 1 << tier, ghost.accesses
+        found: list[int] = []
+        for key in keys:
+            if key in readable or key in unreadable or (index.cold is not None and index.cold.get(key) >= 0):
+                raise RuntimeError(f"block {key.hex()} is stored already")
+            row = free.pop()
+            row_keys[row] = key
+            parents[row] = parent
+            kinds[row] = kind
+            depths[row] = depth
+            sizes[row] = payload_bytes
+            last[row] = now_ns
+            accesses[row] = recall(key)
+            mask[row] = bit
+            state[row] = _STORED
+            readable[key] = row
+            if parent >= 0:
+                links[parent] += 1
+                kids[parent] += 1
+            parent = row
+            depth += 1
+            found.append(row)
+        rows.live += len(found)
+        copies.put_run(found, slots, tenant)
+        index.fingerprints.add(fingerprint_id)
+        self._listeners[tier].inserted_run(found, now_ns)
+        if self._presence is not None:
+            for row in found:
+                self._tell_presence(row)
+        return found
+
     def remove(self, row: int, cause: Cause, now_ns: int) -> list[TakenCopy]:
         """Take every copy of a block and remember why. The row ends, or stays as a placeholder under its
         children.
@@ -141,9 +204,11 @@ class Residency(ResidencyView):
         causes) leases end too: pins are dropped, and the caller sees to it that readers keep their bytes
         (limbo).
         """
-        if cause in BY_CHOICE and not self.may_forget(row):
+        if _IS_BY_CHOICE[cause] and not self.may_forget(row):
             raise RuntimeError(f"row {row} cannot be {cause.name.lower()}: pinned, parent of a block, or being filled")
         rows = self.rows
+        if rows.keys[row] is None:
+            self._wake(row)
         key = rows.keys[row]
         if key is None:
             raise RuntimeError(f"row {row} removed twice")
@@ -159,6 +224,62 @@ class Residency(ResidencyView):
         rows.renew(row)
         self.forget_empty(row)
         return taken
+
+    def remove_chosen(
+        self, tier: int, choose: Callable[[int], int], count: int, cause: Cause, now_ns: int
+    ) -> list[Slot]:
+        """`remove` the row that `choose(now_ns)` names, `count` times or until it names none (-1); their slots.
+        Raises RuntimeError for a block with a copy in another tier.
+
+        What nearly every eviction is about goes the short way: a block with one readable copy and nothing on it.
+        """
+        rows, copies, pins, bit = self.rows, self.copies[tier], self.pins, 1 << tier
+        keys, kinds, parents, links, accesses = rows.keys, rows.kind, rows.parent, rows.links, rows.accesses
+        mask, filling, state, kids, kind_tenant = rows.mask, rows.filling, copies.state, copies.kids, self._kind_tenant
+        removed, released = self._listeners[tier].removed, self._listeners[tier].released
+        freed: list[Slot] = []
+        ended: list[int] = []
+        for _ in range(count):
+            row = choose(now_ns)
+            if row < 0:
+                break
+            is_plain = mask[row] == bit and state[row] == _RESIDENT and keys[row] is not None
+            if not is_plain or links[row] or filling[row] or row in pins:
+                if mask[row] & ~bit:
+                    raise RuntimeError(f"row {row} has a copy in another tier: detach it instead")
+                freed.extend(taken.slot for taken in self.remove(row, cause, now_ns))
+                continue
+            tenant = kind_tenant[kinds[row]]
+            index = self.tenants[tenant]
+            key: bytes = keys[row]  # type: ignore[assignment]  # a live row has a key
+            parent = parents[row]
+            state[row] = _RETIRED
+            freed.append(copies.take(row, tenant))
+            mask[row] = 0
+            del index.readable[key]
+            removed(row)
+            if self._presence is not None:
+                self._tell_presence(row)
+            index.ghost.remember(key, cause, now_ns, accesses[row])
+            keys[row] = None
+            ended.append(row)
+            if parent < 0:
+                continue
+            parents[row] = -1
+            kids[parent] -= 1
+            links[parent] -= 1
+            above = mask[parent]
+            if above == bit:
+                if not kids[parent]:
+                    released(parent)
+            elif not above:
+                self.forget_empty(parent)
+            elif not links[parent]:
+                self._release(parent, above)
+            elif not kids[parent] and above & bit:
+                released(parent)
+        rows.give_back_run(ended)
+        return freed
 
     def forget_empty(self, row: int) -> None:
         """End a row that has no copy, unless children hang on it; then its placeholder ancestors, likewise."""
@@ -177,6 +298,8 @@ class Residency(ResidencyView):
     def attach(self, row: int, tier: int, slot: Slot, now_ns: int, *, filling: bool = False) -> None:
         """Give `row` a copy in `tier`: readable at once, or (`filling`) after `publish`."""
         copies = self.copies[tier]
+        if self.rows.keys[row] is None:
+            self._wake(row)
         advance(copies.state[row], Step.RESERVE if filling else Step.RECOVER)
         copies.put(row, slot, self._kind_tenant[self.rows.kind[row]])
         parent = self.rows.parent[row]
@@ -208,6 +331,8 @@ class Residency(ResidencyView):
     def drain(self, row: int, tier: int) -> None:
         """A demotion from `tier` has begun. The copy stays readable and is no longer in its parent's way."""
         copies = self.copies[tier]
+        if self.rows.keys[row] is None:
+            self._wake(row)
         copies.state[row] = advance(copies.state[row], Step.DRAIN)
         copies.leaving_by_tenant[self.tenant_of(row)] += copies.nbytes[row]
         self._child_leaves(row, tier)
@@ -232,9 +357,13 @@ class Residency(ResidencyView):
         state = self.copies[tier].state[row]
         if state != _FILLING and not self.rows.mask[row] & ~(1 << tier):
             raise RuntimeError(f"the last readable copy of row {row} cannot be detached from {self.tiers[tier]}")
+        if self.rows.keys[row] is None:
+            self._wake(row)
         taken = self._take_copy(row, tier)
         if not self.rows.mask[row]:
             self.forget_empty(row)
+        else:
+            self._cool(row)
         return taken.slot
 
     # Use
@@ -283,6 +412,61 @@ class Residency(ResidencyView):
             return
         del self.pins[row]
         self._release(row, self.rows.mask[row])
+
+    # In bulk
+
+    def adopt(self, tier: int, blocks: RecoveredBlocks, kinds: Sequence[Kind], now_ns: int) -> list[int]:
+        """`insert` and `attach` of all `blocks`, readable in `tier`, some hundred times as fast; `kinds` belong to
+        `blocks.origins`. What is left out, by position, has to go the slow way: keys that have a row already, and
+        blocks that are no deeper than their parents, which may close a cycle.
+        """
+        return adopt(self, tier, blocks, kinds, now_ns)
+
+    def kind_number(self, kind: Kind) -> int:
+        """For `adopt`: what stands for `kind` in its column."""
+        return self._kind(kind.tenant, kind.fingerprint_id, kind.group)
+
+    def row_to_hang_on(self, tenant: int, key: bytes, child: int) -> int:
+        """For `adopt`: the row of a parent, a placeholder where there is none."""
+        index, rows = self.tenants[tenant], self.rows
+        row = index.row(key)
+        if row < 0:
+            row = self._take(key, rows.kind[child], max(0, rows.depth[child] - 1), rows.payload_bytes[child])
+            index.unreadable[key] = row
+        return row
+
+    def tell_adopted(self, rows: Iterable[int], tier: int, now_ns: int) -> None:
+        """For `adopt`: tell whoever listens already."""
+        listener, presence = self._listeners[tier], self._presence
+        if isinstance(listener, NobodyListens) and presence is None:
+            return
+        for row in rows:
+            listener.inserted(row, now_ns)
+            if presence is not None:
+                presence.changed(self.tenant_of(row), self.key(row), self.rows.mask[row])
+
+    def _wake(self, row: int) -> None:
+        """A row that was taken over in bulk is about to change: from now on its key is in the dictionary."""
+        rows = self.rows
+        key = rows.key(row)
+        if key is None:
+            return  # it is free, which is for the caller to find out
+        index = self.tenants[self._kind_tenant[rows.kind[row]]]
+        rows.keys[row] = key
+        index.readable[key] = row
+        index.cold_blocks -= 1
+
+    def _cool(self, row: int) -> None:
+        """The row may again be as it was when it was taken over: its key is not needed in the dictionary any more."""
+        rows = self.rows
+        index = self.tenants[self._kind_tenant[rows.kind[row]]]
+        slowest_only = rows.mask[row] == 1 << len(self.copies) - 1 and not rows.filling[row]
+        key = rows.keys[row]
+        if index.cold is None or not slowest_only or key is None or not index.cold.has_place(key, row):
+            return
+        del index.readable[key]
+        rows.keys[row] = None
+        index.cold_blocks += 1
 
     # Inside
 

@@ -1,13 +1,17 @@
 """The columns of the index that say what a block is: one row a block, arrays instead of objects.
 
 Owns row numbers, their reuse and their generations, and each row's key, parent, child count and use. Never
-knows tiers. Invariants: a row is live while it has a key; `links[row]` is the number of live rows whose
-parent is `row`; a row number is used again only under a new generation.
+knows tiers. Invariants: a row is live while it has a key, in `keys` or, as long as nothing has changed it since it was
+taken over in bulk (it is cold), in `cold_keys`; a cold row has a readable copy; `links[row]` is the number of live rows
+whose parent is `row`; a row number is used again only under a new generation.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+
+from kvstore_proto.identity import KEY_BYTES
 
 _GROWTH_MIN_ROWS = 1024
 _ROW_BITS = 32
@@ -23,6 +27,7 @@ class Rows:
         "_free",
         "accesses",
         "capacity",
+        "cold_keys",
         "depth",
         "filling",
         "generation",
@@ -41,6 +46,7 @@ class Rows:
         self.live = 0
         self._free: array[int] = array("I")
         self.keys: list[bytes | None] = []
+        self.cold_keys = b""  # 16 bytes a row, as far as rows were ever taken over in bulk
         self.parent = array("i")  # row, or -1
         self.links = array("I")  # live child rows
         self.kind = array("I")  # number of (tenant, fingerprint, group)
@@ -54,6 +60,11 @@ class Rows:
 
     def _grow(self) -> None:
         first, more = self.capacity, max(_GROWTH_MIN_ROWS, self.capacity >> 4)
+        self._add(more)
+        self._free.extend(range(first + more - 1, first - 1, -1))
+
+    def _add(self, more: int) -> None:
+        """Columns for `more` rows, all zeros."""
         self.keys.extend([None] * more)
         self.mask.extend(bytes(more))
         self.filling.extend(bytes(more))
@@ -61,8 +72,27 @@ class Rows:
             column.frombytes(bytes(column.itemsize * more))
         for column in (self.last_access_ns, self.accesses, self.generation):
             column.frombytes(bytes(column.itemsize * more))
-        self.capacity = first + more
-        self._free.extend(range(first + more - 1, first - 1, -1))
+        self.capacity += more
+
+    def take_cold(self, packed_keys: bytes) -> int:
+        """New cold rows for these keys, one after another, without parents, children or copies: the first of them.
+
+        The caller gives each a readable copy before anything else happens.
+        """
+        first, count = self.capacity, len(packed_keys) // KEY_BYTES
+        self._add(count)
+        self.cold_keys = b"".join((self.cold_keys.ljust(first * KEY_BYTES, b"\0"), packed_keys))
+        self.live += count
+        return first
+
+    def key(self, row: int) -> bytes | None:
+        """The key of a row; None when it is free."""
+        key = self.keys[row]
+        return self.cold_key(row) if key is None and self.mask[row] else key
+
+    def cold_key(self, row: int) -> bytes:
+        """The key of a cold row."""
+        return self.cold_keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
 
     def take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
         """A row for `key`, without parent, children or copies."""
@@ -77,15 +107,29 @@ class Rows:
         self.live += 1
         return row
 
+    def reserve(self, count: int) -> array[int]:
+        """At least so many free rows, the next one last. Who pops one gives it all that `take` would."""
+        while len(self._free) < count:
+            self._grow()
+        return self._free
+
     def give_back(self, row: int) -> None:
         """End a row. Raises RuntimeError while something still hangs on it."""
         if self.keys[row] is None or self.links[row] or self.mask[row] or self.filling[row]:
             raise RuntimeError(f"row {row} given back while in use")
         self.keys[row] = None
         self.parent[row] = -1
-        self.renew(row)
+        self.generation[row] = (self.generation[row] + 1) & 0xFFFFFFFF
         self.live -= 1
         self._free.append(row)
+
+    def give_back_run(self, rows: Sequence[int]) -> None:
+        """`give_back` of rows whose key and parent are taken away already, and on which nothing hangs."""
+        generation = self.generation
+        for row in rows:
+            generation[row] = (generation[row] + 1) & 0xFFFFFFFF
+        self.live -= len(rows)
+        self._free.extend(rows)
 
     def renew(self, row: int) -> None:
         """Make every token of `row` stale."""
@@ -97,6 +141,8 @@ class Rows:
     def current(self, token: int) -> int:
         """The row of a token, or -1 when the block it named is gone."""
         row = token & _ROW_MASK
-        if row >= self.capacity or self.keys[row] is None or self.generation[row] != token >> _ROW_BITS:
+        if row >= self.capacity or self.generation[row] != token >> _ROW_BITS:
+            return -1
+        if self.keys[row] is None and not self.mask[row]:
             return -1
         return row

@@ -7,9 +7,12 @@ invariants.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_tiers.base import Slot
@@ -68,7 +71,7 @@ class ResidencyView:
 
     def find(self, tenant: int, key: bytes) -> int:
         """The row of a readable block, or -1."""
-        return self.tenants[tenant].readable.get(key, -1)
+        return self.tenants[tenant].find(key)
 
     def find_any(self, tenant: int, key: bytes) -> int:
         """The row of a block, readable or being filled, or a placeholder, or -1."""
@@ -76,17 +79,27 @@ class ResidencyView:
 
     def find_run(self, tenant: int, packed_keys: bytes) -> list[int]:
         """Rows of the leading run of readable blocks. O(keys); 64 keys in a few microseconds."""
+        return self.find_keys(tenant, unpack_keys(packed_keys))
+
+    def find_keys(self, tenant: int, keys: Iterable[bytes]) -> list[int]:
+        """`find_run` for keys that are apart already."""
+        index, keys = self.tenants[tenant], tuple(keys)
         found: list[int] = []
-        for row in map(self.tenants[tenant].readable.get, unpack_keys(packed_keys)):
+        for row in map(index.readable.get, keys):
             if row is None:
                 break
             found.append(row)
+        if index.cold is not None and len(found) < len(keys):
+            found += index.cold.find_run(keys[len(found) :], index.readable.get)
         return found
 
     def find_each(self, tenant: int, packed_keys: bytes) -> list[int]:
         """A row or -1 for every key."""
-        readable = self.tenants[tenant].readable
-        return [readable.get(key, -1) for key in unpack_keys(packed_keys)]
+        index, keys = self.tenants[tenant], unpack_keys(packed_keys)
+        if index.cold is not None:
+            return [index.find(key) for key in keys]
+        readable = index.readable
+        return [readable.get(key, -1) for key in keys]
 
     def why_missing(self, tenant: int, key: bytes, fingerprint_id: int = -1) -> Absence:
         """Why `key` is not readable; with `fingerprint_id`, tells a tenant that only stored under other ones."""
@@ -188,7 +201,7 @@ class ResidencyView:
     # What a row is
 
     def key(self, row: int) -> bytes:
-        key = self.rows.keys[row]
+        key = self.rows.key(row)
         if key is None:
             raise RuntimeError(f"row {row} is free")
         return key
@@ -203,6 +216,10 @@ class ResidencyView:
 
     def tenant_of(self, row: int) -> int:
         return self._kind_tenant[self.rows.kind[row]]
+
+    def tenants_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`tenant_of` each row, vectorised."""
+        return np.array(self._kind_tenant, np.int64)[np.frombuffer(self.rows.kind, np.uint32)[rows]]
 
     def kind(self, row: int) -> Kind:
         """(tenant, fingerprint_id, group)."""
@@ -232,7 +249,7 @@ class ResidencyView:
 
     def tenant_blocks(self, tenant: int) -> int:
         """Readable blocks of a tenant."""
-        return len(self.tenants[tenant].readable)
+        return self.tenants[tenant].blocks
 
     def tier_blocks(self, tier: int) -> int:
         """Copies in a tier, in any state."""
@@ -240,4 +257,4 @@ class ResidencyView:
 
     def __len__(self) -> int:
         """Readable blocks."""
-        return sum(len(tenant.readable) for tenant in self.tenants)
+        return sum(tenant.blocks for tenant in self.tenants)

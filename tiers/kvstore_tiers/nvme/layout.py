@@ -29,6 +29,7 @@ SUPERBLOCK_BYTES = 4096
 RECORD_BYTES = 256
 _SUPERBLOCK_MAGIC = b"KVSLAB\r\n"
 _RECORD_MAGIC = b"KVR1"
+RECORD_MAGIC_WORD = int.from_bytes(_RECORD_MAGIC, "little")
 _SUPERBLOCK = struct.Struct("<8sHHIQ16sQQQQQ")  # the rest is zero up to the checksum in the last 8 bytes
 _RECORD = struct.Struct("<4sHBBQQ16s16s16s32s16sHHIIIQQQ")
 _RECORD_CHECKSUM_OFFSET = RECORD_BYTES - 8

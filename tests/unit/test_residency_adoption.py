@@ -1,0 +1,187 @@
+"""Blocks taken over in bulk behave as those that came one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_proto.arena import BlockHeader
+from kvstore_proto.identity import NO_PARENT
+from kvstore_tiers.base import Slot
+from kvstore_tiers.recovered import RecoveredBlocks, as_columns
+from kvstored.lifecycle import Cause, CopyState
+from kvstored.policies import PolicySettings, create
+from kvstored.residency import Kind, Residency, check
+from kvstored.residency.index import TakenCopy
+
+HOST, NVME = 0, 1
+CHAIN = 12
+_containers = count(1)
+
+
+def key_of(number: int) -> bytes:
+    return np.random.default_rng(number).bytes(16)
+
+
+def chains(*lengths: int) -> Iterator[tuple[int, int | None, int]]:
+    """(number, parent, depth) of each block of some chains."""
+    for chain, length in enumerate(lengths):
+        for depth in range(length):
+            number = chain * 1000 + depth
+            yield number, number - 1 if depth else None, depth
+
+
+def columns(blocks: list[tuple[int, int | None, int]], tenant: int = 0) -> RecoveredBlocks:
+    container = next(_containers)
+    return as_columns(
+        (
+            Slot(container, 8192 * position, 8192, 5),
+            BlockHeader(
+                key_of(number), NO_PARENT if parent is None else key_of(parent), bytes(32), bytes([tenant]) * 16,
+                4096, depth=depth,
+            ),
+        )
+        for position, (number, parent, depth) in enumerate(blocks)
+    )  # fmt: skip
+
+
+def adopted(blocks: list[tuple[int, int | None, int]], ghost_keys: int = 100) -> Residency:
+    residency = Residency(("host", "nvme"), ghost_keys=ghost_keys)
+    residency.tenant("one")
+    assert residency.adopt(NVME, columns(blocks), [Kind(0, 7, 0)], 1) == []
+    return residency
+
+
+def one_by_one(blocks: list[tuple[int, int | None, int]]) -> Residency:
+    residency = Residency(("host", "nvme"))
+    residency.tenant("one")
+    found = columns(blocks)
+    for position, (number, parent, depth) in enumerate(blocks):
+        above = NO_PARENT if parent is None else key_of(parent)
+        row = residency.insert(
+            0, key_of(number), above, fingerprint_id=7, group=0, depth=depth, payload_bytes=4096, now_ns=1
+        )
+        residency.attach(row, NVME, found.slot_of(position), 1)
+    return residency
+
+
+def keys_of(chain: int, length: int) -> bytes:
+    return b"".join(key_of(chain * 1000 + depth) for depth in range(length))
+
+
+def test_a_chain_is_found_whole_and_by_its_key_alone() -> None:
+    residency = adopted(list(chains(CHAIN, 3)))
+    assert len(residency.find_run(0, keys_of(0, CHAIN) + key_of(77))) == CHAIN
+    assert residency.find_each(0, key_of(77) + key_of(1002)) == [-1, residency.find(0, key_of(1002))]
+    assert residency.find(0, key_of(1003)) == residency.find_any(0, key_of(77)) == -1
+    assert (len(residency), residency.tenant_blocks(0), residency.tier_blocks(NVME)) == (CHAIN + 3,) * 3
+    assert check(residency) == []
+
+
+def test_another_tenant_does_not_find_them() -> None:
+    residency = adopted(list(chains(3)))
+    other = residency.tenant("two")
+    assert residency.find(other, key_of(0)) == residency.find_any(other, key_of(0)) == -1
+    assert residency.adopt(NVME, columns(list(chains(2)), tenant=1), [Kind(other, 7, 0)], 1) == []
+    rows = residency.find_run(other, keys_of(0, 3))
+    assert len(rows) == 2 and {residency.tenant_of(row) for row in rows} == {other}
+    assert len(residency.find_run(0, keys_of(0, 3))) == 3
+    assert check(residency) == []
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.randoms())
+@pytest.mark.parametrize("policy", ["lru", "lfu-ttl"])
+def test_eviction_takes_them_in_the_same_order_as_one_by_one(policy: str, lengths: list[int], random: object) -> None:
+    blocks = list(chains(*lengths))
+    random.shuffle(blocks)  # type: ignore[attr-defined]
+    orders: list[list[bytes]] = []
+    for residency in (adopted(blocks), one_by_one(blocks)):
+        chosen = create(policy, residency, NVME, PolicySettings(ttl_s=100.0))
+        assert len(chosen) == len(blocks)
+        evicted: list[bytes] = []
+        while (row := chosen.next_victim(2)) >= 0:
+            evicted.append(residency.key(row))
+            (taken,) = residency.remove(row, Cause.EVICTED, 2)
+            assert taken == TakenCopy(NVME, taken.slot, CopyState.RESIDENT)
+            assert check(residency) == []
+        assert (residency.rows.live, len(residency), residency.tenant_bytes(0, NVME)) == (0, 0, 0)
+        orders.append(evicted)
+    depths = {key_of(number): depth for number, _, depth in blocks}
+    assert [depths[key] for key in orders[0]] == [depths[key] for key in orders[1]]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def test_what_leaves_dram_again_is_as_cold_as_it_was() -> None:
+    residency = adopted(list(chains(3)))
+    row = residency.find(0, key_of(2))
+    residency.attach(row, HOST, Slot(1 << 20, 0, 8192, 1), 2, filling=True)
+    assert residency.find(0, key_of(2)) == row and residency.tenants[0].cold_blocks == 2
+    residency.publish(row, HOST, 2)
+    assert residency.tier_mask(row) == 0b11
+    residency.drain(row, HOST)
+    residency.detach(row, HOST)
+    assert residency.tenants[0].cold_blocks == 3 and not residency.tenants[0].readable
+    assert residency.find(0, key_of(2)) == row and residency.key(row) == key_of(2)
+    assert check(residency) == []
+
+
+def test_tokens_hold_across_waking_and_end_with_the_block() -> None:
+    residency = adopted(list(chains(2)))
+    row = residency.find(0, key_of(1))
+    token = residency.token(row)
+    residency.attach(row, HOST, Slot(1 << 20, 0, 8192, 1), 2)
+    assert residency.current(token) == row
+    residency.remove(row, Cause.DROPPED, 2)
+    assert residency.current(token) == -1
+    assert residency.why_missing(0, key_of(1)).cause is Cause.DROPPED
+    with pytest.raises(RuntimeError, match="removed twice"):
+        residency.remove(row, Cause.DROPPED, 2)
+
+
+def test_a_missing_parent_is_a_placeholder_until_it_is_stored() -> None:
+    residency = adopted([(2, 1, 2), (3, 2, 3)])
+    assert residency.find(0, key_of(1)) == -1
+    above = residency.find_any(0, key_of(1))
+    assert residency.children(above) == 1 and residency.depth(above) == 1
+    row = residency.insert(0, key_of(1), NO_PARENT, fingerprint_id=7, group=0, depth=1, payload_bytes=4096, now_ns=3)
+    residency.attach(row, NVME, Slot(1 << 20, 0, 8192, 1), 3)
+    assert row == above and len(residency.find_run(0, key_of(1) + key_of(2) + key_of(3))) == 3
+    assert check(residency) == []
+
+
+def test_new_blocks_hang_on_adopted_ones() -> None:
+    residency = adopted(list(chains(3)))
+    row = residency.insert(0, key_of(3), key_of(2), fingerprint_id=7, group=0, depth=3, payload_bytes=4096, now_ns=3)
+    residency.attach(row, HOST, Slot(1 << 20, 0, 8192, 1), 3)
+    parent = residency.find(0, key_of(2))
+    assert residency.parent(row) == parent and not residency.may_leave(parent, NVME)
+    assert len(residency.find_run(0, keys_of(0, 4))) == 4
+    assert check(residency) == []
+
+
+def test_cycles_and_keys_that_are_there_already_are_left_out() -> None:
+    residency = adopted(list(chains(2)))
+    circle = [(10, 12, 4), (11, 10, 5), (12, 11, 6), (13, 13, 1), (0, None, 0), (14, 1, 2)]
+    assert residency.adopt(NVME, columns(circle), [Kind(0, 7, 0)], 1) == [0, 3, 4]
+    assert len(residency.find_run(0, keys_of(0, 2) + key_of(14))) == 3
+    assert check(residency) == []
+
+
+def test_access_counts_come_back_from_the_ghost() -> None:
+    residency = adopted([(1, None, 0)])
+    residency.touch_run([residency.find(0, key_of(1))] * 5, 2)
+    residency.remove(residency.find(0, key_of(1)), Cause.DROPPED, 2)
+    residency.adopt(NVME, columns([(1, None, 0)]), [Kind(0, 7, 0)], 3)
+    assert residency.accesses(residency.find(0, key_of(1))) == 5
+    assert check(residency) == []
+
+
+def test_nothing_to_adopt() -> None:
+    residency = Residency(("host", "nvme"))
+    assert residency.adopt(NVME, columns([]), [], 1) == []
+    assert (residency.rows.live, check(residency)) == (0, [])

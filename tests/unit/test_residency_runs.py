@@ -1,0 +1,64 @@
+"""Storing and removing many blocks at once does what one at a time does."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstored.lifecycle import Cause
+from kvstored.policies import create
+from kvstored.residency import check
+from tests.reference.blocks import BLOCK_BYTES, Shelf, key
+
+
+def store(shelf: Shelf, numbers: range, parent: int) -> list[int]:
+    return shelf.residency.store_run(
+        0, [key(number) for number in numbers], parent, 0, [shelf.slot() for _ in numbers],
+        fingerprint_id=7, group=0, payload_bytes=4096, now_ns=shelf.now_ns,
+    )  # fmt: skip
+
+
+def test_a_run_continues_its_parent_as_single_blocks_do() -> None:
+    one, many = Shelf(), Shelf()
+    single = one.chain(*range(6))
+    head = store(many, range(2), -1)
+    rest = store(many, range(2, 6), head[-1])
+    many.residency.touch_run(head + rest, many.now_ns)
+    assert check(many.residency) == []
+    for row, other in zip(head + rest, single, strict=True):
+        for fact in ("key", "parent_key", "depth", "accesses", "payload_bytes", "tier_mask", "last_access_ns"):
+            assert getattr(many.residency, fact)(row) == getattr(one.residency, fact)(other), fact
+    assert many.residency.tenant_bytes(0, 0) == 6 * BLOCK_BYTES
+    with pytest.raises(RuntimeError, match="stored already"):
+        store(many, range(5, 7), rest[-2])
+
+
+def test_what_is_chosen_goes_until_nobody_is() -> None:
+    shelf = Shelf()
+    policy = create("lru", shelf.residency, 0)
+    rows = shelf.chain(*range(5))
+    other = shelf.chain(10)
+    slots = [shelf.residency.slot(row, 0) for row in rows]
+    freed = shelf.residency.remove_chosen(0, policy.next_victim, 3, Cause.EVICTED, 2)
+    assert freed == slots[:1:-1], "from the tail"
+    assert check(shelf.residency) == []
+    assert len(shelf.residency) == len(policy) == 3
+    assert shelf.residency.why_missing(0, key(4)).cause is Cause.EVICTED
+    shelf.residency.pin(other[0])
+    assert len(shelf.residency.remove_chosen(0, policy.next_victim, 9, Cause.EVICTED, 3)) == 2
+    assert check(shelf.residency) == []
+
+
+def test_choosing_what_must_stay_is_refused() -> None:
+    shelf = Shelf()
+    parent, _ = shelf.chain(0, 1)
+    with pytest.raises(RuntimeError, match="cannot be evicted"):
+        shelf.residency.remove_chosen(0, lambda now_ns: parent, 1, Cause.EVICTED, 2)
+
+
+def test_a_block_with_a_copy_elsewhere_is_refused() -> None:
+    shelf = Shelf("host", "nvme")
+    (row,) = shelf.chain(0)
+    shelf.residency.attach(row, 1, shelf.slot(), 1)
+    with pytest.raises(RuntimeError, match="a copy in another tier"):
+        shelf.residency.remove_chosen(0, lambda now_ns: row, 1, Cause.EVICTED, 2)
+    assert check(shelf.residency) == []

@@ -1,0 +1,263 @@
+"""What the records of slabs say: read in sequence, judged in bulk, kept as columns.
+
+One thread reads while another judges, so the time is that of a sequential read of the record regions or of judging
+them, whichever is longer. Owns the judgement of single records and the columns; what follows from several of them
+(two with one key, too many bytes) is recovery.py's. Never writes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_tiers.nvme.layout import RECORD_BYTES, RECORD_MAGIC_WORD, RecordState
+from kvstore_tiers.nvme.record_checksums import BATCH_RECORDS, RECORD_WORDS, RecordChecksums
+from kvstore_tiers.nvme.slab import Slab
+from kvstore_tiers.recovered import BlockOrigin
+
+READ_RECORDS = 16384  # 4 MB a read
+READ_AHEAD_SLABS = 16
+_BUFFERS = 3
+# Words of a record; docs/format.md gives the bytes.
+_HEAD, _GENERATION, _SEQUENCE, _KEY, _PARENT, _ORIGIN, _GROUP_AND_DEPTH, _PAYLOAD = 0, 1, 2, 3, 5, 9, 15, 17
+_ORIGIN_WORDS = 6
+_GROUP_MASK = np.uint64(0xFFFF)
+_MAGIC_MASK = np.uint64(0xFFFFFFFF)
+_STATE_SHIFT, _DEPTH_SHIFT = np.uint64(48), np.uint64(32)
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class LiveBlocks:
+    """Blocks that live records name, in slot order. `origin` is the number of a `BlockOrigin`."""
+
+    slots: Array
+    key: Array
+    parent: Array
+    origin: Array
+    depth: Array
+    sequence: Array
+    payload_bytes: Array
+    generation: Array
+
+    @classmethod
+    def room(cls, blocks: int) -> LiveBlocks:
+        """Columns to be filled, for so many blocks at most."""
+        return cls(
+            slots=np.empty(blocks, np.uint64),
+            key=np.empty((blocks, 2), "<u8"),
+            parent=np.empty((blocks, 2), "<u8"),
+            origin=np.empty(blocks, np.uint32),
+            depth=np.empty(blocks, np.uint32),
+            sequence=np.empty(blocks, np.uint64),
+            payload_bytes=np.empty(blocks, np.uint64),
+            generation=np.empty(blocks, np.uint64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def part(self, chosen: Any) -> LiveBlocks:
+        """Those of a slice (which stay where they are), or of a mask (copied)."""
+        return LiveBlocks(*(getattr(self, column.name)[chosen] for column in fields(self)))
+
+    @staticmethod
+    def joined(parts: Sequence[LiveBlocks]) -> LiveBlocks:
+        names = [column.name for column in fields(LiveBlocks)]
+        return LiveBlocks(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+@dataclass
+class JudgedSlab:
+    """What one slab's records say. `states` has a RecordState a slot; `withdrawn` are records that must go."""
+
+    slab: Slab
+    states: npt.NDArray[np.uint8]
+    seen_generations: npt.NDArray[np.uint64]
+    payload_bytes: npt.NDArray[np.uint64]
+    live: LiveBlocks
+    is_cut: bool = False  # some of its blocks were withdrawn after it was judged
+    last_sequence: int = 0
+    damaged: int = 0
+    truncated: int = 0
+    withdrawn: set[int] = field(default_factory=set)
+
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """These blocks may not stand."""
+        self.states[slots] = RecordState.FREE
+        self.withdrawn.update(slots)
+        self.live = self.live.part(~np.isin(self.live.slots, np.array(slots, np.uint64)))
+        self.is_cut = True
+
+    def generations(self) -> npt.NDArray[np.uint64]:
+        """The generation of each slot now: that of its block, or one that was never used where there is none."""
+        first = np.uint64(self.slab.superblock.first_generation)
+        seen: npt.NDArray[np.uint64] = np.maximum(self.seen_generations, first - np.uint64(1))
+        if self.withdrawn:
+            sound = np.ones(len(seen), dtype=bool)
+            sound[list(self.withdrawn)] = False
+            seen[~sound] = seen[sound].max(initial=first)  # a damaged record's own generation means nothing
+        seen[self.states == RecordState.FREE] += np.uint64(1)
+        return seen
+
+
+class Origins:
+    """Numbers for what many blocks share."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+
+    def number(self, words: Array) -> Array:
+        """A number for each of the records in these columns, new ones where they name something new."""
+        origin, groups = words[_ORIGIN : _ORIGIN + _ORIGIN_WORDS], words[_GROUP_AND_DEPTH] & _GROUP_MASK
+        found = np.empty(len(groups), np.uint32)
+        left = np.ones(len(groups), dtype=bool)
+        while left.any():  # one turn for each origin among them
+            at = int(left.argmax())
+            same = (groups == groups[at]) & (origin == origin[:, at : at + 1]).all(axis=0)
+            raw = origin[:, at].tobytes() + int(groups[at]).to_bytes(2, "little")
+            found[same] = self._numbers.setdefault(raw, len(self._numbers))
+            left &= ~same
+        return found
+
+    def named(self) -> list[BlockOrigin]:
+        return [BlockOrigin(raw[32:48], raw[:32], int.from_bytes(raw[48:], "little")) for raw in self._numbers]
+
+
+def judge_slabs(slabs: Sequence[Slab], origins: Origins) -> tuple[list[JudgedSlab], LiveBlocks]:
+    """Judge all records of `slabs`: what they say, and all live blocks of them in a row.
+
+    Raises OSError when the medium fails.
+    """
+    checksums = RecordChecksums()
+    every = LiveBlocks.room(sum(slab.superblock.slots for slab in slabs))
+    judged: list[JudgedSlab] = []
+    pieces: list[JudgedSlab] = []
+    begin = end = 0
+    with _Reader(slabs) as reader:
+        for slab, first, records in reader:
+            for begin_of, piece in _batches(records):
+                pieces.append(_judge(slab, first + begin_of, piece, checksums, origins, every.part(slice(end, None))))
+                end += len(pieces[-1].live)
+            if first + len(records) == slab.superblock.slots:
+                judged.append(_joined(pieces, every.part(slice(begin, end))))
+                pieces, begin = [], end
+    return judged, every.part(slice(end))
+
+
+def _batches(records: Array) -> Iterator[tuple[int, Array]]:
+    for first in range(0, len(records), BATCH_RECORDS):
+        yield first, records[first : first + BATCH_RECORDS]
+
+
+def _judge(
+    slab: Slab, first: int, records: Array, checksums: RecordChecksums, origins: Origins, room: LiveBlocks
+) -> JudgedSlab:
+    """Judge records of the slots from `first` on, and put the live blocks at the beginning of `room`."""
+    words = checksums.load(records)
+    head = words[_HEAD]
+    used = head != 0
+    if not used.all():
+        used[~used] = records[~used].any(axis=1)  # nothing but zeros: never used
+    seeds = np.uint64(slab.superblock.record_seed(first)) + np.arange(len(records), dtype=np.uint64)
+    sound = used & (checksums.digests(words, seeds) == words[-1]) & (head & _MAGIC_MASK == RECORD_MAGIC_WORD)
+    states = np.where(sound, head >> _STATE_SHIFT, 0).astype(np.uint8)
+    live = states == RecordState.LIVE
+    end = slab.file.length_bytes - slab.superblock.slots_offset
+    within = max(0, end // slab.superblock.slot_bytes - first)
+    truncated = np.flatnonzero(live[within:]) + within
+    live[within:] = False
+    states[truncated] = RecordState.FREE
+    bad = np.flatnonzero(used & ~sound)
+    slots = np.flatnonzero(live)
+    blocks = words if len(slots) == len(records) else words[:, slots]
+    found = room.part(slice(len(slots)))
+    found.slots[:] = slots + first
+    found.key[:] = blocks[_KEY : _KEY + 2].T
+    found.parent[:] = blocks[_PARENT : _PARENT + 2].T
+    found.origin[:] = origins.number(blocks)
+    found.depth[:] = blocks[_GROUP_AND_DEPTH] >> _DEPTH_SHIFT
+    found.sequence[:] = blocks[_SEQUENCE]
+    found.payload_bytes[:] = blocks[_PAYLOAD]
+    found.generation[:] = blocks[_GENERATION]
+    return JudgedSlab(
+        slab,
+        states,
+        words[_GENERATION].copy(),
+        words[_PAYLOAD].copy(),
+        found,
+        last_sequence=int(words[_SEQUENCE][sound].max(initial=0)),
+        damaged=len(bad),
+        truncated=len(truncated),
+        withdrawn={int(slot) + first for slot in (*bad, *truncated)},
+    )
+
+
+def _joined(pieces: list[JudgedSlab], live: LiveBlocks) -> JudgedSlab:
+    if len(pieces) == 1:
+        return pieces[0]
+    return JudgedSlab(
+        pieces[0].slab,
+        np.concatenate([piece.states for piece in pieces]),
+        np.concatenate([piece.seen_generations for piece in pieces]),
+        np.concatenate([piece.payload_bytes for piece in pieces]),
+        live,
+        last_sequence=max(piece.last_sequence for piece in pieces),
+        damaged=sum(piece.damaged for piece in pieces),
+        truncated=sum(piece.truncated for piece in pieces),
+        withdrawn=set().union(*(piece.withdrawn for piece in pieces)),
+    )
+
+
+class _Reader:
+    """Yields (slab, first slot, records) of all slabs in order; the records are there until the next is asked for."""
+
+    def __init__(self, slabs: Sequence[Slab]) -> None:
+        self._slabs = slabs
+        self._empty: SimpleQueue[bytearray | None] = SimpleQueue()
+        self._full: SimpleQueue[tuple[Slab, int, int, bytearray] | BaseException | None] = SimpleQueue()
+        most = min(READ_RECORDS, max((slab.superblock.slots for slab in slabs), default=0))
+        for _ in range(_BUFFERS):
+            self._empty.put(bytearray(most * RECORD_BYTES))
+        self._thread = threading.Thread(target=self._read_all, name="nvme-recover", daemon=True)
+
+    def __enter__(self) -> _Reader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._empty.put(None)
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[tuple[Slab, int, Array]]:
+        while (told := self._full.get()) is not None:
+            if isinstance(told, BaseException):
+                raise told
+            slab, first, count, buffer = told
+            yield slab, first, np.frombuffer(buffer, "<u8", count * RECORD_WORDS).reshape(count, RECORD_WORDS)
+            self._empty.put(buffer)
+
+    def _read_all(self) -> None:
+        try:
+            for position, slab in enumerate(self._slabs):
+                if position % READ_AHEAD_SLABS == 0:
+                    for soon in self._slabs[position : position + 2 * READ_AHEAD_SLABS]:
+                        soon.file.expect_records()
+                slots = slab.superblock.slots
+                for first in range(0, slots, READ_RECORDS):
+                    buffer = self._empty.get()
+                    if buffer is None:
+                        return
+                    count = min(READ_RECORDS, slots - first)
+                    slab.file.read_records_into(memoryview(buffer)[: count * RECORD_BYTES], first)
+                    self._full.put((slab, first, count, buffer))
+            self._full.put(None)
+        except BaseException as error:  # handed to who waits for it
+            self._full.put(error)
