@@ -1,16 +1,34 @@
-"""What we tell systemd: ready, status, watchdog, stopping. A no-op where there is no systemd.
+"""What we tell systemd: ready, status, watchdog, stopping, and which descriptors to keep over a restart. A no-op where
+there is no systemd.
 
-The protocol is one datagram of lines to $NOTIFY_SOCKET (sd_notify(3)); a library for it would be longer than this.
+The protocol is one datagram of lines to $NOTIFY_SOCKET (sd_notify(3)), with descriptors where there are some, and
+$LISTEN_FDS at the start (sd_listen_fds(3)); a library for it would be longer than this.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
+from collections.abc import Sequence
+
+from kvstored.passing import send_packet
+
+_FIRST_LISTEN_FD = 3
+_BARRIER_TIMEOUT_S = 5.0
 
 
 def notify(*lines: str) -> bool:
     """Send `lines`; False when nobody listens."""
+    return _send(lines, [], 0)
+
+
+def notify_about(descriptors: Sequence[int], *lines: str) -> bool:
+    """Send `lines` with descriptors, without waiting; False when nobody listens or the queue is full."""
+    return _send(lines, descriptors, socket.MSG_DONTWAIT)
+
+
+def _send(lines: Sequence[str], descriptors: Sequence[int], flags: int) -> bool:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return False
@@ -18,10 +36,45 @@ def notify(*lines: str) -> bool:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            sock.sendto("\n".join(lines).encode(), address)
+            sock.connect(address)
+            send_packet(sock, "\n".join(lines).encode(), descriptors, flags)
         return True
     except OSError:
         return False
+
+
+def wait_for_manager() -> None:
+    """Wait until the manager has read what it was told: it may not know whose a message was once we are gone."""
+    ours, theirs = os.pipe2(os.O_CLOEXEC)
+    try:
+        if not notify_about([theirs], "BARRIER=1"):
+            return
+        os.close(theirs)
+        theirs = -1
+        waiting = select.poll()
+        waiting.register(ours, select.POLLHUP)
+        waiting.poll(_BARRIER_TIMEOUT_S * 1000)
+    finally:
+        os.close(ours)
+        if theirs >= 0:
+            os.close(theirs)
+
+
+def stored_descriptors() -> dict[str, int]:
+    """The descriptors that the manager kept for us, by name; ours from now on. Asked once: the variables go."""
+    pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
+    names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
+    if pid != str(os.getpid()) or not count.isdigit():
+        return {}
+    found: dict[str, int] = {}
+    for index in range(int(count)):
+        descriptor = _FIRST_LISTEN_FD + index
+        name = names[index] if index < len(names) else ""
+        os.set_inheritable(descriptor, False)
+        if name in found:  # two under one name: only the later one can be meant
+            os.close(found[name])
+        found[name] = descriptor
+    return found
 
 
 def watchdog_interval_s() -> float | None:

@@ -9,21 +9,26 @@ share the daemon's uid or are root; the price is that the daemon too can never g
 client unmaps it, so a sealed arena stays with its owner for ever.
 
 Invariants: the number of an arena is never reused; slots handed out for the first time come in ascending order; a
-slot's generation only grows, across changes of slot size too; prefaulting never changes a byte.
+slot's generation only grows, across changes of slot size and of the daemon too; prefaulting never changes a byte; of
+the slots handed out, those and only those that hold a block have a header that holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
+import stat
 import threading
 from array import array
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from kvstore_tiers.base import Segment, Slot
-from kvstore_tiers.image import erase_header
+from kvstore_tiers.image import erase_header, mark_retired
 from kvstore_tiers.segments import Bytes, view_at
 
 ArenaMode = Literal["owned", "sealed"]
@@ -33,9 +38,47 @@ F_SEAL_FUTURE_WRITE = 0x10
 _FALLOC_PUNCH_HOLE_KEEP_SIZE = 3
 _MADV_POPULATE_WRITE = 23
 
+_NAME_PREFIX = "kvstore-arena-"
+_OUR_MEMORY = f"/memfd:{_NAME_PREFIX}"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaRecord:
+    """What has to be known of an arena besides its bytes, to take it over from a process that has ended."""
+
+    number: int
+    nbytes: int
+    owner: str
+    slot_bytes: int
+    handed_out: int  # slots, counted from the front, that were ever in use since the arena was cut
+    high_generation: int
+
+
+class ArenaWitness(Protocol):
+    """Told what a later process must know of each arena. Raises nothing; quick."""
+
+    def made(self, arena: Arena) -> None: ...
+
+    def changed(self, arena: Arena) -> None:
+        """It was cut, or a slot of it was used for the first time or reached its highest generation."""
+        ...
+
+    def given_up(self, number: int) -> None:
+        """It belongs to the tier no more; what is left of its memory another arena inherits, or goes at once."""
+        ...
+
+    def released(self, number: int) -> None:
+        """Its memory is given back. May be called on the thread that prefaults."""
+        ...
+
+
+class ForeignMemory(ValueError):
+    """A descriptor is not the arena it is said to be; the message says why."""
 
 
 class Arena:
@@ -46,7 +89,15 @@ class Arena:
     """
 
     def __init__(
-        self, number: int, nbytes: int, owner: str, *, mode: ArenaMode = "owned", donor: Arena | None = None
+        self,
+        number: int,
+        nbytes: int,
+        owner: str,
+        *,
+        mode: ArenaMode = "owned",
+        donor: Arena | None = None,
+        witness: ArenaWitness | None = None,
+        descriptor: int = -1,
     ) -> None:
         self.number = number
         self.nbytes = nbytes
@@ -58,19 +109,52 @@ class Arena:
         self._inheriting = threading.Lock()  # between the control thread and whoever prefaults
         self.inherited_bytes = 0  # of a donor: how much of its memory was given back already
         self._generations = array("Q")
+        self.high_generation = 0  # of all that slots ever had
         self._first_generation = 1
         self._out = bytearray()
         self._returned: list[int] = []
         self.used_slots = 0
-        self.fd = os.memfd_create(f"kvstore-arena-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.fchmod(self.fd, 0o600)  # a memfd is born 0777: any uid could reopen it writable through /proc
-        os.ftruncate(self.fd, nbytes)
+        self._witness = witness
+        is_new = descriptor < 0
+        self.fd = _new_memory(number, nbytes) if is_new else descriptor
         self._mapping = mmap.mmap(self.fd, nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        if mode == "sealed":
-            seals |= F_SEAL_FUTURE_WRITE
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+        if is_new:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | (F_SEAL_FUTURE_WRITE if mode == "sealed" else 0))
+
+    @classmethod
+    def adopt(cls, record: ArenaRecord, descriptor: int, witness: ArenaWitness | None) -> Arena:
+        """The arena of a process that has ended, with no slot out yet: `occupy` follows. Takes the descriptor.
+
+        Raises ForeignMemory, and OSError where it cannot be mapped; the descriptor is the caller's then.
+        """
+        require_arena(descriptor, record)
+        arena = cls(record.number, record.nbytes, record.owner, witness=witness, descriptor=descriptor)
+        arena.slot_bytes = record.slot_bytes
+        arena.high_generation = record.high_generation
+        return arena
+
+    def occupy(self, generations: Mapping[int, int], handed_out: int) -> None:
+        """Say of an adopted arena which slots are out, in which generation. All others that were ever handed out are
+        free, without a header, and will have generations that no slot had before."""
+        self.high_generation = max(self.high_generation, max(generations.values(), default=0))
+        self._first_generation = self.high_generation + 1
+        self._generations = array("Q", [self._first_generation]) * handed_out
+        self._out = bytearray(handed_out)
+        for index, generation in generations.items():
+            self._generations[index] = generation
+            self._out[index] = 1
+        for index in range(handed_out - 1, -1, -1):
+            if not self._out[index]:
+                erase_header(Segment(self.address + index * self.slot_bytes, self.slot_bytes, owner=self._mapping))
+                self._returned.append(index)
+        self.used_slots = len(generations)
+
+    @property
+    def record(self) -> ArenaRecord:
+        return ArenaRecord(
+            self.number, self.nbytes, self.owner, self.slot_bytes, len(self._generations), self.high_generation
+        )
 
     @property
     def slots(self) -> int:
@@ -88,16 +172,12 @@ class Arena:
         self._generations = array("Q")
         self._out = bytearray()
         self._returned = []
+        if self._witness is not None:
+            self._witness.changed(self)
 
     def allocate(self) -> Slot:
         """A free slot; the caller has looked at `has_room`."""
-        if self._returned:
-            index = self._returned.pop()
-        else:
-            index = len(self._generations)
-            self._generations.append(self._first_generation)
-            self._out.append(0)
-            self._inherit((index + 1) * self.slot_bytes)
+        index = self._returned.pop() if self._returned else self._hand_out()
         self._out[index] = 1
         self.used_slots += 1
         return Slot(self.number, index * self.slot_bytes, self.slot_bytes, self._generations[index])
@@ -111,6 +191,13 @@ class Arena:
         self._generations[index] += 1
         self._returned.append(index)
         self.used_slots -= 1
+        if self._generations[index] > self.high_generation:
+            self._reached(self._generations[index])
+
+    def retire(self, slot: Slot) -> None:
+        """Mark the block in a slot as gone while readers still look at it: a later process will not take it over."""
+        self.require_out(slot)
+        mark_retired(self.segment(slot))
 
     def require_out(self, slot: Slot) -> None:
         """Raise RuntimeError unless exactly this use of the slot is allocated."""
@@ -152,6 +239,18 @@ class Arena:
         if self.fd >= 0:
             if self.mode == "owned":
                 self.punch(0, self.nbytes)
+            if self._witness is not None:
+                self._witness.released(self.number)
+            os.close(self.fd)
+            self.fd = -1
+
+    def leave(self) -> None:
+        """Close the descriptor and leave the memory to whoever else holds it. Idempotent."""
+        with self._inheriting:
+            donor, self._donor = self._donor, None
+        if donor is not None:  # a later process does not know that they share one arena's worth of capacity
+            donor.release()
+        if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
@@ -160,6 +259,22 @@ class Arena:
         if _libc.fallocate(self.fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, start, nbytes):
             number = ctypes.get_errno()
             raise OSError(number, f"cannot give memory of arena {self.number} back: {os.strerror(number)}")
+
+    def _hand_out(self) -> int:
+        """The next slot that was never in use since the arena was cut."""
+        index = len(self._generations)
+        self._inherit((index + 1) * self.slot_bytes)
+        if self._first_generation > 1:  # cut before: bytes of an old payload must not pass for a header
+            erase_header(Segment(self.address + index * self.slot_bytes, self.slot_bytes, owner=self._mapping))
+        self._generations.append(self._first_generation)
+        self._out.append(0)
+        self._reached(max(self.high_generation, self._first_generation))
+        return index
+
+    def _reached(self, generation: int) -> None:
+        self.high_generation = generation
+        if self._witness is not None:
+            self._witness.changed(self)
 
     def _inherit(self, upto_bytes: int) -> None:
         """Take the donor's memory up to an offset: punching 64 MiB at once would stall the caller for 20 ms."""
@@ -175,3 +290,40 @@ class Arena:
             if donor.inherited_bytes == donor.nbytes:
                 donor.release()
                 self._donor = None
+
+
+def _new_memory(number: int, nbytes: int) -> int:
+    descriptor = os.memfd_create(_name(number), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(descriptor, 0o600)  # a memfd is born 0777: any uid could reopen it writable through /proc
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+def _name(number: int) -> str:
+    return f"{_NAME_PREFIX}{number}"
+
+
+def require_arena(descriptor: int, record: ArenaRecord) -> None:
+    """Raise ForeignMemory unless the descriptor is a memfd that a daemon of this user made as that arena."""
+    try:
+        found, seals = os.fstat(descriptor), fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError as error:
+        raise ForeignMemory(f"no memfd: {error.strerror}") from None
+    if name != f"/memfd:{_name(record.number)} (deleted)":
+        raise ForeignMemory(f"it is {name}")
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o600:
+        raise ForeignMemory(f"it belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}")
+    if found.st_size != record.nbytes or not 0 <= record.slot_bytes <= record.nbytes:
+        raise ForeignMemory(f"it has {found.st_size} bytes, {record.nbytes} were expected")
+    if seals != _SEALS:
+        raise ForeignMemory(f"its seals are {seals:#x}")
+
+
+def empty_memory(descriptor: int) -> None:
+    """Give back the memory of an arena that is not wanted, even while former clients map it. Anything else that the
+    descriptor may be is left as it is."""
+    with contextlib.suppress(OSError):
+        found = os.fstat(descriptor)
+        if found.st_uid == os.geteuid() and os.readlink(f"/proc/self/fd/{descriptor}").startswith(_OUR_MEMORY):
+            _libc.fallocate(descriptor, _FALLOC_PUNCH_HOLE_KEEP_SIZE, 0, found.st_size)

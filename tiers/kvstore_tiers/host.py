@@ -3,6 +3,7 @@
 Owns arenas, their capacity and the copy threads. Never knows which client maps what, nor what a lease is.
 Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and whatever the
 daemon `charge`s: staging, reservations.
+What a process left in arenas whose descriptors somebody kept can be taken over (`adopt`).
 Invariants: one owner and one slot size an arena; a container number is never reused; a payload is copied first and the
 copy is checksummed, because staging memory stays writable by the client; the header is written last.
 """
@@ -17,7 +18,8 @@ from functools import partial
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
 from kvstore_tiers import failpoints
-from kvstore_tiers.arena import Arena, ArenaMode
+from kvstore_tiers.arena import Arena, ArenaMode, ArenaRecord, ArenaWitness
+from kvstore_tiers.arena_walk import Headers, walk
 from kvstore_tiers.base import (
     Completion,
     Durability,
@@ -41,6 +43,18 @@ from kvstore_tiers.threads import ResidentThreads, Transfer, deliver, run_transf
 DEFAULT_ARENA_BYTES = 64 * 2**20
 MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second thread and its GIL takes
 Write = tuple[Slot, BlockHeader, Sequence[Segment]]
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedArena:
+    """What an arena of a former process holds. In `slots[i]` is the block that `headers[i]` names; in `retired` are
+    bytes of blocks that are gone. All are allocated; whoever adopted frees those that he has no use for."""
+
+    container: int
+    slots: list[Slot]
+    headers: Headers
+    retired: list[Slot]
+    damaged_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +82,22 @@ class HostTier(Tier):
         copy_threads: int = 2,
         verify_reads: bool = True,
         name: str = "host",
+        witness: ArenaWitness | None = None,
+        first_number: int = 1,
     ) -> None:
         self.info = TierInfo(
             name, "host", MemoryKind.HOST, Durability.VOLATILE, ALIGNMENT_BYTES, capacity_bytes, verify_reads
         )
         self._capacity_bytes = capacity_bytes
+        self.ceiling_bytes = capacity_bytes
+        self._refused = ""  # why the system gave no memory, the last time
         self._arena_bytes = aligned_down(arena_bytes)
         self._mode: ArenaMode = mode
         self._arenas: dict[int, Arena] = {}
         self._empty: dict[int, Arena] = {}
         self._with_room: defaultdict[tuple[str, int], list[Arena]] = defaultdict(list)  # each arena once
-        self._next_number = 1
+        self._next_number = first_number
+        self._witness = witness
         self._arenas_bytes = 0
         self._blocks = 0
         self._blocks_bytes = 0
@@ -128,7 +147,7 @@ class HostTier(Tier):
         if self._closed:
             return False
         releasable = [arena for arena in self._empty.values() if arena.mode == "owned"]
-        while self.used_bytes + nbytes > self._capacity_bytes:
+        while self.used_bytes + nbytes > self.ceiling_bytes:
             if not releasable:
                 return False
             self._release(releasable.pop())
@@ -157,6 +176,29 @@ class HostTier(Tier):
         return emptiest.number if emptiest else None
 
     @property
+    def capacity_bytes(self) -> int:
+        """What was configured; `ceiling_bytes`, what may be used of it for now."""
+        return self._capacity_bytes
+
+    @property
+    def charged_bytes(self) -> int:
+        return sum(self._charges.values())
+
+    def set_ceiling(self, nbytes: int) -> None:
+        """Grow no further than this. What is beyond it stays until `take_empty` takes it away."""
+        self.ceiling_bytes = min(nbytes, self._capacity_bytes)
+
+    def take_empty(self) -> Callable[[], None] | None:
+        """Take an empty arena out of the books; the answer gives its memory back, on any thread (20 ms for 64 MiB).
+        None when there is none, or when they are sealed and cannot be given back."""
+        arena = next((arena for arena in self._empty.values() if arena.mode == "owned"), None)
+        if arena is None:
+            return None
+        with self._reshaping:
+            self._drop(arena)
+        return arena.release
+
+    @property
     def used_bytes(self) -> int:
         return self._arenas_bytes + sum(self._charges.values())
 
@@ -179,6 +221,9 @@ class HostTier(Tier):
     def readonly_fd(self, container: int) -> int:
         """A new read-only descriptor of an arena, to be handed to a client; the caller closes it."""
         return self._arenas[container].readonly_fd()
+
+    def arena(self, container: int) -> Arena:
+        return self._arenas[container]
 
     def container_bytes(self, container: int) -> int:
         """How many bytes a client maps of an arena."""
@@ -208,9 +253,13 @@ class HostTier(Tier):
         """
         with self._reshaping:
             for arena in list(self._arenas.values()):
-                if budget_bytes <= 0:
+                if budget_bytes <= 0 or self.ceiling_bytes < self._capacity_bytes:
+                    break  # under memory pressure nothing is touched ahead of need
+                try:
+                    budget_bytes -= arena.populate(budget_bytes)
+                except OSError as error:
+                    self._refused = f"the system gives no memory for an arena: {error}"
                     break
-                budget_bytes -= arena.populate(budget_bytes)
             arenas = list(self._arenas.values())
         return sum(arena.populated_bytes for arena in arenas), sum(arena.nbytes for arena in arenas)
 
@@ -240,25 +289,70 @@ class HostTier(Tier):
         source = self.slot_segment(slot)
         self._threads.submit(lambda: self._load(source, expect_key, segments), done)
 
+    def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
+        """Whether the slot still holds the block as it was stored: DONE or CORRUPT. Moves nothing, counts no read."""
+        source = self.slot_segment(slot)
+        self._threads.submit(lambda: self._verify(source, expect_key), done)
+
+    # -- over the end of a process -----------------------------------------------------------------------------------
+
+    def adopt(self, record: ArenaRecord, descriptor: int) -> AdoptedArena | None:
+        """Take over an arena of a process that has ended, with the blocks that it holds; None where the capacity has no
+        room for it. Takes the descriptor unless it returns None or raises ForeignMemory or OSError.
+        """
+        if self._closed or self._mode != "owned" or self.used_bytes + record.nbytes > self._capacity_bytes:
+            return None
+        arena = Arena.adopt(record, descriptor, self._witness)
+        handed_out = min(record.handed_out, arena.slots)
+        found = walk(arena.address, record.slot_bytes, handed_out, bytes.fromhex(record.owner), record.high_generation)
+        generations = dict(zip(found.slots.tolist(), found.headers["generation"].tolist(), strict=True))
+        arena.occupy(generations | found.retired, handed_out)
+        self._list(arena)
+        if arena.used_slots:
+            del self._empty[arena.number]
+            if arena.has_room:
+                self._with_room[arena.owner, arena.slot_bytes].append(arena)
+        self._next_number = max(self._next_number, arena.number + 1)
+        self._blocks += arena.used_slots
+        self._blocks_bytes += arena.used_slots * arena.slot_bytes
+
+        def slots(of: dict[int, int]) -> list[Slot]:
+            size = arena.slot_bytes
+            return [Slot(arena.number, index * size, size, generation) for index, generation in of.items()]
+
+        return AdoptedArena(arena.number, slots(generations), found.headers, slots(found.retired), found.damaged)
+
+    def retire(self, slot: Slot) -> None:
+        """The block in a slot is gone, its bytes stay until `free`: no later process takes it for a block."""
+        self._arena_of(slot).retire(slot)
+
+    def leave(self) -> None:
+        """`close`, but leave the arenas' memory to whoever else holds their descriptors."""
+        self._end(Arena.leave)
+
     def statistics(self) -> TierStatistics:
         used_by = {"blocks": self._blocks_bytes, "free": self._arenas_bytes - self._blocks_bytes}
         used_by.update({label: nbytes for label, nbytes in self._charges.items() if nbytes})
         return self._counters.report(
-            state=TierState.CLOSED if self._closed else TierState.OK,
+            state=TierState.CLOSED if self._closed else TierState.FULL if self._refused else TierState.OK,
             capacity_bytes=self._capacity_bytes,
             used_bytes=self.used_bytes,
             blocks=self._blocks,
             used_by=used_by,
+            message=self._refused,
         )
 
     def close(self) -> None:
+        self._end(Arena.release)
+
+    def _end(self, part_with: Callable[[Arena], None]) -> None:
         if self._closed:
             return
         self._closed = True
         self._threads.close()
         with self._reshaping:
             for arena in self._arenas.values():
-                arena.release()
+                part_with(arena)
             self._arenas.clear()
             self._empty.clear()
         self._with_room.clear()
@@ -275,6 +369,14 @@ class HostTier(Tier):
             failpoints.hit("host.before-header")
             stored = stamp_header(target, header, checksum)
             return count.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes))
+
+    def _verify(self, source: Segment, expect_key: bytes) -> Outcome:
+        header = image_header(source, expect_key)
+        if isinstance(header, str):
+            return Outcome(OutcomeKind.CORRUPT, message=header)
+        if checksum_at(source.address + HEADER_BYTES, header.payload_bytes) != header.checksum:
+            return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
+        return Outcome(OutcomeKind.DONE, header, header.payload_bytes)
 
     def _load(self, source: Segment, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         with self._counters.watch() as count:
@@ -316,9 +418,19 @@ class HostTier(Tier):
         return arena
 
     def _fresh_arena(self, at_least_bytes: int, owner: str) -> Arena | None:
-        room_bytes = aligned_down(self._capacity_bytes - self.used_bytes)
+        room_bytes = aligned_down(max(0, self.ceiling_bytes - self.used_bytes))
         nbytes = min(max(self._arena_bytes, at_least_bytes), room_bytes)
-        return self._add(nbytes, owner) if nbytes >= at_least_bytes else None
+        return self._add_if_possible(nbytes, owner) if nbytes >= at_least_bytes else None
+
+    def _add_if_possible(self, nbytes: int, owner: str) -> Arena | None:
+        """None when the system has no memory or no descriptor left: that is a full tier, not a broken one."""
+        try:
+            arena = self._add(nbytes, owner)
+        except OSError as error:
+            self._refused = f"the system gives no memory for another arena: {error}"
+            return None
+        self._refused = ""
+        return arena
 
     def _inherit(self, donor: Arena, owner: str) -> Arena:
         """A new arena in the place of an empty one of another owner, whose clients may still map the old one."""
@@ -327,11 +439,16 @@ class HostTier(Tier):
             return self._add(donor.nbytes, owner, donor)
 
     def _add(self, nbytes: int, owner: str, donor: Arena | None = None) -> Arena:
-        arena = Arena(self._next_number, nbytes, owner, mode=self._mode, donor=donor)
+        arena = Arena(self._next_number, nbytes, owner, mode=self._mode, donor=donor, witness=self._witness)
         self._next_number += 1
-        self._arenas[arena.number] = self._empty[arena.number] = arena
-        self._arenas_bytes += nbytes
+        self._list(arena)
+        if self._witness is not None:
+            self._witness.made(arena)
         return arena
+
+    def _list(self, arena: Arena) -> None:
+        self._arenas[arena.number] = self._empty[arena.number] = arena
+        self._arenas_bytes += arena.nbytes
 
     def _release(self, arena: Arena) -> None:
         with self._reshaping:
@@ -342,6 +459,8 @@ class HostTier(Tier):
         self._forget_room(arena)
         del self._arenas[arena.number], self._empty[arena.number]
         self._arenas_bytes -= arena.nbytes
+        if self._witness is not None:
+            self._witness.given_up(arena.number)
 
     def _forget_room(self, arena: Arena) -> None:
         rooms = self._with_room.get((arena.owner, arena.slot_bytes))

@@ -7,12 +7,12 @@ Invariant: an image whose header passes `image_header` had its whole payload in 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, read_header
 from kvstore_tiers.segments import Segment, buffer_at, put_bytes
 
 FIXED_BYTES = 256  # the part of a header page before the token ids
+FLAGS_OFFSET = 6
+RETIRED = (1).to_bytes(2, "little")  # in the flags: the block is gone, the bytes are there for readers who hold a lease
 
 
 def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int | None = None) -> BlockHeader | str:
@@ -42,7 +42,7 @@ def image_header(image: Segment, expect_key: bytes) -> BlockHeader | str:
 def stamp_header(image: Segment, header: BlockHeader, checksum: int | None = None) -> BlockHeader:
     """Write `header` to the front of an image with the image's own generation (and the payload's checksum, if given),
     and return it so stamped."""
-    stamped = replace(header, generation=image.generation, checksum=header.checksum if checksum is None else checksum)
+    stamped = header.stamped(image.generation, header.checksum if checksum is None else checksum)
     put_bytes(image.address, stamped.pack())
     return stamped
 
@@ -50,3 +50,9 @@ def stamp_header(image: Segment, header: BlockHeader, checksum: int | None = Non
 def erase_header(image: Segment) -> None:
     """Make an image hold no block: nobody who scans the memory later takes it for one."""
     put_bytes(image.address, bytes(FIXED_BYTES))
+
+
+def mark_retired(image: Segment) -> None:
+    """Set the retired flag of a header in place. Its checksum does not hold afterwards, and should not: only a reader
+    with a lease, who compares key and generation, still sees a block here."""
+    put_bytes(image.address + FLAGS_OFFSET, RETIRED)

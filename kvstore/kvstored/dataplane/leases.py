@@ -9,8 +9,9 @@ expiries given to `grant` and `renew` never go back (one time to live for all), 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvstore_tiers.base import Slot
 
@@ -30,12 +31,28 @@ class Lease:
     expired: bool = False
 
 
-class LeaseTable:
-    """All leases of the daemon. `unpin(rows)` and `free_slot(slot)` are the residency's and the host tier's."""
+class LeaseBook(Protocol):
+    """Where leases are noted for a later process."""
 
-    def __init__(self, unpin: Callable[[Iterable[int]], None], free_slot: Callable[[Slot], None]) -> None:
+    def record_lease(self, lease_id: int, session_id: int, slots: Sequence[Slot]) -> None: ...
+
+    def end_lease(self, lease_id: int) -> None: ...
+
+
+class LeaseTable:
+    """All leases of the daemon. `unpin(rows)` is the residency's; `free_slot(slot)` and `mark_retired(slot)` (what is
+    in a slot in limbo is no block any more) are the host tier's."""
+
+    def __init__(
+        self,
+        unpin: Callable[[Iterable[int]], None],
+        free_slot: Callable[[Slot], None],
+        mark_retired: Callable[[Slot], None] = lambda slot: None,
+    ) -> None:
         self._unpin = unpin
         self._free_slot = free_slot
+        self._mark_retired = mark_retired
+        self._book: LeaseBook | None = None
         self._leases: dict[int, Lease] = {}
         self._of_session: dict[int, set[int]] = {}
         self._due: OrderedDict[int, Lease] = OrderedDict()  # those that live, by expiry
@@ -56,7 +73,31 @@ class LeaseTable:
     def grant(self, session_id: int, tenant: int, rows: list[int], slots: list[Slot], expires_ns: int) -> Lease:
         """A new lease. The caller has pinned `rows`; they are unpinned here, once."""
         self._last_id += 1
-        lease = Lease(self._last_id, session_id, tenant, rows, slots, expires_ns)
+        if self._book is not None:
+            self._book.record_lease(self._last_id, session_id, slots)
+        return self._hold(Lease(self._last_id, session_id, tenant, rows, slots, expires_ns))
+
+    def restore(
+        self, lease_id: int, session_id: int, tenant: int, rows: list[int], slots: list[Slot], expires_ns: int
+    ) -> Lease:
+        """A lease of the process before, again in force under its number. `rows`, pinned by the caller, may be fewer
+        than `slots`: blocks in limbo have none."""
+        return self._hold(Lease(lease_id, session_id, tenant, rows, slots, expires_ns))
+
+    def record_in(self, book: LeaseBook, last_id: int) -> None:
+        """Note leases in `book` from now on; those of now stand in it. No lease gets a number up to `last_id`."""
+        self._book = book
+        self._last_id = max(self._last_id, last_id)
+
+    def of_session(self, session_id: int) -> list[int]:
+        return sorted(self._of_session.get(session_id, ()))
+
+    def belong_to(self, session_id: int, tenant: int) -> bool:
+        """Whether all leases of a session are over blocks of `tenant`."""
+        return all(self._leases[lease_id].tenant == tenant for lease_id in self._of_session.get(session_id, ()))
+
+    def _hold(self, lease: Lease) -> Lease:
+        session_id, slots = lease.session_id, lease.slots
         self._leases[lease.lease_id] = lease
         self._due[lease.lease_id] = lease
         self._of_session.setdefault(session_id, set()).add(lease.lease_id)
@@ -114,11 +155,14 @@ class LeaseTable:
             return
         if place in self._limbo:
             raise RuntimeError(f"slot {slot} retired twice")
+        self._mark_retired(slot)
         self._limbo[place] = (slot, tenant)
         self._limbo_bytes[tenant] = self._limbo_bytes.get(tenant, 0) + slot.nbytes
 
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.lease_id]
+        if self._book is not None:
+            self._book.end_lease(lease.lease_id)
         owned = self._of_session[lease.session_id]
         owned.discard(lease.lease_id)
         if not owned:

@@ -207,7 +207,7 @@ class LookupIndexes:
         entered, row = 0, first_row
         end = min(first_row + ROWS_A_SLICE, rows.capacity)
         while row < end and entered < KEYS_A_SLICE:
-            key, mask = rows.keys[row], rows.mask[row]
+            key, mask = rows.key(row), rows.mask[row]
             if key is not None and mask and self._residency.tenant_of(row) == tenant:
                 table.put(key, self._code_of_mask[mask])
                 entered += 1

@@ -7,8 +7,10 @@ gets read-only descriptors of its own tenant's and of no other's.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, FingerprintError, parse_fingerprint
@@ -26,6 +28,33 @@ from kvstored.tenants import Peer, Tenant, TenantDirectory
 from kvstored.tiering import HOST, NVME
 
 log = logging.getLogger(__name__)
+
+
+class Returning(Protocol):
+    """Clients of the daemon before this one, whose leases still stand."""
+
+    @property
+    def epoch(self) -> bytes:
+        """Names the numbering of arenas."""
+        ...
+
+    def arrived(self, session: Session, token: bytes) -> list[int]:
+        """A client has come; numbers of the leases that it has again, if `token` is one that it had before."""
+        ...
+
+
+class NobodyReturns:
+    """Without warm restart nothing of a daemon outlives it."""
+
+    def __init__(self) -> None:
+        self._epoch = os.urandom(16)
+
+    @property
+    def epoch(self) -> bytes:
+        return self._epoch
+
+    def arrived(self, session: Session, token: bytes) -> list[int]:
+        return []
 
 
 class Reception:
@@ -46,6 +75,7 @@ class Reception:
         *,
         epoch: bytes,
         data_socket: Path,
+        returning: Returning | None = None,
     ) -> None:
         self._config = config
         self._sessions = sessions
@@ -59,6 +89,7 @@ class Reception:
         self._on_end = on_end
         self._epoch = epoch
         self._data_socket = data_socket
+        self._returning = NobodyReturns() if returning is None else returning
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
         try:
@@ -82,6 +113,8 @@ class Reception:
             max_block_bytes=limits.max_block_bytes,
             arena_ids=self._arenas_of(session.tenant),
             lookup_index=self._indexes.offered,
+            arena_epoch=self._returning.epoch,
+            lease_ids=self._returning.arrived(session, hello.former_token),
         )
         self._counters.add("sessions_opened")
         log.info(

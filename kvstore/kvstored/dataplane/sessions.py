@@ -1,6 +1,7 @@
 """Sessions: one for each handshake connection, which is a client's identity and the anchor of all it holds.
 
-Owns reservations and staging of each client; ends everything a client held when its connection ends. Never does I/O.
+Owns reservations, loan and staging of each client; ends everything a client held when its connection ends. Never does
+I/O.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore_proto.fingerprint import Fingerprint
 from kvstored.dataplane.staging import Staged
@@ -16,10 +18,9 @@ from kvstored.tenants import Peer, Tenant
 
 
 @dataclass(slots=True)
-class Reservation:
-    """A client's right to commit one block from an extent of its staging memory."""
+class StagedBlock:
+    """What a client says of one block, and the slot of its staging memory that the block lies in."""
 
-    reservation_id: int
     key: bytes
     parent: bytes
     extra: bytes
@@ -27,8 +28,25 @@ class Reservation:
     payload_bytes: int
     offset: int
     nbytes: int
+
+
+@dataclass(slots=True)
+class Reservation(StagedBlock):
+    """A client's right to commit one block from an extent of its staging memory."""
+
+    reservation_id: int
     expires_ns: int
     committing: bool = False
+
+
+@dataclass(slots=True)
+class Loan:
+    """The extent of its staging memory that a client places blocks in by itself, until the session ends. What was
+    asked for under an earlier `number` is void."""
+
+    number: int
+    offset: int
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -49,7 +67,10 @@ class Session:
     give_back_staging: Callable[[int], None]
     reservations: dict[int, Reservation] = field(default_factory=dict)
     in_flight: int = 0  # requests that wait for bytes, over all streams
-    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a commit takes its slots
+    beginning: int = 0  # requests whose blocks have not all begun to be stored
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the first of those
+    loan: Loan | None = None
+    copying: set[asyncio.Task[Any]] = field(default_factory=set)  # that read the loan
     closed: bool = False
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
@@ -62,9 +83,9 @@ class Session:
         return reservation
 
     def part_with_staging(self) -> None:
-        """After the end: give the staging memory back, as soon as no commit copies from it any more."""
-        if self.closed and not self.reservations and self.staging is not None:
-            staging, self.staging = self.staging, None
+        """After the end: give the staging memory back, as soon as nothing copies from it any more."""
+        if self.closed and not self.reservations and not self.copying and self.staging is not None:
+            staging, self.staging, self.loan = self.staging, None, None
             staging.forget_fd()
             self.give_back_staging(staging.size_bytes)
 
@@ -72,9 +93,9 @@ class Session:
 class SessionTable:
     """All live sessions by token. Tokens are 16 random bytes; an unknown one tells nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_session_id: int = 0) -> None:
         self._by_token: dict[bytes, Session] = {}
-        self._last_session_id = 0
+        self._last_session_id = last_session_id
         self._last_reservation_id = 0
 
     def __len__(self) -> int:

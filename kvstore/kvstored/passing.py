@@ -1,0 +1,29 @@
+"""Descriptors over Unix sockets, with the flags that are asked for.
+
+`socket.send_fds` and `socket.recv_fds` take flags and, in Python 3.11 at least, do not pass them on: a call that must
+not wait waits, and a descriptor that must not be inherited is. Imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+from collections.abc import Sequence
+
+
+def send_packet(sock: socket.socket, packet: bytes, descriptors: Sequence[int] = (), flags: int = 0) -> None:
+    """One packet with descriptors. Raises OSError."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    sock.sendmsg([packet], rights, flags)
+
+
+def receive_packet(sock: socket.socket, nbytes: int, flags: int = 0) -> tuple[bytes, list[int]]:
+    """One packet of at most `nbytes` and the descriptors that came with it, few of them; not inheritable. Empty at the
+    end. Raises OSError."""
+    found = array.array("i")
+    room = socket.CMSG_SPACE(4 * found.itemsize)
+    packet, ancillary, _, _ = sock.recvmsg(nbytes, room, flags | socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return packet, list(found)

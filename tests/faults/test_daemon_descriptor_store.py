@@ -1,0 +1,142 @@
+"""Warm restart by a service manager's store for descriptors: kept, dropped, given back; what is not ours is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.reference.descriptor_store import ServiceManager
+from tests.reference.held_memory import holder_pid
+from tests.reference.running_daemon import RunningDaemon, eventually, holds, model, payloads_of, tokens_of
+
+SETTINGS = ("host.warm_restart=auto", "host.capacity=24MiB", "host.staging=4MiB", "nvme.enabled=false")
+MODEL = model()
+BLOCKS = 8
+
+
+@pytest.fixture
+def daemon() -> Iterator[RunningDaemon]:
+    """Its directories and command line; a service manager starts it."""
+    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
+        yield RunningDaemon(Path(directory), *SETTINGS)
+
+
+@pytest.fixture
+def manager(daemon: RunningDaemon) -> Iterator[ServiceManager]:
+    with ServiceManager(daemon.directory) as running:
+        yield running
+
+
+def put(daemon: RunningDaemon, conversation: int) -> None:
+    with daemon.connect(MODEL) as session:
+        receipt = session.put(
+            tokens_of(conversation, BLOCKS), payloads=payloads_of(conversation, BLOCKS, MODEL), durability="none"
+        )
+        assert receipt.visible_blocks == BLOCKS
+
+
+def found(daemon: RunningDaemon, conversation: int) -> int:
+    with daemon.connect(MODEL) as session, session.get(tokens_of(conversation, BLOCKS)) as lease:
+        assert holds(lease, payloads_of(conversation, len(lease), MODEL))
+        return len(lease)
+
+
+def test_blocks_come_back_from_the_store(daemon: RunningDaemon, manager: ServiceManager) -> None:
+    log = daemon.directory / "log"
+    manager.start(daemon.command(), log)
+    for conversation in range(20):
+        put(daemon, conversation)
+    assert eventually(lambda: "ledger" in manager.names() and len(manager.names()) >= 3)
+    assert holder_pid(daemon.state_dir) == 0, "systemd keeps it, nobody else has to"
+    for life in range(2):
+        stored = manager.names()
+        manager.kill9()
+        manager.start(daemon.command(), log)
+        assert daemon.status().counters["warm_blocks"] == 20 * BLOCKS
+        assert manager.names() == stored, "what is stored already is not stored again"
+        assert [found(daemon, conversation) for conversation in range(20)] == [BLOCKS] * 20, life
+    assert manager.stop() == 0
+    manager.start(daemon.command(), log)
+    assert [found(daemon, conversation) for conversation in range(20)] == [BLOCKS] * 20, "an orderly restart"
+    assert manager.stop() == 0
+    manager.forget()
+    manager.start(daemon.command(), log)
+    assert daemon.status().blocks == 0
+
+
+def test_arenas_that_are_given_up_leave_the_store(daemon: RunningDaemon, manager: ServiceManager) -> None:
+    log = daemon.directory / "log"
+    manager.start(daemon.command(), log)
+    for conversation in range(60):
+        put(daemon, conversation)
+    before = manager.names()
+    manager.kill9()
+    daemon.settings = (*daemon.settings, "host.capacity=14MiB")
+    manager.start(daemon.command(), log)
+    dropped = daemon.status().counters["warm_dropped_arenas"]
+    assert dropped > 0
+    assert eventually(lambda: len(manager.names()) == len(before) - dropped)
+    assert daemon.tiers()["host"].used_bytes <= 14 << 20
+
+
+def test_turned_off_it_empties_the_store(daemon: RunningDaemon, manager: ServiceManager) -> None:
+    log = daemon.directory / "log"
+    manager.start(daemon.command(), log)
+    put(daemon, 1)
+    assert eventually(lambda: len(manager.names()) >= 2)
+    manager.kill9()
+    daemon.settings = (*daemon.settings, "host.warm_restart=off")
+    manager.start(daemon.command(), log)
+    assert daemon.status().blocks == 0
+    assert eventually(lambda: manager.names() == [])
+
+
+def test_what_is_stored_under_our_names_and_is_not_ours_is_dropped(
+    daemon: RunningDaemon, manager: ServiceManager
+) -> None:
+    log = daemon.directory / "log"
+    manager.start(daemon.command(), log)
+    put(daemon, 1)
+    assert eventually(lambda: len(manager.names()) >= 2)
+    manager.kill9()
+    kept = dict(manager.stored)
+    with tempfile.TemporaryFile() as file:
+        file.write(b"keep me")
+        file.flush()
+        manager.stored.append(("a77", os.dup(file.fileno())))
+        name = next(name for name in kept if name.startswith("a"))
+        os.close(kept[name])
+        manager.stored[manager.stored.index((name, kept[name]))] = (name, os.dup(file.fileno()))
+        manager.start(daemon.command(), log)
+        assert daemon.status().counters["warm_dropped_arenas"] == 1 and daemon.status().blocks == 0
+        assert os.pread(file.fileno(), 16, 0) == b"keep me", "a file that is not ours is not touched"
+    put(daemon, 1)
+    assert found(daemon, 1) == BLOCKS
+
+
+def test_without_a_store_the_holder_keeps_it(daemon: RunningDaemon, manager: ServiceManager) -> None:
+    """An older systemd, or a unit without FileDescriptorStoreMax=."""
+    log = daemon.directory / "log"
+    manager.start(daemon.command(), log, offers_store=False)
+    put(daemon, 1)
+    assert manager.names() == [] and holder_pid(daemon.state_dir) > 0
+    manager.kill9()
+    manager.start(daemon.command(), log, offers_store=False)
+    assert found(daemon, 1) == BLOCKS
+    holder = holder_pid(daemon.state_dir)
+    manager.kill9()
+    manager.start(daemon.command(), log)
+    assert eventually(lambda: not Path(f"/proc/{holder}").exists()), "from now on systemd keeps it"
+    assert daemon.status().blocks == 0
+
+
+def test_asked_for_without_a_service_manager_it_says_so(daemon: RunningDaemon) -> None:
+    daemon.settings = (*daemon.settings, "host.warm_restart=systemd")
+    environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+    done = subprocess.run(daemon.command(), env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "NOTIFY_SOCKET" in done.stderr and "Traceback" not in done.stderr
