@@ -47,6 +47,14 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         "remove all blocks of a model fingerprint",
         ["kvctl invalidate 3fa9c0de --tenant uid-1000"],
     ),
+    "quarantine": (
+        "list slots that failed verification, or release them",
+        [
+            "kvctl quarantine list",
+            "kvctl quarantine release 3:4227072     # SLAB:OFFSET, as the list shows it",
+            "kvctl quarantine release --all",
+        ],
+    ),
     "ping": ("time the way that an engine takes", ["kvctl ping --count 100"]),
     "top": (
         "watch the daemon live: occupancy, hits, lanes, latency",
@@ -73,6 +81,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.command == "drop":
         _check_drop(parser, arguments)
+    if arguments.command == "quarantine":
+        _check_quarantine(parser, arguments)
     check_data_arguments(parser, arguments)
     return arguments
 
@@ -103,6 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     made["shutdown"].add_argument("--now", action="store_true", help="do not drain first")
     made["invalidate"].add_argument("fingerprint", help="hex digest, or its first 8 digits or more")
     made["invalidate"].add_argument("--tenant", default="", help="only this tenant's blocks")
+    _quarantine_options(made["quarantine"])
     _top_options(made["top"])
     _doctor_options(made["doctor"])
     made["report"].add_argument(
@@ -163,6 +174,19 @@ def _drop_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="all blocks of all tiers; needs --yes")
     parser.add_argument("--discard", action="store_true", help="also blocks without another copy")
     parser.add_argument("--yes", action="store_true", help="I mean it")
+
+
+def _quarantine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["list", "release"], help="what to do")
+    parser.add_argument("places", nargs="*", metavar="SLAB:OFFSET", help="release: which; the list shows them")
+    parser.add_argument("--all", action="store_true", help="release: every slot in quarantine")
+
+
+def _check_quarantine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.action == "list" and (arguments.places or arguments.all):
+        parser.error("quarantine list shows all of it and takes nothing further")
+    if arguments.action == "release" and arguments.all == bool(arguments.places):
+        parser.error("quarantine release: give either places, as `kvctl quarantine list` shows them, or --all")
 
 
 def _top_options(parser: argparse.ArgumentParser) -> None:

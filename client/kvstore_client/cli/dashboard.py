@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from kvstore_client.cli.budget import budget_line
 from kvstore_client.cli.paint import Line, bar, plain_line, sparkline
 from kvstore_client.cli.past import Past
 from kvstore_client.cli.snapshot import Snapshot
@@ -17,8 +18,8 @@ MIN_WIDTH = 60
 LATELY_S = 10.0
 MINUTE_S = 60.0
 NOW_S = 3.0  # rates: one second alone flickers
-_ORDER = ("lookup", "acquire", "release", "reserve", "commit", "prefetch", "touch", "abort", "ping")
-_STATES = {"serving": "green", "ok": "green", "draining": "yellow", "full": "yellow"}
+_ORDER = ("lookup", "acquire", "release", "store", "reserve", "commit", "prefetch", "touch", "abort", "ping")
+_STATES = {"serving": "green", "ok": "green", "draining": "yellow", "full": "yellow", "shrunk": "yellow"}
 
 
 def render(shot: Snapshot, *, width: int, height: int, clock: str, note: str = "") -> list[Line]:
@@ -76,7 +77,17 @@ def _tiers(shot: Snapshot, past: Past, width: int) -> list[Line]:
         lines.append(line)
         if tier.state not in ("ok", ""):
             lines.append(plain_line(f"      is {tier.state}", _STATES.get(tier.state, "red")))
+    budget = budget_line(shot.status)
+    if budget:
+        lines.append(Line().add("writes ", "dim").add(_cut(budget, width - 7), _budget_style(shot)))
     return lines
+
+
+def _budget_style(shot: Snapshot) -> str:
+    budget = shot.status.endurance
+    if not budget.bytes_per_day:
+        return "dim"
+    return "yellow" if budget.scarce else ""
 
 
 def _hits(shot: Snapshot, past: Past, width: int) -> list[Line]:

@@ -19,7 +19,21 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "corrupt": "its bytes on NVMe failed verification; they are quarantined and the block is to be computed again",
     "invalidated": "an operator invalidated its fingerprint",
     "dropped": "deleted by its owner or dropped by an operator",
-    "read_failed": "the medium would not give it",
+    "read_failed": "NVMe would not give it: the block could not be read, or the tier is shed (`kvctl status`)",
+}
+# Why a stored block is not on NVMe.
+_VOLATILE: Final[Mapping[str, str]] = {
+    "admission": "volatile: not worth a write yet, it was used once (nvme.admission)",
+    "scarce": "volatile: the endurance budget is scarce, and it was used once",
+    "budget": "volatile: the endurance budget was spent (nvme.endurance_bytes_per_day)",
+    "share": "volatile: the endurance budget is scarce, and its tenant has had its portion",
+    "tier": "volatile: NVMe was degraded and took no writes",
+    "behind": "volatile: the disk was too far behind with writing",
+    "room": "volatile: NVMe had no room, and nothing there might leave",
+    "write-failed": "volatile: writing it failed; the daemon's log says why",
+    "other-tenant": "volatile: NVMe has a block of this key for another tenant",
+    "pending": "on its way to NVMe",
+    "not-asked": "volatile: its put did not ask for more",
 }
 _COLUMNS: Final = (
     Column("BLOCK", True),
@@ -80,6 +94,8 @@ def why(block: wire.BlockExplanation) -> str:
 
 
 def _briefly(block: wire.BlockExplanation) -> str:
+    if block.state == "stored" and not block.missing_ancestor and block.volatile_because:
+        return _VOLATILE.get(block.volatile_because, f"volatile: {block.volatile_because}")
     if block.state != "missing":
         return why(block)
     return block.cause.replace("_", " ") + (f" {human_seconds(block.gone_s)} ago" if block.gone_s else "")

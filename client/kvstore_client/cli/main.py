@@ -23,6 +23,7 @@ from kvstore_client.cli.output import Output
 from kvstore_client.cli.ping import ping
 from kvstore_client.cli.prefetch import prefetch
 from kvstore_client.cli.put import put
+from kvstore_client.cli.quarantine import quarantine
 from kvstore_client.cli.report import report
 from kvstore_client.cli.top import top
 from kvstore_client.paths import socket_directory
@@ -37,6 +38,7 @@ _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]]
     "drain": act.drain,
     "shutdown": act.shutdown,
     "invalidate": act.invalidate,
+    "quarantine": quarantine,
     "report": report,
 }
 # Commands that open their own connections: a session, the admin socket, or both.

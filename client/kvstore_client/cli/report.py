@@ -27,7 +27,7 @@ from kvstore_client.cli.units import human_bytes, human_count, human_seconds, hu
 from kvstore_proto.v1 import admin_pb2 as wire
 
 _MIN_SAMPLES = 3
-_TIMED = ("lookup", "acquire", "reserve", "commit", "release", "prefetch")
+_TIMED = ("lookup", "acquire", "store", "reserve", "commit", "release", "prefetch")
 _PACKAGES = ("kvstored", "grpcio", "protobuf", "numpy", "lmdb", "xxhash")
 
 

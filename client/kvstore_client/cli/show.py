@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Mapping
 
 from kvstore_client.cli.admin import AdminSocket
+from kvstore_client.cli.budget import budget_line
+from kvstore_client.cli.integrity import integrity_facts
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.table import Column, render_facts, render_table
 from kvstore_client.cli.units import human_bytes, human_count, human_seconds, human_share
@@ -33,7 +35,12 @@ def status(admin: AdminSocket, _: argparse.Namespace) -> Output:
         ("prefaulted", _progress(reply.prefault_done_bytes, reply.prefault_total_bytes)),
         ("config", reply.config_path or "built-in defaults"),
     ]
+    budget = budget_line(reply)
+    if budget:
+        facts.append(("NVMe writes", budget))
+    facts.extend((f"{part.part} is {part.mode}", part.reason) for part in reply.degraded)
     parts = [render_facts(facts)]
+    parts.append(render_facts(integrity_facts(reply)))
     if reply.lanes:
         parts.append(_lanes(reply))
     if reply.counters:
@@ -81,6 +88,8 @@ def tiers(admin: AdminSocket, _: argparse.Namespace) -> Output:
     ]
     parts = [render_table(columns, rows, empty="no tiers are configured")]
     parts.extend(f"{tier.name} holds: {_by_use(tier.used_by)}" for tier in reply.tiers if tier.used_by)
+    budget = budget_line(admin.call("Status", wire.StatusRequest(), wire.StatusReply))
+    parts.extend([f"nvme writes: {budget}"] if budget else [])
     return Output("\n".join(parts), reply)
 
 

@@ -9,7 +9,9 @@ from kvstored import __version__
 from kvstored.cli.check import add_check
 from kvstored.cli.configure import add_config
 from kvstored.cli.exits import EXIT_DAMAGE, EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from kvstored.cli.inspect import add_inspect
 from kvstored.cli.serve import add_serve
+from kvstored.cli.simulate import add_simulate
 
 __all__ = ["EXIT_DAMAGE", "EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "main"]
 
@@ -18,10 +20,11 @@ examples:
   kvstored serve --config /etc/kvstored/kvstored.toml
   kvstored serve --socket-dir /tmp/kv --state-dir /tmp/kv/state --set host.capacity=2GiB --set nvme.capacity=8GiB
   kvstored check /var/lib/kvstored/nvme
+  kvstored inspect /var/lib/kvstored/nvme block 051e43b1d68c
   kvstored config > kvstored.toml
 
 exit status: 0 all is well; 1 it failed (the message says how); 2 a mistake in the arguments or the configuration;
-3 check found damage
+3 check found damage, or --repair left some
 """
 
 
@@ -45,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvstored {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_serve, add_check, add_config):
+    for add in (add_serve, add_check, add_inspect, add_config, add_simulate):
         add(commands)
     return parser
 

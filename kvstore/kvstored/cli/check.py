@@ -1,38 +1,145 @@
-"""`kvstored check`: every invariant of an NVMe directory that no daemon is using."""
+"""`kvstored check`: every invariant of an NVMe directory that no daemon is using, and mending what can be mended."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvstored.cli.exits import EXIT_DAMAGE, EXIT_OK, failure, mistake
 
+if TYPE_CHECKING:
+    from kvstore_tiers.nvme.findings import Finding
+    from kvstore_tiers.nvme.repair import RepairReport
+
+EXAMPLES = """\
+examples:
+  kvstored check /var/lib/kvstored/nvme
+  kvstored check /var/lib/kvstored/nvme --payloads --notes
+  kvstored check /var/lib/kvstored/nvme --payloads --repair --dry-run
+  kvstored check /var/lib/kvstored/nvme --payloads --repair
+
+A finding is a note (worth knowing), a leftover of a crash (the next start clears it up) or damage (bytes are wrong).
+exit status: 0 no damage, or none is left after --repair; 1 it cannot be looked at, or a daemon has it open;
+2 a mistake in the arguments; 3 there is damage, or some is left after --repair
+"""
+_TOLD_EVERY_S = 1.0
+
 
 def add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    check = commands.add_parser("check", help="walk every invariant of an NVMe directory that no daemon is using")
+    check = commands.add_parser(
+        "check",
+        help="walk every invariant of an NVMe directory that no daemon is using",
+        description="Walk every invariant of an NVMe directory that no daemon is using, and mend it if asked.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     check.add_argument("directory", type=Path)
     check.add_argument("--payloads", action="store_true", help="also read and verify every payload (slow)")
+    check.add_argument("--capacity", metavar="SIZE", help="also hold the directory to this capacity, such as 8GiB")
+    check.add_argument("--notes", action="store_true", help="also tell what is worth knowing and not wrong")
+    check.add_argument("--repair", action="store_true", help="mend what can be mended and say what was done")
+    check.add_argument("--dry-run", action="store_true", help="with --repair: say what would be done, change nothing")
     check.add_argument("--json", action="store_true", help="one JSON object")
     check.set_defaults(run=_check)
 
 
+class Progress:
+    """Bytes read so far, on standard error, at most once a second; silent for what takes less, and off a terminal
+    every ten seconds."""
+
+    def __init__(self) -> None:
+        self._read_bytes = 0
+        self._every_s = _TOLD_EVERY_S if sys.stderr.isatty() else 10 * _TOLD_EVERY_S
+        self._next_s = time.monotonic() + self._every_s
+
+    def __call__(self, nbytes: int) -> None:
+        self._read_bytes += nbytes
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._every_s
+            print(f"kvstored: {self._read_bytes / 2**20:,.0f} MiB read", file=sys.stderr)
+
+
 def _check(arguments: argparse.Namespace) -> int:
-    from kvstore_tiers.nvme.check import Severity, check_directory
+    from kvstore_tiers.nvme.check import check_directory
     from kvstore_tiers.nvme.errors import DirectoryError
+    from kvstore_tiers.nvme.repair import repair_directory
+    from kvstored.config.sizes import parse_size
 
     if not arguments.directory.is_dir():
         return mistake(f"{arguments.directory} is not a directory")
+    if arguments.dry_run and not arguments.repair:
+        return mistake("--dry-run says what --repair would do: give both")
     try:
-        findings = check_directory(arguments.directory, verify_payloads=arguments.payloads)
+        capacity_bytes = None if arguments.capacity is None else parse_size(arguments.capacity, 0)
+    except ValueError as error:
+        return mistake(f"--capacity: {error}")
+    options: dict[str, Any] = {
+        "capacity_bytes": capacity_bytes, "verify_payloads": arguments.payloads, "progress": Progress(),
+    }  # fmt: skip
+    try:
+        if arguments.repair:
+            return _told_repair(arguments, repair_directory(arguments.directory, dry_run=arguments.dry_run, **options))
+        return _told_check(arguments, check_directory(arguments.directory, notes=arguments.notes, **options))
     except (OSError, DirectoryError) as error:
-        return failure(f"cannot check {arguments.directory}: {error}")
-    damaged = any(finding.severity is Severity.DAMAGE for finding in findings)
+        return failure(f"cannot {'repair' if arguments.repair else 'check'} {arguments.directory}: {error}")
+
+
+def _told_check(arguments: argparse.Namespace, findings: list[Finding]) -> int:
+    damaged = _is_damaged(findings)
     if arguments.json:
-        listed = [{"severity": f.severity.value, "where": f.where, "what": f.what} for f in findings]
+        listed = [_plain(finding) for finding in findings]
         print(json.dumps({"directory": str(arguments.directory), "damaged": damaged, "findings": listed}))
     else:
         for finding in findings:
             print(finding)
         print("damaged" if damaged else "no damage found")
     return EXIT_DAMAGE if damaged else EXIT_OK
+
+
+def _told_repair(arguments: argparse.Namespace, report: RepairReport) -> int:
+    remaining = report.found if arguments.dry_run else [finding for finding, _ in report.left]
+    damaged = _is_damaged(remaining)
+    if arguments.json:
+        document = {
+            "directory": str(arguments.directory),
+            "dry_run": arguments.dry_run,
+            "damaged": damaged,
+            "found": [_plain(finding) for finding in report.found],
+            "done": report.done,
+            "left": [{**_plain(finding), "why": why} for finding, why in report.left],
+        }
+        print(json.dumps(document))
+        return EXIT_DAMAGE if damaged else EXIT_OK
+    for line in report.done:
+        print(line)
+    for finding, why in report.left:
+        print(f"left: {finding}: {why}")
+    if not report.found:
+        print("nothing to mend")
+    elif arguments.dry_run:
+        print("nothing was changed")
+    else:
+        print("damage is left" if damaged else "mended")
+    return EXIT_DAMAGE if damaged else EXIT_OK
+
+
+def _is_damaged(findings: list[Finding]) -> bool:
+    from kvstore_tiers.nvme.findings import Severity
+
+    return any(finding.severity is Severity.DAMAGE for finding in findings)
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    return {
+        "severity": finding.severity.value,
+        "kind": finding.kind.value,
+        "where": finding.where,
+        "what": finding.what,
+        "slab": finding.slab if finding.slab >= 0 else None,
+        "slot": finding.slot if finding.slot >= 0 else None,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 from kvstored.cli.exits import failure, mistake
@@ -12,6 +13,7 @@ from kvstored.cli.settings import add_settings, overrides
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve = commands.add_parser("serve", help="run the daemon in the foreground")
     add_settings(serve)
+    serve.add_argument("--record", metavar="FILE", help="short for --set daemon.record=FILE")
     serve.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     serve.set_defaults(run=_serve)
 
@@ -27,7 +29,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
-        config = load_config(arguments.config, overrides(arguments))
+        recording = [] if arguments.record is None else [f"daemon.record={json.dumps(arguments.record)}"]
+        config = load_config(arguments.config, [*recording, *overrides(arguments)])
     except ConfigError as error:
         return mistake(str(error))
     from kvstore_tiers.failpoints import ENVIRONMENT, unknown_names

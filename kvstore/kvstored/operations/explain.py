@@ -96,6 +96,12 @@ class Explain:
 
     def _describe(self, row: int, block: pb.BlockExplanation) -> None:
         self._views.describe(row, block.block)
+        writeback = self._parts.writeback
+        if writeback is not None and not writeback.is_durable(row):
+            refusal = writeback.why_volatile(row)
+            block.volatile_because = (
+                refusal.value if refusal is not None else "pending" if (writeback.is_on_its_way(row)) else "not-asked"
+            )
         self._describe_copies(row, block)
         if self._parts.residency.has(row, HOST):
             slot = self._parts.residency.slot(row, HOST)

@@ -16,8 +16,12 @@ from kvstored.config import Config
 from kvstored.dataplane.handshake import PROTOCOL_VERSION
 from kvstored.dataplane.leases import LeaseTable
 from kvstored.dataplane.sessions import SessionTable
+from kvstored.degraded import DegradedModes, Mode
+from kvstored.endurance import EnduranceAccount
+from kvstored.integrity import IntegrityReport
 from kvstored.movement.mover import Mover
 from kvstored.movement.writeback import WriteBack
+from kvstored.operations.integrity import describe_integrity
 from kvstored.policies import Policy
 from kvstored.residency import Residency, page
 from kvstored.telemetry import Counters, Flows
@@ -44,10 +48,12 @@ class Parts:
     writeback: WriteBack | None
     counters: Counters
     flows: Flows
+    modes: DegradedModes
+    endurance: EnduranceAccount
 
 
 class Views:
-    """`state()`, `ready_after_s()` and `prefault()` come from the daemon, which alone knows them."""
+    """`state()`, `ready_after_s()`, `prefault()` and `integrity()` come from the daemon, which alone knows them."""
 
     def __init__(
         self,
@@ -55,11 +61,13 @@ class Views:
         state: Callable[[], str],
         ready_after_s: Callable[[], float],
         prefault: Callable[[], tuple[int, int]],
+        integrity: Callable[[], IntegrityReport],
     ) -> None:
         self._parts = parts
         self._state = state
         self._ready_after_s = ready_after_s
         self._prefault = prefault
+        self._integrity = integrity
         self._started_ns = parts.clock.monotonic_ns()
 
     def status(self) -> pb.StatusReply:
@@ -83,8 +91,26 @@ class Views:
             prefault_total_bytes=total_bytes,
             counters=parts.counters.snapshot(),
             config_path=parts.config.source,
-            warnings=[report.message for report in (tier.statistics() for tier in parts.tiers) if report.message],
+            warnings=[*parts.modes.sentences(), *self._tier_messages()],
         )
+        for item in parts.modes.all():
+            reply.degraded.add(
+                part=item.part, mode=item.mode.value, reason=item.reason, for_s=(now_ns - item.since_ns) / NS_PER_S
+            )
+        if len(parts.tiers) > NVME:
+            budget = parts.endurance.report()
+            reply.endurance.CopyFrom(
+                pb.EnduranceStatus(
+                    bytes_per_day=budget.bytes_per_day,
+                    left_bytes=budget.left_bytes,
+                    spent_bytes=budget.spent_bytes,
+                    scarce=budget.scarce,
+                    trouble=budget.trouble,
+                )
+            )
+            if budget.trouble:
+                reply.warnings.append(budget.trouble)
+        describe_integrity(self._integrity(), reply)
         for lane in parts.mover.lanes.values():
             report = lane.statistics(now_ns)
             reply.lanes.add(
@@ -98,6 +124,15 @@ class Views:
                 queued_by_priority=list(report.queued),
             )
         return reply
+
+    def _tier_messages(self) -> list[str]:
+        reports = (tier.statistics() for tier in self._parts.tiers)
+        return [report.message for report in reports if report.message]
+
+    def _state_of(self, position: int) -> str:
+        """What the daemon makes of a tier, where that is worse than what the tier says itself."""
+        mode = self._parts.modes.mode(self._parts.residency.tiers[position])
+        return self._parts.tiers[position].statistics().state.value if mode is Mode.OK else mode.value
 
     def tiers(self) -> pb.TiersReply:
         parts = self._parts
@@ -113,7 +148,7 @@ class Views:
                 name=parts.residency.tiers[position],
                 kind=tier.info.kind,
                 path=parts.paths[position],
-                state=report.state.value,
+                state=self._state_of(position),
                 capacity_bytes=report.capacity_bytes,
                 used_bytes=report.used_bytes,
                 blocks=parts.residency.tier_blocks(position),

@@ -2,8 +2,8 @@
 
 Owns the state and the reason for it. Never retries anything itself.
 ENOSPC and its kin make the tier FULL: it keeps the slabs it has and tries a new one again after a pause. EROFS, or
-several write errors in a row, make it READ_ONLY; several read errors in a row make it FAILED. Both last until restart:
-a medium that does this is not to be trusted with more.
+several write errors in a row, make it READ_ONLY; several read errors in a row make it FAILED. Both last until a probe
+(probe.py) wrote, synced and read back: a medium that did this is trusted again only on proof.
 """
 
 from __future__ import annotations
@@ -73,6 +73,14 @@ class TierHealth:
         with self._lock:
             if self.state is TierState.FULL:
                 self.state, self.message = TierState.OK, ""
+
+    def note_probe(self, free_bytes: int, slab_bytes: int) -> None:
+        """A probe went well, and the file system has so much room."""
+        with self._lock:
+            if self.state is TierState.FULL and free_bytes < slab_bytes:
+                return
+            self._write_errors = self._read_errors = 0
+            self.state, self.message = TierState.OK, ""
 
     def _worsen(self, state: TierState, outcome: Outcome) -> None:
         order = (TierState.OK, TierState.FULL, TierState.READ_ONLY, TierState.FAILED)

@@ -8,6 +8,7 @@ key, generation, header checksum and payload checksum hold; `used_bytes` never e
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import (
+    Column,
     Completion,
     Durability,
     MemoryKind,
@@ -32,6 +34,7 @@ from kvstore_tiers.base import (
 )
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import judge_header
+from kvstore_tiers.nvme.books import check_books, check_held
 from kvstore_tiers.nvme.commit import GroupCommit
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.errors import DirectoryUnusable
@@ -39,13 +42,17 @@ from kvstore_tiers.nvme.health import TierHealth
 from kvstore_tiers.nvme.index import BASE_BUDGET_BYTES, KeyIndex
 from kvstore_tiers.nvme.io import SlotIO
 from kvstore_tiers.nvme.journal import Journal
-from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks
+from kvstore_tiers.nvme.layout import record_header, record_holds
+from kvstore_tiers.nvme.probe import probe_medium, require_place
+from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, SlabSpace
+from kvstore_tiers.recovered import RecoveredBlocks
 from kvstore_tiers.segments import checksum_of, total_bytes
 from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads
 
+_LOG = logging.getLogger(__name__)
 DEFAULT_IO_THREADS = 6  # measured: more collapse under CPU load (they queue for the GIL), fewer leave the disk idle
 DEFAULT_QUARANTINE_SLOTS = 16
 
@@ -59,6 +66,7 @@ class NvmeTier(Tier):
         space: SlabSpace,
         index: KeyIndex,
         report: RecoveryReport,
+        recovered: RecoveredBlocks,
         *,
         io_threads: int,
         quarantine_slots: int,
@@ -69,6 +77,7 @@ class NvmeTier(Tier):
             name, "nvme", MemoryKind.FILE, Durability.DURABLE, ALIGNMENT_BYTES, space.capacity_bytes, True
         )
         self.recovery_report = report
+        self._recovered: RecoveredBlocks | None = recovered
         self._directory = directory
         self._space = space
         self._index = index
@@ -114,7 +123,7 @@ class NvmeTier(Tier):
             space = SlabSpace(opened, capacity_bytes, slab_bytes, require_direct=require_direct)
             report = open_slabs(opened, space, require_direct=require_direct)
             index = KeyIndex(opened.index, space.index_budget_bytes)
-            Recovery(space, index, report).run()
+            recovered = Recovery(space, index, report).run()
         except OSError as error:
             opened.close()
             raise DirectoryUnusable(f"{directory} cannot be read: {error}") from error
@@ -126,6 +135,7 @@ class NvmeTier(Tier):
             space,
             index,
             report,
+            recovered,
             io_threads=io_threads,
             quarantine_slots=quarantine_slots,
             clock=clock,
@@ -177,6 +187,24 @@ class NvmeTier(Tier):
         """Slots out of use and why. `free` ends their quarantine."""
         return dict(self._quarantined)
 
+    def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
+        slab, index = self._place(slot)
+        record = slab.file.read_record(index) if slab.is_made else b""
+        if not record_holds(record, slab.superblock.record_seed(index)):
+            return None
+        header = record_header(record)
+        return header if any(header.key) else None
+
+    def check_books(self) -> list[str]:
+        return check_books(self._space.slabs, self._quarantined)
+
+    def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
+        return check_held(self._space.slabs, containers, offsets, generations)
+
+    def publish_again(self, slot: Slot, header: BlockHeader) -> None:
+        slab, index = self._place(slot)
+        self._journal.note_written(slab, index, replace(header, tokens=b""))
+
     def emptiest_container(self, owner: str, nbytes: int) -> int | None:
         """The slab to empty so that slots of `nbytes` find room although the capacity is spent; None: there is none."""
         return self._space.emptiest(nbytes)
@@ -195,13 +223,25 @@ class NvmeTier(Tier):
     def sync(self, done: Completion) -> None:
         self._commit.request(done)
 
+    def probe(self, done: Completion, *, thorough: bool = True) -> None:
+        self._threads.submit(self._probe if thorough else self._look, done)
+
     def location(self, slot: Slot) -> str:
         return f"{self._space.slab_of(slot).file.path}:{slot.offset}"
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
+        self._recovered = None  # who asks here will not ask for columns
         for slab in list(self._space.slabs.values()):
             if slab.is_made:
                 yield from recovered_blocks(slab, self.recovery_report.last_sequence)
+
+    def recover_columns(self) -> RecoveredBlocks:
+        """See `Tier`. The first time it is told from memory, which it then takes no more of."""
+        recovered, self._recovered = self._recovered, None
+        if recovered is None:
+            return super().recover_columns()
+        there = still_there(self._space.slabs, recovered)
+        return recovered if there.all() else recovered.take(there)
 
     def locate(self, key: bytes) -> Slot | None:
         """Where the index says a block is, as of the last `sync`; the books of a daemon know better."""
@@ -237,7 +277,10 @@ class NvmeTier(Tier):
         self._closed = True
         self._threads.close()
         self._commit.close()
-        self._index.close()
+        try:
+            self._index.close()
+        except OSError as error:  # the medium is gone or full: without a seal the next start rebuilds the index
+            _LOG.warning("the index of %s is not sealed: %s", self._directory.path, error)
         for slab in self._space.slabs.values():
             slab.close()
         self._directory.close()
@@ -302,6 +345,15 @@ class NvmeTier(Tier):
         image.deliver()
         return Outcome(OutcomeKind.DONE, header, nbytes)
 
+    def _look(self) -> Outcome:
+        require_place(self._directory)
+        return Outcome(OutcomeKind.DONE)
+
+    def _probe(self) -> Outcome:
+        free_bytes = probe_medium(self._directory, list(self._space.slabs.values()))
+        self._health.note_probe(free_bytes, self._space.growth_bytes)
+        return Outcome(OutcomeKind.DONE)
+
     # -- books -------------------------------------------------------------------------------------------------------
 
     def _place(self, slot: Slot) -> tuple[Slab, int]:
@@ -310,10 +362,9 @@ class NvmeTier(Tier):
 
     def _take_over(self) -> None:
         """Count what recovery found."""
-        reasons = self._index.reasons()
         for slab in self._space.slabs.values():
             for index in slab.indices_in(SlotState.QUARANTINED):
-                reason = reasons.get((slab.number, index), "quarantined before the last start")
+                reason = self._index.reasons().get((slab.number, index), "quarantined before the last start")
                 self._quarantined[slab.slot(index)] = reason
         self._blocks = sum(slab.in_use for slab in self._space.slabs.values()) - len(self._quarantined)
         in_use_bytes = sum(slab.in_use * slab.superblock.slot_bytes for slab in self._space.slabs.values())

@@ -1,0 +1,60 @@
+"""kvctl quarantine: which slots failed verification and are kept out of use, and giving them back.
+
+Shows keys, sizes and reasons; bytes of a block never travel here. Who may look at them is who may read the slab file.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from kvstore_client.cli.admin import AdminSocket
+from kvstore_client.cli.output import Output
+from kvstore_client.cli.table import Column, render_table
+from kvstore_client.cli.units import human_bytes, human_count
+from kvstore_proto.v1 import admin_pb2 as wire
+
+_KEY_DIGITS: Final = 12
+
+
+def quarantine(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    return _list(admin) if arguments.action == "list" else _release(admin, arguments)
+
+
+def _list(admin: AdminSocket) -> Output:
+    reply = admin.call("Quarantine", wire.QuarantineRequest(), wire.QuarantineReply)
+    columns = [
+        Column("PLACE"),
+        Column("KEY"),
+        Column("TENANT"),
+        Column("SIZE", True),
+        Column("STORED AGAIN"),
+        Column("REASON"),
+        Column("LOCATION"),
+    ]
+    rows = [
+        [
+            f"{slot.slab}:{slot.offset}",
+            slot.key[:_KEY_DIGITS] or "-",
+            slot.tenant or "-",
+            human_bytes(slot.bytes),
+            "yes" if slot.stored_again else "no",
+            slot.reason,
+            slot.location,
+        ]
+        for slot in reply.slots
+    ]
+    text = render_table(columns, rows, empty="nothing is in quarantine")
+    if rows:
+        text += f"\n{human_count(len(rows))} of at most {human_count(reply.limit)} slots (nvme.quarantine_slots)"
+    return Output(text, reply)
+
+
+def _release(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    request = wire.ReleaseQuarantineRequest(locations=arguments.places, all=arguments.all)
+    reply = admin.call("ReleaseQuarantine", request, wire.ReleaseQuarantineReply)
+    slots = "slot" if reply.released == 1 else "slots"
+    return Output(
+        f"released {human_count(reply.released)} {slots} ({human_bytes(reply.released_bytes)}): free for other blocks",
+        reply,
+    )

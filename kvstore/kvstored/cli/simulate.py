@@ -1,0 +1,215 @@
+"""`kvstored simulate`: what a policy would have made of a recorded trace, beside the best that could be had."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstored.cli.exits import EXIT_OK, failure, mistake
+
+if TYPE_CHECKING:
+    from kvstored.simulator.study import Study
+    from kvstored.simulator.trace import Trace
+
+_EXAMPLES = """\
+examples:
+  kvstored simulate chat.jsonl.gz --format mooncake --capacity 0.01,0.05,0.1 --policy lru,lfu-ttl,best
+  kvstored simulate chat.jsonl.gz --format mooncake --part second-half --json
+  kvstored simulate agents.jsonl.gz --format claude-code --window-s 3600 --seed 7 --plot agents.html
+  kvstored simulate mine.jsonl.gz --format kvstored --reuse-distance --cost prices.toml
+
+Every table begins with two bounds: unbounded (room for everything) and clairvoyant (knows the future).
+exit status: 0 done; 1 a file could not be written; 2 a mistake in the arguments, the trace or the price table
+"""
+
+
+def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="replay a trace against policies and capacities, with the daemon's own residency and policies",
+        description="Replay a recorded trace against policies, admissions and capacities, in virtual time.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    simulate.add_argument("trace", type=Path, metavar="TRACE", help="JSON lines, gzip or not")
+    simulate.add_argument("--format", required=True, metavar="NAME", help="mooncake, claude-code or kvstored")
+    simulate.add_argument(
+        "--capacity", default="0.01,0.05,0.1", metavar="LIST",
+        help="at most 1: of the trace's distinct blocks; above: blocks (default 0.01,0.05,0.1)",
+    )  # fmt: skip
+    simulate.add_argument("--policy", default="lru,best", metavar="LIST", help="or all (default lru,best)")
+    simulate.add_argument("--admission", default="always", metavar="LIST", help="or all (default always)")
+    simulate.add_argument("--ttl-s", type=float, default=0.0, help="blocks idle for longer expire (default 0: never)")
+    simulate.add_argument("--ghosts", type=int, default=65_536, help="forgotten keys remembered for each tenant")
+    _add_reading(simulate)
+    simulate.add_argument("--model", default="llama-3.1-8b", metavar="NAME", help="whose compute and bytes are counted")
+    simulate.add_argument("--reuse-distance", action="store_true", help="also: how far apart uses of a block are")
+    simulate.add_argument("--cost", type=Path, metavar="FILE.toml", help="prices: adds what the tier costs and saves")
+    simulate.add_argument("--json", action="store_true", help="one JSON object on one line")
+    simulate.add_argument("--csv", action="store_true", help="rows as CSV")
+    simulate.add_argument("--plot", type=Path, metavar="FILE.html", help="also write curves and table as one page")
+    simulate.set_defaults(run=_simulate)
+
+
+def _add_reading(simulate: argparse.ArgumentParser) -> None:
+    simulate.add_argument(
+        "--part", default="all", metavar="PART",
+        help="first-half, second-half (by time), or FROM:TO as fractions of the time, such as 0.5:1",
+    )  # fmt: skip
+    simulate.add_argument(
+        "--warm", action="store_true",
+        help="with --part: replay what comes before it too, uncounted; without, the part starts with an empty tier",
+    )  # fmt: skip
+    simulate.add_argument("--seed", type=int, default=0, help="of the draw of session starts (claude-code)")
+    simulate.add_argument("--window-s", type=float, default=3600.0, help="sessions start within it (claude-code)")
+    simulate.add_argument("--sessions", type=int, help="so many sessions, drawn (claude-code; default: all)")
+    simulate.add_argument(
+        "--as-recorded", action="store_true",
+        help="a recorded get only reads; without, it stores what it missed, as an engine does (kvstored)",
+    )  # fmt: skip
+    simulate.add_argument("--group-tokens", type=int, default=512, help="tokens of a block (claude-code; default 512)")
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from kvstored.simulator.progress import ProgressBar
+    from kvstored.simulator.reuse import Curve, curves, reuse_distances
+    from kvstored.simulator.study import Row
+    from kvstored.simulator.trace import TraceError
+
+    bar = ProgressBar()
+    found: list[Curve] = []
+    try:
+        study = _study(arguments, bar.advance)
+        if arguments.reuse_distance:
+            found = curves(study.trace, reuse_distances(study.trace))
+        rows: list[Row] = []
+
+        def advance(label: str, done: int, total: int) -> None:
+            bar.label = label
+            bar.advance(done, total)
+
+        gc.freeze()  # the trace stays: no collection need walk it, as in the daemon
+        for row in study.rows(advance):
+            rows.append(row)
+    except (ValueError, TraceError) as error:
+        return mistake(str(error))
+    except OSError as error:
+        return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
+    finally:
+        bar.clear()
+    _print(arguments, study, rows, found)
+    if arguments.plot is not None:
+        try:
+            arguments.plot.write_text(_page(study, rows, found), encoding="utf-8")
+        except OSError as error:
+            return failure(f"cannot write {arguments.plot}: {error.strerror}")
+    return EXIT_OK
+
+
+def _study(arguments: argparse.Namespace, progress: Any) -> Study:
+    """Raises ValueError (TraceError) with one line; OSError."""
+    from kvstored.policies import ADMISSIONS, BEST, POLICIES
+    from kvstored.simulator.future import Clairvoyant
+    from kvstored.simulator.readers import FORMATS, ReadOptions, read_trace
+    from kvstored.simulator.study import UNBOUNDED, Study
+    from kvstored.simulator.worth import load_prices, models
+
+    known = (*POLICIES, BEST, Clairvoyant.name, UNBOUNDED)
+    policies = _names("--policy", arguments.policy, known, every=tuple(POLICIES))
+    admissions = _names("--admission", arguments.admission, ADMISSIONS, every=tuple(ADMISSIONS))
+    capacities = _capacities(arguments.capacity)
+    (format_name,) = _names("--format", arguments.format, FORMATS, every=())
+    (model,) = _names("--model", arguments.model, models(), every=())
+    if arguments.ttl_s < 0 or arguments.ghosts < 1 or arguments.window_s < 0:
+        raise ValueError("--ttl-s and --window-s cannot be negative, and --ghosts must be at least 1")
+    prices = None if arguments.cost is None else load_prices(arguments.cost)
+    options = ReadOptions(
+        arguments.seed, arguments.window_s, arguments.sessions, arguments.group_tokens, arguments.as_recorded
+    )
+    trace, count_from = _part(read_trace(arguments.trace, format_name, options, progress), arguments)
+    return Study(
+        trace, capacities, policies, admissions, models()[model], arguments.ttl_s or None, arguments.ghosts, count_from,
+        prices,
+    )  # fmt: skip
+
+
+def _part(trace: Trace, arguments: argparse.Namespace) -> tuple[Trace, int]:
+    """What to replay, and the number of the first request that counts."""
+    import numpy as np
+
+    words = {"all": "0:1", "first-half": "0:0.5", "second-half": "0.5:1"}
+    first, colon, last = words.get(arguments.part, arguments.part).partition(":")
+    try:
+        begin, end = float(first), float(last)
+    except ValueError:
+        begin = end = -1.0
+    if not (colon and 0 <= begin < end <= 1):
+        raise ValueError(f"--part {arguments.part}: first-half, second-half, or FROM:TO such as 0.25:0.75")
+    if (begin, end) == (0.0, 1.0):
+        return trace, 0
+    span_ns = int(trace.times_ns[-1] - trace.times_ns[0])
+    at = [int(np.searchsorted(trace.times_ns - trace.times_ns[0], round(share * span_ns))) for share in (begin, end)]
+    if end == 1:
+        at[1] = trace.requests
+    return (trace.part(0, at[1]), at[0]) if arguments.warm else (trace.part(at[0], at[1]), 0)
+
+
+def _names(option: str, text: str, known: Any, every: tuple[str, ...]) -> tuple[str, ...]:
+    from difflib import get_close_matches
+
+    if text == "all" and every:
+        return every
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{option}: {name!r} is unknown; known: {', '.join(known)}{hint}")
+    return names
+
+
+def _capacities(text: str) -> tuple[float, ...]:
+    try:
+        capacities = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        capacities = ()
+    if not capacities or not all(0 < capacity < float("inf") for capacity in capacities):
+        raise ValueError(f"--capacity {text}: numbers above 0, such as 0.01,0.05,0.1 or 20000")
+    return capacities
+
+
+def _print(arguments: argparse.Namespace, study: Study, rows: list[dict[str, Any]], found: list[Any]) -> None:
+    from kvstored.simulator.text import as_csv, reuse_table, table
+
+    if arguments.json:
+        trace = study.trace
+        report = {
+            "trace": trace.name, "format": trace.format, "seed": arguments.seed, "part": arguments.part,
+            "warm": arguments.warm, "block_tokens": trace.block_tokens, "model": study.model.name, "rows": rows,
+        }  # fmt: skip
+        if found:
+            report["reuse_distance"] = [asdict(curve) for curve in found]
+        print(json.dumps(report, ensure_ascii=False))
+    elif arguments.csv:
+        print(as_csv(rows), end="")
+    else:
+        print(table(rows))
+        if found:
+            print("\n" + reuse_table(found))
+    sys.stdout.flush()
+
+
+def _page(study: Study, rows: list[dict[str, Any]], found: list[Any]) -> str:
+    from kvstored.simulator.page import study_page
+
+    trace = study.trace
+    subtitle = (
+        f"{trace.requests:,} requests, {trace.accesses:,} block accesses, {trace.distinct_blocks:,} distinct blocks of "
+        f"{trace.block_tokens} tokens; compute and bytes of {study.model.name}"
+    )
+    return study_page(f"Policies on {trace.name}", subtitle, rows, found)

@@ -1,0 +1,59 @@
+"""Where the scrubber is, kept over restarts: the slot that comes next, and when passes began and ended.
+
+A small JSON file in the state directory, replaced by rename. Losing it costs a pass from the front, nothing else, so it
+is not synced and anything odd in it counts as lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+
+@dataclass
+class Position:
+    """Wall-clock seconds, 0 for never. `slab` and `slot` name what is read next, in the order of numbers."""
+
+    slab: int = 0
+    slot: int = 0
+    pass_began_s: float = 0.0  # of the pass under way; 0 between passes
+    pass_bytes: int = 0
+    pass_slots: int = 0
+    last_pass_s: float = 0.0  # when a whole pass last ended
+    last_pass_began_s: float = 0.0
+
+    def due_in_s(self, interval_s: float, now_s: float) -> float:
+        """Seconds until a pass should begin; 0 when one is under way. A clock that was set back does not stop us."""
+        if self.pass_began_s:
+            return 0.0
+        waited_s = now_s - self.last_pass_began_s
+        return max(0.0, interval_s - waited_s) if waited_s >= 0 else 0.0
+
+    def begin(self, now_s: float) -> None:
+        if not self.pass_began_s:
+            self.slab = self.slot = self.pass_bytes = self.pass_slots = 0
+            self.pass_began_s = now_s
+
+    def end(self, now_s: float) -> None:
+        self.last_pass_s, self.last_pass_began_s, self.pass_began_s = now_s, self.pass_began_s, 0.0
+        self.slab = self.slot = 0
+
+
+def load(path: Path) -> Position:
+    try:
+        raw = json.loads(path.read_bytes())
+        position = Position(**{field.name: type(field.default)(raw[field.name]) for field in fields(Position)})  # type: ignore[misc]
+    except (OSError, ValueError, KeyError, TypeError):
+        return Position()
+    return position if min(asdict(position).values()) >= 0 else Position()
+
+
+def save(path: Path, position: Position) -> None:
+    """Raises OSError."""
+    temporary = path.with_suffix(".new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        json.dump(asdict(position), file)
+    temporary.replace(path)

@@ -1,0 +1,55 @@
+"""Verifying one block on NVMe through the daemon's own read path, at the priority of maintenance.
+
+Owns a buffer of one block for as long as a verification runs. What it reads goes nowhere.
+Invariant: the row is pinned while its slot is read, so the answer is about that very block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvstore_tiers.base import Outcome, OutcomeKind, Tier
+from kvstore_tiers.segments import AlignedBuffer
+from kvstored.movement.lane import Priority, Refused
+from kvstored.movement.mover import Mover, Transfer
+from kvstored.movement.promote import LANE
+from kvstored.residency import Residency
+from kvstored.tiering import NVME
+
+
+class Verification:
+    """`on_damage(row, reason)` is told of a block that is bad."""
+
+    def __init__(self, residency: Residency, nvme: Tier, mover: Mover, on_damage: Callable[[int, str], None]) -> None:
+        self._residency = residency
+        self._nvme = nvme
+        self._mover = mover
+        self._on_damage = on_damage
+
+    async def verify(self, row: int) -> Outcome | None:
+        """How reading the NVMe copy of `row` ended; None when that cannot be said now. A bad one is dealt with."""
+        residency = self._residency
+        slot, key, token = residency.slot(row, NVME), residency.key(row), residency.token(row)
+        buffer = AlignedBuffer(slot.nbytes)
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        residency.pin(row)
+        try:
+            transfer = Transfer(
+                start=lambda done: self._nvme.read(slot, key, [buffer.segment(slot.nbytes)], done),
+                done=ended.set_result,
+            )
+            ticket = self._mover.submit(LANE, Priority.MAINTENANCE, slot.nbytes, transfer)
+            if isinstance(ticket, Refused):
+                return None
+            outcome = await asyncio.shield(ended)
+        finally:
+            if residency.current(token) == row:
+                residency.unpin(row)
+        if outcome.kind is not OutcomeKind.CORRUPT:
+            return outcome if outcome.ok else None
+        if residency.current(token) == row and residency.has(row, NVME) and residency.slot(row, NVME) == slot:
+            if residency.being_filled(row):
+                return None  # it is being promoted: that read finds it out, and deals with it
+            self._on_damage(row, outcome.message)
+        return outcome

@@ -1,0 +1,343 @@
+"""`check` names every damage done to a directory, `--repair` mends it, and nothing wrong is served afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore_tiers.base import OutcomeKind, Slot
+from kvstore_tiers.nvme import DirectoryInUse, NvmeTier
+from kvstore_tiers.nvme.check import Kind, Severity, check_directory
+from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
+from kvstore_tiers.nvme.repair import repair_directory
+from kvstore_tiers.testing.driving import block, finish, get, put
+from kvstored.cli import EXIT_DAMAGE, EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
+
+CAPACITY_BYTES = 3 << 20
+PAYLOAD_BYTES = 10_000
+LARGE_BYTES = 60_000
+NUMBERS = range(1, 41)
+LARGE_NUMBERS = range(101, 106)
+
+
+def fill(directory: Path) -> None:
+    """Blocks of two sizes in several slabs, some slots reused, one in quarantine; closed cleanly."""
+    with closing(NvmeTier.open(directory, CAPACITY_BYTES, slab_bytes=256 << 10, io_threads=2)) as tier:
+        slots = {number: put(tier, *block(number, PAYLOAD_BYTES)) for number in NUMBERS}
+        assert all(slots.values()) and finish(tier.sync).ok
+        for number in (3, 4, 9):
+            tier.free(slots[number])  # type: ignore[arg-type]
+            assert put(tier, *block(number, PAYLOAD_BYTES))
+        for number in LARGE_NUMBERS:
+            assert put(tier, *block(number, LARGE_BYTES))
+        tier.quarantine(slots[20], "to see it survive")  # type: ignore[arg-type]
+        assert finish(tier.sync).ok
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("filled") / "d"
+    fill(directory)
+    return directory
+
+
+@pytest.fixture
+def directory(filled: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(filled, tmp_path / "d"))
+
+
+def slabs(directory: Path) -> list[Path]:
+    return sorted((directory / "slabs").glob("*.slab"))
+
+
+def superblock_of(slab: Path) -> Superblock:
+    found = read_superblock(slab.read_bytes()[:SUPERBLOCK_BYTES])
+    assert isinstance(found, Superblock)
+    return found
+
+
+def flip(path: Path, offset: int, mask: int = 0x40) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        byte = os.pread(file.fileno(), 1, offset)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ mask]), offset)
+
+
+def payload_of(number: int) -> int:
+    return LARGE_BYTES if number in LARGE_NUMBERS else PAYLOAD_BYTES
+
+
+def served(directory: Path) -> set[int]:
+    """Which blocks a tier on this directory serves; each one that it serves is right."""
+    good = set()
+    with closing(NvmeTier.open(directory, CAPACITY_BYTES, slab_bytes=256 << 10, io_threads=2)) as tier:
+        blocks: dict[int, Slot] = {int.from_bytes(header.key, "big"): slot for slot, header in tier.recover()}
+        for number, slot in blocks.items():
+            header, payload = block(number, payload_of(number))
+            outcome, copy = get(tier, slot, header.key, payload_of(number))
+            if outcome.ok:
+                assert np.array_equal(copy, payload)
+                good.add(number)
+            else:
+                assert outcome.kind is OutcomeKind.CORRUPT, outcome
+        assert tier.statistics().used_bytes <= CAPACITY_BYTES
+    return good
+
+
+ALL = set(NUMBERS) - {20} | set(LARGE_NUMBERS)
+
+
+def mended(directory: Path) -> set[int]:
+    """Repair, and hold it to its promises: a second check is clean but for what it named, a second repair idle."""
+    report = repair_directory(directory, verify_payloads=True)
+    left = check_directory(directory, verify_payloads=True)
+    assert left == [finding for finding, _ in report.left]
+    assert {finding.kind for finding in left} <= {Kind.PUT_ASIDE}
+    again = repair_directory(directory, verify_payloads=True)
+    assert again.done == [] and again.found == left
+    return served(directory)
+
+
+def test_a_sound_directory_has_only_notes(directory: Path) -> None:
+    assert check_directory(directory, capacity_bytes=CAPACITY_BYTES, verify_payloads=True) == []
+    (directory / "shopping list").write_text("milk")
+    notes = check_directory(directory, notes=True)
+    assert {(note.severity, note.kind) for note in notes} == {
+        (Severity.NOTE, Kind.STRAY),
+        (Severity.NOTE, Kind.QUARANTINED),
+        (Severity.NOTE, Kind.ORPHANS),  # block 21 continues the one in quarantine, 101 one that never was
+    }
+    (orphans,) = [note for note in notes if note.kind is Kind.ORPHANS]
+    assert orphans.what.startswith(f"{20 + len(LARGE_NUMBERS)} blocks cannot be reached")
+    (quarantined,) = [note for note in notes if note.kind is Kind.QUARANTINED]
+    assert "to see it survive" in quarantined.what
+    report = repair_directory(directory, verify_payloads=True)
+    assert (report.found, report.done, report.left) == ([], [], [])
+    assert (directory / "shopping list").exists()
+    assert served(directory) == ALL
+
+
+def damage_record(directory: Path) -> None:
+    flip(slabs(directory)[0], SUPERBLOCK_BYTES + 4 * RECORD_BYTES + 30)
+
+
+def damage_payload(directory: Path) -> None:
+    flip(slabs(directory)[0], superblock_of(slabs(directory)[0]).slot_offset(4) + 5000)
+
+
+def damage_header(directory: Path) -> None:
+    flip(slabs(directory)[0], superblock_of(slabs(directory)[0]).slot_offset(4) + 100)
+
+
+def swap_slots(directory: Path) -> None:
+    slab = slabs(directory)[0]
+    superblock, raw = superblock_of(slab), bytearray(slab.read_bytes())
+    first, second, end = (superblock.slot_offset(index) for index in (5, 6, 7))
+    raw[first:end] = raw[second:end] + raw[first:second]
+    slab.write_bytes(raw)
+
+
+def truncate(directory: Path) -> None:
+    os.truncate(slabs(directory)[0], superblock_of(slabs(directory)[0]).slot_offset(2) + 1000)
+
+
+def lengthen(directory: Path) -> None:
+    with open(slabs(directory)[0], "ab") as file:
+        file.write(b"x" * 9000)
+
+
+def lose_front_superblock(directory: Path) -> None:
+    flip(slabs(directory)[0], 20)
+
+
+def lose_both_superblocks(directory: Path) -> None:
+    flip(slabs(directory)[0], 20)
+    flip(slabs(directory)[0], slabs(directory)[0].stat().st_size - SUPERBLOCK_BYTES + 20)
+
+
+def rename_slab(directory: Path) -> None:
+    slabs(directory)[0].rename(directory / "slabs" / "00000077.slab")
+
+
+def copy_slab(directory: Path) -> None:
+    shutil.copy(slabs(directory)[0], directory / "slabs" / "00000077.slab")
+
+
+def lose_format(directory: Path) -> None:
+    (directory / "format").unlink()
+
+
+def leave_temporaries(directory: Path) -> None:
+    (directory / "slabs" / "00000050.new").write_bytes(bytes(4096))
+    (directory / "index" / "seal.new").write_text("{")
+    (directory / "format.new").write_text("")
+
+
+def damage_index(directory: Path) -> None:
+    flip(directory / "index" / "data.mdb", 9000)
+
+
+def lose_index(directory: Path) -> None:
+    shutil.rmtree(directory / "index")
+
+
+DAMAGES: dict[Callable[[Path], None], set[Kind]] = {
+    damage_record: {Kind.RECORD, Kind.INDEX_WRONG},
+    damage_payload: {Kind.PAYLOAD},
+    damage_header: {Kind.HEADER},
+    swap_slots: {Kind.HEADER},
+    truncate: {Kind.TRUNCATED, Kind.HEADER},
+    lengthen: {Kind.TOO_LONG},
+    lose_front_superblock: {Kind.SUPERBLOCK_COPY},
+    lose_both_superblocks: {Kind.SUPERBLOCK, Kind.INDEX_WRONG},
+    rename_slab: {Kind.WRONG_NUMBER, Kind.INDEX_WRONG},
+    copy_slab: {Kind.WRONG_NUMBER},
+    lose_format: {Kind.FORMAT_MISSING},
+    leave_temporaries: {Kind.UNFINISHED_SLAB, Kind.TEMPORARY},
+    damage_index: {Kind.INDEX_UNSEALED},
+    lose_index: {Kind.INDEX_UNSEALED},
+}
+KEEPS_ALL = {
+    lengthen,
+    lose_front_superblock,
+    rename_slab,
+    copy_slab,
+    lose_format,
+    leave_temporaries,
+    damage_index,
+    lose_index,
+}
+
+
+@pytest.mark.parametrize("spoil", DAMAGES, ids=lambda spoil: spoil.__name__)
+def test_each_damage_is_named_and_mended(directory: Path, spoil: Callable[[Path], None]) -> None:
+    spoil(directory)
+    found = check_directory(directory, verify_payloads=True)
+    assert {finding.kind for finding in found} >= DAMAGES[spoil], found
+    before = served_before_repair(directory)
+    after = mended(directory)
+    assert after >= before, "a block that verifies is never given up"
+    if spoil in KEEPS_ALL:
+        assert after == ALL
+
+
+def served_before_repair(directory: Path) -> set[int]:
+    """What a daemon would serve of the directory as it is: on a copy, since opening mends."""
+    with tempfile.TemporaryDirectory() as copy:
+        return served(Path(shutil.copytree(directory, Path(copy) / "d")))
+
+
+@st.composite
+def wounds(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    kinds = st.sampled_from(["flip", "zero", "truncate", "swap", "delete", "flip-index", "flip-seal"])
+    return draw(st.lists(st.tuples(kinds, st.integers(0, 1 << 30), st.integers(1, 1 << 20)), min_size=1, max_size=6))
+
+
+def inflict(directory: Path, kind: str, where: int, amount: int) -> None:
+    found = slabs(directory)
+    if kind.startswith("flip-"):
+        path = directory / "index" / {"flip-index": "data.mdb", "flip-seal": "seal"}[kind]
+        if path.exists():
+            flip(path, where % path.stat().st_size, 1 << amount % 8)
+        return
+    if not found:
+        return
+    slab = found[where % len(found)]
+    size = slab.stat().st_size
+    if not size:
+        return
+    if kind == "delete":
+        slab.unlink()
+    elif kind == "truncate":
+        os.truncate(slab, where % size)
+    elif kind == "flip":
+        # half of the flips hit what is small and matters: superblock and records
+        flip(slab, where % (min(size, 16384) if amount % 2 else size), 1 << amount % 8)
+    elif kind == "zero":
+        with open(slab, "r+b") as file:
+            file.seek(where % size)
+            file.write(bytes(min(amount, size - where % size)))
+    elif kind == "swap":
+        raw = bytearray(slab.read_bytes())
+        pages = len(raw) // 4096
+        if pages >= 2:
+            a, b = where % pages * 4096, amount % pages * 4096
+            raw[a : a + 4096], raw[b : b + 4096] = raw[b : b + 4096], raw[a : a + 4096]
+            slab.write_bytes(raw)
+
+
+@settings(max_examples=40)
+@given(wounds())
+def test_any_damage_is_mended(filled: Path, inflicted: list[tuple[str, int, int]]) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvr-") as temporary:
+        directory = Path(shutil.copytree(filled, Path(temporary) / "d"))
+        for wound in inflicted:
+            inflict(directory, *wound)
+        before = served_before_repair(directory)
+        assert mended(directory) >= before
+
+
+def test_a_dry_run_changes_nothing_and_says_what_a_run_does(directory: Path) -> None:
+    damage_record(directory)
+    damage_payload(directory)
+    leave_temporaries(directory)
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != "lock"}
+    planned = repair_directory(directory, verify_payloads=True, dry_run=True)
+    assert {path: path.read_bytes() for path in before} == before
+    done = repair_directory(directory, verify_payloads=True)
+    would = {line.replace(": would ", ": did ") for line in planned.done}
+    assert would <= set(done.done) and would
+
+
+def test_a_smaller_capacity_is_held_by_repair(directory: Path) -> None:
+    smaller = 1 << 20
+    assert Kind.CAPACITY in {finding.kind for finding in check_directory(directory, capacity_bytes=smaller)}
+    report = repair_directory(directory, capacity_bytes=smaller)
+    assert report.left == [] and any("until the rest fits" in line for line in report.done)
+    assert check_directory(directory, capacity_bytes=smaller, verify_payloads=True) == []
+
+
+def test_a_directory_in_use_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage_payload(directory)
+    with closing(NvmeTier.open(directory, CAPACITY_BYTES)):
+        with pytest.raises(DirectoryInUse):
+            repair_directory(directory)
+        assert main(["check", str(directory), "--repair"]) == EXIT_FAILED
+        assert f"in use by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_the_command_says_what_it_did(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage_payload(directory)
+    assert main(["check", str(directory)]) == EXIT_OK
+    assert capsys.readouterr().out == "no damage found\n"
+    assert main(["check", str(directory), "--payloads", "--json"]) == EXIT_DAMAGE
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["kind"], finding["slab"], finding["slot"]) == ("payload", 1, 4)
+    assert main(["check", str(directory), "--payloads", "--repair", "--dry-run"]) == EXIT_DAMAGE
+    assert "would quarantine the slot" in capsys.readouterr().out
+    assert main(["check", str(directory), "--payloads", "--repair"]) == EXIT_OK
+    told = capsys.readouterr().out
+    assert "did quarantine the slot" in told and "kept for inspection" in told and told.endswith("mended\n")
+    assert main(["check", str(directory), "--payloads", "--repair", "--json"]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["done"] == []
+    lose_both_superblocks(directory)
+    assert main(["check", str(directory), "--repair"]) == EXIT_DAMAGE
+    told = capsys.readouterr().out
+    assert "put the file aside" in told and "left: damage" in told and "delete it by hand" in told
+
+
+def test_mistakes_are_one_line(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(directory / "nowhere")]) == EXIT_USAGE
+    assert main(["check", str(directory), "--dry-run"]) == EXIT_USAGE
+    assert main(["check", str(directory), "--capacity", "lots"]) == EXIT_USAGE
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(line.startswith("kvstored: ") for line in lines)

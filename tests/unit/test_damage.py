@@ -1,0 +1,201 @@
+"""What becomes of blocks with a bad copy, and in which order orphans leave: no device, and a clock that is given."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot
+from kvstore_tiers.memory import MemoryTier
+from kvstored.clock import NS_PER_S
+from kvstored.lifecycle import Cause
+from kvstored.movement.cut_off import CutOff
+from kvstored.movement.damage import QUIET_S, Damage
+from kvstored.policies import Share, create
+from kvstored.residency import check
+from kvstored.residency.orphans import find, snapshot
+from kvstored.telemetry import Counters
+from kvstored.tiering import HOST, NVME
+from tests.reference.blocks import Shelf, key
+
+
+class Quarantining(MemoryTier):
+    """Remembers what is quarantined; its slots are a shelf's, so it frees nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.bad: dict[Slot, str] = {}
+        self.syncs = 0
+
+    def quarantine(self, slot: Slot, reason: str) -> None:
+        self.bad[slot] = reason
+
+    def sync(self, done: Completion) -> None:
+        self.syncs += 1
+        done(Outcome(OutcomeKind.DONE))
+
+
+class StoppedClock:
+    def __init__(self) -> None:
+        self.now_ns = 10 * NS_PER_S
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def wall_ns(self) -> int:
+        return self.now_ns
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.shelf = Shelf("host", "nvme")
+        self.residency = self.shelf.residency
+        self.nvme, self.clock, self.counters = Quarantining(), StoppedClock(), Counters()
+        self.retired: list[Slot] = []
+        self.rewritten: list[int] = []
+        self.damage = Damage(
+            self.residency, self.nvme, lambda slot, tenant: self.retired.append(slot), self.clock, self.counters
+        )
+        self.damage.rewrite = self.rewritten.append
+
+    def in_both(self, number: int, parent: int | None = None) -> int:
+        row = self.shelf.store(number, parent, tier=NVME)
+        self.residency.attach(row, HOST, self.shelf.slot(), 1)
+        return row
+
+
+def test_a_bad_nvme_copy_goes_and_is_written_again_from_dram() -> None:
+    scene = Scene()
+    row = scene.in_both(1)
+    slot = scene.residency.slot(row, NVME)
+    scene.damage.on_nvme(row, "flipped")
+    assert scene.nvme.bad == {slot: "flipped"} and scene.nvme.syncs == 1
+    assert scene.residency.has(row, HOST) and not scene.residency.has(row, NVME)
+    assert scene.rewritten == [row] and scene.retired == []
+    assert check(scene.residency) == []
+
+
+def test_a_bad_dram_copy_goes_and_nvme_serves() -> None:
+    scene = Scene()
+    row = scene.in_both(1)
+    slot = scene.residency.slot(row, HOST)
+    scene.residency.pin(row)  # somebody holds a lease: the slot goes to limbo, which is `retire`'s business
+    scene.damage.on_host(row, "flipped")
+    assert scene.retired == [slot] and scene.nvme.bad == {}
+    assert scene.residency.has(row, NVME) and not scene.residency.has(row, HOST)
+    assert scene.residency.pin_count(row) == 1 and check(scene.residency) == []
+
+
+@pytest.mark.parametrize("tier", [HOST, NVME])
+def test_the_last_copy_takes_the_block_with_it_and_says_why(tier: int) -> None:
+    scene = Scene()
+    scene.shelf.chain(1, 2, 3, tier=tier)
+    told: list[str] = []
+    scene.damage.on_cut_off.append(lambda: told.append("cut off"))
+    row = scene.residency.find(0, key(1))
+    (scene.damage.on_host if tier == HOST else scene.damage.on_nvme)(row, "flipped")
+    assert scene.residency.find(0, key(1)) == -1
+    assert scene.residency.why_missing(0, key(1), 7).cause is Cause.CORRUPT
+    assert (len(scene.retired), len(scene.nvme.bad)) == ((1, 0) if tier == HOST else (0, 1))
+    assert told == ["cut off"]
+    assert (scene.counters["corrupt_blocks"], scene.counters["orphaned_blocks"]) == (1, 1)
+    scene.shelf.store(1, None, tier=tier)
+    assert snapshot(scene.residency) is None, "put again, the chain is whole"
+    assert check(scene.residency) == []
+
+
+def test_a_dram_copy_that_is_being_written_down_stays() -> None:
+    scene = Scene()
+    row = scene.shelf.store(1, tier=HOST)
+    scene.residency.attach(row, NVME, scene.shelf.slot(), 1, filling=True)
+    scene.damage.on_host(row, "flipped")
+    assert scene.residency.has(row, HOST) and scene.retired == [] and scene.counters["corrupt_blocks"] == 0
+
+
+def test_a_slot_is_told_of_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene()
+    place = scene.shelf.slot()
+    caplog.set_level(logging.ERROR)
+    for number, after_s in ((1, 0), (2, 60), (3, QUIET_S + 60)):
+        scene.clock.now_ns = (10 + after_s) * NS_PER_S
+        row = scene.shelf.insert(number)
+        scene.residency.attach(row, NVME, place._replace(generation=number), 1)
+        scene.damage.on_nvme(row, "flipped")
+    assert len(caplog.records) == 2 and scene.counters["corrupt_blocks"] == 3
+
+
+# Orphans
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.sets(st.integers(0, 39), max_size=6))
+def test_orphans_are_those_behind_a_missing_block(parents: list[int], taken: set[int]) -> None:
+    """Against a walk from each block to the head of its chain."""
+    shelf = Shelf("host")
+    rows: list[int] = []
+    for number, parent in enumerate(parents):
+        above = parent if parent < number else None
+        depth = 0 if above is None else shelf.residency.depth(rows[above]) + 1
+        rows.append(shelf.store(number, above, depth=depth))
+    residency = shelf.residency
+    for number in taken:
+        if number < len(rows):
+            residency.remove(rows[number], Cause.CORRUPT, 1)
+
+    def is_orphan(number: int) -> bool:
+        row = residency.find(0, key(number))
+        while row >= 0 and (row := residency.parent(row)) >= 0:
+            if not residency.tier_mask(row):
+                return residency.find(0, key(number)) >= 0
+        return False
+
+    expected = {residency.find(0, key(number)) for number in range(len(rows)) if is_orphan(number)}
+    chains = snapshot(residency)
+    found = [] if chains is None else find(chains).tolist()
+    assert set(found) == expected and len(found) == len(expected)
+    depths = [residency.depth(row) for row in found]
+    assert depths == sorted(depths, reverse=True)
+
+
+def orphaned(*numbers: int, tenants: int = 1) -> tuple[Shelf, CutOff]:
+    """A chain whose first block is gone, on a shelf of one tier."""
+    shelf = Shelf("host", tenants=tenants)
+    shelf.chain(*numbers)
+    shelf.residency.remove(shelf.residency.find(0, key(numbers[0])), Cause.CORRUPT, 1)
+    chains = snapshot(shelf.residency)
+    assert chains is not None
+    cut_off = CutOff(shelf.residency)
+    cut_off.replace(find(chains).tolist())
+    return shelf, cut_off
+
+
+def test_orphans_go_before_what_the_policy_would_choose_the_deepest_first() -> None:
+    shelf, cut_off = orphaned(1, 2, 3, 4)
+    policy = create("lru", shelf.residency, 0)
+    gone = []
+    while (row := cut_off.next(policy, set(), None)) >= 0:
+        gone.append(shelf.residency.key(row))
+        shelf.residency.remove(row, Cause.EVICTED, 2)
+    assert gone == [key(4), key(3), key(2)]
+    assert check(shelf.residency) == []
+
+
+def test_an_orphan_stays_while_it_is_pinned_excluded_or_owed_to_its_tenant() -> None:
+    shelf, cut_off = orphaned(1, 2, tenants=2)
+    policy = create("lru", shelf.residency, 0)
+    row = shelf.residency.find(0, key(2))
+    assert cut_off.next(policy, set(), None) == row
+    assert cut_off.next(policy, {row}, None) == -1
+    assert cut_off.next(policy, set(), 1) == -1, "another tenant makes room among its own"
+    assert cut_off.next(policy, set(), 0) == row
+    policy.set_share(0, Share(min_bytes=1))
+    assert cut_off.next(policy, set(), None) == -1
+    policy.set_share(0, Share())
+    shelf.residency.pin(row)
+    assert cut_off.next(policy, set(), None) == -1
+    shelf.residency.unpin(row)
+    shelf.residency.remove(row, Cause.DROPPED, 2)
+    shelf.store(9)  # may take its row number
+    assert cut_off.next(policy, set(), None) == -1

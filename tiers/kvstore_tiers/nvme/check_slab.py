@@ -1,0 +1,174 @@
+"""The walk over one slab file: its superblocks, its length, every record, and the slot that each record names.
+
+Owns the judgement of one file; check.py puts slabs, index and directory together. Reads only, and needs no lock of its
+own: on a directory that a daemon is writing to, what it says is a guess.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, payload_checksum
+from kvstore_tiers.image import judge_header
+from kvstore_tiers.nvme.findings import Finding, Kind, damage, leftover
+from kvstore_tiers.nvme.layout import (
+    RECORD_BYTES,
+    RECORD_DTYPE,
+    SUPERBLOCK_BYTES,
+    Records,
+    RecordState,
+    Superblock,
+    read_superblock,
+    record_header,
+    record_holds,
+    slots_that_fit,
+)
+from kvstore_tiers.nvme.slab_file import find_superblock
+
+_RECORDS_A_READ = 16_384  # 4 MiB
+_SEQUENCE_MAX = 1 << 63  # a number of commits that nobody reaches
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBlock:
+    """What a live record says, as far as slabs and index are compared."""
+
+    slab: int
+    slot: int
+    generation: int
+    sequence: int
+    parent: bytes
+
+
+Live = dict[bytes, list[LiveBlock]]
+Progress = Callable[[int], None]
+
+
+class SlabWalk:
+    """One walk over one file. `live` is filled with what its live records name, `quarantined` with its bad slots."""
+
+    def __init__(self, path: Path, number: int, live: Live, *, verify_payloads: bool, progress: Progress) -> None:
+        self._path = path
+        self._number = number
+        self._live = live
+        self._verify_payloads = verify_payloads
+        self._progress = progress
+        self.quarantined: list[int] = []
+        self.superblock: Superblock | None = None
+
+    def run(self) -> Iterator[Finding]:
+        """All findings. Raises FormatUnsupported when a newer version wrote the file, OSError when reading fails."""
+        superblock = find_superblock(self._path)
+        if isinstance(superblock, str):
+            yield damage(Kind.SUPERBLOCK, self._path, superblock, self._number)
+            return
+        self.superblock = superblock
+        if superblock.number != self._number:
+            what = f"its superblock is that of slab {superblock.number}"
+            yield damage(Kind.WRONG_NUMBER, self._path, what, self._number)
+            return
+        if superblock.slot_bytes % ALIGNMENT_BYTES or superblock.slots > slots_that_fit(
+            superblock.file_bytes, superblock.slot_bytes or ALIGNMENT_BYTES
+        ):
+            what = f"{superblock.slots} slots of {superblock.slot_bytes} bytes overlap in {superblock.file_bytes} bytes"
+            yield damage(Kind.GEOMETRY, self._path, what, self._number)
+            return
+        with open(self._path, "rb", buffering=0) as file:
+            yield from self._walk_frame(file.fileno(), superblock)
+            for first in range(0, superblock.slots, _RECORDS_A_READ):
+                yield from self._walk_records(file.fileno(), superblock, first)
+
+    def _walk_frame(self, fd: int, superblock: Superblock) -> Iterator[Finding]:
+        """The file's length and both copies of its superblock."""
+        length_bytes = os.fstat(fd).st_size
+        if length_bytes < superblock.file_bytes:
+            what = f"truncated to {length_bytes} of {superblock.file_bytes} bytes"
+            yield damage(Kind.TRUNCATED, self._path, what, self._number)
+            return
+        if length_bytes > superblock.file_bytes:
+            what = f"{length_bytes - superblock.file_bytes} bytes behind its end belong to no slot"
+            yield damage(Kind.TOO_LONG, self._path, what, self._number)
+        for name, offset in (("front", 0), ("end", superblock.file_bytes - SUPERBLOCK_BYTES)):
+            other = read_superblock(os.pread(fd, SUPERBLOCK_BYTES, offset))
+            where = f"{self._path} {name}"
+            if isinstance(other, str):
+                yield damage(Kind.SUPERBLOCK_COPY, where, other, self._number)
+            elif other != superblock:
+                what = "the superblock of an earlier format"
+                yield leftover(Kind.SUPERBLOCK_COPY, where, what, self._number)
+
+    def _walk_records(self, fd: int, superblock: Superblock, first: int) -> Iterator[Finding]:
+        raw, records, used = read_records(fd, superblock, first, _RECORDS_A_READ)
+        self._progress(len(raw))
+        for position in np.flatnonzero(used).tolist():
+            index = first + position
+            record = raw[position * RECORD_BYTES : (position + 1) * RECORD_BYTES]
+            if not record_holds(record, superblock.record_seed(index)):
+                yield damage(Kind.RECORD, self._name(index), "the record does not hold", self._number, index)
+                continue
+            state, sequence = int(records["state"][position]), int(records["sequence"][position])
+            if state not in (RecordState.FREE, RecordState.LIVE, RecordState.QUARANTINED):
+                what = f"the record's state is {state}, which means nothing"
+                yield damage(Kind.RECORD, self._name(index), what, self._number, index)
+            elif state == RecordState.QUARANTINED:
+                self.quarantined.append(index)
+            elif state == RecordState.LIVE:
+                yield from self._walk_live(fd, superblock, index, record, sequence)
+
+    def _walk_live(
+        self, fd: int, superblock: Superblock, index: int, record: bytes, sequence: int
+    ) -> Iterator[Finding]:
+        named = record_header(record)
+        block = LiveBlock(self._number, index, named.generation, sequence, named.parent)
+        self._live.setdefault(named.key, []).append(block)
+        if named.generation < superblock.first_generation:
+            what = f"generation {named.generation} is below the slab's first, {superblock.first_generation}"
+            yield damage(Kind.GENERATION, self._name(index), what, self._number, index)
+        if not 0 < sequence < _SEQUENCE_MAX:
+            what = f"no commit has the number {sequence}"
+            yield damage(Kind.SEQUENCE, self._name(index), what, self._number, index)
+        fault = judge_slot(fd, superblock, index, record, verify_payload=self._verify_payloads)
+        self._progress(HEADER_BYTES + (named.payload_bytes if self._verify_payloads else 0))
+        if fault is not None:
+            kind, what = fault
+            yield damage(kind, self._name(index), what, self._number, index)
+
+    def _name(self, index: int) -> str:
+        return f"{self._path} slot {index}"
+
+
+def read_records(
+    fd: int, superblock: Superblock, first: int, count: int
+) -> tuple[bytes, Records, npt.NDArray[np.bool_]]:
+    """Records from `first` on: their bytes, their columns, and which were ever written. Beyond a file's end: zeros."""
+    count = min(count, superblock.slots - first)
+    raw = os.pread(fd, count * RECORD_BYTES, SUPERBLOCK_BYTES + first * RECORD_BYTES).ljust(count * RECORD_BYTES, b"\0")
+    used = np.asarray(np.frombuffer(raw, dtype=np.uint64).reshape(count, -1).any(axis=1))
+    return raw, np.frombuffer(raw, dtype=RECORD_DTYPE), used
+
+
+def judge_slot(
+    fd: int, superblock: Superblock, index: int, record: bytes, *, verify_payload: bool
+) -> tuple[Kind, str] | None:
+    """What is wrong with the slot of a live record: its header against the record and, if asked, its payload."""
+    named = record_header(record)
+    offset = superblock.slot_offset(index)
+    raw = os.pread(fd, HEADER_BYTES, offset)
+    header = judge_header(raw, named.key, superblock.slot_bytes - HEADER_BYTES, named.generation)
+    if isinstance(header, str):
+        return Kind.HEADER, header
+    if (header.payload_bytes, header.checksum) != (named.payload_bytes, named.checksum):
+        return Kind.HEADER, "header and record disagree about the payload"
+    if (header.parent, header.tenant, header.fingerprint) != (named.parent, named.tenant, named.fingerprint):
+        return Kind.HEADER, "header and record disagree about parent, tenant or fingerprint"
+    if verify_payload:
+        payload = os.pread(fd, header.payload_bytes, offset + HEADER_BYTES)
+        if len(payload) != header.payload_bytes or payload_checksum(payload) != header.checksum:
+            return Kind.PAYLOAD, "the payload's checksum does not hold"
+    return None

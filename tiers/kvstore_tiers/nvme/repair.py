@@ -1,0 +1,179 @@
+"""Mending an NVMe directory: what the walker found, made good or said to be past it.
+
+Owns the order of mending, and a sentence for each thing done. It mends the frame of the directory itself (names and
+lengths of slab files, halves of replacements); all else it leaves to the tier, opened as a daemon opens it: recovery
+withdraws what cannot stand and rebuilds the index, `quarantine` puts blocks that fail verification aside. So a repaired
+directory is what the daemon itself would have made of it, only sooner, and with payloads verified if asked.
+Invariants: a block that verifies is never given up, except that of two records of one key the older goes; no byte of a
+file without geometry is touched (such a file is put aside); a second repair finds nothing to do.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from kvstore_tiers.base import Outcome
+from kvstore_tiers.nvme.check import bytes_used, check_directory, temporary_files
+from kvstore_tiers.nvme.check_slab import Progress
+from kvstore_tiers.nvme.directory import TierDirectory, sync_directory
+from kvstore_tiers.nvme.findings import Finding, Kind
+from kvstore_tiers.nvme.index import BASE_BUDGET_BYTES, BUDGET_BYTES_PER_SLOT
+from kvstore_tiers.nvme.layout import RECORD_BYTES
+from kvstore_tiers.nvme.slab_file import find_superblock
+from kvstore_tiers.nvme.tier import NvmeTier
+
+_MENDED_BY = {
+    Kind.FORMAT_MISSING: "write the format's version",
+    Kind.TEMPORARY: "delete it",
+    Kind.UNFINISHED_SLAB: "delete it",
+    Kind.SUPERBLOCK: "put the file aside as .damaged: without a superblock its records mean nothing",
+    Kind.GEOMETRY: "put the file aside as .damaged: its slots cannot be told apart",
+    Kind.WRONG_NUMBER: "give the file the name that its superblock says, or put it aside as .damaged if that is taken",
+    Kind.TRUNCATED: "withdraw the blocks behind the end and give the file its length back",
+    Kind.TOO_LONG: "cut the file to its length",
+    Kind.SUPERBLOCK_COPY: "write it again from the one that holds",
+    Kind.RECORD: "withdraw the record: its slot is free, its block will be computed again",
+    Kind.GENERATION: "quarantine the slot, its block will be computed again",
+    Kind.SEQUENCE: "quarantine the slot, its block will be computed again",
+    Kind.HEADER: "quarantine the slot, its block will be computed again",
+    Kind.PAYLOAD: "quarantine the slot, its block will be computed again",
+    Kind.CYCLE: "quarantine the slot: no client can have stored this",
+    Kind.DUPLICATE: "keep the newest record, withdraw the others",
+    Kind.INDEX_UNSEALED: "rebuild the index from the records",
+    Kind.INDEX_WRONG: "rebuild the index from the records",
+    Kind.INDEX_MISSING: "rebuild the index from the records",
+    Kind.CAPACITY: "delete the slabs with the fewest bytes until the rest fits",
+}
+_CANNOT = {
+    Kind.PUT_ASIDE: "cannot be mended: look at it or delete it by hand; until then it counts against the capacity",
+    Kind.CAPACITY: "cannot be mended: files put aside take the room; delete them by hand",
+}
+_SUSPECT = {Kind.GENERATION, Kind.SEQUENCE, Kind.HEADER, Kind.PAYLOAD, Kind.CYCLE}
+_INDEX = {Kind.INDEX_WRONG, Kind.INDEX_MISSING}
+
+
+@dataclass
+class RepairReport:
+    """`done` says line by line what was done, or in a dry run what would be; `left` what is past mending and why."""
+
+    found: list[Finding] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    left: list[tuple[Finding, str]] = field(default_factory=list)
+
+
+def repair_directory(
+    directory: str | os.PathLike[str],
+    *,
+    capacity_bytes: int | None = None,
+    verify_payloads: bool = False,
+    dry_run: bool = False,
+    progress: Progress = lambda nbytes: None,
+) -> RepairReport:
+    """Walk a directory, mend it, and walk it again. Raises DirectoryInUse while a daemon holds it, FormatUnsupported
+    when a newer version wrote it, DirectoryUnusable when the medium refuses."""
+    check = partial(
+        check_directory, directory, capacity_bytes=capacity_bytes, verify_payloads=verify_payloads, progress=progress
+    )
+    report = RepairReport(found=check())
+    wanted = [finding for finding in report.found if finding.kind in _MENDED_BY]
+    report.left = [(finding, _why_left(finding)) for finding in report.found if finding.kind not in _MENDED_BY]
+    if dry_run or not wanted:
+        report.done = [_sentence("would", finding) for finding in wanted]
+        return report
+    with closing(TierDirectory(directory)) as opened:  # writes the format where there is none
+        _mend_frame(opened, wanted)
+        room_bytes = capacity_bytes or _roomy(opened)
+    if any(finding.kind in _INDEX for finding in wanted):
+        (opened.index / "seal").unlink(missing_ok=True)  # the records are right, not this: make the next start rebuild
+    with closing(NvmeTier.open(directory, room_bytes, io_threads=1)) as tier:
+        report.done = [*_mend_slots(tier, wanted)]
+    _give_to_owner(Path(directory))
+    left = check()
+    still = {(finding.kind, finding.where) for finding in left}
+    mended = [finding for finding in wanted if (finding.kind, finding.where) not in still]
+    report.done = [_sentence("did", finding) for finding in mended] + report.done
+    report.left = [(finding, _why_left(finding)) for finding in left]
+    return report
+
+
+def _sentence(verb: str, finding: Finding) -> str:
+    return f"{finding.where}: {finding.what}: {verb} {_MENDED_BY[finding.kind]}"
+
+
+def _why_left(finding: Finding) -> str:
+    return _CANNOT.get(finding.kind, "cannot be mended: the medium did not take the repair; look at the system's log")
+
+
+def _mend_frame(directory: TierDirectory, wanted: Sequence[Finding]) -> None:
+    """Names, lengths and leftovers of files, which the tier does not look at when it opens."""
+    for path in temporary_files(directory):
+        path.unlink()
+    for finding in wanted:
+        path = directory.slab_path(finding.slab)
+        if finding.kind is Kind.TOO_LONG:
+            superblock = find_superblock(path)
+            if not isinstance(superblock, str):
+                os.truncate(path, superblock.file_bytes)
+        elif finding.kind is Kind.GEOMETRY:
+            path.rename(directory.slab_path(finding.slab, "damaged"))
+        elif finding.kind is Kind.WRONG_NUMBER:
+            superblock = find_superblock(path)
+            named = -1 if isinstance(superblock, str) else superblock.number
+            right = directory.slab_path(named)
+            path.rename(right if named >= 0 and not right.exists() else directory.slab_path(finding.slab, "damaged"))
+    if directory.slabs.is_dir():
+        sync_directory(directory.slabs)
+
+
+def _roomy(directory: TierDirectory) -> int:
+    """A capacity under which nothing is given up: the files, an index for all their slots, and one slab more."""
+    record_bytes = sum(directory.slab_path(number).stat().st_size for number in directory.numbers())
+    slots = record_bytes // RECORD_BYTES  # far more than there can be
+    return bytes_used(directory) + 2 * BASE_BUDGET_BYTES + slots * BUDGET_BYTES_PER_SLOT
+
+
+def _mend_slots(tier: NvmeTier, wanted: Sequence[Finding]) -> Iterator[str]:
+    """Quarantine what failed verification, as far as quarantine has room, and make it durable."""
+    suspect: dict[tuple[int, int], Finding] = {}
+    for finding in (finding for finding in wanted if finding.kind in _SUSPECT):
+        superblock = find_superblock(tier.path / "slabs" / f"{finding.slab:08d}.slab")
+        if not isinstance(superblock, str):
+            suspect[finding.slab, superblock.slot_offset(finding.slot)] = finding
+    found = [(slot, header) for slot, header in tier.recover() if (slot.container, slot.offset) in suspect]
+    for slot, header in found:
+        finding = suspect[slot.container, slot.offset]
+        tier.quarantine(slot, finding.what)
+        kept = "kept for inspection" if slot in tier.quarantined() else "freed, quarantine is full"
+        yield f"{finding.where}: block {header.key.hex()}: its bytes are {kept}"
+    _sync(tier)
+
+
+def _sync(tier: NvmeTier) -> None:
+    outcomes: list[Outcome] = []
+    synced = threading.Event()
+
+    def done(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        synced.set()
+
+    tier.sync(done)
+    synced.wait()
+    if not outcomes[0].ok:
+        raise OSError(outcomes[0].errno, f"the repair could not be made durable: {outcomes[0].message}")
+
+
+def _give_to_owner(directory: Path) -> None:
+    """Root mended it; the daemon's user must be able to open what is new."""
+    if os.geteuid():
+        return
+    owner = directory.stat()
+    for path in (directory, *directory.rglob("*")):
+        status = path.lstat()
+        if (status.st_uid, status.st_gid) != (owner.st_uid, owner.st_gid):
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
