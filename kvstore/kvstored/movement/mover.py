@@ -49,6 +49,12 @@ class Mover:
         if lane.promote(ticket, priority, self._clock.monotonic_ns()):
             self._schedule(lane)
 
+    def cancel(self, lane_name: str, ticket: int) -> None:
+        """End a transfer as cancelled if it is still queued."""
+        transfer = self.lanes[lane_name].cancel(ticket, self._clock.monotonic_ns())
+        if transfer is not None:
+            transfer.done(Outcome(OutcomeKind.CANCELLED, message="its tier is shed"))
+
     def close(self) -> None:
         """End what is queued as cancelled; what is in flight still completes."""
         for timer in self._timers.values():

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore_tiers.base import Outcome, OutcomeKind, Slot, Tier
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstored.clock import Clock
+from kvstored.degraded import TierBreaker
 from kvstored.lifecycle import Cause
+from kvstored.movement.damage import Damage
 from kvstored.movement.lane import Priority, Refused
 from kvstored.movement.mover import Mover, Transfer
 from kvstored.movement.room import Room
@@ -28,6 +31,9 @@ from kvstored.tiering import HOST, NVME
 log = logging.getLogger(__name__)
 LANE = "nvme→host"
 MAPPED_US = 1  # what a block that is mapped already costs to have
+PATIENCE, LEAST_PATIENCE_MS = 8, 1000  # a read that takes so many times its estimate, and so long, is not waited for
+OVERDUE_US = 250_000
+MAX_SUSPECTS = 4096
 
 
 @dataclass(slots=True)
@@ -37,6 +43,7 @@ class _Promotion:
     nbytes: int
     future: asyncio.Future[bool]
     ticket: int = 0
+    number: int = 0  # of the transfer, for the breaker
     slot: Slot | None = None
 
 
@@ -53,8 +60,10 @@ class Promoter:
         clock: Clock,
         counters: Counters,
         flows: Flows,
+        breaker: TierBreaker | None,
         *,
         prefetch_room_bytes: int,
+        damage: Damage,
     ) -> None:
         self._residency = residency
         self._host = host
@@ -64,9 +73,45 @@ class Promoter:
         self._clock = clock
         self._counters = counters
         self._flows = flows
+        self._breaker = breaker
         self._prefetch_room_bytes = prefetch_room_bytes
+        self._damage = damage
+        self._suspects: OrderedDict[int, None] = OrderedDict()  # tokens whose last read failed
+        if breaker is not None:
+            breaker.on_open.append(self._let_waiters_go)
         self._under_way: dict[int, _Promotion] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def reaches_nvme(self) -> bool:
+        """Whether blocks that lie on NVMe alone can be had at all. If not, lookups and gets leave them out."""
+        return self._breaker is None or self._breaker.serves_reads
+
+    def is_out_of_reach(self, row: int) -> bool:
+        """Whether the block is stored, but nobody can have it now."""
+        return not (self.reaches_nvme or self._residency.has(row, HOST))
+
+    def may_come_again(self, row: int) -> bool:
+        """Whether a put of a block that is stored should give it a DRAM copy: NVMe has it, and is shed."""
+        return self.is_out_of_reach(row) and not self._residency.being_filled(row)
+
+    def reachable(self, rows: list[int]) -> list[int]:
+        """-1 in the place of every row that is out of reach."""
+        if self.reaches_nvme:
+            return rows
+        mask = self._residency.rows.mask
+        return [row if row >= 0 and mask[row] >> HOST & 1 else -1 for row in rows]
+
+    def reachable_run(self, rows: list[int]) -> list[int]:
+        """The leading rows that are not out of reach."""
+        if self.reaches_nvme:
+            return rows
+        mask = self._residency.rows.mask
+        return rows[: next((at for at, row in enumerate(rows) if not mask[row] >> HOST & 1), len(rows))]
+
+    def patience_ms(self, rows: Sequence[int]) -> int:
+        """How long to wait for `rows` at most: a read that takes many times the estimate is not worth waiting for."""
+        return max(LEAST_PATIENCE_MS, PATIENCE * sum(self.estimate_us(rows)) // 1000)
 
     def promote(self, row: int, priority: Priority) -> asyncio.Future[bool]:
         """Resolves to whether the block has a host copy. Joins a promotion under way, raising its priority."""
@@ -80,6 +125,10 @@ class Promoter:
                 if known.ticket:
                     self._mover.raise_priority(LANE, known.ticket, priority)
             return known.future
+        if not self.reaches_nvme:
+            refused: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            refused.set_result(False)
+            return refused
         nbytes = self._residency.slot(row, NVME).nbytes
         promotion = _Promotion(token, priority, nbytes, asyncio.get_running_loop().create_future())
         self._under_way[token] = promotion
@@ -96,7 +145,7 @@ class Promoter:
 
     def prefetch(self, row: int) -> bool:
         """Queue a promotion that nobody waits for; False when those that wait hold all the room they may."""
-        if self._prefetch_room_bytes < self._residency.slot(row, NVME).nbytes:
+        if not self.reaches_nvme or self._prefetch_room_bytes < self._residency.slot(row, NVME).nbytes:
             return False
         self.promote(row, Priority.PREFETCH)
         return True
@@ -106,7 +155,8 @@ class Promoter:
         run is its load time. 0 for what is absent (-1)."""
         mask = self._residency.rows.mask
         lane = self._mover.lanes.get(LANE)
-        ahead_bytes = ahead_us = 0
+        ahead_bytes = 0
+        ahead_us = -self._stall_us()  # the first block that has to be read waits for what hangs
         estimates = []
         for row in rows:
             if row < 0:
@@ -144,10 +194,13 @@ class Promoter:
         promotion.slot = slot
         residency.attach(row, HOST, slot, self._clock.monotonic_ns(), filling=True)
         destination = self._host.slot_segment(slot)
-        transfer = Transfer(
-            start=lambda done: nvme.move_out(source, destination, key, done),
-            done=lambda outcome: self._read(promotion, outcome),
-        )
+
+        def start(done: Completion) -> None:
+            if self._breaker is not None:
+                promotion.number = self._breaker.began()
+            nvme.move_out(source, destination, key, done)
+
+        transfer = Transfer(start, lambda outcome: self._read(promotion, outcome))
         ticket = self._mover.submit(LANE, promotion.priority, source.nbytes, transfer)
         if isinstance(ticket, Refused):
             self._give_back(promotion, row)
@@ -158,8 +211,11 @@ class Promoter:
         residency = self._residency
         row = residency.current(promotion.token)
         assert row >= 0 and promotion.slot is not None, "a pinned row went away under its promotion"
+        if self._breaker is not None:
+            self._breaker.ended(promotion.number, "read", outcome)
         if outcome.ok:
             residency.publish(row, HOST, self._clock.monotonic_ns())
+            self._suspects.pop(promotion.token, None)
             self._counters.add("promoted_blocks")
             self._counters.add("promoted_bytes", promotion.slot.nbytes)
             if promotion.priority is Priority.PREFETCH:
@@ -167,27 +223,59 @@ class Promoter:
             self._flows.tiers[NVME].promoted_blocks += 1
             self._finish(promotion, True)
         elif outcome.kind is OutcomeKind.CORRUPT:
-            self._quarantine(promotion, row, outcome.message)
+            self._damage.on_nvme(row, outcome.message)
+            self._finish(promotion, False)
         else:
-            self._counters.add("read_failures")
-            log.warning("block %s cannot be read: %s", residency.key(row).hex(), outcome.message)
-            self._give_back(promotion, row)
+            self._unreadable(promotion, row, outcome)
 
-    def _quarantine(self, promotion: _Promotion, row: int, reason: str) -> None:
-        """Never serve it: out of the index with its cause, its bytes kept aside, its place in DRAM free again."""
+    def _unreadable(self, promotion: _Promotion, row: int, outcome: Outcome) -> None:
+        """The medium refused. Once may be chance; a block that fails twice while others are read is given up."""
+        key = self._residency.key(row).hex()
+        if outcome.kind is not OutcomeKind.FAILED or not self.reaches_nvme:
+            self._give_back(promotion, row)
+            return
+        self._counters.add("read_failures")
+        if promotion.token not in self._suspects:
+            log.warning("block %s cannot be read: %s", key, outcome.message)
+            self._suspects[promotion.token] = None
+            if len(self._suspects) > MAX_SUSPECTS:
+                self._suspects.popitem(last=False)
+            self._give_back(promotion, row)
+            return
+        del self._suspects[promotion.token]
+        self._counters.add("given_up_blocks")
+        log.error("block %s cannot be read (%s): given up, will be recomputed", key, outcome.message)
+        orphans = self._residency.children(row)
+        self._put_aside(row, Cause.READ_FAILED, outcome.message)
+        if orphans:
+            self._counters.add("orphaned_blocks", orphans)
+            for cut_off in self._damage.on_cut_off:
+                cut_off()
+        self._finish(promotion, False)
+
+    def _put_aside(self, row: int, cause: Cause, reason: str) -> None:
+        """Out of the index; the slot on NVMe is kept out of use."""
         assert self._nvme is not None
-        residency = self._residency
-        key = residency.key(row)
-        orphans = residency.children(row)
-        for taken in residency.remove(row, Cause.CORRUPT, self._clock.monotonic_ns()):
+        for taken in self._residency.remove(row, cause, self._clock.monotonic_ns()):
             if taken.tier == HOST:
                 self._host.free(taken.slot)
             else:
                 self._nvme.quarantine(taken.slot, reason)
-        self._counters.add("corrupt_blocks")
-        self._counters.add("orphaned_blocks", orphans)
-        log.error("block %s is damaged on NVMe (%s): quarantined, will be recomputed", key.hex(), reason)
-        self._finish(promotion, False)
+
+    def _let_waiters_go(self) -> None:
+        """NVMe is shed: who waits gets a shorter prefix now, and what is queued gives its place in DRAM back. What is
+        in flight still ends by itself."""
+        for promotion in list(self._under_way.values()):
+            if not promotion.future.done():
+                promotion.future.set_result(False)
+            self._mover.cancel(LANE, promotion.ticket)
+
+    def _stall_us(self) -> int:
+        """By how much the oldest transfer is overdue: what a reader has to expect on top."""
+        if self._breaker is None:
+            return 0
+        stalled_us = self._breaker.stalled_us()
+        return stalled_us if stalled_us > OVERDUE_US else 0
 
     def _give_back(self, promotion: _Promotion, row: int) -> None:
         self._host.free(self._residency.detach(row, HOST))

@@ -17,6 +17,7 @@ from typing import Protocol
 from kvstore_tiers.base import Slot, Tier, TierState
 from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
+from kvstored.movement.cut_off import CutOff
 from kvstored.policies import Policy
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows
@@ -80,6 +81,7 @@ class Room:
         self._flows = flows
         self._separates_owners = separates_owners
         self.demoter: Demoter = NoDemotion()
+        self.cut_off: CutOff | None = None  # blocks that go before the policy is asked
 
     def allocate_now(self, nbytes: int, tenant: int) -> Slot | None:
         """A slot if one is free and the tenant is below its maximum; evicts nothing."""
@@ -100,7 +102,9 @@ class Room:
             if slot is not None:
                 return slot
             confined = self._confined(nbytes, tenant)
-            row = self._policy.next_victim(self._clock.monotonic_ns(), exclude=stuck, tenant=confined)
+            row = self.cut_off.next(self._policy, stuck, confined) if self.cut_off is not None else -1
+            if row < 0:
+                row = self._policy.next_victim(self._clock.monotonic_ns(), exclude=stuck, tenant=confined)
             if row < 0:
                 if not await self.demoter.progress():
                     return None
@@ -109,7 +113,7 @@ class Room:
             if self._is_of_use(row, nbytes, tenant):
                 if not await self.evict(row, Cause.EVICTED if confined is None else Cause.QUOTA):
                     stuck.add(row)
-            elif not await self._reclaim(self._residency.slot(row, self._position).container):
+            elif not await self.vacate(self._residency.slot(row, self._position).container):
                 stuck.add(row)
             if attempt % SLICE_EVICTIONS == SLICE_EVICTIONS - 1:
                 await asyncio.sleep(0)
@@ -156,8 +160,8 @@ class Room:
         else:
             flow.evicted_blocks += 1
 
-    async def _reclaim(self, container: int) -> bool:
-        """Empty a whole arena or slab, children before parents, so that it can become another kind of one."""
+    async def vacate(self, container: int) -> bool:
+        """Empty a whole arena or slab, children before parents: to become another kind of one, or to be given back."""
         residency = self._residency
         rows = residency.rows_in(self._position, container)
         tokens = [residency.token(row) for row in sorted(rows, key=residency.depth, reverse=True)]

@@ -14,6 +14,7 @@ from kvstored.operations.drop import Drop
 from kvstored.operations.explain import Explain
 from kvstored.operations.history import HistoryView
 from kvstored.operations.lifetime import Lifetime
+from kvstored.operations.quarantine import Quarantine
 from kvstored.operations.views import Views
 
 Handler = Callable[[Any, Any, Any], Awaitable[Any]]
@@ -32,16 +33,25 @@ def _reporting(handler: Handler) -> Handler:
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Translates; `views` looks, `explain` says why, `history` looks back, `drop` takes away, `lifetime` flushes,
-    drains and stops.
+    """Translates; `views` looks, `explain` says why, `history` looks back, `drop` takes away, `quarantine` shows
+    and releases what is damaged, `lifetime` flushes, drains and stops.
     """
 
-    def __init__(self, views: Views, explain: Explain, history: HistoryView, drop: Drop, lifetime: Lifetime) -> None:
+    def __init__(
+        self,
+        views: Views,
+        explain: Explain,
+        history: HistoryView,
+        drop: Drop,
+        lifetime: Lifetime,
+        quarantine: Quarantine,
+    ) -> None:
         self._views = views
         self._explain = explain
         self._history = history
         self._drop = drop
         self._lifetime = lifetime
+        self._quarantine = quarantine
 
     @_reporting
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
@@ -74,6 +84,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @_reporting
     async def Invalidate(self, request: pb.InvalidateRequest, context: Any) -> pb.InvalidateReply:  # noqa: N802
         return await self._drop.invalidate(request)
+
+    @_reporting
+    async def Quarantine(self, request: pb.QuarantineRequest, context: Any) -> pb.QuarantineReply:  # noqa: N802
+        return await self._quarantine.list()
+
+    @_reporting
+    async def ReleaseQuarantine(  # noqa: N802
+        self, request: pb.ReleaseQuarantineRequest, context: Any
+    ) -> pb.ReleaseQuarantineReply:
+        return await self._quarantine.release(request)
 
     @_reporting
     async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:  # noqa: N802

@@ -1,6 +1,8 @@
 """Health as gRPC's own protocol tells it (grpc.health.v1): SERVING while the daemon takes new work, else NOT_SERVING.
 
-One state for every socket and every service. Follows the daemon's lifetime; never decides it.
+One state for every socket and every service, and one more for each tier, `kvstored.nvme` and `kvstored.host`:
+NOT_SERVING while it is shed. A shed tier leaves the others SERVING, since blocks in DRAM go on being served. Follows
+the daemon's lifetime and its degraded modes; never decides them.
 """
 
 from __future__ import annotations
@@ -12,16 +14,23 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
+from kvstored.degraded import DegradedModes
+from kvstored.degraded.modes import SHEDDING
 from kvstored.operations.lifetime import Lifetime, State
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
+TIER_PREFIX = "kvstored."
+
 
 class Health:
-    """Answers Check and Watch for "" and for each of `services`, by their full names."""
+    """Answers Check and Watch for "", for each of `services`, by their full names, and for each of `tiers`."""
 
-    def __init__(self, lifetime: Lifetime, services: Iterable[str]) -> None:
+    def __init__(self, lifetime: Lifetime, services: Iterable[str], modes: DegradedModes, tiers: Iterable[str]) -> None:
         self._lifetime = lifetime
+        self._modes = modes
+        self._tiers = tuple(tiers)
+        modes.on_change.append(self._follow)
         self._servicer = health.HealthServicer()
         self._services = ("", *services)
         self._telling: set[asyncio.Task[None]] = set()
@@ -31,7 +40,7 @@ class Health:
     def serve_on(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    def _follow(self, _: State) -> None:
+    def _follow(self, _: State | str) -> None:
         """Those who watch are told by a task: a change of state waits for nobody."""
         task = asyncio.create_task(self._tell())
         self._telling.add(task)
@@ -39,6 +48,10 @@ class Health:
 
     async def _tell(self) -> None:
         status = health_pb2.HealthCheckResponse
+        is_serving = self._lifetime.state is State.SERVING
+        for tier in self._tiers:
+            is_up = is_serving and self._modes.mode(tier) not in SHEDDING
+            await self._servicer.set(f"{TIER_PREFIX}{tier}", status.SERVING if is_up else status.NOT_SERVING)
         for service in self._services:  # the state as it is by then, so that of two tasks the later word counts
             is_serving = self._lifetime.state is State.SERVING
             await self._servicer.set(service, status.SERVING if is_serving else status.NOT_SERVING)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot, Tier, TierStatistics
+from kvstore_tiers.base import Column, Completion, Outcome, OutcomeKind, Segment, Slot, Tier, TierStatistics
+from kvstore_tiers.recovered import RecoveredBlocks
 
-Operation = Literal["allocate", "write", "read", "sync"]
+Operation = Literal["allocate", "write", "read", "sync", "probe"]
 Action = Literal["fail", "delay", "corrupt", "hang", "refuse"]
 
 
@@ -26,8 +27,9 @@ class Fault:
     """What happens to the `at`-th to `until`-th use of `operation`, counted from 1; `until` 0 is for ever.
 
     `fail`: FAILED with `errno`, the inner tier is not asked. `delay`: the completion comes `delay_s` later. `corrupt`:
-    CORRUPT, whatever the inner tier says. `hang`: the completion comes at `close`, as CANCELLED. `refuse`: `allocate`
-    finds no room. `write` and `read` stand for `move_in` and `move_out` too.
+    CORRUPT, whatever the inner tier says. `hang`: the completion comes at `let_go`, as FAILED, or at `close`, as
+    CANCELLED. `refuse`: `allocate` finds no room. `write` and `read` stand for `move_in` and `move_out` too. `gone` and
+    `hung` make the plans of media that answer with errors alone, or not at all.
     """
 
     operation: Operation
@@ -36,6 +38,16 @@ class Fault:
     until: int = 0
     errno: int = errno.EIO
     delay_s: float = 0.0
+
+
+def gone(number: int = errno.EIO) -> tuple[Fault, ...]:
+    """The plan of a medium that answers everything with an error."""
+    return tuple(Fault(operation, "fail", errno=number) for operation in ("write", "read", "sync", "probe"))
+
+
+def hung() -> tuple[Fault, ...]:
+    """The plan of a medium that answers nothing any more."""
+    return tuple(Fault(operation, "hang") for operation in ("write", "read", "sync", "probe"))
 
 
 class FaultyTier(Tier):
@@ -55,6 +67,13 @@ class FaultyTier(Tier):
         with self._lock:
             self._faults = faults
             self._uses.clear()
+
+    def let_go(self) -> None:
+        """End what hangs as failed, as a device does that comes back after a reset."""
+        with self._lock:
+            hanging, self._hanging = self._hanging, []
+        for done in hanging:
+            done(Outcome(OutcomeKind.FAILED, message="timed out (planned)", errno=errno.ETIMEDOUT))
 
     def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
         fault = self._next("allocate")
@@ -83,11 +102,37 @@ class FaultyTier(Tier):
         if passed := self._apply("sync", done):
             self.inner.sync(passed)
 
+    def probe(self, done: Completion, *, thorough: bool = True) -> None:
+        """Only a thorough probe meets the plan: the other one asks whether the place is there."""
+        if passed := self._apply("probe", done) if thorough else done:
+            self.inner.probe(passed, thorough=thorough)
+
+    def location(self, slot: Slot) -> str:
+        return self.inner.location(slot)
+
     def quarantine(self, slot: Slot, reason: str) -> None:
         self.inner.quarantine(slot, reason)
 
+    def quarantined(self) -> dict[Slot, str]:
+        return self.inner.quarantined()
+
+    def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
+        return self.inner.describe_quarantined(slot)
+
+    def publish_again(self, slot: Slot, header: BlockHeader) -> None:
+        self.inner.publish_again(slot, header)
+
+    def check_books(self) -> list[str]:
+        return self.inner.check_books()
+
+    def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
+        return self.inner.check_held(containers, offsets, generations)
+
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
         return self.inner.recover()
+
+    def recover_columns(self) -> RecoveredBlocks:
+        return self.inner.recover_columns()
 
     def statistics(self) -> TierStatistics:
         return self.inner.statistics()

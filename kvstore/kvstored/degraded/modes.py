@@ -1,0 +1,84 @@
+"""Which part of the daemon is degraded, since when and why: one place that says so to everybody.
+
+Owns the words: one log line and one count a transition, however often the cause repeats. Never decides anything; the
+breaker and the memory watch do. docs/degraded.md lists every mode with what it sheds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.telemetry import Counters
+
+log = logging.getLogger(__name__)
+
+
+class Mode(Enum):
+    """Of one tier. The values are what `kvctl tiers` shows as its state."""
+
+    OK = "ok"
+    FULL = "full"  # the medium has no room: what is there is read and overwritten, nothing grows
+    SLOW = "slow"  # a transfer hangs: nothing new is asked of it
+    READ_ONLY = "read-only"  # writes fail: nothing is written, reads go on
+    FAILED = "failed"  # reads fail: it is left out of lookups, as if it held nothing
+    SHRUNK = "shrunk"  # the host tier under memory pressure: less than its capacity
+
+
+# Modes in which a tier does only part of its work, and gRPC health says NOT_SERVING for it.
+SHEDDING = frozenset({Mode.SLOW, Mode.READ_ONLY, Mode.FAILED})
+
+
+@dataclass(frozen=True, slots=True)
+class Degradation:
+    """One part that is not OK. `since_ns` is monotonic."""
+
+    part: str
+    mode: Mode
+    reason: str
+    since_ns: int
+
+
+class DegradedModes:
+    """`on_change` is told the name of a part whose mode has changed, at once."""
+
+    def __init__(self, clock: Clock, counters: Counters) -> None:
+        self._clock = clock
+        self._counters = counters
+        self._now: dict[str, Degradation] = {}
+        self.on_change: list[Callable[[str], None]] = []
+
+    def mode(self, part: str) -> Mode:
+        found = self._now.get(part)
+        return found.mode if found is not None else Mode.OK
+
+    def all(self) -> list[Degradation]:
+        return list(self._now.values())
+
+    def sentences(self) -> list[str]:
+        """For `kvctl status`: one line for each part that is not OK."""
+        now_ns = self._clock.monotonic_ns()
+        return [
+            f"{item.part} is {item.mode.value} for {(now_ns - item.since_ns) / NS_PER_S:.0f} s: {item.reason}"
+            for item in self._now.values()
+        ]
+
+    def enter(self, part: str, mode: Mode, reason: str) -> None:
+        """Say that a part is in a mode; the same mode again says nothing."""
+        before = self.mode(part)
+        if before is mode:
+            return
+        if mode is Mode.OK:
+            item = self._now.pop(part)
+            self._counters.add("degraded_recoveries")
+            seconds = (self._clock.monotonic_ns() - item.since_ns) / NS_PER_S
+            log.warning("%s is ok again, after %.0f s as %s", part, seconds, before.value)
+        else:
+            self._now[part] = Degradation(part, mode, reason, self._clock.monotonic_ns())
+            self._counters.add("degraded_transitions")
+            log.error("%s is %s: %s", part, mode.value, reason)
+        for tell in self.on_change:
+            tell(part)

@@ -1,0 +1,29 @@
+"""Which blocks have to be written together so that a prefix on NVMe is whole.
+
+After a restart a block can be had only through the blocks before it. So a block goes to NVMe with those of its
+ancestors that are not there yet, or not at all. Pure: asks residency, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstored.residency import ResidencyView
+from kvstored.tiering import HOST, NVME
+
+MAX_PATH_BLOCKS = 1024
+
+
+def missing_path(residency: ResidencyView, row: int, is_coming: Callable[[int], bool]) -> list[int]:
+    """`row` and its ancestors that NVMe does not have and that are not on their way there, head first.
+
+    Ends where the chain is broken: an ancestor without a readable copy cannot be written, and blocks of windowed layer
+    groups are of use without it. A path longer than `MAX_PATH_BLOCKS` is cut at its end: the head goes first, and
+    `row` has to come again.
+    """
+    path: list[int] = []
+    while row >= 0 and residency.has(row, HOST) and not residency.has(row, NVME) and not is_coming(row):
+        path.append(row)
+        row = residency.parent(row)
+    path.reverse()
+    return path[:MAX_PATH_BLOCKS]

@@ -1,0 +1,164 @@
+"""The daemon's storage half, small, over a faulty tier: what tests of degraded modes drive, with a clock in their hand.
+
+Owns a real host tier, a real NVMe tier in a directory behind `FaultyTier`, and the `Store` over both. Stores blocks the
+way a commit does, and loses DRAM copies the way pressure does. No sockets, no sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from kvstore_proto.arena import slot_bytes
+from kvstore_proto.identity import NO_PARENT
+from kvstore_tiers.base import Outcome
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.nvme import NvmeTier
+from kvstore_tiers.segments import segment_of
+from kvstore_tiers.testing.driving import block
+from kvstore_tiers.wrap.faulty import FaultyTier
+from kvstored.assembly import Store, make_residency
+from kvstored.clock import NS_PER_S, ManualClock
+from kvstored.config import load_config
+from kvstored.lifecycle import Cause
+from kvstored.movement.completions import CompletionQueue
+from kvstored.movement.lane import Priority
+from kvstored.tiering import HOST, NVME
+
+PAYLOAD_BYTES = 10_000
+SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
+SETTINGS = (
+    "host.capacity=8MiB",
+    "host.staging=1MiB",
+    "host.arena=1MiB",
+    "nvme.capacity=16MiB",
+    "nvme.slab=1MiB",
+    "nvme.io_threads=2",
+    "durability.batch_ms=2",
+)
+FAR_S = 20.0  # a wait that never ends by itself in a test that passes
+
+
+class SmallStore:
+    """See the module. `store` is the real thing; `disk` injects faults between it and the medium."""
+
+    def __init__(self, directory: Path, clock: ManualClock, *settings: str) -> None:
+        chosen = (f"daemon.state_dir={directory}", *SETTINGS, *settings)
+        self.config = load_config(None, chosen)
+        self.clock = clock
+        self.completions = CompletionQueue(asyncio.get_running_loop())
+        nvme = self.config.nvme
+        self.nvme = NvmeTier.open(
+            nvme.path,
+            nvme.capacity_bytes,
+            slab_bytes=nvme.slab_bytes,
+            io_threads=nvme.io_threads,
+            clock=lambda: clock.monotonic_ns() / NS_PER_S,
+        )
+        self.disk = FaultyTier(self.nvme)
+        host = HostTier(self.config.host.capacity_bytes, arena_bytes=self.config.host.arena_bytes)
+        self.store = Store(self.config, clock, self.completions, make_residency(self.config), host, self.disk)
+        self.residency = self.store.residency
+        assert self.store.writeback is not None and self.store.breaker is not None
+        self.writeback, self.breaker = self.store.writeback, self.store.breaker
+
+    async def close(self) -> None:
+        self.disk.plan()
+        self.disk.let_go()
+        await self.writeback.flush(FAR_S)
+        self.store.mover.close()
+        await self.completions.drained()
+        await self.store.endurance.close()
+        self.disk.close()
+        self.store.host.close()
+
+    def key(self, number: int) -> bytes:
+        return block(number, PAYLOAD_BYTES)[0].key
+
+    def find(self, number: int, tenant: str = "tenant") -> int:
+        return self.residency.find(self.residency.tenant(tenant), self.key(number))
+
+    async def put(
+        self, number: int, parent: int | None = None, *, mode: str = "batch", tenant: str = "tenant", uses: int = 1
+    ) -> asyncio.Future[bool] | None:
+        """Store a block in DRAM and hand it to write-back; what will say whether it is durable, None: volatile."""
+        source, payload = block(number, PAYLOAD_BYTES)
+        parent_key = NO_PARENT if parent is None else self.key(parent)
+        header = replace(source, parent=parent_key)
+        owner = self.residency.tenant(tenant)
+        slot = await self.store.rooms[HOST].allocate(SLOT_BYTES, owner)
+        assert slot is not None, "no room in DRAM"
+        now_ns = self.clock.monotonic_ns()
+        row = self.residency.find(owner, source.key)
+        if row < 0:
+            row = self.residency.insert(
+                owner, source.key, parent_key, fingerprint_id=1, group=0,
+                depth=0 if parent is None else self.residency.depth(self.find(parent, tenant)) + 1,
+                payload_bytes=PAYLOAD_BYTES, now_ns=now_ns,
+            )  # fmt: skip
+        self.residency.attach(row, HOST, slot, now_ns, filling=True)
+        written: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.store.host.write(slot, header, [segment_of(payload)], self.completions.to_loop(written.set_result))
+        assert (await written).ok
+        self.residency.publish(row, HOST, now_ns)
+        for _ in range(uses):
+            self.residency.touch(row, now_ns)
+        if mode == "always" or self.writeback.admits(row):
+            return self.writeback.write_through(row, at_once=mode == "always")
+        return None
+
+    async def is_durable(self, number: int, parent: int | None = None, **how: object) -> bool:
+        """Put a block and wait for the word."""
+        settled = await self.put(number, parent, **how)  # type: ignore[arg-type]
+        return settled is not None and await asyncio.wait_for(asyncio.shield(settled), FAR_S)
+
+    async def fill(self, numbers: range) -> None:
+        """Put blocks and see all of them durable."""
+        for number in numbers:
+            await self.put(number)
+        assert await self.writeback.flush(FAR_S) == 0
+        assert all(self.writeback.is_durable(self.find(number)) for number in numbers)
+
+    def drop_from_dram(self, *numbers: int) -> None:
+        for number in numbers:
+            self.store.rooms[HOST].take(self.find(number), Cause.EVICTED)
+
+    async def fetch(self, number: int) -> bool:
+        """Promote a block, as a get does."""
+        row = self.find(number)
+        assert row >= 0 and self.residency.has(row, NVME)
+        return await asyncio.wait_for(asyncio.shield(self.store.promoter.promote(row, Priority.DEMAND)), FAR_S)
+
+    async def pass_time(self, seconds: float, step_s: float = 0.5) -> None:
+        """Let the clock go on, with the looks that maintenance takes, and let what they start end."""
+        left = seconds
+        while left > 0:
+            self.clock.advance(s=min(step_s, left))
+            left -= step_s
+            self.store.tick()
+            await asyncio.sleep(0)
+            if self.completions.outstanding:
+                await self.settle()
+
+    async def settle(self) -> None:
+        """Let everything that can end, end; what hangs in the faulty tier does not."""
+        for _ in range(3):
+            await asyncio.sleep(0.002)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(FAR_S):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def small_store(directory: Path, *settings: str, clock: ManualClock | None = None) -> AsyncIterator[SmallStore]:
+    """Closed in the end, whatever the test left hanging."""
+    made = SmallStore(directory, clock or ManualClock(NS_PER_S), *settings)
+    try:
+        yield made
+    finally:
+        await made.close()
