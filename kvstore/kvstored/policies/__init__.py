@@ -2,10 +2,11 @@
 
 from kvstored.policies.admission import Admission
 from kvstored.policies.base import Policy, PolicySettings, ResidencyClass, Share
-from kvstored.policies.registry import ADMISSIONS, POLICIES, create, create_admission
+from kvstored.policies.registry import ADMISSIONS, BEST, POLICIES, create, create_admission, resolve
 
 __all__ = [
     "ADMISSIONS",
+    "BEST",
     "POLICIES",
     "Admission",
     "Policy",
@@ -14,4 +15,5 @@ __all__ = [
     "Share",
     "create",
     "create_admission",
+    "resolve",
 ]

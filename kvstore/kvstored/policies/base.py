@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstored.residency import ResidencyView
 
 
@@ -76,6 +79,17 @@ class Policy(ABC):
     @abstractmethod
     def inserted(self, row: int, now_ns: int) -> None:
         """`row` is new in this tier. Storing counts as an access only through `accessed`."""
+
+    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+        """`inserted` for each of `rows`, a piece of one chain, head first."""
+        for row in rows:
+            self.inserted(row, now_ns)
+
+    def adopt(self, rows: npt.NDArray[np.int64]) -> None:
+        """`inserted` for each of `rows`, which were in the tier before this policy was, the next to leave first."""
+        last_access_ns = self.residency.rows.last_access_ns
+        for row in rows.tolist():
+            self.inserted(row, last_access_ns[row])
 
     @abstractmethod
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:

@@ -45,9 +45,18 @@ class _Buckets:
     def push_back(self, row: int, key: int) -> None:
         queue = self.by_key.get(key)
         if queue is None:
-            queue = self.by_key[key] = RowQueue(self._links)
-            heappush(self.keys, key)
+            queue = self._add(key)
         queue.push_back(row)
+
+    def extend(self, rows: npt.NDArray[np.int64], key: int) -> None:
+        """`push_back` for each of `rows`."""
+        (self.by_key.get(key) or self._add(key)).extend(rows)
+
+    def _add(self, key: int) -> RowQueue:
+        if key not in self.by_key:
+            self.by_key[key] = RowQueue(self._links)
+            heappush(self.keys, key)
+        return self.by_key[key]
 
     def unlink(self, row: int, key: int) -> None:
         self.by_key[key].unlink(row)
@@ -188,6 +197,14 @@ class LfuTtl(OrderedPolicy):
     def _enqueue(self, row: int, tenant: int) -> None:
         self._key[row] = key = self._age + min(self.residency.rows.accesses[row], _USES_MAX)
         self._buckets[tenant].push_back(row, key)
+
+    def _enqueue_all(self, rows: npt.NDArray[np.int64], tenant: int) -> None:
+        uses = np.frombuffer(self.residency.rows.accesses, np.uint16)[rows].astype(np.uint64)
+        keys = np.minimum(uses, np.uint64(_USES_MAX)) + np.uint64(self._age)
+        np.frombuffer(self._key, np.uint64)[rows] = keys
+        for key in np.flatnonzero(np.bincount(uses.clip(0, _USES_MAX).astype(np.int64))).tolist():
+            self._buckets[tenant].extend(rows[keys == np.uint64(self._age + key)], self._age + key)
+        self._by_use[tenant].extend(rows)
 
     def _dequeue(self, row: int, tenant: int) -> None:
         self._buckets[tenant].unlink(row, self._key[row])

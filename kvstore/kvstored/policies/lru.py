@@ -8,7 +8,7 @@ in front.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -48,6 +48,32 @@ class Lru(OrderedPolicy):
                 where[row] = QUEUED
         self._accesses = accesses
 
+    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+        tenant = self._know(rows)
+        where, stamp, accesses = self._where, self._stamp, self._accesses
+        push_back = self._queues[tenant].push_back
+        for row in rows:
+            accesses += 1
+            stamp[row] = accesses
+            push_back(row)
+            where[row] = QUEUED
+        self._accesses = accesses
+        self._rows += len(rows)
+
+    def removed(self, row: int) -> None:
+        if self._where[row] == QUEUED:
+            queues = self._queues
+            (queues[0] if len(queues) == 1 else queues[self.residency.tenant_of(row)]).unlink(row)
+        self._where[row] = OUT
+        self._rows -= 1
+
+    def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
+        if not exclude and len(self._queues) == 1 and not self.shares and not self._returned[0]:
+            row = self._queues[0].front  # of nearly every question the answer
+            if row >= 0 and self.residency.may_leave(row, self.tier):
+                return row
+        return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
+
     def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
         age = self._accesses - self._stamp[row]
         if age * _HOT_SHARE < self._rows:
@@ -60,6 +86,9 @@ class Lru(OrderedPolicy):
 
     def _enqueue(self, row: int, tenant: int) -> None:
         self._queues[tenant].push_back(row)
+
+    def _enqueue_all(self, rows: npt.NDArray[np.int64], tenant: int) -> None:
+        self._queues[tenant].extend(rows)
 
     def _dequeue(self, row: int, tenant: int) -> None:
         self._queues[tenant].unlink(row)

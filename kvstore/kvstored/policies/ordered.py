@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -43,6 +43,11 @@ class OrderedPolicy(Policy):
     def _enqueue(self, row: int, tenant: int) -> None:
         """Put `row` where its rank belongs; no queued row of equal standing has been used later."""
 
+    def _enqueue_all(self, rows: npt.NDArray[np.int64], tenant: int) -> None:
+        """`_enqueue` for each of `rows`, in the order in which they should leave."""
+        for row in rows.tolist():
+            self._enqueue(row, tenant)
+
     @abstractmethod
     def _dequeue(self, row: int, tenant: int) -> None: ...
 
@@ -69,16 +74,36 @@ class OrderedPolicy(Policy):
     # Events
 
     def inserted(self, row: int, now_ns: int) -> None:
-        if row >= len(self._where):
-            self._grow(max(row + 1, self.residency.rows.capacity, len(self._where) + _GROWTH_MIN_ROWS))
-        tenant = self.residency.tenant_of(row)
-        while tenant >= len(self._returned):
-            self._add_tenant()
+        tenant = self._know((row,))
         self._accesses += 1
         self._stamp[row] = self._accesses
         self._enqueue(row, tenant)
         self._where[row] = QUEUED
         self._rows += 1
+
+    def _know(self, rows: Sequence[int]) -> int:
+        """Make room for `rows` of one tenant, which are about to come; the tenant."""
+        last = max(rows)
+        if last >= len(self._where):
+            self._grow(max(last + 1, self.residency.rows.capacity, len(self._where) + _GROWTH_MIN_ROWS))
+        tenant = self.residency.tenant_of(last)
+        while tenant >= len(self._returned):
+            self._add_tenant()
+        return tenant
+
+    def adopt(self, rows: npt.NDArray[np.int64]) -> None:
+        tenants = self.residency.tenants_of(rows)
+        by_tenant = [(tenant, rows[tenants == tenant]) for tenant in range(int(tenants.max()) + 1)]
+        for _, ours in by_tenant:
+            if len(ours):
+                self._know((int(ours.max()), int(ours[-1])))
+        np.frombuffer(self._stamp, np.uint64)[rows] = np.arange(1, len(rows) + 1) + self._accesses
+        for tenant, ours in by_tenant:
+            if len(ours):
+                self._enqueue_all(ours, tenant)
+        np.frombuffer(self._where, np.uint8)[rows] = QUEUED
+        self._accesses += len(rows)
+        self._rows += len(rows)
 
     def removed(self, row: int) -> None:
         if self._where[row] == QUEUED:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
+
 _NONE = -1
 
 
@@ -47,6 +50,19 @@ class RowQueue:
         else:
             self.front = row
         self.back = row
+
+    def extend(self, rows: npt.NDArray[np.int64]) -> None:
+        """`push_back` for each of `rows`, of which there is one at least."""
+        first, last, back = int(rows[0]), int(rows[-1]), self.back
+        np.frombuffer(self._before, np.int32)[rows[1:]] = rows[:-1]
+        np.frombuffer(self._after, np.int32)[rows[:-1]] = rows[1:]
+        self._before[first] = back
+        self._after[last] = _NONE
+        if back >= 0:
+            self._after[back] = first
+        else:
+            self.front = first
+        self.back = last
 
     def push_front(self, row: int) -> None:
         front = self.front

@@ -1,5 +1,5 @@
-"""What a client can ask for: lookup, put (reserve, commit, abort), get (acquire, release), hints (prefetch, touch) and
-delete.
+"""What a client can ask for: lookup, put (lend, store; reserve, commit, abort), get (acquire, release), hints
+(prefetch, touch) and delete.
 
 Each verb is a class over the parts it needs; this door sends a request to its verb. `quick` answers without waiting for
 bytes to move, or says (None) that the request must run as a task through `slow`.
@@ -14,19 +14,22 @@ from kvstored.dataplane.sessions import Session
 from kvstored.verbs.delete import Delete
 from kvstored.verbs.get import Get
 from kvstored.verbs.hints import Hints
+from kvstored.verbs.intake import Intake
+from kvstored.verbs.lending import Lending
 from kvstored.verbs.lookup import LookUp
 from kvstored.verbs.put import Put
 from kvstored.verbs.validate import known_group
 
-__all__ = ["Delete", "Get", "Hints", "LookUp", "Put", "Verbs"]
+__all__ = ["Delete", "Get", "Hints", "Intake", "Lending", "LookUp", "Put", "Verbs"]
 
 
 class Verbs:
     """Dispatch by the name of the request's `op` field."""
 
-    def __init__(self, look_up: LookUp, put: Put, get: Get, hints: Hints, delete: Delete) -> None:
+    def __init__(self, look_up: LookUp, put: Put, lending: Lending, get: Get, hints: Hints, delete: Delete) -> None:
         self._look_up = look_up
         self._put = put
+        self._lending = lending
         self._get = get
         self._hints = hints
         self._delete = delete
@@ -57,11 +60,18 @@ class Verbs:
         if reply.HasField("acquire"):
             self._get.undo(session, reply.acquire)
 
-    async def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
-        """The answers of a request that waits for bytes; a commit may have two."""
+    def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
+        """The answers of a request that waits for bytes; a commit or a store may have two, and has begun when this
+        returns. Raises KVStoreError as `quick`, then or from the answers."""
+        if op == "store":
+            return _commits(self._lending.store(session, request.store))
         if op == "commit":
-            async for reply in self._put.commit(session, request.commit):
-                yield pb.Response(commit=reply)
+            return _commits(self._put.commit(session, request.commit))
+        return self._slow(session, op, request)
+
+    async def _slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
+        if op == "lend":
+            yield pb.Response(lend=await self._lending.lend(session, request.lend))
         elif op == "acquire":
             yield pb.Response(acquire=await self._get.acquire(session, request.acquire, request.deadline_ms))
         elif op == "delete":
@@ -69,3 +79,8 @@ class Verbs:
             yield pb.Response(delete=await self._delete.delete(session.tenant_id, request.delete.set.keys))
         else:
             raise RuntimeError(f"{op} is always answered at once")
+
+
+async def _commits(replies: AsyncGenerator[pb.CommitReply, None]) -> AsyncGenerator[pb.Response, None]:
+    async for reply in replies:
+        yield pb.Response(commit=reply)

@@ -14,7 +14,8 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.dataplane.leases import LeaseTable
 from kvstored.dataplane.sessions import Session
-from kvstored.lifecycle import miss_reason
+from kvstored.lifecycle import Cause, miss_reason
+from kvstored.movement.dram_check import DramCheck
 from kvstored.movement.lane import Priority
 from kvstored.movement.promote import Promoter
 from kvstored.residency import Residency
@@ -35,6 +36,7 @@ class Get:
         counters: Counters,
         flows: Flows,
         misses: RecentMisses,
+        dram_check: DramCheck,
         *,
         max_keys: int,
         leases_per_client: int,
@@ -48,6 +50,7 @@ class Get:
         self._counters = counters
         self._flows = flows
         self._misses = misses
+        self._dram_check = dram_check
         self._max_keys = max_keys
         self._leases_per_client = leases_per_client
         self._lease_ttl_ms = lease_ttl_ms
@@ -55,7 +58,7 @@ class Get:
 
     def acquire_mapped(self, session: Session, request: pb.Acquire) -> pb.AcquireReply | None:
         """The lease, when every block of the run is mapped already or only those are wanted; None when something must
-        be promoted first."""
+        be promoted or verified first."""
         resident = rows = self._run(session, request)
         mask = self._residency.rows.mask
         mapped = next((position for position, row in enumerate(rows) if not mask[row] >> HOST & 1), len(rows))
@@ -63,8 +66,13 @@ class Get:
             if not request.mapped_only:
                 return None
             rows = rows[:mapped]
+        if self._dram_check.wanted(rows):
+            return None
         self._residency.pin_run(rows)
-        reply = self._grant(session, request, rows, promoted=())
+        return self._told_rest(request, self._grant(session, request, rows, promoted=()), resident)
+
+    def _told_rest(self, request: pb.Acquire, reply: pb.AcquireReply, resident: Sequence[int]) -> pb.AcquireReply:
+        """Who asked for mapped blocks alone is told what loading all of them would take."""
         if request.mapped_only:
             reply.resident_blocks = len(resident)
             reply.load_us = sum(self._promoter.estimate_us(resident))
@@ -77,24 +85,41 @@ class Get:
         rows = self._run(session, request)
         tokens = [residency.token(row) for row in rows]
         residency.pin_run(rows)
-        wanted = [row for row in rows if not residency.has(row, HOST)]
+        wanted: list[int] = []
         held = 0
         try:
+            intact = await self._verify(rows, tokens)
+            if not request.mapped_only:
+                wanted = [row for row in rows[:intact] if not residency.has(row, HOST)]
+            patience_ms = self._promoter.patience_ms(wanted)
             promotions = [self._promoter.promote(row, Priority.DEMAND) for row in wanted]
             if promotions:
                 wait_ms = min(request.max_wait_ms or self._wait_ms, deadline_ms or self._wait_ms)
-                _, late = await asyncio.wait(promotions, timeout=wait_ms / 1000)
+                _, late = await asyncio.wait(promotions, timeout=min(wait_ms, patience_ms) / 1000)
                 if late:
                     self._counters.add("acquire_timeouts")
             if not session.closed:
-                held = self._mapped_run(tokens)
+                held = self._mapped_run(tokens[:intact])
         finally:
             for token in tokens[held:]:
                 row = residency.current(token)
                 if row >= 0:
                     residency.unpin(row)
         leased = set(rows[:held])
-        return self._grant(session, request, rows[:held], promoted=[row for row in wanted if row in leased])
+        reply = self._grant(session, request, rows[:held], promoted=[row for row in wanted if row in leased])
+        return self._told_rest(request, reply, rows[:intact])
+
+    async def _verify(self, rows: Sequence[int], tokens: Sequence[int]) -> int:
+        """Verify DRAM copies as far as the configuration asks for it; how many leading blocks can still be had. One
+        that NVMe has too can, by promotion."""
+        if not self._dram_check.wanted(rows):
+            return len(rows)
+        bad = await self._dram_check.verify(rows)
+        for position, token in enumerate(tokens):
+            row = self._residency.current(token)
+            if row < 0 or (token in bad and self._residency.has(row, HOST)):
+                return position
+        return len(rows)
 
     def release(self, session: Session, request: pb.Release) -> pb.ReleaseReply:
         released = sum(self._leases.release(session.session_id, lease_id) for lease_id in request.lease_ids)
@@ -111,7 +136,7 @@ class Get:
             raise KVStoreError(
                 ErrorKind.THROTTLED, f"this client holds {self._leases_per_client} leases: release some", 10
             )
-        return self._residency.find_run(session.tenant_id, request.set.keys)
+        return self._promoter.reachable_run(self._residency.find_run(session.tenant_id, request.set.keys))
 
     def _touch(self, tokens: Sequence[int], now_ns: int) -> None:
         """Count an access of those blocks that are still there."""
@@ -135,11 +160,14 @@ class Get:
         reply = pb.AcquireReply(blocks=len(rows))
         if len(rows) < keys:
             missing = request.set.keys[len(rows) * 16 : len(rows) * 16 + 16]
-            if residency.find(session.tenant_id, missing) < 0:
-                absence = residency.why_missing(session.tenant_id, missing, session.fingerprint_id)
-                reply.miss_reason = miss_reason(absence.cause)
-                self._flows.missed(session.tenant_id, absence.cause, keys - len(rows))
-                self._misses.note("get", session, missing, absence.cause, len(rows), keys)
+            row = residency.find(session.tenant_id, missing)
+            if row < 0 or self._promoter.is_out_of_reach(row):
+                cause = Cause.READ_FAILED  # stored, but on a medium that is shed
+                if row < 0:
+                    cause = residency.why_missing(session.tenant_id, missing, session.fingerprint_id).cause
+                reply.miss_reason = miss_reason(cause)
+                self._flows.missed(session.tenant_id, cause, keys - len(rows))
+                self._misses.note("get", session, missing, cause, len(rows), keys)
         self._counters.add("acquires")
         if not rows:
             return reply

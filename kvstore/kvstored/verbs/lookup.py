@@ -13,7 +13,7 @@ from kvstore_proto.identity import KEY_BYTES
 from kvstore_proto.matching import restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.dataplane.sessions import Session
-from kvstored.lifecycle import miss_reason
+from kvstored.lifecycle import Cause, miss_reason
 from kvstored.movement.promote import Promoter
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows, RecentMisses
@@ -65,7 +65,8 @@ class LookUp:
         keys = keys_of(key_set.keys, self._max_keys)
         known_group(session, key_set.group)
         residency = self._residency
-        rows = residency.find_each(session.tenant_id, key_set.keys)
+        found = residency.find_each(session.tenant_id, key_set.keys)
+        rows = self._promoter.reachable(found)
         mask = residency.rows.mask
         code = self._code_of_mask
         presence.tiers = bytes([code[mask[row]] if row >= 0 else 0 for row in rows])
@@ -73,10 +74,12 @@ class LookUp:
         usable = usable_blocks(rows, key_set.match, key_set.window_blocks)
         presence.usable_blocks = usable
         if usable < len(keys):  # then the key at `usable` is missing, whatever the match
-            absence = residency.why_missing(session.tenant_id, keys[usable], session.fingerprint_id)
-            presence.miss_reason = miss_reason(absence.cause)
-            self._flows.missed(session.tenant_id, absence.cause, len(keys) - usable)
-            self._misses.note("lookup", session, keys[usable], absence.cause, usable, len(keys))
+            cause = Cause.READ_FAILED  # stored, but on a medium that is shed
+            if found[usable] < 0:
+                cause = residency.why_missing(session.tenant_id, keys[usable], session.fingerprint_id).cause
+            presence.miss_reason = miss_reason(cause)
+            self._flows.missed(session.tenant_id, cause, len(keys) - usable)
+            self._misses.note("lookup", session, keys[usable], cause, usable, len(keys))
         self._counters.add("lookup_keys", len(keys))
         self._counters.add("lookup_hit_keys", usable)
 

@@ -1,0 +1,68 @@
+"""S3-FIFO: a small queue on trial, a main queue, and a memory of keys that failed the trial; leaf-first.
+
+Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023. A new block enters the
+small queue, a tenth of the tier; if it was used by the time it is looked at it moves to the main queue, else it goes
+and its key is remembered: one that comes back is stored in the main queue at once. There a use buys another round,
+three at most. A bad choice for sessions that pause: a turn's blocks are gone after a tenth of the tier's worth of
+others, before the next turn comes. Good against floods of one-time prompts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import ClassVar
+
+from kvstored.policies.base import PolicySettings
+from kvstored.policies.queued import QueuedPolicy
+from kvstored.residency import ResidencyView
+
+_SMALL, _MAIN = 0, 1
+_SMALL_SHARE = 10
+_USES_MAX = 3
+
+
+class S3Fifo(QueuedPolicy):
+    """O(1) an event; the memory holds as many keys as the tenant has blocks in the main queue."""
+
+    name: ClassVar[str] = "s3-fifo"
+    queues: ClassVar[int] = 2
+
+    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
+        super().__init__(residency, tier, settings)
+        self._failed: list[OrderedDict[bytes, None]] = []  # by tenant
+
+    def removed(self, row: int) -> None:
+        if self._queue_of[row] == _SMALL:
+            tenant = self.residency.tenant_of(row)
+            failed = self._failed[tenant]
+            failed[self.residency.key(row)] = None
+            while len(failed) > max(self._sizes[tenant]):
+                failed.popitem(last=False)
+        super().removed(row)
+
+    def _entrance(self, row: int, tenant: int) -> int:
+        failed, key = self._failed[tenant], self.residency.key(row)
+        if key not in failed:
+            return _SMALL
+        del failed[key]
+        return _MAIN
+
+    def _candidate(self, tenant: int, refused: Collection[int]) -> int:
+        uses, queues, sizes = self._uses, self._queues[tenant], self._sizes[tenant]
+        while True:
+            is_small_full = sizes[_SMALL] * _SMALL_SHARE > sizes[_SMALL] + sizes[_MAIN]
+            for number in (_SMALL, _MAIN) if is_small_full else (_MAIN, _SMALL):
+                row = next((row for row in queues[number] if row not in refused), -1)
+                if row >= 0:
+                    break
+            else:
+                return -1
+            if not uses[row]:
+                return row
+            uses[row] = 0 if number == _SMALL else min(uses[row], _USES_MAX) - 1
+            self._move(row, tenant, _MAIN)
+
+    def _add_tenant(self) -> None:
+        super()._add_tenant()
+        self._failed.append(OrderedDict())

@@ -1,0 +1,162 @@
+"""Replay: the requests of a trace against one tier of a given capacity, in virtual time.
+
+Drives the production Residency, Policy and Admission. A request looks up the leading run of its blocks that are
+resident (that many are hits), then uses and stores all of its blocks, then the policy evicts down to the capacity.
+Causal: nothing in here but the clairvoyant is told of a later request. Counts blocks; what they are worth in bytes and
+compute is `worth`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_tiers.base import Slot
+from kvstored.clock import ManualClock
+from kvstored.lifecycle import Cause
+from kvstored.policies import Policy, PolicySettings, create, create_admission
+from kvstored.residency import Residency
+from kvstored.residency.index import DEFAULT_GHOST_KEYS
+from kvstored.simulator.future import Clairvoyant, next_uses
+from kvstored.simulator.trace import Op, Trace
+
+TIER = 0
+_PROGRESS_EVERY = 512  # requests
+_EXPIRED_AT_ONCE = 64
+_NO_ADMISSION = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """What one replay is about. `ttl_s` as in the daemon's configuration: None is never."""
+
+    policy: str
+    capacity_blocks: int
+    admission: str = _NO_ADMISSION
+    ttl_s: float | None = None
+    ghost_keys: int = DEFAULT_GHOST_KEYS
+    block_bytes: int = 1
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """Blocks counted; `hits` by request."""
+
+    settings: ReplaySettings
+    hits: npt.NDArray[np.int64]
+    stored_blocks: int = 0
+    evicted: dict[str, int] = field(default_factory=dict)  # by cause
+    seconds: float = 0.0
+
+
+class Replay:
+    """One residency, one policy, one admission, one pass over a trace."""
+
+    def __init__(self, trace: Trace, settings: ReplaySettings) -> None:
+        self.trace = trace
+        self.settings = settings
+        self.clock = ManualClock()
+        self.residency = Residency(("host",), ghost_keys=settings.ghost_keys)
+        wanted = PolicySettings(ttl_s=settings.ttl_s)
+        self._uses: list[int] = []
+        if settings.policy == Clairvoyant.name:
+            self.policy: Policy = Clairvoyant(self.residency, TIER, wanted)
+            self.residency.listen(TIER, self.policy)
+            self._uses = next_uses(trace).tolist()
+        else:
+            self.policy = create(settings.policy, self.residency, TIER, wanted)
+        self.admission = create_admission(settings.admission, self.residency, TIER)
+        self._tenants = {
+            number: self.residency.tenant(f"tenant-{number}") for number in sorted(set(trace.tenants.tolist()))
+        }
+        self._stored = self._refused = self._evicted = self._expired = 0
+        self._slots: list[Slot] = []  # free
+        self._slots_made = 0
+
+    def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ReplayResult:
+        """The whole trace, once."""
+        trace = self.trace
+        hits: npt.NDArray[np.int64] = np.zeros(trace.requests, dtype=np.int64)
+        keys = [trace.key(block) for block in range(trace.distinct_blocks)]
+        times, tenants, ops, starts = (
+            column.tolist() for column in (trace.times_ns, trace.tenants, trace.ops, trace.starts)
+        )
+        began = time.perf_counter()
+        for at in range(trace.requests):
+            if at % _PROGRESS_EVERY == 0:
+                progress(at, trace.requests)
+            first, last = starts[at], starts[at + 1]
+            asked = [keys[block] for block in trace.blocks[first:last].tolist()]
+            now_ns = self.clock.set_ns(times[at] - times[0])
+            hits[at] = self.request(asked, Op(ops[at]), self._tenants[tenants[at]], now_ns, first)
+        seconds = time.perf_counter() - began
+        progress(trace.requests, trace.requests)
+        evicted = {"evicted": self._evicted, "expired": self._expired, "refused": self._refused}
+        return ReplayResult(self.settings, hits, self._stored, evicted, seconds)
+
+    def request(self, keys: list[bytes], op: Op, tenant: int, now_ns: int, first_access: int) -> int:
+        """One request; its hits. `first_access` is its place among the trace's block accesses."""
+        residency = self.residency
+        self._expire(now_ns)
+        rows = residency.find_keys(tenant, keys)
+        hits = 0 if op == Op.PUT else len(rows)
+        missing = [] if op == Op.GET else keys[len(rows) :]
+        stored = self._store(missing, tenant, rows[-1] if rows else -1, now_ns) if missing else []
+        rows = stored if op == Op.PUT else rows + stored
+        if rows:
+            residency.touch_run(rows, now_ns)
+        if isinstance(self.policy, Clairvoyant):
+            skipped = len(keys) - len(missing) if op == Op.PUT else 0
+            first = first_access + skipped
+            self.policy.foresee(rows, self._uses[first : first + len(rows)])
+        if missing:
+            if self.settings.admission != _NO_ADMISSION:
+                self._refuse(stored, now_ns)
+            self._evict(now_ns)
+        return hits
+
+    def _store(self, keys: list[bytes], tenant: int, parent: int, now_ns: int) -> list[int]:
+        slots = self._slots
+        while len(slots) < len(keys):
+            slots.append(Slot(0, self._slots_made, self.settings.block_bytes, 1))
+            self._slots_made += 1
+        taken = slots[-len(keys) :]
+        del slots[-len(keys) :]
+        self._stored += len(keys)
+        return self.residency.store_run(
+            tenant, keys, parent, TIER, taken,
+            fingerprint_id=0, group=0, payload_bytes=self.settings.block_bytes, now_ns=now_ns,
+        )  # fmt: skip
+
+    def _expire(self, now_ns: int) -> None:
+        if self.settings.ttl_s is None:
+            return
+        while rows := self.policy.expired(now_ns, _EXPIRED_AT_ONCE):
+            for row in rows:
+                self._take(row, Cause.EXPIRED, now_ns)
+            self._expired += len(rows)
+
+    def _refuse(self, stored: list[int], now_ns: int) -> None:
+        """Take out what admission does not want, from the tail, so that a wanted child keeps its parents."""
+        for row in reversed(stored):
+            if not self.admission.admit(row, now_ns) and self.residency.may_forget(row):
+                self._take(row, Cause.EVICTED, now_ns)
+                self._refused += 1
+
+    def _evict(self, now_ns: int) -> None:
+        over = self.residency.tier_blocks(TIER) - self.settings.capacity_blocks
+        if over <= 0:
+            return
+        freed = self.residency.remove_chosen(TIER, self.policy.next_victim, over, Cause.EVICTED, now_ns)
+        if len(freed) < over:
+            raise RuntimeError(f"{self.settings.policy} names no victim, though nothing is pinned")
+        self._slots.extend(freed)
+        self._evicted += over
+
+    def _take(self, row: int, cause: Cause, now_ns: int) -> None:
+        for taken in self.residency.remove(row, cause, now_ns):
+            self._slots.append(taken.slot)

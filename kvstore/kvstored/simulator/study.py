@@ -1,0 +1,95 @@
+"""A study: one trace, policies crossed with admissions and capacities, one row each; the two upper bounds on top.
+
+Owns what a row says. Never prints. `unbounded` keeps everything, `clairvoyant` knows the future; both are there whether
+asked for or not, so that a figure is read against what could be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvstored.policies import resolve
+from kvstored.simulator.future import Clairvoyant
+from kvstored.simulator.replay import Replay, ReplayResult, ReplaySettings
+from kvstored.simulator.trace import Trace
+from kvstored.simulator.worth import Model, Prices, money, worth
+
+UNBOUNDED = "unbounded"
+_NS_PER_HOUR = 3600 * 1_000_000_000
+Row = dict[str, Any]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """`capacities` are fractions of the trace's distinct blocks when at most 1, else blocks. Only requests from
+    `count_from` on are counted; those before it warm the tier up.
+    """
+
+    trace: Trace
+    capacities: tuple[float, ...]
+    policies: tuple[str, ...]
+    admissions: tuple[str, ...]
+    model: Model
+    ttl_s: float | None = None
+    ghost_keys: int = 65_536
+    count_from: int = 0
+    prices: Prices | None = None
+
+    def rows(self, progress: Progress) -> Iterator[Row]:
+        """Rows as they are ready, the bounds first."""
+        distinct = self.trace.distinct_blocks
+        yield self._row(UNBOUNDED, ReplaySettings("lru", distinct), progress)
+        others = [name for name in self.policies if name not in (Clairvoyant.name, UNBOUNDED)]
+        for policy in [Clairvoyant.name, *others]:
+            for admission in self.admissions if policy != Clairvoyant.name else ("always",):
+                for capacity in self.capacities:
+                    yield self._row(policy, self._settings(policy, admission, self.blocks(capacity)), progress)
+
+    def blocks(self, capacity: float) -> int:
+        return max(1, round(capacity * self.trace.distinct_blocks if capacity <= 1 else capacity))
+
+    def _settings(self, policy: str, admission: str, blocks: int) -> ReplaySettings:
+        ttl_s = None if policy == Clairvoyant.name else self.ttl_s
+        block_bytes = self.model.kv_bytes_per_token * self.trace.block_tokens
+        return ReplaySettings(resolve(policy), blocks, admission, ttl_s, self.ghost_keys, block_bytes)
+
+    def _row(self, policy: str, settings: ReplaySettings, progress: Progress) -> Row:
+        label = f"{policy} at {settings.capacity_blocks:,} blocks"
+        result = Replay(self.trace, settings).run(lambda done, total: progress(label, done, total))
+        return self._report(policy, result)
+
+    def _report(self, policy: str, result: ReplayResult) -> Row:
+        trace, settings = self.trace, result.settings
+        value = worth(trace, result.hits, self.model, self.count_from)
+        block_bytes = self.model.kv_bytes_per_token * trace.block_tokens
+        row: Row = {
+            "policy": policy,
+            "admission": settings.admission,
+            "capacity_blocks": settings.capacity_blocks,
+            "capacity_fraction": round(settings.capacity_blocks / trace.distinct_blocks, 6),
+            "distinct_blocks": trace.distinct_blocks,
+            "requests": value.requests,
+            "block_accesses": value.block_accesses,
+            "hits": value.hits,
+            "hit_ratio": round(value.hit_ratio, 6),
+            "compute_saved_ratio": round(value.compute_saved_ratio, 6),
+            "seconds": round(result.seconds, 4),
+            "accesses_per_second": round(trace.accesses / result.seconds),
+            "resolved_policy": settings.policy if policy != UNBOUNDED else UNBOUNDED,
+            "stored_blocks": result.stored_blocks,
+            "evictions": result.evicted,
+            "bytes_by_lane": {
+                "engine→host": result.stored_blocks * block_bytes,
+                "host→engine": int(result.hits.sum()) * block_bytes,
+            },
+        }
+        if self.prices is not None:
+            hours = float(trace.times_ns[-1] - trace.times_ns[self.count_from]) / _NS_PER_HOUR
+            row["cost"] = {
+                name: round(usd, 4)
+                for name, usd in money(self.prices, value, settings.capacity_blocks * block_bytes, hours).items()
+            }
+        return row

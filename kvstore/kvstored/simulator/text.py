@@ -1,0 +1,98 @@
+"""What a study found, as text: a table for people, CSV for other programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from kvstored.simulator.reuse import Curve
+from kvstored.simulator.study import Row
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_HEADINGS = (
+    "POLICY", "ADMISSION", "CAPACITY", "BLOCKS", "HITS", "COMPUTE SAVED", "STORED", "READ", "EVICTED", "BLOCKS/S",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Aligned columns; text left, numbers right."""
+    has_cost = any("cost" in row for row in rows)
+    lines = [(*_HEADINGS, *(("NET",) if has_cost else ()))]
+    for row in rows:
+        lanes, evicted = row["bytes_by_lane"], row["evictions"]
+        line = (
+            _name(row), row["admission"], f"{row['capacity_fraction']:.2%}", f"{row['capacity_blocks']:,}",
+            f"{row['hit_ratio']:.4f}", f"{row['compute_saved_ratio']:.4f}", show_bytes(lanes["engine→host"]),
+            show_bytes(lanes["host→engine"]), f"{sum(evicted.values()):,}", f"{row['accesses_per_second']:,}",
+        )  # fmt: skip
+        lines.append((*line, f"{row['cost']['net_usd']:.2f} $") if has_cost else line)
+    return _aligned(lines, words=2)
+
+
+def reuse_table(curves: Sequence[Curve]) -> str:
+    """Each group's LRU miss ratio at every other point of its curve."""
+    if not curves:
+        return ""
+    shown = range(0, len(curves[0].capacity_blocks), 4)
+    lines: list[tuple[str, ...]] = [
+        ("MISS RATIO OF LRU", "ACCESSES", "FIRST USES", "MEDIAN DISTANCE",
+         *(f"{curves[0].capacity_blocks[at]:,}" for at in shown)),
+    ]  # fmt: skip
+    for curve in curves:
+        median = "-" if curve.median_distance is None else f"{curve.median_distance:,}"
+        lines.append(
+            (name_of(curve), f"{curve.accesses:,}", f"{curve.first_uses:,}", median,
+             *(f"{curve.miss_ratio[at]:.4f}" for at in shown))
+        )  # fmt: skip
+    return _aligned(lines, words=1)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """One line a row, nested facts as columns of their own."""
+    flat = [_flat(row) for row in rows]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(flat[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return out.getvalue()
+
+
+def name_of(curve: Curve) -> str:
+    if curve.tenant is not None:
+        return f"tenant {curve.tenant}"
+    return "all" if curve.kind is None else f"type {curve.kind}"
+
+
+def show_bytes(nbytes: float) -> str:
+    unit = 0
+    while nbytes >= 1024 and unit < len(_UNITS) - 1:
+        nbytes /= 1024
+        unit += 1
+    return f"{nbytes:.0f} {_UNITS[unit]}" if unit == 0 else f"{nbytes:.1f} {_UNITS[unit]}"
+
+
+def _name(row: Row) -> str:
+    policy, resolved = row["policy"], row["resolved_policy"]
+    return str(policy) if policy == resolved else f"{policy} ({resolved})"
+
+
+def _flat(row: Row) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            flat.update({f"{name}.{inner}": each for inner, each in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def _aligned(lines: Sequence[tuple[str, ...]], words: int) -> str:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,184 @@
+"""A trace in memory: requests over numbered blocks, as columns.
+
+Owns the numbering (dense, by first appearance) and what follows from it: each block's parent and depth. Four bytes a
+block access, so that tens of millions fit. Never knows files (readers do) or policies. Invariant: equal numbers mean
+equal prefixes, so a block has one parent and one depth.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+KEY_BYTES = 16
+
+
+class TraceError(ValueError):
+    """The file is not a trace of that format; one line that says where and what to do."""
+
+
+class Op(IntEnum):
+    """What a line of a trace did."""
+
+    REQUEST = 0  # looked up, then used and stored all of its blocks
+    GET = 1  # looked up and used what was there; nothing stored
+    PUT = 2  # stored what was missing; not a lookup
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their times. `starts` has one entry more than there are requests."""
+
+    name: str
+    format: str
+    block_tokens: int
+    times_ns: npt.NDArray[np.int64]
+    ops: npt.NDArray[np.uint8]
+    tenants: npt.NDArray[np.int64]
+    kinds: npt.NDArray[np.int64]
+    kind_names: tuple[str, ...]
+    continued: npt.NDArray[np.bool_]
+    input_tokens: npt.NDArray[np.int64]
+    output_tokens: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.uint32]
+    parents: npt.NDArray[np.int32]  # by block; -1 for the first of a chain
+    depths: npt.NDArray[np.uint32]  # by block
+
+    @property
+    def requests(self) -> int:
+        return len(self.times_ns)
+
+    @property
+    def accesses(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def distinct_blocks(self) -> int:
+        return len(self.parents)
+
+    def key(self, block: int) -> bytes:
+        """The key under which residency knows the block; never the zero key."""
+        return (block + 1).to_bytes(KEY_BYTES, "big")
+
+    def part(self, first: int, last: int) -> Trace:
+        """Requests `first` up to `last` as a trace of their own: block numbers start anew, and nothing before or after
+        is known.
+        """
+        builder = TraceBuilder(self.name, self.format, self.block_tokens)
+        for at in range(first, min(last, self.requests)):
+            builder.add(
+                int(self.times_ns[at]),
+                self.blocks[self.starts[at] : self.starts[at + 1]].tolist(),
+                tenant=int(self.tenants[at]),
+                kind=self.kind_names[self.kinds[at]],
+                continued=bool(self.continued[at]),
+                input_tokens=int(self.input_tokens[at]),
+                output_tokens=int(self.output_tokens[at]),
+                op=Op(int(self.ops[at])),
+            )
+        return builder.build()
+
+
+class TraceBuilder:
+    """Collects requests in any order of time; `build` sorts them (stable) and numbers their blocks.
+
+    Raises TraceError for a block that appears under two parents: its ids are not those of prefixes.
+    """
+
+    def __init__(self, name: str, format_name: str, block_tokens: int) -> None:
+        self._name = name
+        self._format = format_name
+        self._block_tokens = block_tokens
+        self._numbers: dict[Hashable, int] = {}
+        self._parents = array("i")
+        self._depths = array("I")
+        self._blocks = array("I")
+        self._starts = array("q", [0])
+        self._times = array("q")
+        self._columns: tuple[array[int], ...] = tuple(array("q") for _ in range(6))
+        self._kinds: dict[str, int] = {}
+
+    def add(
+        self,
+        time_ns: int,
+        ids: Sequence[Hashable],
+        *,
+        tenant: int = 0,
+        kind: str = "request",
+        continued: bool = False,
+        input_tokens: int = 0,
+        output_tokens: int = 0,
+        op: Op = Op.REQUEST,
+        space: Hashable = None,
+    ) -> None:
+        """A request for `ids`, head of the chain first. Ids of different `space`s are different blocks."""
+        numbers, parents, depths, blocks = self._numbers, self._parents, self._depths, self._blocks
+        parent = -1
+        for depth, block_id in enumerate(ids):
+            name = block_id if space is None else (space, block_id)
+            number = numbers.get(name)
+            if number is None:
+                number = numbers[name] = len(parents)
+                parents.append(parent)
+                depths.append(depth)
+            elif parents[number] != parent:
+                raise TraceError(f"block {block_id} follows two different blocks: its id does not name one prefix")
+            blocks.append(number)
+            parent = number
+        self._starts.append(len(blocks))
+        self._times.append(time_ns)
+        kind_number = self._kinds.setdefault(kind, len(self._kinds))
+        for column, value in zip(
+            self._columns, (int(op), tenant, kind_number, continued, input_tokens, output_tokens), strict=True
+        ):
+            column.append(value)
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def build(self) -> Trace:
+        """The trace. Raises TraceError when there is no request with a block in it."""
+        if not self._blocks:
+            raise TraceError(f"{self._name} has no request with a whole block in it")
+        times: npt.NDArray[np.int64] = np.array(self._times, dtype=np.int64)
+        starts: npt.NDArray[np.int64] = np.array(self._starts, dtype=np.int64)
+        blocks: npt.NDArray[np.uint32] = np.array(self._blocks, dtype=np.uint32)
+        parents: npt.NDArray[np.int32] = np.array(self._parents, dtype=np.int32)
+        depths: npt.NDArray[np.uint32] = np.array(self._depths, dtype=np.uint32)
+        columns: list[npt.NDArray[Any]] = [np.array(column, dtype=np.int64) for column in self._columns]
+        if np.any(times[1:] < times[:-1]):
+            order = np.argsort(times, kind="stable")
+            lengths = np.diff(starts)[order]
+            blocks = np.concatenate([blocks[starts[at] : starts[at + 1]] for at in order])
+            starts = np.concatenate([[0], np.cumsum(lengths)])
+            times = times[order]
+            columns = [column[order] for column in columns]
+            blocks, parents, depths = _renumbered(blocks, parents, depths)
+        ops, tenants, kinds, continued, input_tokens, output_tokens = columns
+        return Trace(
+            self._name, self._format, self._block_tokens, times, ops.astype(np.uint8), tenants, kinds,
+            tuple(self._kinds), continued.astype(bool), input_tokens, output_tokens, starts, blocks, parents, depths,
+        )  # fmt: skip
+
+
+def _renumbered(
+    blocks: npt.NDArray[np.uint32], parents: npt.NDArray[np.int32], depths: npt.NDArray[np.uint32]
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int32], npt.NDArray[np.uint32]]:
+    """The same blocks, numbered by first appearance again."""
+    found, firsts = np.unique(blocks, return_index=True)
+    order = found[np.argsort(firsts)]
+    new = np.empty(len(parents), dtype=np.int64)
+    new[order] = np.arange(len(order))
+    above = parents[order]
+    return (
+        new[blocks].astype(np.uint32),
+        np.where(above < 0, -1, new[np.maximum(above, 0)]).astype(np.int32),
+        depths[order],
+    )

@@ -1,0 +1,130 @@
+"""`serve --record FILE`: what clients looked up, got and stored, one JSON line each, gzip; the simulator reads it.
+
+Owns the file and the thread that writes it; the control thread only puts an event into a bounded queue, and when that
+is full the event is dropped and counted. Never written: token ids, payload, names of tenants. Keys are cut to 64 bits,
+and one that was written before stands for its whole chain, so a long session costs a few new keys a turn. The file is
+whole up to some second before a kill -9, and closed at `FILE_BYTES_MAX`. Format: docs/traces.md.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Full, Queue
+
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT
+
+log = logging.getLogger(__name__)
+VERSION = 1
+ID_BYTES = 8
+FILE_BYTES_MAX = 1 << 30
+_QUEUED_EVENTS = 16_384
+_KNOWN_KEYS = 1 << 18
+_FLUSH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One request. `keys` are packed and in chain order; `parent` is that of the first of them. `found`: blocks that
+    were readable, or that were stored. `block_tokens` of the client's fingerprint."""
+
+    op: str
+    at_ns: int
+    tenant: int
+    client: int
+    block_tokens: int
+    keys: bytes
+    parent: bytes
+    found: int
+
+
+class Recorder:
+    """Opens the file at once (mode 0600; raises OSError when it cannot, or when there is one already)."""
+
+    def __init__(self, path: Path, started_ns: int) -> None:
+        self._path = path
+        self._started_ns = started_ns
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+        self._events: Queue[Event | None] = Queue(_QUEUED_EVENTS)
+        self.dropped = 0
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._thread = threading.Thread(target=self._run, name="record", daemon=True)
+        self._thread.start()
+
+    def note(self, event: Event) -> None:
+        """About two microseconds; never waits."""
+        try:
+            self._events.put_nowait(event)
+        except Full:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Write what is queued and close the file. A thread that cannot write any more is not waited for long."""
+        self._events.put(None)
+        self._thread.join(timeout=10)
+        if self.dropped:
+            log.warning("%d requests are missing from %s: it was full, or they came too fast", self.dropped, self._path)
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            with self._file, gzip.GzipFile(fileobj=self._file, mode="wb", compresslevel=6) as packed:
+                packed.write(_line({"format": "kvstored", "version": VERSION}))
+                packed.flush()
+                self._write_all(packed)
+        except OSError as error:
+            log.error("recording to %s has ended: %s", self._path, error.strerror or error)
+            self._swallow()
+
+    def _write_all(self, packed: gzip.GzipFile) -> None:
+        while True:
+            try:
+                event = self._events.get(timeout=_FLUSH_S)
+            except Empty:
+                packed.flush()
+                self._file.flush()
+                continue
+            if event is None:
+                return
+            packed.write(_line(self._told(event)))
+            if self._file.tell() > FILE_BYTES_MAX:
+                log.warning("recording has ended: %s has reached %d bytes", self._path, FILE_BYTES_MAX)
+                self._swallow()
+                return
+
+    def _swallow(self) -> None:
+        """Nobody writes any more: the queue must not fill up with what nobody reads, nor `close` wait."""
+        while self._events.get() is not None:
+            self.dropped += 1
+
+    def _told(self, event: Event) -> dict[str, object]:
+        """The event as its line: the last key that was written before, then those after it."""
+        keys = [event.keys[at : at + ID_BYTES] for at in range(0, len(event.keys), KEY_BYTES)]
+        known = self._known
+        new = next((place for place in range(len(keys), 0, -1) if keys[place - 1] in known), 0)
+        before = keys[new - 1] if new else event.parent[:ID_BYTES] if event.parent != NO_PARENT else b""
+        for key in keys:
+            known[key] = None
+            known.move_to_end(key)
+        while len(known) > _KNOWN_KEYS:
+            known.popitem(last=False)
+        told: dict[str, object] = {
+            "t": round((event.at_ns - self._started_ns) / 1e9, 6),
+            "op": event.op, "n": event.tenant, "c": event.client, "b": event.block_tokens, "f": event.found,
+        }  # fmt: skip
+        if before:
+            told["p"] = before.hex()
+        if new < len(keys):
+            told["k"] = b"".join(keys[new:]).hex()
+        return told
+
+
+def _line(told: dict[str, object]) -> bytes:
+    return json.dumps(told, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,94 @@
+"""The verbs with a recorder listening: every lookup, acquire and store is told to it once it is answered.
+
+Changes no answer. Only composed where a recording is asked for, so that it costs nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clock import Clock
+from kvstored.dataplane.sessions import Session
+from kvstored.telemetry.recorder import Event, Recorder
+from kvstored.verbs import Verbs
+
+
+class RecordedVerbs(Verbs):
+    """`verbs` answer; see `Verbs`."""
+
+    def __init__(self, verbs: Verbs, recorder: Recorder, clock: Clock) -> None:
+        self._verbs = verbs
+        self._recorder = recorder
+        self._clock = clock
+
+    def quick(self, session: Session, op: str, request: pb.Request) -> pb.Response | None:
+        response = self._verbs.quick(session, op, request)
+        if response is not None and op == "lookup":
+            for asked, presence in zip(request.lookup.sets, response.lookup.sets, strict=True):
+                self._note("lookup", session, asked.keys, NO_PARENT, presence.usable_blocks)
+        elif response is not None and op == "acquire":
+            self._note_acquire(session, request.acquire, response.acquire)
+        return response
+
+    def undelivered(self, session: Session, reply: pb.Response) -> None:
+        self._verbs.undelivered(session, reply)
+
+    def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
+        blocks: list[tuple[bytes, bytes]] = []  # (key, parent); before the verb, which takes reservations away
+        if op == "commit":
+            held = [session.reservations.get(number) for number in request.commit.reservation_ids]
+            blocks = [(each.key, each.parent) if each is not None else (b"", b"") for each in held]
+        elif op == "store":
+            blocks = list(zip(split_keys(request.store.keys), split_keys(request.store.parents), strict=False))
+        return self._listened(session, request, blocks, self._verbs.slow(session, op, request))
+
+    async def _listened(
+        self,
+        session: Session,
+        request: pb.Request,
+        blocks: Sequence[tuple[bytes, bytes]],
+        answers: AsyncGenerator[pb.Response, None],
+    ) -> AsyncGenerator[pb.Response, None]:
+        is_first = True
+        async with aclosing(answers):
+            async for response in answers:
+                if response.HasField("acquire"):
+                    self._note_acquire(session, request.acquire, response.acquire)
+                elif response.HasField("commit") and is_first:
+                    self._note_stored(session, blocks, response.commit.statuses)
+                is_first = False
+                yield response
+
+    def _note_acquire(self, session: Session, asked: pb.Acquire, reply: pb.AcquireReply) -> None:
+        """A `peek` leaves more in slower tiers: another acquire, for all of them, may follow."""
+        op = "peek" if reply.blocks < reply.resident_blocks else "get"
+        self._note(op, session, asked.set.keys, NO_PARENT, max(reply.blocks, reply.resident_blocks))
+
+    def _note_stored(self, session: Session, blocks: Sequence[tuple[bytes, bytes]], statuses: bytes) -> None:
+        """One event for each piece of a chain."""
+        keys: list[bytes] = []
+        first_parent = NO_PARENT
+        for (key, parent), status in zip(blocks, statuses, strict=False):
+            if status != pb.COMMIT_STATUS_STORED:
+                continue
+            if keys and keys[-1] != parent:
+                self._note("put", session, b"".join(keys), first_parent, len(keys))
+                keys = []
+            if not keys:
+                first_parent = parent
+            keys.append(key)
+        if keys:
+            self._note("put", session, b"".join(keys), first_parent, len(keys))
+
+    def _note(self, op: str, session: Session, keys: bytes, parent: bytes, found: int) -> None:
+        if len(keys) < KEY_BYTES:
+            return
+        self._recorder.note(
+            Event(
+                op, self._clock.monotonic_ns(), session.tenant_id, session.session_id,
+                session.fingerprint.block_tokens, bytes(keys), parent, found,
+            )
+        )  # fmt: skip

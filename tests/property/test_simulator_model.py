@@ -1,0 +1,84 @@
+"""The simulator against plain models, and what must hold of every policy on any trace."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstored.policies import ADMISSIONS, POLICIES
+from kvstored.residency import check
+from kvstored.simulator.replay import Replay, ReplaySettings
+from kvstored.simulator.reuse import NEVER, curves, reuse_distances
+from kvstored.simulator.trace import Trace
+from tests.reference.traces import Requests, plain_hits, sessions, trace_of
+
+seeds = st.integers(0, 10**6)
+capacities = st.integers(1, 120)
+
+
+def hits(trace: Trace, policy: str, capacity: int, admission: str = "always") -> list[int]:
+    replay = Replay(trace, ReplaySettings(policy, capacity, admission))
+    result = replay.run()
+    assert check(replay.residency) == []
+    assert replay.residency.tier_blocks(0) <= capacity
+    found: list[int] = result.hits.tolist()
+    return found
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "clairvoyant"])
+@given(seed=seeds, capacity=capacities)
+def test_hits_are_those_of_the_definition(policy: str, seed: int, capacity: int) -> None:
+    requests = sessions(seed, 50)
+    assert hits(trace_of(requests), policy, capacity) == plain_hits(policy, requests, capacity)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@given(seed=seeds, capacity=capacities)
+def test_no_policy_beats_the_bounds(policy: str, seed: int, capacity: int) -> None:
+    trace = trace_of(sessions(seed, 50))
+    most = sum(hits(trace, "lru", trace.distinct_blocks))
+    best = sum(hits(trace, "clairvoyant", capacity))
+    assert sum(hits(trace, policy, capacity)) <= best <= most
+
+
+@pytest.mark.parametrize("admission", sorted(ADMISSIONS))
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@given(seed=seeds, capacity=st.integers(1, 60), cut=st.integers(1, 49))
+def test_what_comes_later_changes_nothing_before(
+    policy: str, admission: str, seed: int, capacity: int, cut: int
+) -> None:
+    trace = trace_of(sessions(seed, 50), tenants=2)
+    whole = hits(trace, policy, capacity, admission)
+    assert hits(trace.part(0, cut), policy, capacity, admission) == whole[:cut]
+
+
+def test_the_clairvoyant_is_not_causal() -> None:
+    """The test above can fail: here what is kept depends on what comes."""
+    requests: Requests = [[0], [1], [2], [0]]
+    trace = trace_of(requests)
+    assert hits(trace, "clairvoyant", 1) == [0, 0, 0, 1]
+    assert hits(trace_of([[0], [1], [2], [1]]), "clairvoyant", 1) == [0, 0, 0, 1]
+    assert hits(trace, "lru", 1) == [0, 0, 0, 0]
+
+
+@given(seed=seeds, capacity=capacities)
+def test_reuse_distances_say_what_lru_hits(seed: int, capacity: int) -> None:
+    trace = trace_of(sessions(seed, 60))
+    distances = reuse_distances(trace)
+    expected = sum(hits(trace, "lru", capacity))
+    assert int(((distances != NEVER) & (distances < capacity)).sum()) == expected
+
+
+@given(seed=seeds)
+def test_a_miss_ratio_curve_falls_and_its_groups_add_up(seed: int) -> None:
+    trace = trace_of(sessions(seed, 60), tenants=2)
+    made = curves(trace, reuse_distances(trace))
+    for curve in made:
+        assert curve.miss_ratio == sorted(curve.miss_ratio, reverse=True)
+    whole, *parts = made
+    tenants = [part for part in parts if part.tenant is not None]
+    assert sum(part.accesses for part in tenants) in (0, whole.accesses)
+    again = np.count_nonzero(reuse_distances(trace) != NEVER)
+    assert whole.accesses - whole.first_uses == again

@@ -1,0 +1,216 @@
+"""`kvstored simulate`: rows, formats, parts, and one line for a mistake."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstored.cli import main
+from kvstored.policies import POLICIES
+from kvstored.simulator.progress import ProgressBar
+from tests.reference.traces import plain_hits, sessions, write_claude_code, write_mooncake
+
+REQUESTS = sessions(5, 200)
+FIELDS = {
+    "policy", "admission", "capacity_blocks", "capacity_fraction", "distinct_blocks", "requests", "block_accesses",
+    "hit_ratio", "compute_saved_ratio", "seconds",
+}  # fmt: skip
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    write_mooncake(tmp_path / "chat.jsonl.gz", REQUESTS)
+    return tmp_path / "chat.jsonl.gz"
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main(["simulate", *map(str, arguments), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_rows_begin_with_the_bounds_and_name_what_was_asked_for(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policies = "lru,lfu-ttl,best,clairvoyant"
+    rows = report(capsys, chat, "--format", "mooncake", "--capacity", "0.05,0.2", "--policy", policies)["rows"]
+    assert [row["policy"] for row in rows] == [
+        "unbounded", *["clairvoyant"] * 2, *["lru"] * 2, *["lfu-ttl"] * 2, *["best"] * 2,
+    ]  # fmt: skip
+    distinct = len({block for request in REQUESTS for block in request})
+    for row in rows:
+        assert set(row) >= FIELDS
+        assert row["distinct_blocks"] == distinct
+        assert row["requests"] == len(REQUESTS)
+        assert row["block_accesses"] == sum(map(len, REQUESTS))
+        assert 0 <= row["hit_ratio"] <= rows[0]["hit_ratio"]
+        assert row["seconds"] > 0
+    small = rows[3]
+    assert (small["capacity_fraction"], small["capacity_blocks"]) == (
+        pytest.approx(0.05, abs=1e-3),
+        round(0.05 * distinct),
+    )
+    assert small["hits"] == sum(plain_hits("lru", REQUESTS, small["capacity_blocks"]))
+    assert rows[-1]["resolved_policy"] in POLICIES
+
+
+def test_what_ships_is_what_best_means() -> None:
+    from kvstored.config import load_config
+    from kvstored.policies import resolve
+
+    assert resolve("best") == load_config(None).host.policy
+    assert resolve("lru") == "lru"
+
+
+def test_compute_saved_weighs_deep_blocks_more(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = report(capsys, chat, "--format", "mooncake", "--policy", "lru", "--capacity", "0.1")["rows"]
+    by_hand = saved = 0.0
+    linear, attention = 2 * 8.03e9, 2 * 32 * 32 * 128
+    hits = plain_hits("lru", REQUESTS, rows[-1]["capacity_blocks"])
+    for request, hit in zip(REQUESTS, hits, strict=True):
+        prompt = len(request) * 512 - 7
+        kept = min(hit * 512, prompt)
+        by_hand += linear * prompt + attention * prompt**2
+        saved += linear * kept + attention * kept**2
+    assert rows[-1]["compute_saved_ratio"] == pytest.approx(saved / by_hand, abs=1e-6)
+
+
+def test_a_half_starts_cold_and_a_warm_one_does_not(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = (chat, "--format", "mooncake", "--policy", "lru", "--capacity", "40")
+    whole = report(capsys, *common)["rows"][-1]
+    cold = report(capsys, *common, "--part", "second-half")["rows"][-1]
+    warm = report(capsys, *common, "--part", "0.5:1", "--warm")["rows"][-1]
+    first = report(capsys, *common, "--part", "first-half")["rows"][-1]
+    assert first["requests"] + cold["requests"] == whole["requests"]
+    assert warm["requests"] == cold["requests"]
+    assert first["hits"] + warm["hits"] == whole["hits"]
+    assert cold["hits"] == sum(plain_hits("lru", REQUESTS[first["requests"] :], 40)) < warm["hits"]
+
+
+def test_policies_are_crossed_with_admissions(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = report(
+        capsys, chat, "--format", "mooncake", "--policy", "lru,fifo", "--admission", "always,second-touch",
+        "--capacity", "0.1",
+    )["rows"]  # fmt: skip
+    pairs = [(row["policy"], row["admission"]) for row in rows[2:]]
+    assert pairs == [(p, a) for p in ("lru", "fifo") for a in ("always", "second-touch")]
+    refused = {row["admission"]: row["evictions"]["refused"] for row in rows[2:]}
+    assert refused["always"] == 0 < refused["second-touch"]
+
+
+def test_a_time_to_live_expires(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (chat, "--format", "mooncake", "--policy", "lfu-ttl", "--capacity", "1")
+    lasting = report(capsys, *arguments)["rows"][-1]
+    brief = report(capsys, *arguments, "--ttl-s", "10")["rows"][-1]
+    assert lasting["evictions"]["expired"] == 0 < brief["evictions"]["expired"]
+    assert brief["hits"] < lasting["hits"]
+
+
+def test_agents_sessions_are_drawn_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_claude_code(tmp_path / "a.gz", 12)
+    common = (
+        tmp_path / "a.gz",
+        "--format",
+        "claude-code",
+        "--group-tokens",
+        "128",
+        "--policy",
+        "lru",
+        "--capacity",
+        "0.2",
+    )
+
+    def facts(seed: int) -> tuple[int, int]:
+        row = report(capsys, *common, "--seed", seed)["rows"][-1]
+        return row["distinct_blocks"], row["hits"]
+
+    assert facts(1) == facts(1)
+    assert len({facts(seed) for seed in range(6)}) > 1
+    assert len({facts(seed)[0] for seed in range(6)}) == 1, "the blocks are the same, only their order is drawn"
+
+
+def test_table_csv_reuse_and_page(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    arguments = ["simulate", str(chat), "--format", "mooncake", "--reuse-distance"]
+    assert main([*arguments, "--plot", str(page)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^POLICY +ADMISSION +CAPACITY", shown)
+    assert "MISS RATIO OF LRU" in shown
+    text = page.read_text()
+    assert text.startswith("<!doctype html>") and text.count("<figure>") == 3
+    assert "<script" not in text and "http" not in text
+    assert main([*arguments, "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(rows) == 10 and float(rows[0]["hit_ratio"]) > 0 and rows[0]["evictions.evicted"] == "0"
+
+
+def test_prices_say_what_is_won(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text("storage_usd_per_gib_hour = 0.01\ncompute_usd_per_hour = 3.0\ncompute_flops_per_s = 4e14\n")
+    row = report(capsys, chat, "--format", "mooncake", "--capacity", "0.1", "--cost", prices)["rows"][-1]
+    gib = row["capacity_blocks"] * 512 * 131072 / 2**30
+    assert row["cost"]["storage_usd"] == pytest.approx(0.01 * gib * (len(REQUESTS) - 1) / 3600, abs=1e-3)
+    assert row["cost"]["net_usd"] == pytest.approx(
+        row["cost"]["compute_saved_usd"] - row["cost"]["storage_usd"], abs=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "moonkake"], "'moonkake' is unknown.*did you mean mooncake"),
+        (["--format", "mooncake", "--policy", "lruu"], "'lruu' is unknown.*did you mean lru"),
+        (["--format", "mooncake", "--admission", "never"], "'never' is unknown"),
+        (["--format", "mooncake", "--model", "gpt"], "'gpt' is unknown"),
+        (["--format", "mooncake", "--capacity", "0"], "numbers above 0"),
+        (["--format", "mooncake", "--capacity", "a,b"], "numbers above 0"),
+        (["--format", "mooncake", "--part", "third"], "first-half, second-half"),
+        (["--format", "mooncake", "--ttl-s", "-1"], "cannot be negative"),
+        (["--format", "mooncake", "--cost", "/nowhere.toml"], "cannot read /nowhere.toml: No such file"),
+        (["--format", "claude-code"], "not a Claude Code session"),
+        (["--format", "claude-code", "--group-tokens", "100"], "multiple of 64"),
+    ],
+)
+def test_a_mistake_gets_one_line(
+    chat: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["simulate", str(chat), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert re.search(message, told)
+
+
+def test_a_price_table_with_other_keys_is_refused(
+    chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text("storage = 1\n")
+    assert main(["simulate", str(chat), "--format", "mooncake", "--cost", str(prices)]) == 2
+    assert "a price table has the keys" in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_written_is_a_failure(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(chat), "--format", "mooncake", "--plot", "/nowhere/page.html"]) == 1
+    assert "cannot write /nowhere/page.html" in capsys.readouterr().err
+
+
+class _Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_progress_bar_is_drawn_on_a_terminal_and_nowhere_else() -> None:
+    seconds = iter(range(100))
+    screen, file = _Screen(), io.StringIO()
+    for out in (screen, file):
+        bar = ProgressBar(out, lambda: float(next(seconds)))
+        bar.label = "lru"
+        bar.advance(5, 10)
+        bar.clear()
+    assert "lru" in screen.getvalue() and "50%" in screen.getvalue()
+    assert screen.getvalue().endswith("\r\033[K")
+    assert file.getvalue() == ""

@@ -1,0 +1,160 @@
+"""Trace formats: what a line becomes, and what is said of one that does not fit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from kvstored.simulator.readers import ReadOptions, read_trace
+from kvstored.simulator.trace import Trace, TraceBuilder, TraceError
+from tests.reference.traces import sessions, trace_of, write_claude_code, write_mooncake
+
+
+def read(path: Path, format_name: str, **options: object) -> Trace:
+    return read_trace(path, format_name, ReadOptions(**options), lambda done, total: None)  # type: ignore[arg-type]
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_mooncake_requests_are_read_in_order_of_time(tmp_path: Path) -> None:
+    write_mooncake(tmp_path / "t.gz", [[0, 1], [0, 2], [0, 1, 3]])
+    trace = read(tmp_path / "t.gz", "mooncake")
+    assert trace.blocks.tolist() == [0, 1, 0, 2, 0, 1, 3]
+    assert trace.starts.tolist() == [0, 2, 4, 7]
+    assert trace.parents.tolist() == [-1, 0, 0, 1]
+    assert trace.depths.tolist() == [0, 1, 1, 2]
+    assert trace.times_ns.tolist() == [0, 10**9, 2 * 10**9]
+    assert trace.input_tokens.tolist() == [1017, 1017, 1529]
+    assert trace.continued.tolist() == [False, False, True]
+    assert (trace.requests, trace.accesses, trace.distinct_blocks, trace.block_tokens) == (3, 7, 4, 512)
+
+
+def test_requests_out_of_order_are_sorted_and_renumbered(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": at, "input_length": 1, "output_length": 1, "hash_ids": ids}
+        for at, ids in ((50, [7, 8]), (20, [3]), (20, [7]))
+    ]
+    trace = read(lines(tmp_path / "t", *rows), "mooncake")
+    assert trace.times_ns.tolist() == [20_000_000, 20_000_000, 50_000_000]
+    assert trace.blocks.tolist() == [0, 1, 1, 2]
+    assert trace.parents.tolist() == [-1, -1, 1]
+
+
+def test_claude_code_groups_whole_blocks_and_draws_starts_with_a_seed(tmp_path: Path) -> None:
+    session = {"reqs": [[0.0, 1100, 5, "n", 1.0, [1, 17]], [9.0, 1300, 5, "s", 1.0, [1, 16, 90, 8]]]}
+    path = lines(tmp_path / "t", session, session)
+    trace = read(path, "claude-code", group_tokens=512, window_s=100.0, seed=3)
+    assert trace.kind_names == ("n", "s")
+    assert sorted(trace.continued.tolist()) == [False, False, True, True]
+    assert trace.distinct_blocks == 6, "two sessions of three blocks: ids are a session's own"
+    assert sorted((trace.starts[1:] - trace.starts[:-1]).tolist()) == [2, 2, 3, 3]
+    again = read(path, "claude-code", group_tokens=512, window_s=100.0, seed=3)
+    assert trace.times_ns.tolist() == again.times_ns.tolist()
+    other = read(path, "claude-code", group_tokens=512, window_s=100.0, seed=4)
+    assert trace.times_ns.tolist() != other.times_ns.tolist()
+    assert read(path, "claude-code", group_tokens=64).distinct_blocks == 50
+
+
+def test_some_sessions_are_drawn(tmp_path: Path) -> None:
+    write_claude_code(tmp_path / "t.gz", 20)
+    some = read(tmp_path / "t.gz", "claude-code", sessions=5, group_tokens=64)
+    assert 5 <= some.requests < read(tmp_path / "t.gz", "claude-code", group_tokens=64).requests
+    with pytest.raises(TraceError, match=r"--sessions 21: t\.gz has 20"):
+        read(tmp_path / "t.gz", "claude-code", sessions=21)
+
+
+def test_a_part_is_a_trace_of_its_own() -> None:
+    requests = sessions(1, 40)
+    trace = trace_of(requests)
+    part = trace.part(10, 30)
+    expected = trace_of(requests[10:30])
+    assert part.blocks.tolist() == expected.blocks.tolist()
+    assert part.parents.tolist() == expected.parents.tolist()
+    assert part.times_ns.tolist() == trace.times_ns[10:30].tolist()
+
+
+@pytest.mark.parametrize(
+    ("format_name", "text", "message"),
+    [
+        ("mooncake", "nonsense\n", "line 1: not JSON"),
+        ("mooncake", '{"timestamp": 1}\n', "line 1: not a Mooncake request.*hash_ids"),
+        ("mooncake", "7\n", "line 1: not a Mooncake request"),
+        ("mooncake", "", "no request"),
+        ("mooncake", "\n\n", "no request"),
+        ("claude-code", '{"id": 1}\n', "line 1: not a Claude Code session.*reqs"),
+        ("claude-code", '{"reqs": [[1, 2]]}\n', "line 1: not a Claude Code session"),
+        ("kvstored", '{"format": "other"}\n', "not written by kvstored serve --record"),
+        ("kvstored", '{"format": "kvstored", "version": 1}\n', "no request in it"),
+        (
+            "kvstored",
+            '{"format": "kvstored", "version": 1}\n{"t": 1, "op": "fly", "n": 0, "c": 1, "b": 64, "f": 0}\n',
+            "line 2: operation 'fly' is unknown",
+        ),
+        (
+            "kvstored",
+            '{"format": "kvstored", "version": 1}\n{"t": 1, "op": "get", "n": 0, "c": 1, "b": 1, "f": 0, "k": "abc"}\n',
+            "line 2: keys are 16 digits",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, format_name: str, text: str, message: str) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=message) as told:
+        read(path, format_name)
+    assert "\n" not in str(told.value)
+
+
+def test_ids_that_do_not_name_prefixes_are_refused(tmp_path: Path) -> None:
+    write_mooncake(tmp_path / "t.gz", [[0, 1], [2, 1]])
+    with pytest.raises(TraceError, match="line 2: block 1 follows two different blocks"):
+        read(tmp_path / "t.gz", "mooncake")
+
+
+def test_a_cut_file_is_refused_but_for_a_recording(tmp_path: Path) -> None:
+    write_mooncake(tmp_path / "t.gz", sessions(1, 400))
+    whole = (tmp_path / "t.gz").read_bytes()
+    (tmp_path / "t.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TraceError, match="damaged or cut off"):
+        read(tmp_path / "t.gz", "mooncake")
+    rows = [{"format": "kvstored", "version": 1}] + [
+        {"t": at, "op": "get", "n": 0, "c": 1, "b": 64, "f": 0, "k": f"{at * 0x9E3779B97F4A7C15 % 2**64:016x}"}
+        for at in range(2000)
+    ]
+    packed = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    (tmp_path / "r.gz").write_bytes(packed[: len(packed) // 2])
+    assert 100 < read(tmp_path / "r.gz", "kvstored").requests < 2000
+
+
+def test_a_recorded_key_stands_for_its_chain_and_a_second_look_is_no_second_request(tmp_path: Path) -> None:
+    a, b, c = "a" * 16, "b" * 16, "c" * 16
+    facts = {"n": 0, "c": 1, "b": 64, "f": 0}
+    path = lines(
+        tmp_path / "t",
+        {"format": "kvstored", "version": 1},
+        {"t": 0.0, "op": "lookup", "k": a + b, **facts},
+        {"t": 0.1, "op": "get", "p": b, **facts},
+        {"t": 0.2, "op": "put", "p": b, **facts},
+        {"t": 0.3, "op": "get", "p": b, "k": c, **facts},
+        {"t": 0.4, "op": "get", "p": c, **facts, "n": 1, "c": 2},
+        {"t": 0.5, "op": "peek", "p": c, **facts},
+        {"t": 0.6, "op": "get", "p": b, **facts},
+        {"t": 0.7, "op": "get", "p": b, **facts},
+    )
+    trace = read(path, "kvstored")
+    assert trace.blocks.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1], "another tenant's blocks are others"
+    assert trace.ops.tolist() == [0, 2, 0, 0, 0, 0]
+    assert trace.times_ns.tolist() == [tenths * 100_000_000 for tenths in (0, 2, 3, 4, 5, 7)]
+
+
+def test_blocks_have_keys_of_their_own() -> None:
+    builder = TraceBuilder("t", "t", 512)
+    builder.add(0, ["x", "y"])
+    trace = builder.build()
+    assert len({trace.key(block) for block in range(2)} | {bytes(16)}) == 3
