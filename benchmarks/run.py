@@ -64,6 +64,7 @@ def _without_engine() -> str:
 SUITE = (
     Benchmark("echo_floor", _json),
     Benchmark("daemon_start", _json),
+    Benchmark("startup_scale", _json),
     Benchmark("lookup_latency", _json),
     Benchmark("index_probe", _json),
     Benchmark("get_lease", _json),

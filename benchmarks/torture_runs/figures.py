@@ -1,0 +1,136 @@
+"""What a harness is told and what it tells: an assignment in, figures out that can be added up.
+
+Owns the two records every harness shares. Never judges: whether a figure is good is the reader's business, but a sum
+named in `MUST_BE_ZERO` that is not zero makes a run a failure.
+Invariants: every number counts events since the start of the harness, so two runs are added field by field, but for
+those whose names begin with `most_` or `over_`: of these the larger one stands. `None` with a reason means that
+something was not measured, and is never turned into 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAX_FAILURES = 20
+TELL_EVERY_S = 1.0
+MUST_BE_ZERO = (
+    "served_wrong",
+    "served_other_tenants",
+    "corruption_store_failures",
+    "durable_lost",
+    "resurrected",
+    "wrong_bytes_after_kill",
+    "over_capacity_bytes",
+    "over_host_capacity_bytes",
+    "restart_failures",
+    "visibility_misses",
+    "visibility_wrong",
+    "dram_wrong",
+    "power_loss_wrong",
+    "power_loss_lost",
+)
+
+
+MAXIMA = ("most_", "over_")
+WHY_NULL = "_why_null"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One harness's share of a run. `stop_at` ends it early, once so many of its own events happened."""
+
+    seed: int
+    seconds: float
+    directory: Path
+    stop_at: int | None = None
+
+
+@dataclass
+class Figures:
+    """Counts by name, counts of kinds by name, largest values, and the first failures in words."""
+
+    tell: Callable[[Mapping[str, Any]], None] = lambda figures: None
+    counts: Counter[str] = field(default_factory=Counter)
+    kinds: dict[str, Counter[str]] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)  # figures that could not be taken, and why
+    failures: list[str] = field(default_factory=list)
+    _told_at: float = 0.0
+
+    def add(self, name: str, count: int = 1) -> None:
+        self.counts[name] += count
+
+    def add_kind(self, name: str, kind: str, count: int = 1) -> None:
+        self.kinds.setdefault(name, Counter())[kind] += count
+
+    def at_least(self, name: str, value: float) -> None:
+        """The largest value seen."""
+        assert name.startswith(MAXIMA), f"{name} would be added up"
+        self.largest[name] = max(value, self.largest.get(name, 0))
+
+    def leave_out(self, name: str, why: str) -> None:
+        self.absent[name] = why
+
+    def fail(self, name: str, what: str, count: int = 1) -> None:
+        """Something that must not happen did; the first few are kept in words."""
+        self.counts[name] += count
+        if len(self.failures) < MAX_FAILURES:
+            self.failures.append(f"{name}: {what}")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.counts,
+            **{name: dict(sorted(counter.items())) for name, counter in self.kinds.items()},
+            **{name: round(value, 3) for name, value in self.largest.items()},
+            **dict.fromkeys(self.absent),
+            **{name + WHY_NULL: why for name, why in self.absent.items()},
+            **({"failures": self.failures} if self.failures else {}),
+        }
+
+    def heartbeat(self, *, now: bool = False) -> None:
+        """Tell how far it is, about once a second: what was told survives the harness."""
+        if now or time.monotonic() - self._told_at >= TELL_EVERY_S:
+            self._told_at = time.monotonic()
+            self.tell(self.as_json())
+
+
+class Clock:
+    """Whether a harness may go on: its time is not over and its count not reached."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._end = time.monotonic() + assignment.seconds
+        self._stop_at = assignment.stop_at
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
+
+    def goes_on(self, done: int) -> bool:
+        return self.left_s > 0 and (self._stop_at is None or done < self._stop_at)
+
+
+def add_up(total: dict[str, Any], figures: Mapping[str, Any]) -> None:
+    """Add the figures of one harness or run to a sum of others."""
+    for name, value in figures.items():
+        before = total.get(name)
+        if value is None:
+            total.setdefault(name, None)
+        elif isinstance(value, Mapping):
+            kinds = total.setdefault(name, {})
+            for kind, count in value.items():
+                kinds[kind] = kinds.get(kind, 0) + count
+        elif isinstance(value, list):
+            total[name] = [*(before or []), *value][:MAX_FAILURES]
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            total[name] = max(before or 0, value) if name.startswith(MAXIMA) else (before or 0) + value
+        else:
+            total[name] = value
+    for name in [
+        name for name in total if name.endswith(WHY_NULL) and total.get(name.removesuffix(WHY_NULL)) is not None
+    ]:
+        del total[name]

@@ -1,0 +1,157 @@
+"""The harnesses of a torture run: what each measures, its share of the time, and how one is run to its end.
+
+Owns the list, and the child process of each harness: its figures survive its death, its descendants do not.
+Never adds up or judges.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torture_runs.child_process import kill_naming, start_child
+
+PREFIX = "kvtorture-"
+OVERTIME_S = 180.0
+LOG_TAIL_LINES = 25
+
+
+@dataclass(frozen=True)
+class Harness:
+    """`counts` is what `--stop-at NAME=N` counts; `tells` are figures that a run without it reports as null."""
+
+    name: str
+    module: str
+    about: str
+    share: float
+    counts: str
+    tells: tuple[str, ...]
+
+
+HARNESSES = (
+    Harness(
+        "corruption", "corruption", "damaged slots, records, superblocks and indexes of an NVMe tier",
+        0.20, "corruptions", ("corruptions", "served_wrong"),
+    ),
+    Harness(
+        "corruption-daemon", "corruption_daemon", "damaged slots under a running daemon, read by its clients",
+        0.10, "corruptions", ("corruptions", "served_wrong"),
+    ),
+    Harness(
+        "kills", "kills", "kill -9 at random and at each failpoint, under clients of two tenants",
+        0.36, "kills", ("kills", "durable_lost", "resurrected", "wrong_bytes_after_kill", "over_capacity_bytes"),
+    ),
+    Harness(
+        "power-loss", "power_loss", "every write recorded, the log cut and reordered between syncs",
+        0.18, "power_loss_states", ("power_loss_states", "power_loss_wrong", "power_loss_lost"),
+    ),
+    Harness(
+        "warm-restart", "warm_restart", "what is left in DRAM after kill -9 and a new start",
+        0.04, "warm_restarts", ("dram_blocks_before", "dram_blocks_after_restart"),
+    ),
+    Harness(
+        "visibility", "visibility", "put, then a lookup by another client at once",
+        0.12, "visibility_checks", ("visibility_checks", "visibility_misses"),
+    ),
+)  # fmt: skip
+
+
+@dataclass
+class Ended:
+    """How a harness ended. `failure` is empty when it ended by itself with status 0."""
+
+    figures: dict[str, Any]
+    seconds: float
+    failure: str = ""
+
+
+def run_to_the_end(harness: Harness, seed: int, seconds: float, root: Path, stop_at: int | None) -> Ended:
+    """Run one harness in `root`. KeyboardInterrupt kills it and all it started, and goes on up with the figures."""
+    started = time.monotonic()
+    directory = root / harness.name
+    directory.mkdir()
+    log = root / f"{harness.name}.log"
+    command = [sys.executable, str(Path(__file__).with_name("run_harness.py")), harness.module, str(seed)]
+    command += [str(seconds), str(directory), *([str(stop_at)] if stop_at is not None else [])]
+    figures: dict[str, Any] = {}
+    with log.open("wb") as errors:
+        child = start_child(command, stdout=-1, stderr=errors, text=True, new_session=True)
+    try:
+        figures = _listen(child, seconds + OVERTIME_S)
+        status = child.wait(OVERTIME_S)
+        failure = f"ended with status {status}\n{_tail(log)}" if status else ""
+    except TimeoutError as error:
+        figures, failure = error.args[0], f"did not end within {seconds + OVERTIME_S:.0f} s\n{_tail(log)}"
+    except KeyboardInterrupt as interrupt:
+        interrupt.args = (figures,)
+        raise
+    finally:
+        end_all(child, directory)
+    return Ended(figures, time.monotonic() - started, failure)
+
+
+def _listen(child: subprocess.Popen[Any], patience_s: float) -> dict[str, Any]:
+    """The last figures it told. Raises TimeoutError and KeyboardInterrupt with those so far."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def forward() -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=forward, daemon=True).start()
+    deadline = time.monotonic() + patience_s
+    figures: dict[str, Any] = {}
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError(figures) from None
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(figures) from None
+        if not line:
+            return figures
+        with suppress(ValueError):
+            figures = json.loads(line)
+
+
+def end_all(child: subprocess.Popen[Any], directory: Path) -> None:
+    """Kill the harness's session, and whoever left it but names its directory on the command line."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    kill_naming(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def temporary_root(beside: Path | None) -> Iterator[Path]:
+    """A folder of this run's own, gone afterwards; folders of runs that were killed themselves go too."""
+    parent = beside or Path(tempfile.gettempdir())
+    for left in parent.glob(f"{PREFIX}*-*"):
+        owner = left.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])

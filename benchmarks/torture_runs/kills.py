@@ -1,0 +1,250 @@
+"""kill -9 of a real daemon, at random moments and at named places in its source, under concurrent clients.
+
+Owns the lives of one daemon after the other on the same directories, and the client processes that outlive them
+(`kill_client`): each life begins with every client checking all that earlier lives promised it, goes on under load, and
+ends by SIGKILL. After each kill the directory is weighed. The working set stays below the capacities, so nothing may be
+missing for want of room. Never judges a block: the clients' models do.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from kvstore_tiers import failpoints
+from kvstore_tiers.nvme.check import Severity, check_directory
+from torture_runs.client_processes import Client
+from torture_runs.figures import Assignment, Clock, Figures
+from torture_runs.harnesses import PREFIX
+from torture_runs.mortal_daemon import DaemonFailed, MortalDaemon, knows_setting
+from torture_runs.reshaping import killed_while_reshaping
+
+MIB = 1 << 20
+HOST_BYTES, NVME_BYTES = 32 * MIB, 32 * MIB
+SETTINGS = (
+    f"host.capacity={HOST_BYTES}", "host.staging=8MiB", "host.arena=2MiB", "host.prefault=false",
+    f"nvme.capacity={NVME_BYTES}", "nvme.slab=1MiB", "nvme.io_threads=2", "limits.max_block=1MiB",
+)  # fmt: skip
+OTHER_TENANT = 65534
+LIVES_A_DIRECTORY = 20
+LONGEST_LIFE_S = 0.3  # after everybody has checked
+FAILPOINT_PATIENCE_S = 1.5
+CLIENT_PATIENCE_S = 60.0
+WARM_RESTARTS = ("host.warm_restart=off", "host.warm_restart=auto")  # by turns: what DRAM keeps hides what NVMe lost
+AT_STOP = ("nvme.index-seal",)
+NEW_SLABS = ("nvme.slab-allocated", "nvme.slab-before-rename", "nvme.slab-after-rename")
+RESHAPES = ("nvme.slab-records-zeroed", "nvme.slab-reformat")
+HITS = {"host": 60, "nvme.read": 12, "nvme.slab": 3, "nvme.recover": 1, "nvme.index-seal": 1, "nvme": 25}
+STARTUP_SHARE, RANDOM_SHARE = 0.06, 0.5
+
+
+def torture(assignment: Assignment, figures: Figures) -> None:
+    """Figures: `kills` and their kinds, `durable_lost`, `wrong_bytes_after_kill`, `over_capacity_bytes`."""
+    rng = np.random.default_rng(assignment.seed)
+    clock = Clock(assignment)
+    with ExitStack() as stack:
+        directory = assignment.directory / "kills"
+        lives = stack.enter_context(_lives(directory, rng, figures))
+        names: list[str] = []
+        while clock.goes_on(figures.counts["kills"]):
+            names = names or [str(name) for name in rng.permutation(sorted(failpoints.REGISTRY))]
+            lives.live(names)
+            figures.heartbeat()
+        lives.check_at_last()
+
+
+class Lives:
+    """The daemon, its directory and the clients; `live` is one life from start to kill."""
+
+    def __init__(self, daemon: MortalDaemon, clients: list[Client], rng: np.random.Generator, figures: Figures) -> None:
+        self._daemon = daemon
+        self._clients = clients
+        self._rng = rng
+        self._figures = figures
+        self._number = 0
+        self._directories = 0
+        self._settings = daemon.settings
+        self._begin_anew()
+
+    def live(self, names: list[str]) -> None:
+        """`names` are failpoints still to be tried; one is taken where this life ends at one."""
+        self._number += 1
+        if self._number % LIVES_A_DIRECTORY == 0:
+            self._begin_anew()
+        draw = self._rng.random()
+        try:
+            if draw < STARTUP_SHARE:
+                self._killed_at_startup()
+            elif draw < STARTUP_SHARE + RANDOM_SHARE:
+                self._one_life("")
+            elif names[-1] in RESHAPES:
+                failpoint, hit = names.pop(), int(self._rng.integers(1, 3))
+                died = killed_while_reshaping(self._daemon.directory, failpoint, hit, self._figures)
+                self._count_kill(failpoint, died)
+            else:
+                if names[-1] in NEW_SLABS:
+                    self._begin_anew()
+                self._one_life(names.pop())
+        except DaemonFailed as error:
+            self._figures.fail("restart_failures", f"life {self._number}: {error}")
+            self._daemon.kill9()
+            self._begin_anew()
+        self._weigh()
+
+    def check_at_last(self) -> None:
+        """One more life that ends in an orderly stop, and a walk over all the files."""
+        try:
+            self._daemon.start()
+            self._everybody_lives()
+            status = self._daemon.stop()
+        except DaemonFailed as error:
+            self._figures.fail("restart_failures", f"the last life: {error}")
+            return
+        self._collect()
+        if status != 0:
+            self._figures.fail("restart_failures", f"an orderly stop ended with {status}\n{self._daemon.log}")
+        for finding in check_directory(self._daemon.nvme_dir, capacity_bytes=NVME_BYTES, verify_payloads=True):
+            self._figures.add("last_check_findings")
+            if finding.severity is Severity.DAMAGE:
+                self._figures.fail("restart_failures", f"after an orderly stop: {finding}")
+
+    # -- ways to die -------------------------------------------------------------------------------------------------
+
+    def _killed_at_startup(self) -> None:
+        self._daemon.start(patience_s=float(self._rng.uniform(0.05, 0.5)))
+        self._daemon.kill9()
+        self._count_kill("while starting", True)
+
+    def _one_life(self, failpoint: str) -> None:
+        hit = int(self._rng.integers(1, 1 + _most_hits(failpoint))) if failpoint else 0
+        if not self._daemon.start(f"{failpoint}=kill@{hit}" if failpoint else ""):
+            self._count_kill(failpoint, True)
+            return
+        died = not self._everybody_lives()
+        life_s = float(self._rng.uniform(0.0, LONGEST_LIFE_S))
+        if failpoint in AT_STOP:
+            time.sleep(life_s)
+            died = self._daemon.stop() == -signal.SIGKILL
+        elif failpoint:
+            died = self._daemon.wait_killed(FAILPOINT_PATIENCE_S)
+        elif died:
+            self._say_why_nobody_lives()
+        else:
+            time.sleep(life_s)
+            self._weigh_memory()
+        self._daemon.kill9()
+        self._count_kill(failpoint, died)
+        self._collect()
+
+    def _say_why_nobody_lives(self) -> None:
+        """Nothing was armed, and yet a client did not come through its checks."""
+        state = "runs" if self._daemon.is_running else "has ended"
+        why = [client.interrupted_by for client in self._clients]
+        self._figures.fail("restart_failures", f"life {self._number}: clients {why}, the daemon {state}")
+
+    def _count_kill(self, failpoint: str, died: bool) -> None:
+        """`died` says whether the failpoint was reached; a plain kill ended it otherwise."""
+        if failpoint and not died:
+            self._figures.add_kind("failpoints_not_reached", failpoint)
+        self._figures.add("kills")
+        self._figures.add_kind("kills_by_place", failpoint if failpoint and died else "random")
+
+    # -- clients -----------------------------------------------------------------------------------------------------
+
+    def _everybody_lives(self) -> bool:
+        """Whether all clients have checked everything and are at work; the failpoint may have come before."""
+        for client in self._clients:
+            client.order({"do": "life", "number": self._number})
+        verified = [client.wait_verified(CLIENT_PATIENCE_S) for client in self._clients]
+        return all(verified)
+
+    def _collect(self) -> None:
+        """What each client found in this life."""
+        figures = self._figures
+        for client in self._clients:
+            told = client.wait_ended(CLIENT_PATIENCE_S)
+            for name, key in (
+                ("durable_lost", "lost"), ("wrong_bytes_after_kill", "wrong"), ("resurrected", "resurrected"),
+            ):  # fmt: skip
+                for what in told[key]:
+                    figures.fail(name, f"life {self._number}, {client.name}: {what}")
+            for name in ("checked_durable", "checked_gone", "read_blocks", "puts", "deletes"):
+                figures.add(f"kill_{name}", told[name])
+            figures.add("kill_checks_cut_short", int(not told["verified_all"]))
+            figures.at_least("most_durable_blocks_of_a_client", told["durable"])
+
+    def _begin_anew(self) -> None:
+        self._daemon.kill9()
+        self._daemon.end_leftovers()
+        shutil.rmtree(self._daemon.state_dir, ignore_errors=True)
+        for client in self._clients:
+            client.order({"do": "forget"})
+        warm = [setting for setting in WARM_RESTARTS if knows_setting(setting)] or [""]
+        chosen = warm[self._directories % len(warm)]
+        self._daemon.settings = (*self._settings, *filter(None, [chosen]))
+        self._directories += 1
+        self._figures.add_kind("kill_directories", chosen or "as it is")
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def _weigh(self) -> None:
+        used_bytes = self._daemon.disk_bytes()
+        self._figures.at_least("over_capacity_bytes", max(0, used_bytes - NVME_BYTES))
+        self._figures.at_least("most_of_capacity_used", used_bytes / NVME_BYTES)
+        if "Traceback" in self._daemon.log:
+            self._figures.fail("daemon_tracebacks", f"life {self._number}: {self._daemon.log}")
+
+    def _weigh_memory(self) -> None:
+        held_bytes = self._daemon.shared_memory_bytes()
+        self._figures.at_least("over_host_capacity_bytes", max(0, held_bytes - HOST_BYTES))
+        self._figures.at_least("most_of_host_capacity_used", held_bytes / HOST_BYTES)
+
+
+@contextmanager
+def _lives(directory: Path, rng: np.random.Generator, figures: Figures) -> Iterator[Lives]:
+    """A daemon that does not run yet, and clients: two of one tenant and, where we may become another user, a third."""
+    users = [("1", os.geteuid()), ("2", os.geteuid())]
+    settings = list(SETTINGS)
+    if os.geteuid() == 0 and (group := _group_name(OTHER_TENANT)) and _lets_others_pass(directory):
+        users.append(("3", OTHER_TENANT))
+        settings.append(f"daemon.socket_group={group}")
+    figures.at_least("most_tenants", len({uid for _, uid in users}))
+    with ExitStack() as stack:
+        daemon = stack.enter_context(MortalDaemon(directory, *settings))
+        clients = []
+        for name, uid in users:
+            log = directory / f"client-{name}.log"
+            client = Client(daemon.socket_dir, name, uid, int(rng.integers(1 << 31)), log)
+            stack.callback(client.close)
+            clients.append(client)
+        yield Lives(daemon, clients, rng, figures)
+
+
+def _lets_others_pass(directory: Path) -> bool:
+    """Whether another user comes through to the sockets. Only this run's own folders are opened for that."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ways = (directory, *directory.parents)
+    ours = {way for way in ways if way == directory or any(part.startswith(PREFIX) for part in way.parts)}
+    for way in ours:
+        way.chmod(way.stat().st_mode | 0o011)
+    return all(way.stat().st_mode & 0o001 for way in ways)
+
+
+def _group_name(gid: int) -> str:
+    """Empty where the system has no such group."""
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return ""
+
+
+def _most_hits(failpoint: str) -> int:
+    return next((most for start, most in HITS.items() if failpoint.startswith(start)), 4)
