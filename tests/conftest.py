@@ -1,8 +1,16 @@
-"""Settings that hold for every test: hypothesis without timing rules, since the machines are shared and noisy."""
+"""What holds for every test: hypothesis without timing rules, since the machines are shared and noisy; and no daemon
+may leave a damaged directory behind, whichever helper of the tests ran it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from kvstore_client.testing.daemon import DaemonProcess
+from tests.reference.running_daemon import assert_no_damage
 
 settings.register_profile(
     "shared-machine",
@@ -11,3 +19,22 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("shared-machine")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_daemon_leaves_damage() -> Iterator[None]:
+    """The client's own suite knows no tiers: its daemons' directories are walked here, before they are removed.
+    `RunningDaemon` walks its own."""
+    clean = DaemonProcess._clean
+
+    def checked_clean(daemon: DaemonProcess) -> None:
+        ended = daemon._process is not None and daemon._process.poll() is not None
+        try:
+            if ended:
+                assert_no_damage(daemon.state_dir / "nvme")
+        finally:
+            clean(daemon)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DaemonProcess, "_clean", checked_clean)
+        yield

@@ -13,11 +13,18 @@ from kvstore_tiers.host import HostTier
 from kvstored.clock import Clock
 from kvstored.config import Config
 from kvstored.dataplane.leases import LeaseTable
+from kvstored.degraded import DegradedModes, TierBreaker
+from kvstored.endurance import EnduranceAccount
 from kvstored.movement import promote, writeback
 from kvstored.movement.completions import CompletionQueue
+from kvstored.movement.cut_off import CutOff
+from kvstored.movement.damage import Damage
+from kvstored.movement.dram_check import DramCheck
+from kvstored.movement.gate import WriteGate
 from kvstored.movement.lane import Lane, LaneSettings, Limits, Priority
 from kvstored.movement.mover import Mover, Transfer
 from kvstored.movement.promote import Promoter
+from kvstored.movement.refusals import Refusals
 from kvstored.movement.room import Room
 from kvstored.movement.writeback import WriteBack
 from kvstored.policies import Policy, PolicySettings, create, create_admission
@@ -51,19 +58,35 @@ class Store:
         self.tiers: list[Tier] = [host] if nvme is None else [host, nvme]
         self.counters = Counters()
         self.flows = Flows(len(self.tiers))
-        self.leases = LeaseTable(self._unpin, host.free)
+        self.modes = DegradedModes(clock, self.counters)
+        self.breaker: TierBreaker | None = None
+        if nvme is not None:
+            self.breaker = TierBreaker(nvme, TIER_NAMES[NVME], self.modes, completions, clock, self.counters)
+        self.endurance = EnduranceAccount(
+            config.daemon.state_dir, config.nvme.endurance_bytes_per_day if nvme is not None else 0, clock,
+            self.counters,
+        )  # fmt: skip
+        self.leases = LeaseTable(self._unpin, host.free, host.retire)
         # Where the slots of each tier go when their block has left: host slots may still have readers.
         self.retire: list[Callable[[Slot, int], None]] = [self.leases.retire]
         if nvme is not None:
             self.retire.append(lambda slot, tenant: nvme.free(slot))
         self.policies = self._make_policies()
         self.rooms = self._make_rooms()
+        self.cut_off = CutOff(residency)
+        for room in self.rooms:
+            room.cut_off = self.cut_off
         self.mover = Mover(self._make_lanes(), completions, clock)
+        self.damage = Damage(residency, nvme, self.leases.retire, clock, self.counters)
+        self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
         self.promoter = Promoter(
-            residency, host, nvme, self.rooms[HOST], self.mover, clock, self.counters, self.flows,
-            prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
+            residency, host, nvme, self.rooms[HOST], self.mover, clock, self.counters, self.flows, self.breaker,
+            prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE, damage=self.damage,
         )  # fmt: skip
-        self.writeback = self._make_writeback(nvme) if nvme is not None else None
+        self.writeback: WriteBack | None = None
+        if nvme is not None and self.breaker is not None:
+            self.writeback = self._make_writeback(nvme, self.breaker)
+            self.damage.rewrite = self.writeback.write_through
 
     def _make_policies(self) -> list[Policy]:
         host, nvme = self.config.host, self.config.nvme
@@ -108,12 +131,23 @@ class Store:
             lane.share_medium(lanes)
         return lanes
 
-    def _make_writeback(self, nvme: Tier) -> WriteBack:
-        config = self.config
+    def tick(self) -> None:
+        """A few times a second: what waits for time alone."""
+        self.endurance.tick()
+        if self.breaker is not None:
+            self.breaker.tick()
+
+    def _make_writeback(self, nvme: Tier, breaker: TierBreaker) -> WriteBack:
+        config, lane = self.config, self.mover.lanes[writeback.LANE]
+        gate = WriteGate(
+            self.residency, create_admission(config.nvme.admission, self.residency, NVME), self.endurance, breaker,
+            Refusals(self.counters),
+            lambda: lane.statistics(self.clock.monotonic_ns()).service_bytes_per_s, self.clock,
+            throttle_ms=config.nvme.endurance_wait_ms,
+        )  # fmt: skip
         made = WriteBack(
-            self.residency, self.host, nvme, self.rooms[NVME],
-            create_admission(config.nvme.admission, self.residency, NVME), self.mover, self.completions, self.clock,
-            self.counters, self.flows,
+            self.residency, self.host, nvme, self.rooms[NVME], self.mover, self.completions, self.clock,
+            self.counters, self.flows, gate,
             delay_ms=config.durability.batch_ms, batch_blocks=config.durability.batch_blocks,
         )  # fmt: skip
         self.rooms[HOST].demoter = made

@@ -22,18 +22,23 @@ import grpc
 
 from kvstore_proto.v1 import admin_pb2_grpc, kvstore_pb2_grpc
 from kvstore_tiers.base import Tier
+from kvstore_tiers.heap import trim
 from kvstore_tiers.host import HostTier
+from kvstore_tiers.nvme.directory import make_directory
 from kvstore_tiers.nvme.errors import DirectoryError
 from kvstored import __version__
 from kvstored.assembly import Store, make_residency
-from kvstored.clock import Clock, SystemClock
+from kvstored.clock import NS_PER_MS, Clock, SystemClock
 from kvstored.config import Config
 from kvstored.dataplane.handshake import HandshakeServer
 from kvstored.dataplane.lookup_index import LookupIndexes
 from kvstored.dataplane.reception import Reception
 from kvstored.dataplane.sessions import Session, SessionTable
 from kvstored.dataplane.staging import StagingPool
+from kvstored.degraded.memory import MemoryWatch
+from kvstored.degraded.pressure import HostSizer
 from kvstored.instance import AlreadyRunning, InstanceLock
+from kvstored.integrity import Integrity
 from kvstored.maintenance import Maintenance
 from kvstored.movement.completions import CompletionQueue
 from kvstored.notify import notify
@@ -41,6 +46,7 @@ from kvstored.operations.drop import Drop
 from kvstored.operations.explain import Explain
 from kvstored.operations.history import HistoryView
 from kvstored.operations.lifetime import Lifetime, State
+from kvstored.operations.quarantine import Quarantine
 from kvstored.operations.sampling import Sampler
 from kvstored.operations.views import Parts, Views
 from kvstored.recovery import recover_blocks
@@ -62,8 +68,10 @@ from kvstored.sockets import (
 from kvstored.telemetry import Latencies, RecentMisses
 from kvstored.tenants import Peer, TenantDirectory
 from kvstored.tiering import HOST
-from kvstored.verbs import Delete, Get, Hints, LookUp, Put, Verbs
+from kvstored.verbs import Delete, Get, Hints, Intake, Lending, LookUp, Put, Verbs
 from kvstored.verbs.inline import InlineCalls
+from kvstored.warm import Adopted, FormerClients, KeeperError, open_warm
+from kvstored.warm.ledger import LEDGER_BYTES
 
 log = logging.getLogger(__name__)
 # No thread of ours computes for long with the GIL held, so a short interval wins nothing and costs the control thread
@@ -89,9 +97,15 @@ def run(config: Config) -> int:
 async def _serve(config: Config) -> int:
     stop_wanted = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop_wanted.set)
     daemon = Daemon(config, SystemClock(), stop_wanted.set)
+
+    def interrupted() -> None:
+        """By somebody at a terminal, who wants the memory back; a service manager sends SIGTERM."""
+        daemon.forgets_memory = True
+        stop_wanted.set()
+
+    loop.add_signal_handler(signal.SIGTERM, stop_wanted.set)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
     try:
         await daemon.start()
         await stop_wanted.wait()
@@ -110,12 +124,13 @@ class Daemon:
         self._stack = contextlib.AsyncExitStack()
         self._ready_after_s = 0.0
         self.lifetime: Lifetime | None = None
+        self.forgets_memory = False  # at the end: nothing of DRAM is left to a next process
 
     async def start(self) -> None:
         """Everything up to serving. Raises StartupError, leaving nothing behind."""
         try:
             await self._start()
-        except (SocketError, DirectoryError, AlreadyRunning, ValueError) as error:
+        except (SocketError, DirectoryError, AlreadyRunning, KeeperError, ValueError) as error:
             raise StartupError(str(error)) from None
         except OSError as error:
             raise StartupError(f"{error.strerror or error}: {error.filename or 'while starting'}") from None
@@ -139,6 +154,7 @@ class Daemon:
             "kvstored %s serves on %s: %d blocks, ready after %.2f s",
             __version__, config.daemon.socket_dir, len(self._store.residency), self._ready_after_s,
         )  # fmt: skip
+        trim()  # a start with many blocks needs much memory once
 
     async def stop(self) -> None:
         """Flush, then take everything down in the reverse order of its making. Idempotent."""
@@ -150,9 +166,9 @@ class Daemon:
                 await self._store.writeback.flush(STOP_GRACE_S)
         await self._stack.aclose()
 
-    async def _settle(self, put: Put) -> None:
+    async def _settle(self, intake: Intake) -> None:
         """Nobody asks any more: end what is under way, write what waits, leave no transfer in flight."""
-        await put.finish()
+        await intake.finish()
         if self._store.writeback is not None:
             left = await self._store.writeback.flush(STOP_GRACE_S)
             if left:
@@ -166,10 +182,14 @@ class Daemon:
         config = self.config
         self._completions = CompletionQueue(asyncio.get_running_loop())
         self._tenants = TenantDirectory(config.daemon.state_dir, config.tenants, config.tenant_default)
-        self._sessions = SessionTable()
+        self._warm = open_warm(config.host, config.daemon.state_dir)
+        self._sessions = SessionTable(self._warm.ledger.last_session_id if self._warm is not None else 0)
         host, residency = self._open_host(), make_residency(config)
         nvme = self._open_nvme(residency) if config.nvme.enabled else None
+        adopted = self._adopt(host, residency)
         self._store = Store(config, self._clock, self._completions, residency, host, nvme)
+        self._former = self._restore_clients(adopted)
+        self._stack.push_async_callback(self._store.endurance.close)
         self._make_services()
 
     def _open_host(self) -> HostTier:
@@ -179,11 +199,46 @@ class Daemon:
             arena_bytes=host.arena_bytes,
             mode="sealed" if host.sealed else "owned",
             copy_threads=host.copy_threads,
+            witness=self._warm,
+            first_number=self._warm.ledger.next_arena if self._warm is not None else 1,
         )
-        self._stack.callback(tier.close)
+        self._stack.callback(self._close_host, tier)
         if not tier.charge(host.staging_bytes, "staging"):
             raise StartupError("host.staging does not fit host.capacity")
+        if self._warm is not None and not tier.charge(LEDGER_BYTES, "ledger"):
+            raise StartupError('host.capacity is too small for host.warm_restart; raise it or set warm_restart = "off"')
         return tier
+
+    def _close_host(self, tier: HostTier) -> None:
+        """The last of the store to go. Memory that is kept stays as it is, blocks and all."""
+        if self._warm is None:
+            tier.close()
+            return
+        if self.forgets_memory:
+            tier.close()
+        else:
+            tier.leave()
+        self._warm.close(forget=self.forgets_memory)
+
+    def _adopt(self, host: HostTier, residency: Residency) -> Adopted:
+        if self._warm is None:
+            return Adopted()
+        adopted = self._warm.adopt(host, residency, self._tenants, self._clock)
+        if adopted.rows:
+            log.info("%d blocks of the process before are in DRAM still", len(adopted.rows))
+        return adopted
+
+    def _restore_clients(self, adopted: Adopted) -> FormerClients | None:
+        if self._warm is None:
+            return None
+        store = self._store
+        former = FormerClients(self._warm.ledger, store.leases, store.counters)
+        former.restore(
+            adopted, store.residency, self._clock.monotonic_ns() + self.config.limits.lease_ttl_ms * NS_PER_MS
+        )
+        self._stack.callback(former.close)
+        self._warm.count(adopted, store.counters)
+        return former
 
     def _open_nvme(self, residency: Residency) -> Tier:
         from kvstore_tiers.nvme.tier import NvmeTier
@@ -195,6 +250,7 @@ class Daemon:
             slab_bytes=nvme.slab_bytes,
             io_threads=nvme.io_threads,
             require_direct=nvme.require_direct,
+            quarantine_slots=nvme.quarantine_slots,
         )
         self._stack.callback(tier.close)
         recovered = recover_blocks(tier, residency, self._tenants, self._clock)
@@ -205,34 +261,46 @@ class Daemon:
     def _make_services(self) -> None:
         config, clock, store = self.config, self._clock, self._store
         limits, movement, residency = config.limits, config.movement, store.residency
-        put = Put(
-            residency, self._sessions, store.host, store.rooms[HOST], store.writeback, self._completions, clock,
-            store.counters, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes,
-            reservation_ttl_ms=limits.reservation_ttl_ms, default_mode=config.durability.mode,
+        intake = Intake(
+            residency, store.host, store.rooms[HOST], store.writeback, self._completions, clock, store.counters,
+            default_mode=config.durability.mode,
         )  # fmt: skip
+        intake.may_come_again = store.promoter.may_come_again
+        put = Put(
+            intake, residency, self._sessions, clock, store.counters, max_keys=limits.max_keys,
+            max_block_bytes=limits.max_block_bytes, reservation_ttl_ms=limits.reservation_ttl_ms,
+        )  # fmt: skip
+        lending = Lending(
+            intake, residency, store.counters, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes
+        )
         self._misses = RecentMisses(limits.misses_per_tenant, clock)
         get = Get(
             residency, store.leases, store.promoter, clock, store.counters, store.flows, self._misses,
-            max_keys=limits.max_keys, leases_per_client=limits.leases_per_client, lease_ttl_ms=limits.lease_ttl_ms,
-            wait_ms=movement.acquire_wait_ms,
+            store.dram_check, max_keys=limits.max_keys, leases_per_client=limits.leases_per_client,
+            lease_ttl_ms=limits.lease_ttl_ms, wait_ms=movement.acquire_wait_ms,
         )  # fmt: skip
         hints = Hints(
             residency, store.leases, store.promoter, clock, max_keys=limits.max_keys,
             lease_ttl_ms=limits.lease_ttl_ms, prefetch_budget_bytes=movement.prefetch_budget_bytes,
         )  # fmt: skip
-        self._stack.push_async_callback(self._settle, put)
+        self._stack.push_async_callback(self._settle, intake)
         look_up = LookUp(residency, store.promoter, store.counters, store.flows, self._misses, limits.max_keys)
         self._delete = Delete(residency, store.writeback, store.retire, clock, max_keys=limits.max_keys)
-        self._verbs = Verbs(look_up, put, get, hints, self._delete)
+        self._verbs = self._recorded(Verbs(look_up, put, lending, get, hints, self._delete))
+        self._integrity = Integrity(store, self._is_idle)
         self._latencies = Latencies()
         self._sampler = Sampler(self._parts(), self._latencies)
         self._maintenance = Maintenance(
-            put, store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample
-        )
+            put, store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample,
+            (store.tick, self._host_sizer().tick),
+        )  # fmt: skip
 
         def end_session(session: Session) -> None:
             put.end_session(session)
-            store.leases.release_session(session.session_id)
+            if self._former is None or self.forgets_memory or self._state() != State.STOPPING.value:
+                store.leases.release_session(session.session_id)
+                if self._former is not None:
+                    self._former.left(session)  # else it may come back to the next process, for its leases
 
         index_bytes = config.host.staging_bytes // INDEX_SHARE if config.index.slots else 0
         indexes = LookupIndexes(config.index.slots, index_bytes, residency, asyncio.get_running_loop().call_soon)
@@ -242,11 +310,32 @@ class Daemon:
             config, self._sessions, self._tenants, residency, store.host,
             StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes), store.policies,
             indexes, store.counters, end_session, epoch=os.urandom(16), data_socket=sockets / "data.sock",
+            returning=self._former,
         )  # fmt: skip
         self._handshake = HandshakeServer(sockets / "handshake.sock", self._reception, limits.max_clients)
         self.lifetime = Lifetime(
             self._handshake, self._sessions, store.leases, residency, store.writeback, self._on_shutdown
         )
+
+    def _recorded(self, verbs: Verbs) -> Verbs:
+        """`verbs`, with a recorder listening where the configuration asks for one."""
+        if self.config.daemon.record is None:
+            return verbs
+        from kvstored.telemetry.recorder import Recorder
+        from kvstored.verbs.recorded import RecordedVerbs
+
+        recorder = Recorder(self.config.daemon.record, self._clock.monotonic_ns())
+        self._stack.callback(recorder.close)
+        return RecordedVerbs(verbs, recorder, self._clock)
+
+    def _host_sizer(self) -> HostSizer:
+        store, host = self._store, self.config.host
+        sizer = HostSizer(
+            store.host, store.rooms[HOST], MemoryWatch().read, store.modes, self._clock, store.counters,
+            min_free_bytes=host.min_free_bytes, arena_bytes=host.arena_bytes,
+        )  # fmt: skip
+        self._stack.push_async_callback(sizer.close)
+        return sizer
 
     # Listening
 
@@ -262,17 +351,25 @@ class Daemon:
             lambda: self._state(),
             lambda: self._ready_after_s,
             lambda: self._maintenance.prefaulted,
+            lambda: self._integrity.report,
         )
         drop = Drop(store.residency, self._tenants, store.writeback, store.retire, self._clock)
         admin = await self._serve_grpc(paths["admin"])
+        quarantine = Quarantine(
+            store.nvme, store.residency, self._tenants, self.config.nvme.quarantine_slots,
+            store.writeback.sync if store.writeback is not None else _nothing_to_sync,
+        )  # fmt: skip
         explain = Explain(self._parts(), views, store.host, self._misses, store.promoter.estimate_us)
         history = HistoryView(self._sampler.history, store.flows, self.config, self._clock)
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(views, explain, history, drop, self.lifetime), admin)
+        admin_pb2_grpc.add_AdminServicer_to_server(
+            AdminService(views, explain, history, drop, self.lifetime, quarantine), admin
+        )
         data = await self._serve_grpc(paths["data"])
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(
             SessionService(self._sessions, self._verbs, limits.inflight_per_client, self._latencies, self._clock), data
         )
-        health = Health(self.lifetime, (unary.SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin"))
+        services = (unary.SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin")
+        health = Health(self.lifetime, services, store.modes, store.residency.tiers)
         health.serve_on(admin)
         health.serve_on(data)
         await admin.start()
@@ -317,9 +414,12 @@ class Daemon:
 
     def _start_tasks(self) -> None:
         tasks = [asyncio.create_task(self._maintenance.run(), name="maintenance")]
+        if self._warm is not None:
+            tasks.append(asyncio.create_task(self._warm.run(), name="warm restart"))
         if self.config.host.prefault:
             wanted = lambda: self._state() != State.STOPPING.value  # noqa: E731
             tasks.append(asyncio.create_task(self._maintenance.prefault(wanted), name="prefault"))
+        tasks += [asyncio.create_task(run(), name=name) for name, run in self._integrity.tasks().items()]
         for task in tasks:
             task.add_done_callback(_report_failure)
             self._stack.push_async_callback(_cancel, task)
@@ -331,8 +431,13 @@ class Daemon:
         paths = ["memfd arenas"] + ([str(self.config.nvme.path)] if store.nvme is not None else [])
         return Parts(
             self.config, self._clock, store.residency, store.tiers, store.policies, paths, self._sessions,
-            store.leases, self._tenants, store.mover, store.writeback, store.counters, store.flows,
+            store.leases, self._tenants, store.mover, store.writeback, store.counters, store.flows, store.modes,
+            store.endurance,
         )  # fmt: skip
+
+    def _is_idle(self) -> bool:
+        """Whether nothing moves: then the daemon looks after itself."""
+        return not self._completions.outstanding and self._state() == State.SERVING.value
 
     def _state(self) -> str:
         return self.lifetime.state.value if self.lifetime is not None else State.STARTING.value
@@ -356,9 +461,13 @@ def _report_failure(task: asyncio.Task[None]) -> None:
         log.error("%s ended", task.get_name(), exc_info=task.exception())
 
 
+async def _nothing_to_sync() -> bool:
+    return True
+
+
 def _make_state_dir(path: Path) -> None:
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path)
     except OSError as error:
         raise StartupError(
             f"cannot make state directory {path}: {error.strerror}; set daemon.state_dir to a writable place"

@@ -38,6 +38,7 @@ class Maintenance:
         clock: Clock,
         counters: Counters,
         sample: Callable[[], None],
+        watches: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._put = put
         self._leases = leases
@@ -47,6 +48,7 @@ class Maintenance:
         self._clock = clock
         self._counters = counters
         self._sample = sample
+        self._watches = watches  # over media and memory: whether anything has to be shed
         self.prefaulted = (0, 0)  # bytes done, bytes in all
 
     def tick(self) -> None:
@@ -56,6 +58,8 @@ class Maintenance:
         for policy, room in zip(self._policies, self._rooms, strict=True):
             for row in policy.expired(now_ns, EXPIRED_A_TICK):
                 room.expire(row)
+        for watch in self._watches:
+            watch()
         self._sample()
 
     async def run(self) -> None:

@@ -17,7 +17,7 @@ from tests.faults.nvme_writer import CAPACITY_BYTES, open_tier
 
 WRITER = Path(__file__).with_name("nvme_writer.py")
 AT_OPEN = ("nvme.recover-before-repair", "nvme.recover-before-index")
-NOT_ON_THE_WAY = ("nvme.read",)  # killed while reading: nothing is being changed
+NOT_ON_THE_WAY = ("nvme.read", "nvme.probe")  # killed while reading, or before scratch bytes: nothing is being changed
 HITS = {  # early, and where slots are reused and slabs reformatted
     "nvme.before-slot-write": (1, 400),
     "nvme.after-invalidate": (300,),

@@ -99,7 +99,7 @@ class IndexFollowsResidency(ResidencyAgainstModel):
                 expected = (ABSENT, HOST, NVME, HOST)[mask]
                 told = _told(reader, key(number))
                 assert told in (expected, UNKNOWN)
-                assert told != UNKNOWN or len(self.residency.tenants[tenant].readable) > SLOTS_A_BUCKET
+                assert told != UNKNOWN or self.residency.tenant_blocks(tenant) > SLOTS_A_BUCKET
             assert table.keys == min(readable, SLOTS_A_BUCKET)
 
 

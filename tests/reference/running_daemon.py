@@ -35,6 +35,7 @@ SMALL = (
     "host.staging=8MiB",
     "host.arena=2MiB",
     "host.prefault=false",
+    "host.warm_restart=off",
     "host.prefault_ahead=2MiB",
     "nvme.capacity=64MiB",
     "nvme.slab=4MiB",
@@ -62,6 +63,7 @@ class RunningDaemon:
         self.failpoints = failpoints
         self.config = config
         self.process: subprocess.Popen[bytes] | None = None
+        self.is_spoilt = False  # set by a test that leaves a directory damaged on purpose
 
     @property
     def pid(self) -> int:
@@ -186,12 +188,24 @@ def running_daemon(*settings: str, failpoints: str = "", config: Path | None = N
 
 @contextmanager
 def ended_with(daemon: RunningDaemon) -> Iterator[None]:
-    """However a test ends, its daemon ends with it."""
+    """However a test ends, its daemon ends with it; and whatever a test that passed did to it, it left no damage."""
+    passed = False
     try:
         yield
+        passed = True
     finally:
         if daemon.process is not None and daemon.process.poll() is None:
             daemon.kill9()
+        if passed and not daemon.is_spoilt:
+            assert_no_damage(daemon.nvme_dir)
+
+
+def assert_no_damage(nvme_dir: Path) -> None:
+    """The walker's word on the NVMe directory of a daemon that ended somehow: a crash leaves leftovers, no damage."""
+    if (nvme_dir / "slabs").is_dir():
+        from kvstore_tiers.nvme.check import Severity, check_directory
+
+        assert [str(f) for f in check_directory(nvme_dir) if f.severity is Severity.DAMAGE] == []
 
 
 def model(name: str = "weights", *, kib_a_block: int = 16, **fields: Any) -> Fingerprint:

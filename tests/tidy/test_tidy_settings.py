@@ -30,6 +30,8 @@ _OTHER_VALUES = (
     "lfu-ttl",
     "second-touch",
     "none",
+    "first",
+    "holder",
     "refuse",
     "/tmp/elsewhere",
     "localhost:7443",

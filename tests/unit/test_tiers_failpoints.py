@@ -27,7 +27,8 @@ def nothing_stays_armed() -> Iterator[None]:
 def test_declared_names_are_those_in_the_source() -> None:
     root = Path(kvstore_tiers.__file__).parent
     source = "\n".join(path.read_text() for path in root.rglob("*.py"))
-    assert set(re.findall(r'failpoints\.hit\("([^"]+)"\)', source)) == set(failpoints.REGISTRY)
+    own = {name for name in failpoints.REGISTRY if name.startswith(("host.", "nvme."))}  # others declare theirs
+    assert set(re.findall(r'failpoints\.hit\("([^"]+)"\)', source)) == own
     assert all(failpoints.REGISTRY.values())
 
 

@@ -23,11 +23,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.image import image_header, stamp_header
 from kvstore_tiers.segments import MemoryKind, Segment
+
+if TYPE_CHECKING:
+    from kvstore_tiers.recovered import RecoveredBlocks
 
 __all__ = [
     "Completion",
@@ -77,6 +83,7 @@ class Outcome:
 
 
 Completion = Callable[[Outcome], None]
+Column = npt.NDArray[np.unsignedinteger]
 
 
 class Durability(Enum):
@@ -196,9 +203,37 @@ class Tier(ABC):
         """
         done(Outcome(OutcomeKind.DONE))
 
+    def probe(self, done: Completion, *, thorough: bool = True) -> None:
+        """Find out whether the medium can be trusted, without touching a block; FAILED says why not.
+
+        `thorough`: write, sync, read back and compare scratch bytes; a tier that had shed itself takes work again when
+        that went well. Else only whether its place (directory, peer) is still there. Volatile tiers answer at once.
+        """
+        done(Outcome(OutcomeKind.DONE))
+
     def quarantine(self, slot: Slot, reason: str) -> None:
         """Take a corrupt slot out of use and keep its bytes for inspection, within a bound; else it is freed."""
         self.free(slot)
+
+    def quarantined(self) -> dict[Slot, str]:
+        """Slots out of use and why. `free` ends their quarantine."""
+        return {}
+
+    def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
+        """What is still known of the block in a quarantined slot, without token ids. Reads the medium: may wait."""
+        return None
+
+    def check_books(self) -> list[str]:
+        """Broken invariants of the tier's own books; empty when all hold."""
+        return []
+
+    def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
+        """What is wrong with slots that the caller holds, named by columns (generations by their low 32 bits)."""
+        return []
+
+    def publish_again(self, slot: Slot, header: BlockHeader) -> None:
+        """What names the verified block in `slot` on the medium is damaged: write it again with the next `sync`."""
+        return
 
     def location(self, slot: Slot) -> str:
         """Where an operator finds the slot's bytes: FILE:OFFSET where there is a file."""
@@ -210,6 +245,12 @@ class Tier(ABC):
         A durable tier allocates only from containers that were recovered; a volatile one has nothing to tell.
         """
         return iter(())
+
+    def recover_columns(self) -> RecoveredBlocks:
+        """What `recover` tells, all at once: for whoever takes over a great many blocks."""
+        from kvstore_tiers.recovered import as_columns  # it needs `Slot` from here
+
+        return as_columns(self.recover())
 
     @abstractmethod
     def statistics(self) -> TierStatistics: ...

@@ -3,7 +3,7 @@
 Owns the list of names and what is armed. Never acts unless armed; a `hit` then costs one look at a module global.
 Arming: `arm("nvme.after-slot-write=kill@3")` in a test, or the environment variable KVSTORED_FAILPOINTS, a list like
 `name=kill;name2=error:ENOSPC;name3=delay:0.1@3`. Actions: `kill` (SIGKILL to this process), `error:ERRNO` (an
-OSError), `delay:SECONDS`. `@N`: at the N-th hit alone; without it at every hit.
+OSError), `delay:SECONDS`. `@N`: at the N-th hit alone; `@N-M`: from the N-th to the M-th; without it at every hit.
 Invariants: each declared name occurs in the source (tested); an unknown name in `arm` is an error, since a failpoint
 that never fires makes a test that cannot fail.
 """
@@ -40,6 +40,7 @@ REGISTRY: dict[str, str] = {
     "nvme.slab-reformat": "a free slab has its new front superblock, not yet the one at its end",
     "nvme.recover-before-repair": "recovery read the records and is about to withdraw the bad ones",
     "nvme.recover-before-index": "recovery is about to rebuild the index",
+    "nvme.probe": "an I/O thread is about to write and read scratch bytes, to see whether the medium works again",
     "nvme.index-seal": "the index is closed, the seal that vouches for it is not written",
 }
 
@@ -48,7 +49,8 @@ REGISTRY: dict[str, str] = {
 class _Armed:
     action: str
     argument: str
-    only_at_hit: int  # 0: at every hit
+    first_hit: int  # 0: at every hit
+    last_hit: int
     hits: int = 0
 
 
@@ -104,9 +106,13 @@ def _parse(specification: str) -> dict[str, _Armed]:
             or (action == "error" and argument in errno.errorcode.values())
             or (action == "delay" and argument.replace(".", "", 1).isdigit())
         )
-        if not equals or not valid or (count and not count.isdigit()):
-            raise ValueError(f"{item!r} is not NAME=kill, NAME=error:ERRNO or NAME=delay:SECONDS, with @N after it")
-        armed[name] = _Armed(action, argument, int(count or 0))
+        first, dash, last = count.partition("-")
+        counted = not count or (first.isdigit() and (last.isdigit() or not dash))
+        if not equals or not valid or not counted:
+            raise ValueError(
+                f"{item!r} is not NAME=kill, NAME=error:ERRNO or NAME=delay:SECONDS, with @N or @N-M after it"
+            )
+        armed[name] = _Armed(action, argument, int(first or 0), int(last or first or 0))
     return armed
 
 
@@ -116,7 +122,7 @@ def _fire(name: str) -> None:
         return
     with _counting:
         entry.hits += 1
-        if entry.only_at_hit and entry.hits != entry.only_at_hit:
+        if entry.first_hit and not entry.first_hit <= entry.hits <= entry.last_hit:
             return
     if entry.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -27,6 +27,7 @@ from kvstored.config.schema import (
     LimitsSection,
     MovementSection,
     NvmeSection,
+    ScrubSection,
     TenantSection,
     UnarySection,
 )
@@ -37,11 +38,14 @@ _TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "dur
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls those that nobody listed
 MAX_BLOCK_BYTES = 2 << 30  # the residency index keeps a slot's size in 32 bits
+MIN_ENDURANCE_BYTES = 1 << 20
 MAX_INDEX_SLOTS = 100_000_000  # 1 GiB of buckets
 MIN_UNARY_MESSAGE_BYTES, MAX_UNARY_MESSAGE_BYTES = 64 << 10, 1 << 30
 _LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})\Z")
 DURABILITY_MODES = ("none", "batch", "always")
-POLICIES = ("lru", "lfu-ttl")
+POLICIES = ("lru", "lfu-ttl", "lfu", "fifo", "s3-fifo", "sieve", "arc", "w-tinylfu", "gdsf")
+WARM_RESTARTS = ("auto", "systemd", "holder", "off")
+VERIFY_READS = ("off", "first", "always")
 ADMISSIONS = ("always", "second-touch")
 
 
@@ -123,24 +127,28 @@ def _build(raw: Table, source: str) -> Config:
             raise ConfigError(f"{section}.{key}: {error}") from None
 
     daemon, host, nvme = raw["daemon"], raw["host"], raw["nvme"]
-    limits, movement = raw["limits"], raw["movement"]
+    limits, movement, scrub = raw["limits"], raw["movement"], raw["scrub"]
     state_dir = Path(daemon["state_dir"]).absolute()
     nvme_path = Path(nvme["path"]).absolute() if nvme["path"] else state_dir / "nvme"
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     config = Config(
         daemon=DaemonSection(
-            Path(daemon["socket_dir"]).absolute(), daemon["socket_group"], daemon["admin_group"], state_dir
+            Path(daemon["socket_dir"]).absolute(), daemon["socket_group"], daemon["admin_group"], state_dir,
+            Path(daemon["record"]).absolute() if daemon["record"] else None,
         ),
         host=HostSection(
             size("host", "capacity", memory_bytes),
             min(size("host", "staging"), size("host", "capacity", memory_bytes) // 4), size("host", "arena"),
             host["sealed"], host["prefault"],
-            size("host", "prefault_ahead"), host["copy_threads"], host["policy"], host["ttl_s"],
+            size("host", "prefault_ahead"), host["copy_threads"], host["verify_reads"],
+            size("host", "min_free", memory_bytes), host["policy"], host["ttl_s"],
+            host["warm_restart"], host["warm_linger_s"],
         ),
         nvme=NvmeSection(
             nvme["enabled"], nvme_path, size("nvme", "capacity", _file_system_bytes(nvme_path)),
             size("nvme", "slab"), nvme["io_threads"], nvme["require_direct"], nvme["policy"], nvme["ttl_s"],
-            nvme["admission"],
+            nvme["admission"], nvme["quarantine_slots"], size("nvme", "endurance_bytes_per_day"),
+            nvme["endurance_wait_ms"],
         ),
         durability=DurabilitySection(**raw["durability"]),
         limits=LimitsSection(
@@ -152,6 +160,9 @@ def _build(raw: Table, source: str) -> Config:
         movement=MovementSection(
             movement["acquire_wait_ms"], movement["queue_blocks"], movement["in_flight"],
             size("movement", "prefetch_budget"), movement["prefetch_quiet_ms"], size("movement", "demotion_rate"),
+        ),
+        scrub=ScrubSection(
+            scrub["enabled"], size("scrub", "rate"), scrub["interval_s"], scrub["start_s"], scrub["books_s"]
         ),
         index=IndexSection(**raw["index"]),
         unary=_unary(raw["unary"], size("unary", "message")),
@@ -277,9 +288,30 @@ def _check(config: Config, memory_bytes: int) -> None:
             f"nvme.capacity {show_size(nvme.capacity_bytes)} does not hold one slab of "
             f"{show_size(nvme.slab_bytes)}; lower nvme.slab, or set nvme.enabled = false",
         )
+    need(nvme.endurance_wait_ms >= 0, "nvme.endurance_wait_ms must not be negative")
+    need(
+        host.min_free_bytes < memory_bytes,
+        f"host.min_free {show_size(host.min_free_bytes)} leaves nothing of this machine's memory, "
+        f"{show_size(memory_bytes)}",
+    )
+    need(
+        not nvme.enabled or not 0 < nvme.endurance_bytes_per_day < MIN_ENDURANCE_BYTES,
+        f"nvme.endurance_bytes_per_day must be 0 (no limit) or at least {show_size(MIN_ENDURANCE_BYTES)}",
+    )
     one_of("host.policy", host.policy, POLICIES)
+    one_of("host.warm_restart", host.warm_restart, WARM_RESTARTS)
+    need(
+        math.isfinite(host.warm_linger_s) and host.warm_linger_s >= 0,
+        f"host.warm_linger_s must be a number of seconds, got {host.warm_linger_s}",
+    )
     one_of("nvme.policy", nvme.policy, POLICIES)
     one_of("nvme.admission", nvme.admission, ADMISSIONS)
+    one_of("host.verify_reads", host.verify_reads, VERIFY_READS)
+    need(0 <= nvme.quarantine_slots <= 65536, "nvme.quarantine_slots must be 0 (none is kept) to 65536")
+    need(config.scrub.rate_bytes >= 1 << 16, "scrub.rate must be at least 64KiB; scrub.enabled = false turns it off")
+    for name, seconds in vars(config.scrub).items():
+        if name.endswith("_s"):
+            need(math.isfinite(seconds) and seconds >= 0, f"scrub.{name} must be a number of seconds, got {seconds}")
     one_of("durability.mode", config.durability.mode, DURABILITY_MODES)
     one_of("tenants.default", config.tenant_default, ("by-uid", "refuse"))
     for tenant in config.tenants:

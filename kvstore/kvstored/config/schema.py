@@ -19,6 +19,7 @@ class DaemonSection:
     socket_group: str
     admin_group: str
     state_dir: Path
+    record: Path | None
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,12 @@ class HostSection:
     prefault: bool
     prefault_ahead_bytes: int
     copy_threads: int
+    verify_reads: str
+    min_free_bytes: int
     policy: str
     ttl_s: float
+    warm_restart: str
+    warm_linger_s: float
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,18 @@ class NvmeSection:
     policy: str
     ttl_s: float
     admission: str
+    quarantine_slots: int
+    endurance_bytes_per_day: int
+    endurance_wait_ms: int
+
+
+@dataclass(frozen=True)
+class ScrubSection:
+    enabled: bool
+    rate_bytes: int
+    interval_s: float
+    start_s: float
+    books_s: float
 
 
 @dataclass(frozen=True)
@@ -119,6 +136,7 @@ class Config:
     durability: DurabilitySection
     limits: LimitsSection
     movement: MovementSection
+    scrub: ScrubSection
     index: IndexSection
     unary: UnarySection
     tenant_default: str
