@@ -19,7 +19,7 @@ TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PROTO_TOOLS := .venv-proto/bin/protoc-gen-mypy
 
-.PHONY: help venv demo bench bench-rivals test test-all test-vllm lint proto proto-check gpu-check clean distclean
+.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm lint proto proto-check gpu-check clean distclean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ bench: $(INSTALLED) ## measure against named baselines (ARGS=--json)
 
 bench-rivals: $(INSTALLED) ## kvstored beside LMCache, Mooncake and redis, each installed into an environment of its own
 	@$(PYTHON) benchmarks/rivals/run.py $(ARGS)
+
+torture: $(INSTALLED) ## break a real store for a while (ARGS="--seconds 300 --json")
+	@$(PYTHON) benchmarks/torture.py $(ARGS)
 
 test: lint $(PROTO_TOOLS) ## lint, then every test that is not slow
 	@$(PYTHON) -m pytest -m "not slow" $(ARGS)

@@ -1,14 +1,17 @@
 """What the records of slabs say: read in sequence, judged in bulk, kept as columns.
 
-One thread reads while another judges, so the time is that of a sequential read of the record regions or of judging
-them, whichever is longer. Owns the judgement of single records and the columns; what follows from several of them
+One thread reads while others judge, so the time is that of a sequential read of the record regions or of judging them,
+whichever is longer. Owns the judgement of single records and the columns; what follows from several of them
 (two with one key, too many bytes) is recovery.py's. Never writes.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from queue import SimpleQueue
 from typing import Any
@@ -23,7 +26,8 @@ from kvstore_tiers.recovered import BlockOrigin
 
 READ_RECORDS = 16384  # 4 MB a read
 READ_AHEAD_SLABS = 16
-_BUFFERS = 3
+MAX_JUDGES = 4  # threads: NumPy lets go of the GIL, the medium feeds no more
+_SPARE_BUFFERS = 2
 # Words of a record; docs/format.md gives the bytes.
 _HEAD, _GENERATION, _SEQUENCE, _KEY, _PARENT, _ORIGIN, _GROUP_AND_DEPTH, _PAYLOAD = 0, 1, 2, 3, 5, 9, 15, 17
 _ORIGIN_WORDS = 6
@@ -68,6 +72,13 @@ class LiveBlocks:
         """Those of a slice (which stay where they are), or of a mask (copied)."""
         return LiveBlocks(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
+    def move_to(self, place: LiveBlocks) -> None:
+        """Copy to columns that may overlap these."""
+        for column in fields(self):
+            ours, theirs = getattr(self, column.name), getattr(place, column.name)
+            if ours.ctypes.data != theirs.ctypes.data:
+                np.copyto(theirs, ours)
+
     @staticmethod
     def joined(parts: Sequence[LiveBlocks]) -> LiveBlocks:
         names = [column.name for column in fields(LiveBlocks)]
@@ -109,10 +120,11 @@ class JudgedSlab:
 
 
 class Origins:
-    """Numbers for what many blocks share."""
+    """Numbers for what many blocks share. For several threads at once."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
+        self._lock = threading.Lock()
 
     def number(self, words: Array) -> Array:
         """A number for each of the records in these columns, new ones where they name something new."""
@@ -123,7 +135,9 @@ class Origins:
             at = int(left.argmax())
             same = (groups == groups[at]) & (origin == origin[:, at : at + 1]).all(axis=0)
             raw = origin[:, at].tobytes() + int(groups[at]).to_bytes(2, "little")
-            found[same] = self._numbers.setdefault(raw, len(self._numbers))
+            with self._lock:
+                number = self._numbers.setdefault(raw, len(self._numbers))
+            found[same] = number
             left &= ~same
         return found
 
@@ -136,19 +150,45 @@ def judge_slabs(slabs: Sequence[Slab], origins: Origins) -> tuple[list[JudgedSla
 
     Raises OSError when the medium fails.
     """
-    checksums = RecordChecksums()
     every = LiveBlocks.room(sum(slab.superblock.slots for slab in slabs))
-    judged: list[JudgedSlab] = []
-    pieces: list[JudgedSlab] = []
-    begin = end = 0
-    with _Reader(slabs) as reader:
-        for slab, first, records in reader:
-            for begin_of, piece in _batches(records):
-                pieces.append(_judge(slab, first + begin_of, piece, checksums, origins, every.part(slice(end, None))))
-                end += len(pieces[-1].live)
+    judges = min(MAX_JUDGES, os.cpu_count() or 1)
+    scratch = threading.local()
+    begins: list[int] = []  # of each slab's first slot, in `every`
+    told: list[Future[list[JudgedSlab]]] = []
+
+    def judge(slab: Slab, first: int, records: Array, room: LiveBlocks, buffer: memoryview) -> list[JudgedSlab]:
+        if not hasattr(scratch, "checksums"):
+            scratch.checksums = RecordChecksums()
+        try:
+            return [
+                _judge(slab, first + begin, piece, scratch.checksums, origins, room.part(slice(begin, None)))
+                for begin, piece in _batches(records)
+            ]
+        finally:
+            reader.give_back(buffer)
+
+    slots = 0
+    with ThreadPoolExecutor(judges, "nvme-judge") as threads, _Reader(slabs, judges + _SPARE_BUFFERS) as reader:
+        for slab, first, records, buffer in reader:
+            room = every.part(slice(slots, slots + len(records)))
+            told.append(threads.submit(judge, slab, first, records, room, buffer))
+            slots += len(records)
             if first + len(records) == slab.superblock.slots:
-                judged.append(_joined(pieces, every.part(slice(begin, end))))
-                pieces, begin = [], end
+                begins.append(len(told))
+    return _in_a_row([future.result() for future in told], begins, every)
+
+
+def _in_a_row(told: list[list[JudgedSlab]], ends: list[int], every: LiveBlocks) -> tuple[list[JudgedSlab], LiveBlocks]:
+    """The pieces of each slab as one, and their live blocks moved together: each piece had room for all its slots."""
+    judged: list[JudgedSlab] = []
+    first = end = 0
+    for last in ends:
+        begin, pieces = end, [piece for part in told[first:last] for piece in part]
+        for piece in pieces:
+            end += len(piece.live)
+            piece.live.move_to(every.part(slice(end - len(piece.live), end)))
+        judged.append(_joined(pieces, every.part(slice(begin, end))))
+        first = last
     return judged, every.part(slice(end))
 
 
@@ -217,15 +257,15 @@ def _joined(pieces: list[JudgedSlab], live: LiveBlocks) -> JudgedSlab:
 
 
 class _Reader:
-    """Yields (slab, first slot, records) of all slabs in order; the records are there until the next is asked for."""
+    """Yields (slab, first slot, records, their buffer) of all slabs in order; buffers are to be given back."""
 
-    def __init__(self, slabs: Sequence[Slab]) -> None:
+    def __init__(self, slabs: Sequence[Slab], buffers: int) -> None:
         self._slabs = slabs
-        self._empty: SimpleQueue[bytearray | None] = SimpleQueue()
-        self._full: SimpleQueue[tuple[Slab, int, int, bytearray] | BaseException | None] = SimpleQueue()
+        self._empty: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._full: SimpleQueue[tuple[Slab, int, int, memoryview] | BaseException | None] = SimpleQueue()
         most = min(READ_RECORDS, max((slab.superblock.slots for slab in slabs), default=0))
-        for _ in range(_BUFFERS):
-            self._empty.put(bytearray(most * RECORD_BYTES))
+        for _ in range(buffers):
+            self._empty.put(memoryview(mmap.mmap(-1, max(mmap.PAGESIZE, _whole_pages(most * RECORD_BYTES)))))
         self._thread = threading.Thread(target=self._read_all, name="nvme-recover", daemon=True)
 
     def __enter__(self) -> _Reader:
@@ -236,13 +276,16 @@ class _Reader:
         self._empty.put(None)
         self._thread.join()
 
-    def __iter__(self) -> Iterator[tuple[Slab, int, Array]]:
+    def give_back(self, buffer: memoryview) -> None:
+        self._empty.put(buffer)
+
+    def __iter__(self) -> Iterator[tuple[Slab, int, Array, memoryview]]:
         while (told := self._full.get()) is not None:
             if isinstance(told, BaseException):
                 raise told
             slab, first, count, buffer = told
-            yield slab, first, np.frombuffer(buffer, "<u8", count * RECORD_WORDS).reshape(count, RECORD_WORDS)
-            self._empty.put(buffer)
+            records = np.frombuffer(buffer, "<u8", count * RECORD_WORDS).reshape(count, RECORD_WORDS)
+            yield slab, first, records, buffer
 
     def _read_all(self) -> None:
         try:
@@ -256,8 +299,12 @@ class _Reader:
                     if buffer is None:
                         return
                     count = min(READ_RECORDS, slots - first)
-                    slab.file.read_records_into(memoryview(buffer)[: count * RECORD_BYTES], first)
+                    slab.file.read_records_into(buffer[: _whole_pages(count * RECORD_BYTES)], first)
                     self._full.put((slab, first, count, buffer))
             self._full.put(None)
         except BaseException as error:  # handed to who waits for it
             self._full.put(error)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_tiers import failpoints
 from kvstore_tiers.nvme.directory import TierDirectory, open_direct, sync_directory
 from kvstore_tiers.nvme.errors import FormatUnsupported
@@ -117,21 +118,24 @@ class SlabFile:
         return np.frombuffer(raw.ljust(self.superblock.slots * RECORD_BYTES, b"\0"), dtype=RECORD_DTYPE)
 
     def read_records_into(self, buffer: memoryview, first: int) -> None:
-        """Fill `buffer` with the records from slot `first` on; zeros beyond the end of a truncated file."""
+        """Fill `buffer` with the records from slot `first` on; zeros beyond the end of a truncated file.
+
+        Past the page cache where the medium can do that: `buffer` and the place of `first` are whole pages then.
+        """
         done = 0
         while done < len(buffer):
             offset = SUPERBLOCK_BYTES + first * RECORD_BYTES + done
-            got = os.preadv(self._record_fd, [buffer[done:]], offset)
-            if not got:
+            got = os.preadv(self.slot_fd, [buffer[done:]], offset)
+            done += got
+            if not got or done % ALIGNMENT_BYTES:  # a page cut short: the end of the file
                 np.frombuffer(buffer, np.uint8)[done:] = 0
                 return
-            done += got
 
     def expect_records(self) -> None:
-        """All records will be read soon: the kernel may begin."""
-        os.posix_fadvise(
-            self._record_fd, SUPERBLOCK_BYTES, self.superblock.slots * RECORD_BYTES, os.POSIX_FADV_WILLNEED
-        )
+        """All records will be read soon: the kernel may begin, where reads go through its cache."""
+        if not self.direct:
+            length_bytes = self.superblock.slots * RECORD_BYTES
+            os.posix_fadvise(self._record_fd, SUPERBLOCK_BYTES, length_bytes, os.POSIX_FADV_WILLNEED)
 
     def read_record(self, index: int) -> bytes:
         return os.pread(self._record_fd, RECORD_BYTES, SUPERBLOCK_BYTES + index * RECORD_BYTES)
