@@ -128,6 +128,8 @@ def test_the_last_tier_keeps_a_parent_whose_child_is_above(name: str) -> None:
 
 
 def test_a_used_block_outlives_an_unused_one(name: str) -> None:
+    if name == "fifo":
+        pytest.skip("that a use changes nothing is what FIFO is")
     shelf = Shelf()
     policy = create(name, shelf.residency, HOST)
     (a,), (b,) = shelf.chain(0), shelf.chain(1)

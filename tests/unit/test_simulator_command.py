@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import csv
+import errno
+import gzip
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +173,15 @@ def test_prices_say_what_is_won(chat: Path, tmp_path: Path, capsys: pytest.Captu
         (["--format", "mooncake", "--model", "gpt"], "'gpt' is unknown"),
         (["--format", "mooncake", "--capacity", "0"], "numbers above 0"),
         (["--format", "mooncake", "--capacity", "a,b"], "numbers above 0"),
+        (["--format", "mooncake", "--capacity", "0.1,1.5"], "--capacity 1.5: above 1 it is blocks"),
+        (["--format", "mooncake", "--capacity", "nan"], "numbers above 0"),
+        (["--format", "mooncake", "--part", "0.5:0.5000001"], "no request falls into it"),
+        (["--format", "mooncake", "--part", "0.5:0.5000001", "--warm"], "no request falls into it"),
         (["--format", "mooncake", "--part", "third"], "first-half, second-half"),
         (["--format", "mooncake", "--ttl-s", "-1"], "cannot be negative"),
+        (["--format", "mooncake", "--ttl-s", "inf"], "nor above"),
+        (["--format", "mooncake", "--window-s", "nan"], "cannot be negative"),
+        (["--format", "mooncake", "--ghosts", "0"], "--ghosts must be at least 1"),
         (["--format", "mooncake", "--cost", "/nowhere.toml"], "cannot read /nowhere.toml: No such file"),
         (["--format", "claude-code"], "not a Claude Code session"),
         (["--format", "claude-code", "--group-tokens", "100"], "multiple of 64"),
@@ -196,6 +208,32 @@ def test_a_price_table_with_other_keys_is_refused(
 def test_a_plot_that_cannot_be_written_is_a_failure(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(chat), "--format", "mooncake", "--plot", "/nowhere/page.html"]) == 1
     assert "cannot write /nowhere/page.html" in capsys.readouterr().err
+
+
+def test_a_full_disk_behind_standard_output_is_a_failure(
+    chat: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("sys.stdout", Full())
+    assert main(["simulate", str(chat), "--format", "mooncake", "--policy", "lru"]) == 1
+    assert capsys.readouterr().err == "kvstored: cannot write the result: No space left on device\n"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_trace_comes_through_a_pipe(chat: Path, packed: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    data = chat.read_bytes() if packed else gzip.decompress(chat.read_bytes())
+    arguments = ["simulate", "-", "--format", "mooncake", "--policy", "lru", "--capacity", "0.1,0.1", "--json"]
+    piped = subprocess.run(
+        [sys.executable, "-m", "kvstored", *arguments], input=data, capture_output=True, check=True, timeout=60
+    )
+    assert piped.stderr == b""
+    rows = json.loads(piped.stdout)["rows"]
+    expected = report(capsys, chat, *arguments[2:-1])["rows"]
+    assert [row["policy"] for row in rows] == ["unbounded", "clairvoyant", "lru"], "a capacity named twice is one row"
+    assert [row["hits"] for row in rows] == [row["hits"] for row in expected]
 
 
 class _Screen(io.StringIO):

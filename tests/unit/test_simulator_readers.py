@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,10 @@ def read(path: Path, format_name: str, **options: object) -> Trace:
 def lines(path: Path, *rows: object) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def mooncake_line(**different: object) -> str:
+    return json.dumps({"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1], **different}) + "\n"
 
 
 def test_mooncake_requests_are_read_in_order_of_time(tmp_path: Path) -> None:
@@ -65,8 +70,9 @@ def test_some_sessions_are_drawn(tmp_path: Path) -> None:
     write_claude_code(tmp_path / "t.gz", 20)
     some = read(tmp_path / "t.gz", "claude-code", sessions=5, group_tokens=64)
     assert 5 <= some.requests < read(tmp_path / "t.gz", "claude-code", group_tokens=64).requests
-    with pytest.raises(TraceError, match=r"--sessions 21: t\.gz has 20"):
-        read(tmp_path / "t.gz", "claude-code", sessions=21)
+    for wrong in (21, 0, -1):
+        with pytest.raises(TraceError, match=rf"--sessions {wrong}: t\.gz has 20"):
+            read(tmp_path / "t.gz", "claude-code", sessions=wrong)
 
 
 def test_a_part_is_a_trace_of_its_own() -> None:
@@ -85,12 +91,21 @@ def test_a_part_is_a_trace_of_its_own() -> None:
         ("mooncake", "nonsense\n", "line 1: not JSON"),
         ("mooncake", '{"timestamp": 1}\n', "line 1: not a Mooncake request.*hash_ids"),
         ("mooncake", "7\n", "line 1: not a Mooncake request"),
+        ("mooncake", mooncake_line(timestamp=math.nan), "line 1: not a Mooncake request.*NaN"),
+        ("mooncake", mooncake_line(timestamp=math.inf), "line 1: not a Mooncake request.*infinity"),
+        ("mooncake", mooncake_line(timestamp=1e30), "line 1: not a Mooncake request"),
+        ("mooncake", mooncake_line(input_length="many"), "line 1: not a Mooncake request.*'many'"),
+        ("mooncake", mooncake_line(hash_ids="abc"), "line 1: hash_ids is no list"),
+        ("mooncake", mooncake_line(hash_ids={"a": 1}), "line 1: hash_ids is no list"),
+        ("mooncake", mooncake_line() + "[" * 100_000 + "\n", "line 2: not JSON"),
         ("mooncake", "", "no request"),
         ("mooncake", "\n\n", "no request"),
         ("claude-code", '{"id": 1}\n', "line 1: not a Claude Code session.*reqs"),
         ("claude-code", '{"reqs": [[1, 2]]}\n', "line 1: not a Claude Code session"),
+        ("claude-code", '{"reqs": [[1e400, 1, 2, "n", 0, [1, 16]]]}\n', "line 1: not a Claude Code session.*infinity"),
         ("kvstored", '{"format": "other"}\n', "not written by kvstored serve --record"),
         ("kvstored", '{"format": "kvstored", "version": 1}\n', "no request in it"),
+        ("kvstored", '{"format": "kvstored", "version": 1}\n[]\n', "line 2: not a recorded request"),
         (
             "kvstored",
             '{"format": "kvstored", "version": 1}\n{"t": 1, "op": "fly", "n": 0, "c": 1, "b": 64, "f": 0}\n',

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from kvstored import __version__
 from kvstored.cli.check import add_check
 from kvstored.cli.configure import add_config
-from kvstored.cli.exits import EXIT_DAMAGE, EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from kvstored.cli.inspect import add_inspect
 from kvstored.cli.serve import add_serve
 from kvstored.cli.simulate import add_simulate
+from kvstored.exits import EXIT_DAMAGE, EXIT_FAILED, EXIT_HANGS, EXIT_OK, EXIT_USAGE
 
-__all__ = ["EXIT_DAMAGE", "EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "main"]
+__all__ = ["EXIT_DAMAGE", "EXIT_FAILED", "EXIT_HANGS", "EXIT_OK", "EXIT_USAGE", "main"]
 
 EXAMPLES = """\
 examples:
@@ -24,7 +23,7 @@ examples:
   kvstored config > kvstored.toml
 
 exit status: 0 all is well; 1 it failed (the message says how); 2 a mistake in the arguments or the configuration;
-3 check found damage, or --repair left some
+3 check found damage, or --repair left some; 4 serve could not stop in order, because a disk hangs
 """
 
 
@@ -51,7 +50,3 @@ def _parser() -> argparse.ArgumentParser:
     for add in (add_serve, add_check, add_inspect, add_config, add_simulate):
         add(commands)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstored.cli.exits import EXIT_DAMAGE, EXIT_OK, failure, mistake
+from kvstored.cli.exits import failure, mistake
+from kvstored.cli.nvme_directory import what_is_wrong
+from kvstored.exits import EXIT_DAMAGE, EXIT_OK
 
 if TYPE_CHECKING:
     from kvstore_tiers.nvme.findings import Finding
@@ -70,8 +72,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from kvstore_tiers.nvme.repair import repair_directory
     from kvstored.config.sizes import parse_size
 
-    if not arguments.directory.is_dir():
-        return mistake(f"{arguments.directory} is not a directory")
+    if wrong := what_is_wrong(arguments.directory):
+        return mistake(wrong)
     if arguments.dry_run and not arguments.repair:
         return mistake("--dry-run says what --repair would do: give both")
     try:

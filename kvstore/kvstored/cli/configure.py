@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from kvstored.cli.exits import EXIT_OK, mistake
+from kvstored.cli.exits import mistake
 from kvstored.cli.settings import add_settings, overrides
+from kvstored.exits import EXIT_OK
 
 
 def add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

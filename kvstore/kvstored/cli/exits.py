@@ -1,10 +1,10 @@
-"""Exit statuses of the `kvstored` command, and the one line a mistake gets."""
+"""The one line that a mistake gets, and its exit status."""
 
 from __future__ import annotations
 
 import sys
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_DAMAGE = 0, 1, 2, 3
+from kvstored.exits import EXIT_FAILED, EXIT_USAGE
 
 
 def mistake(message: str) -> int:

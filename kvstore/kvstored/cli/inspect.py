@@ -6,7 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
-from kvstored.cli.exits import EXIT_OK, failure, mistake
+from kvstored.cli.exits import failure, mistake
+from kvstored.cli.nvme_directory import what_is_wrong
+from kvstored.exits import EXIT_OK
 
 EXAMPLES = """\
 examples:
@@ -46,8 +48,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from kvstore_tiers.nvme.errors import DirectoryError
     from kvstore_tiers.nvme.inspect import Inspector, NotThere
 
-    if not (arguments.directory / "slabs").is_dir():
-        return mistake(f"{arguments.directory} is not the directory of an NVMe tier: it has no slabs")
+    if wrong := what_is_wrong(arguments.directory):
+        return mistake(wrong)
     try:
         inspector = Inspector(arguments.directory)
         if arguments.what == "slot":

@@ -10,21 +10,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstored.cli.exits import EXIT_OK, failure, mistake
+from kvstored.cli.exits import failure, mistake
+from kvstored.exits import EXIT_OK
 
 if TYPE_CHECKING:
     from kvstored.simulator.study import Study
     from kvstored.simulator.trace import Trace
 
+_SECONDS_MAX = 1e9
 _EXAMPLES = """\
 examples:
   kvstored simulate chat.jsonl.gz --format mooncake --capacity 0.01,0.05,0.1 --policy lru,lfu-ttl,best
-  kvstored simulate chat.jsonl.gz --format mooncake --part second-half --json
+  kvstored simulate chat.jsonl.gz --format mooncake --part second-half --reuse-distance --json
   kvstored simulate agents.jsonl.gz --format claude-code --window-s 3600 --seed 7 --plot agents.html
-  kvstored simulate mine.jsonl.gz --format kvstored --reuse-distance --cost prices.toml
+  kvstored simulate mine.jsonl.gz --format kvstored --as-recorded --cost prices.toml
 
 Every table begins with two bounds: unbounded (room for everything) and clairvoyant (knows the future).
-exit status: 0 done; 1 a file could not be written; 2 a mistake in the arguments, the trace or the price table
+exit status: 0 done; 1 the result could not be written; 2 a mistake in the arguments, the trace or the price table
 """
 
 
@@ -36,22 +38,27 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    simulate.add_argument("trace", type=Path, metavar="TRACE", help="JSON lines, gzip or not")
+    simulate.add_argument("trace", type=Path, metavar="TRACE", help="JSON lines, gzip or not; - for standard input")
     simulate.add_argument("--format", required=True, metavar="NAME", help="mooncake, claude-code or kvstored")
     simulate.add_argument(
         "--capacity", default="0.01,0.05,0.1", metavar="LIST",
-        help="at most 1: of the trace's distinct blocks; above: blocks (default 0.01,0.05,0.1)",
+        help="at most 1: of the trace's distinct blocks; above: whole blocks (default 0.01,0.05,0.1)",
     )  # fmt: skip
     simulate.add_argument("--policy", default="lru,best", metavar="LIST", help="or all (default lru,best)")
     simulate.add_argument("--admission", default="always", metavar="LIST", help="or all (default always)")
     simulate.add_argument("--ttl-s", type=float, default=0.0, help="blocks idle for longer expire (default 0: never)")
     simulate.add_argument("--ghosts", type=int, default=65_536, help="forgotten keys remembered for each tenant")
+    simulate.add_argument(
+        "--hints", metavar="LIST",
+        help="what an engine could tell, made up from the trace: will-continue:0.80 (a score of that AUC), queue:10",
+    )  # fmt: skip
     _add_reading(simulate)
     simulate.add_argument("--model", default="llama-3.1-8b", metavar="NAME", help="whose compute and bytes are counted")
     simulate.add_argument("--reuse-distance", action="store_true", help="also: how far apart uses of a block are")
     simulate.add_argument("--cost", type=Path, metavar="FILE.toml", help="prices: adds what the tier costs and saves")
-    simulate.add_argument("--json", action="store_true", help="one JSON object on one line")
-    simulate.add_argument("--csv", action="store_true", help="rows as CSV")
+    shape = simulate.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="one JSON object on one line")
+    shape.add_argument("--csv", action="store_true", help="rows as CSV")
     simulate.add_argument("--plot", type=Path, metavar="FILE.html", help="also write curves and table as one page")
     simulate.set_defaults(run=_simulate)
 
@@ -102,7 +109,12 @@ def _simulate(arguments: argparse.Namespace) -> int:
         return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
     finally:
         bar.clear()
-    _print(arguments, study, rows, found)
+    try:
+        _print(arguments, study, rows, found)
+    except BrokenPipeError:  # `| head`
+        raise
+    except OSError as error:
+        return failure(f"cannot write the result: {error.strerror}")
     if arguments.plot is not None:
         try:
             arguments.plot.write_text(_page(study, rows, found), encoding="utf-8")
@@ -115,6 +127,7 @@ def _study(arguments: argparse.Namespace, progress: Any) -> Study:
     """Raises ValueError (TraceError) with one line; OSError."""
     from kvstored.policies import ADMISSIONS, BEST, POLICIES
     from kvstored.simulator.future import Clairvoyant
+    from kvstored.simulator.hints import NO_HINTS, parse_hints
     from kvstored.simulator.readers import FORMATS, ReadOptions, read_trace
     from kvstored.simulator.study import UNBOUNDED, Study
     from kvstored.simulator.worth import load_prices, models
@@ -125,16 +138,19 @@ def _study(arguments: argparse.Namespace, progress: Any) -> Study:
     capacities = _capacities(arguments.capacity)
     (format_name,) = _names("--format", arguments.format, FORMATS, every=())
     (model,) = _names("--model", arguments.model, models(), every=())
-    if arguments.ttl_s < 0 or arguments.ghosts < 1 or arguments.window_s < 0:
-        raise ValueError("--ttl-s and --window-s cannot be negative, and --ghosts must be at least 1")
+    if not all(0 <= seconds <= _SECONDS_MAX for seconds in (arguments.ttl_s, arguments.window_s)):
+        raise ValueError(f"--ttl-s and --window-s cannot be negative, nor above {_SECONDS_MAX:.0e} seconds")
+    if arguments.ghosts < 1:
+        raise ValueError("--ghosts must be at least 1")
     prices = None if arguments.cost is None else load_prices(arguments.cost)
     options = ReadOptions(
         arguments.seed, arguments.window_s, arguments.sessions, arguments.group_tokens, arguments.as_recorded
     )
-    trace, count_from = _part(read_trace(arguments.trace, format_name, options, progress), arguments)
+    source = Path("/dev/stdin") if str(arguments.trace) == "-" else arguments.trace
+    trace, count_from = _part(read_trace(source, format_name, options, progress), arguments)
     return Study(
         trace, capacities, policies, admissions, models()[model], arguments.ttl_s or None, arguments.ghosts, count_from,
-        prices,
+        prices, NO_HINTS if arguments.hints is None else parse_hints(arguments.hints, arguments.seed),
     )  # fmt: skip
 
 
@@ -156,6 +172,8 @@ def _part(trace: Trace, arguments: argparse.Namespace) -> tuple[Trace, int]:
     at = [int(np.searchsorted(trace.times_ns - trace.times_ns[0], round(share * span_ns))) for share in (begin, end)]
     if end == 1:
         at[1] = trace.requests
+    if at[0] >= at[1]:
+        raise ValueError(f"--part {arguments.part}: no request falls into it")
     return (trace.part(0, at[1]), at[0]) if arguments.warm else (trace.part(at[0], at[1]), 0)
 
 
@@ -180,7 +198,10 @@ def _capacities(text: str) -> tuple[float, ...]:
         capacities = ()
     if not capacities or not all(0 < capacity < float("inf") for capacity in capacities):
         raise ValueError(f"--capacity {text}: numbers above 0, such as 0.01,0.05,0.1 or 20000")
-    return capacities
+    for capacity in capacities:
+        if capacity > 1 and not capacity.is_integer():
+            raise ValueError(f"--capacity {capacity:g}: above 1 it is blocks, which are whole; shares are 1 at most")
+    return tuple(dict.fromkeys(capacities))
 
 
 def _print(arguments: argparse.Namespace, study: Study, rows: list[dict[str, Any]], found: list[Any]) -> None:

@@ -57,6 +57,18 @@ class PolicySettings:
     ttl_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What may be known of a request beyond its blocks; a policy must do without. `number` names it in `answered`,
+    which is called when it ends if `is_answered_later`.
+    """
+
+    number: int
+    input_tokens: int = 0
+    kind: str = ""
+    is_answered_later: bool = False
+
+
 class Policy(ABC):
     """See the module for what both sides owe each other. Implements residency's TierListener."""
 
@@ -102,6 +114,17 @@ class Policy(ABC):
     @abstractmethod
     def released(self, row: int) -> None:
         """`row` may perhaps leave now."""
+
+    def expect(self, context: RequestContext) -> None:  # noqa: B027  # optional
+        """The next `accessed` is that of this request. Optional: who knows nothing says nothing."""
+
+    def answered(self, number: int, output_tokens: int, now_ns: int, hint: int = 0) -> None:  # noqa: B027  # optional
+        """The request that `expect` named so has ended. Optional as well. `hint`: a small number for what the engine
+        says of what follows (a tool call, the end of a turn, a score in steps); what it means is learnt; 0: nothing.
+        """
+
+    def awaited(self, row: int, due_ns: int) -> None:  # noqa: B027  # optional
+        """A request that is queued already will use the chain down to `row` at about that time. Optional."""
 
     # Decisions
 

@@ -59,6 +59,10 @@ class OrderedPolicy(Policy):
     def _rank(self, row: int) -> int:
         """Unique among the tier's rows; the smallest leaves first."""
 
+    def _standing(self, row: int) -> float:
+        """Between the first rows of two tenants, nothing else told apart, the one of lower standing goes."""
+        return self._rank(row)
+
     def _add_tenant(self) -> None:
         self._returned.append([])
 
@@ -127,7 +131,7 @@ class OrderedPolicy(Policy):
         if len(self._returned) == 1 and not self.shares:
             return self._first(0, now_ns, exclude)
         chosen = -1
-        smallest: tuple[bool, int, bool, int] | None = None
+        smallest: tuple[bool, int, bool, float] | None = None
         for number in range(len(self._returned)):
             share = self.shares.get(number, _NO_SHARE)
             staying_bytes = self.residency.staying_bytes(number, self.tier)
@@ -135,7 +139,7 @@ class OrderedPolicy(Policy):
             if row < 0 or staying_bytes - self.residency.copies[self.tier].nbytes[row] < share.min_bytes:
                 continue
             within = share.max_bytes is None or staying_bytes <= share.max_bytes
-            order = (within, share.priority, not self._is_expired(row, now_ns), self._rank(row))
+            order = (within, share.priority, not self._is_expired(row, now_ns), self._standing(row))
             if smallest is None or order < smallest:
                 chosen, smallest = row, order
         return chosen

@@ -5,14 +5,26 @@ from __future__ import annotations
 from difflib import get_close_matches
 from importlib import import_module
 
+import numpy as np
+
 from kvstored.policies.admission import Admission
 from kvstored.policies.base import Policy, PolicySettings
 from kvstored.residency import Residency
 
 POLICIES: dict[str, str] = {
     "lru": "kvstored.policies.lru:Lru",
+    "fifo": "kvstored.policies.fifo:Fifo",
+    "lfu": "kvstored.policies.lfu:Lfu",
     "lfu-ttl": "kvstored.policies.lfu_ttl:LfuTtl",
+    "s3-fifo": "kvstored.policies.s3fifo:S3Fifo",
+    "sieve": "kvstored.policies.sieve:Sieve",
+    "arc": "kvstored.policies.arc:Arc",
+    "w-tinylfu": "kvstored.policies.w_tinylfu:WTinyLfu",
+    "gdsf": "kvstored.policies.gdsf:Gdsf",
+    "chain-hazard": "kvstored.policies.chain_hazard:ChainHazard",
 }
+BEST = "best"
+SHIPPED = "lfu-ttl"  # what `best` is: the default of reference.toml for DRAM
 ADMISSIONS: dict[str, str] = {
     "always": "kvstored.policies.admission:Always",
     "second-touch": "kvstored.policies.admission:SecondTouch",
@@ -40,6 +52,11 @@ def create_admission(name: str, residency: Residency, tier: int) -> Admission:
     return admission
 
 
+def resolve(name: str) -> str:
+    """The policy that `name` stands for: `best` is what ships as the default."""
+    return SHIPPED if name == BEST else name
+
+
 def _load(name: str, known: dict[str, str], what: str) -> type:
     address = known.get(name)
     if address is None:
@@ -54,7 +71,13 @@ def _load(name: str, known: dict[str, str], what: str) -> type:
 def _adopt(policy: Policy) -> None:
     """Tell a new policy of the blocks in its tier, in the order of their last use, children before parents."""
     residency, tier = policy.residency, policy.tier
-    rows = [row for row, mask in enumerate(residency.rows.mask) if mask >> tier & 1]
-    rows.sort(key=lambda row: (residency.last_access_ns(row), -residency.depth(row)))
-    for row in rows:
-        policy.inserted(row, residency.last_access_ns(row))
+    rows = np.flatnonzero(np.frombuffer(residency.rows.mask, np.uint8) >> tier & 1)
+    if len(rows):
+        last_access_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[rows]
+        depth = np.frombuffer(residency.rows.depth, np.uint32)[rows].astype(np.int64)
+        if (last_access_ns == last_access_ns[0]).all():  # a start: sorting numbers is cheaper than sorting by columns
+            bits = len(rows).bit_length()
+            order = np.sort((depth.max() - depth) << bits | np.arange(len(rows))) & (1 << bits) - 1
+        else:
+            order = np.lexsort((-depth, last_access_ns))
+        policy.adopt(rows[order])

@@ -3,8 +3,9 @@
 Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023. A new block enters the
 small queue, a tenth of the tier; if it was used by the time it is looked at it moves to the main queue, else it goes
 and its key is remembered: one that comes back is stored in the main queue at once. There a use buys another round,
-three at most. A bad choice for sessions that pause: a turn's blocks are gone after a tenth of the tier's worth of
-others, before the next turn comes. Good against floods of one-time prompts.
+three at most. One use passes the trial; the authors' simulator asks for two unless it is told otherwise. A bad choice
+for sessions that pause: a turn's blocks are gone after a tenth of the tier's worth of others, before the next turn
+comes. Good against floods of one-time prompts.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from kvstored.config.sizes import show_size
 from kvstored.simulator.reuse import Curve
 from kvstored.simulator.study import UNBOUNDED, Row
-from kvstored.simulator.text import name_of, show_bytes
+from kvstored.simulator.text import name_of
 
 _WIDTH, _HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 12, 40
@@ -140,7 +141,7 @@ def _table(rows: Sequence[Row]) -> str:
     body = "".join(
         f"<tr><td class=w>{escape(row['policy'])}</td><td class=w>{escape(row['admission'])}</td>"
         f"<td>{row['capacity_fraction']:.2%}</td><td>{row['capacity_blocks']:,}</td><td>{row['hit_ratio']:.4f}</td>"
-        f"<td>{row['compute_saved_ratio']:.4f}</td><td>{show_bytes(row['bytes_by_lane']['engine→host'])}</td></tr>"
+        f"<td>{row['compute_saved_ratio']:.4f}</td><td>{show_size(row['bytes_by_lane']['engine→host'])}</td></tr>"
         for row in rows
     )
     return f'<div class="card"><table><tr>{head}</tr>{body}</table></div>'

@@ -11,6 +11,7 @@ import json
 import random
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ CLAUDE_BLOCK_TOKENS = 64
 RECORDED_VERSION = 1
 ID_DIGITS = 16
 Progress = Callable[[int, int], None]
+_MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what reading a wrong line raises
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def read_trace(path: Path, format_name: str, options: ReadOptions, progress: Pro
 
 def lines_of(path: Path, progress: Progress, *, may_be_cut: bool = False) -> Iterator[tuple[int, Any]]:
     """Each line's number and its JSON value. Empty lines are left out. `may_be_cut`: a file whose writer was killed
-    ends with its last whole line.
+    ends with its last whole line. A pipe does as well as a file; nothing is known of its length.
     """
     total = path.stat().st_size
     with path.open("rb") as raw:
@@ -61,12 +63,12 @@ def lines_of(path: Path, progress: Progress, *, may_be_cut: bool = False) -> Ite
                 raise TraceError(f"{path} is damaged or cut off after line {number - 1}: {error}") from None
             if not line:
                 break
-            if number % 256 == 1:
+            if number % 256 == 1 and raw.seekable():
                 progress(min(raw.tell(), total), total)
             try:
                 if line.strip():
                     yield number, json.loads(line)
-            except ValueError as error:  # JSON and UTF-8
+            except (ValueError, RecursionError) as error:  # JSON and UTF-8; brackets in brackets in brackets
                 if may_be_cut and number > 1 and not line.endswith(b"\n"):
                     break
                 raise TraceError(f"{path}, line {number}: not JSON: {error}") from None
@@ -80,17 +82,15 @@ def read_mooncake(path: Path, options: ReadOptions, progress: Progress) -> Trace
     builder = TraceBuilder(path.name, "mooncake", MOONCAKE_BLOCK_TOKENS)
     seen: set[int] = set()
     for number, row in lines_of(path, progress):
-        try:
+        with _reading(path, number, "a Mooncake request"):
             ids = row["hash_ids"]
+            if not isinstance(ids, list):
+                raise TraceError("hash_ids is no list")
             builder.add(
                 round(row["timestamp"] * NS_PER_MS), ids, continued=len(ids) > 1 and ids[1] in seen,
                 input_tokens=int(row["input_length"]), output_tokens=int(row["output_length"]),
             )  # fmt: skip
-        except (KeyError, TypeError, IndexError) as error:
-            raise TraceError(f"{path}, line {number}: not a Mooncake request ({_what(error)})") from None
-        except TraceError as error:
-            raise TraceError(f"{path}, line {number}: {error}") from None
-        seen.update(ids)
+            seen.update(ids)
     return builder.build()
 
 
@@ -105,13 +105,13 @@ def read_claude_code(path: Path, options: ReadOptions, progress: Progress) -> Tr
     chance = random.Random(options.seed)
     sessions = list(lines_of(path, progress))
     if options.sessions is not None:
-        if options.sessions > len(sessions):
-            raise TraceError(f"--sessions {options.sessions}: {path.name} has {len(sessions)}")
+        if not 1 <= options.sessions <= len(sessions):
+            raise TraceError(f"--sessions {options.sessions}: {path.name} has {len(sessions)}, of which at least 1")
         sessions = chance.sample(sessions, options.sessions)
     builder = TraceBuilder(path.name, "claude-code", options.group_tokens)
     for space, (number, session) in enumerate(sessions):
         start_s = chance.uniform(0.0, options.window_s)
-        try:
+        with _reading(path, number, "a Claude Code session"):
             for turn, (at_s, input_tokens, output_tokens, kind, _, runs) in enumerate(session["reqs"]):
                 ids: list[int] = []
                 for first, length in zip(runs[::2], runs[1::2], strict=True):
@@ -120,15 +120,19 @@ def read_claude_code(path: Path, options: ReadOptions, progress: Progress) -> Tr
                     round((start_s + at_s) * NS_PER_S), ids[group - 1 :: group], kind=str(kind), continued=turn > 0,
                     input_tokens=int(input_tokens), output_tokens=int(output_tokens), space=space,
                 )  # fmt: skip
-        except TraceError as error:
-            raise TraceError(f"{path}, line {number}: {error}") from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{path}, line {number}: not a Claude Code session ({_what(error)})") from None
     return builder.build()
 
 
-def _what(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+@contextmanager
+def _reading(path: Path, number: int, wanted: str) -> Iterator[None]:
+    """What is wrong with a line is said together with its number."""
+    try:
+        yield
+    except TraceError as error:
+        raise TraceError(f"{path}, line {number}: {error}") from None
+    except _MISFITS as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise TraceError(f"{path}, line {number}: not {wanted} ({what})") from None
 
 
 def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace:
@@ -144,7 +148,7 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
             if not isinstance(row, dict) or row.get("format") != "kvstored" or row.get("version") != RECORDED_VERSION:
                 raise TraceError(f"{path} was not written by kvstored serve --record, version {RECORDED_VERSION}")
             continue
-        try:
+        with _reading(path, number, "a recorded request"):
             chain = _recorded_chain(parents, row.get("p", ""), row.get("k", ""))
             op, client, tokens = row["op"], row["c"], row["b"]
             builder = builder or TraceBuilder(path.name, "kvstored", tokens)
@@ -163,10 +167,6 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
                 )  # fmt: skip
             else:
                 raise TraceError(f"operation {op!r} is unknown")
-        except TraceError as error:
-            raise TraceError(f"{path}, line {number}: {error}") from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{path}, line {number}: not a recorded request ({_what(error)})") from None
     if builder is None:
         raise TraceError(f"{path} has no request in it")
     return builder.build()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +19,19 @@ import numpy.typing as npt
 from kvstore_tiers.base import Slot
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
-from kvstored.policies import Policy, PolicySettings, create, create_admission
+from kvstored.policies import Policy, PolicySettings, RequestContext, create, create_admission
 from kvstored.residency import Residency
 from kvstored.residency.index import DEFAULT_GHOST_KEYS
 from kvstored.simulator.future import Clairvoyant, next_uses
+from kvstored.simulator.hints import NO_HINTS, Hints, scores
 from kvstored.simulator.trace import Op, Trace
 
 TIER = 0
 _PROGRESS_EVERY = 512  # requests
 _EXPIRED_AT_ONCE = 64
 _NO_ADMISSION = "always"
+_FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
+_TOKEN_NS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class ReplaySettings:
     ttl_s: float | None = None
     ghost_keys: int = DEFAULT_GHOST_KEYS
     block_bytes: int = 1
+    hints: Hints = NO_HINTS
 
 
 @dataclass(slots=True)
@@ -76,6 +81,10 @@ class Replay:
         self._stored = self._refused = self._evicted = self._expired = 0
         self._slots: list[Slot] = []  # free
         self._slots_made = 0
+        self._tells = type(self.policy).expect is not Policy.expect  # to others it would be told in vain
+        self._running: list[tuple[int, int, int]] = []  # heap of (end, request, answer's tokens)
+        self._scores = scores(trace, settings.hints).tolist() if self._tells else []
+        self._queued = 0  # requests up to here have been seen in the queue
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ReplayResult:
         """The whole trace, once."""
@@ -92,11 +101,44 @@ class Replay:
             first, last = starts[at], starts[at + 1]
             asked = [keys[block] for block in trace.blocks[first:last].tolist()]
             now_ns = self.clock.set_ns(times[at] - times[0])
+            if self._tells:
+                self._tell_context(at, now_ns)
             hits[at] = self.request(asked, Op(ops[at]), self._tenants[tenants[at]], now_ns, first)
         seconds = time.perf_counter() - began
         progress(trace.requests, trace.requests)
         evicted = {"evicted": self._evicted, "expired": self._expired, "refused": self._refused}
         return ReplayResult(self.settings, hits, self._stored, evicted, seconds)
+
+    def _tell_context(self, at: int, now_ns: int) -> None:
+        """What an engine could tell: of request `at` its prompt, of earlier ones that have ended their answers."""
+        trace, running, policy = self.trace, self._running, self.policy
+        while running and running[0][0] <= now_ns:
+            end_ns, number, tokens = heappop(running)
+            policy.answered(number, tokens, end_ns, self._scores[number])
+        if self.settings.hints.queue_s:
+            self._tell_queue(at, now_ns)
+        tokens = int(trace.output_tokens[at])
+        if trace.ops[at] != Op.REQUEST or not tokens:
+            return  # recordings of a daemon tell no more than a daemon knows
+        kind = trace.kind_names[trace.kinds[at]]
+        policy.expect(RequestContext(at, int(trace.input_tokens[at]), kind, is_answered_later=True))
+        heappush(running, (now_ns + _FIRST_TOKEN_NS + tokens * _TOKEN_NS, at, tokens))
+
+    def _tell_queue(self, at: int, now_ns: int) -> None:
+        """Of requests that will be looked up soon, where their chains are here."""
+        trace = self.trace
+        due_ns = now_ns + round(self.settings.hints.queue_s * 1e9)
+        self._queued = max(self._queued, at + 1)
+        while self._queued < trace.requests:
+            later = self._queued
+            its_ns = int(trace.times_ns[later] - trace.times_ns[0])
+            if its_ns > due_ns:
+                break
+            self._queued += 1
+            blocks = trace.blocks[trace.starts[later] : trace.starts[later + 1]].tolist()
+            rows = self.residency.find_keys(self._tenants[int(trace.tenants[later])], [trace.key(b) for b in blocks])
+            if rows:
+                self.policy.awaited(rows[-1], its_ns)
 
     def request(self, keys: list[bytes], op: Op, tenant: int, now_ns: int, first_access: int) -> int:
         """One request; its hits. `first_access` is its place among the trace's block accesses."""

@@ -37,7 +37,10 @@ def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
     not use all of their blocks, and their distances would mean nothing: raises ValueError.
     """
     if np.any(trace.ops != Op.REQUEST):
-        raise ValueError("reuse distances are those of whole requests; this trace has lookups and stores apart")
+        raise ValueError(
+            "reuse distances are those of whole requests; this trace has lookups and stores apart: leave out "
+            "--reuse-distance"
+        )
     order = _tail_first(trace)
     touched = trace.blocks[order].astype(np.int64)
     count = len(touched)

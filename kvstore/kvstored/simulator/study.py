@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstored.policies import resolve
 from kvstored.simulator.future import Clairvoyant
+from kvstored.simulator.hints import NO_HINTS, Hints
 from kvstored.simulator.replay import Replay, ReplayResult, ReplaySettings
 from kvstored.simulator.trace import Trace
 from kvstored.simulator.worth import Model, Prices, money, worth
@@ -37,6 +38,7 @@ class Study:
     ghost_keys: int = 65_536
     count_from: int = 0
     prices: Prices | None = None
+    hints: Hints = NO_HINTS
 
     def rows(self, progress: Progress) -> Iterator[Row]:
         """Rows as they are ready, the bounds first."""
@@ -54,7 +56,7 @@ class Study:
     def _settings(self, policy: str, admission: str, blocks: int) -> ReplaySettings:
         ttl_s = None if policy == Clairvoyant.name else self.ttl_s
         block_bytes = self.model.kv_bytes_per_token * self.trace.block_tokens
-        return ReplaySettings(resolve(policy), blocks, admission, ttl_s, self.ghost_keys, block_bytes)
+        return ReplaySettings(resolve(policy), blocks, admission, ttl_s, self.ghost_keys, block_bytes, self.hints)
 
     def _row(self, policy: str, settings: ReplaySettings, progress: Progress) -> Row:
         label = f"{policy} at {settings.capacity_blocks:,} blocks"

@@ -6,10 +6,10 @@ import csv
 import io
 from collections.abc import Sequence
 
+from kvstored.config.sizes import show_size
 from kvstored.simulator.reuse import Curve
 from kvstored.simulator.study import Row
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _HEADINGS = (
     "POLICY", "ADMISSION", "CAPACITY", "BLOCKS", "HITS", "COMPUTE SAVED", "STORED", "READ", "EVICTED", "BLOCKS/S",
 )  # fmt: skip
@@ -23,8 +23,8 @@ def table(rows: Sequence[Row]) -> str:
         lanes, evicted = row["bytes_by_lane"], row["evictions"]
         line = (
             _name(row), row["admission"], f"{row['capacity_fraction']:.2%}", f"{row['capacity_blocks']:,}",
-            f"{row['hit_ratio']:.4f}", f"{row['compute_saved_ratio']:.4f}", show_bytes(lanes["engine→host"]),
-            show_bytes(lanes["host→engine"]), f"{sum(evicted.values()):,}", f"{row['accesses_per_second']:,}",
+            f"{row['hit_ratio']:.4f}", f"{row['compute_saved_ratio']:.4f}", show_size(lanes["engine→host"]),
+            show_size(lanes["host→engine"]), f"{sum(evicted.values()):,}", f"{row['accesses_per_second']:,}",
         )  # fmt: skip
         lines.append((*line, f"{row['cost']['net_usd']:.2f} $") if has_cost else line)
     return _aligned(lines, words=2)
@@ -62,14 +62,6 @@ def name_of(curve: Curve) -> str:
     if curve.tenant is not None:
         return f"tenant {curve.tenant}"
     return "all" if curve.kind is None else f"type {curve.kind}"
-
-
-def show_bytes(nbytes: float) -> str:
-    unit = 0
-    while nbytes >= 1024 and unit < len(_UNITS) - 1:
-        nbytes /= 1024
-        unit += 1
-    return f"{nbytes:.0f} {_UNITS[unit]}" if unit == 0 else f"{nbytes:.1f} {_UNITS[unit]}"
 
 
 def _name(row: Row) -> str:

@@ -1,0 +1,154 @@
+"""Which chain's tail goes next: the lowest worth first, for one tenant.
+
+Worth is uses to be had a second of holding one more block: the rank of the chain, times the chance that its next
+request goes as far as this block, plus the touches that others give it. Rows age all the time, so the order is made
+anew now and then: then the least worth are drawn into a heap, and the others wait above its ceiling. In between only
+what was used, or lost a block, is looked at again.
+
+Owns the heap. Never changes residency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from heapq import heapify, heappop, heappush, heapreplace
+
+import numpy as np
+
+from kvstored.policies.chains.book import SHARED_TAU_S, ChainBook
+from kvstored.policies.chains.gittins import bins_of
+from kvstored.residency import ResidencyView
+
+_LEFTOVER = 1e-9  # what is left of a chain that another one has continued
+_LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of all
+_FRESH_S = 1.0
+_FRESH_REQUESTS = 4
+_LATE_S = 30.0
+_SLACK = 1024
+_NEVER_S = -1e18
+_END_OF_DISTANCE = (0, 1, 2, 2, 3)
+Entry = tuple[float, int, int, int]  # worth, order, chain, number
+
+
+def _due_rank(left_s: float) -> float:
+    """One use, after so long. A request that does not come when it was due is forgotten."""
+    return 1.0 / max(left_s, 1.0) if left_s > -_LATE_S else 0.0
+
+
+class Candidates:
+    """See the module."""
+
+    def __init__(self, residency: ResidencyView, tier: int, book: ChainBook, tenant: int) -> None:
+        self._residency = residency
+        self._tier = tier
+        self._book = book
+        self._tenant = tenant
+        self._heap: list[Entry] = []
+        self._ceiling = -1.0
+        self._numbers = 0
+        self._drawn_s = _NEVER_S
+        self._drawn_requests = 0
+
+    def first(self, now_s: float, exclude: Container[int]) -> int:
+        """The row that goes first, or -1 when none of the chains' tails may leave and is not excluded."""
+        book = self._book
+        if now_s - self._drawn_s >= _FRESH_S or book.requests - self._drawn_requests >= _FRESH_REQUESTS:
+            self._draw(now_s)
+        heap, entry, tails = self._heap, book.chains.entry, book.chains.tail
+        skipped: list[Entry] = []
+        found = -1
+        while True:
+            if not heap:
+                if self._ceiling == float("inf") or skipped:
+                    break
+                self._draw(now_s)
+                heap = self._heap
+                if not heap:
+                    break
+            top = heap[0]
+            chain = top[2]
+            row = tails[chain]
+            if entry[chain] != top[3] or row < 0:
+                heappop(heap)
+            elif not self._residency.may_leave(row, self._tier):
+                heappop(heap)
+                book.chains.blocked[chain] = 1
+            elif row in exclude:
+                skipped.append(heappop(heap))
+            else:
+                found = row
+                break
+        for each in skipped:
+            heappush(heap, each)
+        return found
+
+    def worth(self, chain: int, now_s: float) -> float:
+        """Of the chain's tail, by the rank that the chain had when it was last looked at."""
+        book = self._book
+        chains = book.chains
+        row = chains.tail[chain]
+        distance = max(0, chains.length[chain] - book.residency.rows.depth[row] - 1)
+        base = chains.base[chain]
+        if chains.due_s[chain]:
+            base = max(base, _due_rank(chains.due_s[chain] - now_s))
+        worth = base * book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
+        return worth + book.shared_rate(row, now_s) if book.shared[row] else worth
+
+    def look_at(self, chain: int, now_s: float) -> None:
+        """The chain's tail or rank is another one."""
+        book = self._book
+        worth = self.worth(chain, now_s)
+        self._numbers += 1
+        book.chains.entry[chain] = self._numbers
+        if worth <= self._ceiling:
+            entry = (worth, book.chains.order[chain], chain, self._numbers)
+            heap = self._heap
+            if heap and heap[0][2] == chain:  # it has just lost its tail
+                heapreplace(heap, entry)
+            else:
+                heappush(heap, entry)
+                if len(heap) > 4 * book.chains.in_use + _SLACK:  # nobody has asked for long
+                    heap.clear()
+                    self._ceiling, self._drawn_s = -1.0, _NEVER_S
+
+    def _draw(self, now_s: float) -> None:
+        book = self._book
+        chains = book.chains
+        self._drawn_s, self._drawn_requests = now_s, book.requests
+        tails = chains.ints(chains.tail)
+        eligible = (tails >= 0) & ~chains.flags(chains.blocked)
+        eligible &= chains.ints(chains.tenant) == self._tenant
+        slots = np.flatnonzero(eligible)
+        rows = tails[slots]
+        cells = chains.ints(chains.cell)[slots].astype(np.int64)
+        base = book.tables.ranks(cells, bins_of(now_s - chains.floats(chains.used_s)[slots]))
+        due_s = chains.floats(chains.due_s)[slots]
+        queued = np.flatnonzero(due_s)
+        for at, due in zip(queued.tolist(), due_s[queued].tolist(), strict=True):
+            base[at] = max(base[at], _due_rank(due - now_s))
+        base[~chains.flags(chains.live)[slots]] = _LEFTOVER
+        chains.floats(chains.base)[slots] = base
+        depths = np.frombuffer(book.residency.rows.depth, np.uint32)[rows].astype(np.int64)
+        distance = np.clip(chains.ints(chains.length)[slots] - depths - 1, 0, 4)
+        worth = base * np.array(book.end_reuse)[np.array(_END_OF_DISTANCE)[distance]]
+        shared = np.frombuffer(book.shared, np.float64)[rows]
+        touched = np.flatnonzero(shared)
+        if len(touched):
+            since = np.frombuffer(book.shared_s, np.float64)[rows[touched]]
+            worth[touched] += shared[touched] * np.exp((since - now_s) / SHARED_TAU_S) / SHARED_TAU_S
+        wanted = max(_LEAST, len(slots) // _SHARE)
+        self._ceiling = float("inf")
+        if len(slots) > wanted:
+            part = np.argpartition(worth, wanted)
+            self._ceiling = float(worth[part[wanted]])
+            part = np.flatnonzero(worth <= self._ceiling)
+            slots, worth = slots[part], worth[part]
+        first = self._numbers + 1
+        self._numbers += len(slots)
+        numbers = range(first, self._numbers + 1)
+        entry = chains.longs(chains.entry)
+        entry[eligible] = 0
+        entry[slots] = np.arange(first, self._numbers + 1)
+        order = chains.longs(chains.order)[slots]
+        self._heap = list(zip(worth.tolist(), order.tolist(), slots.tolist(), numbers, strict=True))
+        heapify(self._heap)

@@ -1,0 +1,87 @@
+"""The guard: LRU on the side, and its order back in force while it would have hit more.
+
+A shadow holds no bytes: the keys that LRU would hold, of a sample of all blocks (by their keys, which are hashes), at
+the tier's size. What it hits is compared with what the tier hits, on the sampled blocks of every request. LRU has to
+lead by more than chance explains; it then decides for a while, after which the policy is tried again, later each time
+it fails.
+
+Owns the shadow and the verdict. Decides no victim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+_SHADOW_MAX = 1024  # keys; a larger tier is sampled
+_MASK_MAX = 255
+_DECAY = 0.998  # a request: verdicts are about the last 500
+_SURE = 3.0  # standard deviations
+_LEAD = 0.02  # and that share of the hits
+_PROBATION_MIN = 300  # requests under LRU
+_PROBATION_MAX = 10_000
+
+
+class LruGuard:
+    """Feed it every request; `is_lru_ahead` is the verdict."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        self.capacity = 0  # the most blocks the tier has held when room was needed
+        self._mask = 0
+        self._ours = 0.0
+        self._lead = 0.0  # of LRU, in hits
+        self._spread = 0.0  # sum of squares of the requests' differences
+        self._probation = _PROBATION_MIN
+        self._left = 0
+        self.is_lru_ahead = False
+
+    def resize(self, rows: int) -> None:
+        """The tier is full at `rows` blocks."""
+        if rows <= self.capacity:
+            return
+        self.capacity = rows
+        halvings = max(0, math.ceil(math.log2(rows / _SHADOW_MAX)))
+        mask = min((1 << halvings) - 1, _MASK_MAX)
+        if mask != self._mask:
+            self._mask = mask
+            self._held = OrderedDict((name, None) for name in self._held if not name[1][-1] & mask)
+
+    def used(self, tenant: int, keys: Sequence[bytes | None], rows: Sequence[int], fresh: int) -> None:
+        """A request used the blocks `keys[row]` of `rows`; the last `fresh` were missing."""
+        held, mask = self._held, self._mask
+        hits = ours = 0
+        last = len(rows) - fresh
+        for at in range(len(rows) - 1, -1, -1):
+            key = keys[rows[at]]
+            if key is None or key[-1] & mask:
+                continue
+            name = (tenant, key)
+            if name in held:
+                hits += 1
+                held.move_to_end(name)
+            else:
+                held[name] = None
+            if at < last:
+                ours += 1
+        if not self.capacity:
+            return
+        room = self.capacity // (mask + 1)
+        while len(held) > room:
+            held.popitem(last=False)
+        self._judge(hits - ours, ours)
+
+    def _judge(self, lead: int, ours: int) -> None:
+        self._ours = self._ours * _DECAY + ours
+        self._lead = self._lead * _DECAY + lead
+        self._spread = self._spread * _DECAY + lead * lead
+        if self.is_lru_ahead:
+            self._left -= 1
+            if self._left <= 0:
+                self.is_lru_ahead = False
+                self._lead = self._spread = 0.0
+        elif self._lead > _LEAD * self._ours and self._lead > _SURE * math.sqrt(self._spread) > 0:
+            self.is_lru_ahead = True
+            self._left = self._probation
+            self._probation = min(2 * self._probation, _PROBATION_MAX)

@@ -1,0 +1,81 @@
+"""The chains that are known: one slot each, columns instead of objects.
+
+A chain is what one request used, up to its last block; the request that goes on from there continues it. A slot lives
+as long as a block in the tier or in the ghost names it. Owns slots and their reuse. Never knows why.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import numpy.typing as npt
+
+_GROWTH_MIN = 256
+
+
+class ChainTable:
+    """`tail`: the deepest row of the chain that is in the tier and may perhaps leave, or -1. `blocked`: it may not.
+    `live`: a return is awaited; once continued by another chain, it is not.
+    """
+
+    def __init__(self) -> None:
+        self.tail = array("i")
+        self.length = array("i")  # in blocks, from the first of the prompt
+        self.cell = array("i")
+        self.bin = array("i")  # the age bin up to which its age has been counted
+        self.turn = array("i")
+        self.tenant = array("i")
+        self.new_blocks = array("i")
+        self.tokens = array("q")  # of prompt and answer, as far as known; -1: not known
+        self.entry = array("q")  # the valid entry of the chain among the candidates
+        self.order = array("q")  # when it was last used, among all accesses
+        self.used_s = array("d")
+        self.due_s = array("d")  # when a queued request will use it; 0: none is queued
+        self.base = array("d")  # its rank when it was last looked at
+        self.blocked = bytearray()
+        self.live = bytearray()
+        self.slots = 0  # ever used: the others are free or beyond
+        self._free: list[int] = []
+        self._columns = (
+            self.tail, self.length, self.cell, self.bin, self.turn, self.tenant, self.new_blocks, self.tokens,
+            self.entry, self.order, self.used_s, self.due_s, self.base,
+        )  # fmt: skip
+
+    def take(self) -> int:
+        """A slot; the caller sets every column."""
+        if self._free:
+            return self._free.pop()
+        slot = self.slots
+        if slot == len(self.tail):
+            more = max(_GROWTH_MIN, slot >> 1)
+            for column in self._columns:
+                column.frombytes(bytes(column.itemsize * more))
+            self.blocked.extend(bytes(more))
+            self.live.extend(bytes(more))
+        self.slots += 1
+        return slot
+
+    @property
+    def in_use(self) -> int:
+        return self.slots - len(self._free)
+
+    def keep_only(self, named: npt.NDArray[np.bool_]) -> None:
+        """Free every slot that is not named."""
+        free = np.flatnonzero(~named)
+        np.frombuffer(self.live, np.uint8)[free] = 0
+        np.frombuffer(self.tail, np.int32)[free] = -1
+        self._free = free[::-1].tolist()
+
+    def ints(self, column: array[int]) -> npt.NDArray[np.int32]:
+        """A view of the slots in use. Let go of it before the next `take`."""
+        return np.frombuffer(column, np.int32)[: self.slots]
+
+    def floats(self, column: array[float]) -> npt.NDArray[np.float64]:
+        return np.frombuffer(column, np.float64)[: self.slots]
+
+    def longs(self, column: array[int]) -> npt.NDArray[np.int64]:
+        return np.frombuffer(column, np.int64)[: self.slots]
+
+    def flags(self, column: bytearray) -> npt.NDArray[np.bool_]:
+        return np.frombuffer(column, np.bool_)[: self.slots]

@@ -1,0 +1,257 @@
+"""The chain policy: what it learns, that it knows nothing of the future, and what bounds it."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from kvstored.lifecycle import Cause
+from kvstored.policies import Policy, RequestContext, ResidencyClass, Share, create
+from kvstored.policies.chain_hazard import ChainHazard
+from kvstored.policies.chains import prior
+from kvstored.policies.chains.features import Features, features_of, with_answer
+from kvstored.policies.chains.ghost import ChainGhost
+from kvstored.policies.chains.gittins import BINS, EDGES_S, bin_of, bins_of, ranks
+from kvstored.policies.chains.guard import LruGuard
+from kvstored.policies.chains.hazards import HazardTables, Ladder
+from kvstored.simulator.replay import Replay, ReplaySettings
+from kvstored.simulator.trace import Trace, TraceBuilder
+from tests.reference.blocks import BLOCK_BYTES, Shelf
+
+S = 1_000_000_000
+NAME = ChainHazard.name
+
+
+def mixed_trace(requests: int = 900, *, seed: int = 1, tick_s: float = 3.0) -> Trace:
+    """Chats that grow and come back, among one-time prompts of another length. Times stand on ticks, so that many
+    requests share one.
+    """
+    chance = random.Random(seed)
+    fresh = iter(range(10**7))
+    builder = TraceBuilder("mixed", "made", 512)
+    chats: list[list[int]] = [[next(fresh) for _ in range(4)] for _ in range(40)]
+    for at in range(requests):
+        time_ns = round(at * 0.8 // tick_s * tick_s * S)
+        if chance.random() < 0.4:
+            blocks = chance.choice(chats)
+            blocks += [next(fresh) for _ in range(chance.randrange(1, 3))]
+            if len(blocks) > 30:
+                del blocks[:]
+                blocks += [next(fresh) for _ in range(4)]
+        else:
+            blocks = [next(fresh) for _ in range(12)]
+        builder.add(time_ns, blocks, input_tokens=len(blocks) * 512, output_tokens=chance.randrange(1, 600))
+    return builder.build()
+
+
+def replayed(trace: Trace, capacity: int, policy: str = NAME) -> tuple[Replay, list[int]]:
+    replay = Replay(trace, ReplaySettings(policy, capacity))
+    return replay, replay.run().hits.tolist()
+
+
+def in_force(shelf: Shelf) -> Policy:
+    policy = create(NAME, shelf.residency, 0)
+    policy.requests_min = policy.returns_min = 0  # type: ignore[attr-defined]
+    return policy
+
+
+def test_it_keeps_what_comes_back_among_what_does_not() -> None:
+    trace = mixed_trace()
+    ours, lru = (sum(replayed(trace, 300, name)[1]) for name in (NAME, "lru"))
+    assert ours > 1.15 * lru
+
+
+def test_it_is_causal() -> None:
+    trace = mixed_trace()
+    whole = replayed(trace, 250)[1]
+    for cut in (200, 451, 452, 453, 700):  # in the middle of a tick, too
+        assert replayed(trace.part(0, cut), 250)[1] == whole[:cut]
+
+
+def test_it_is_deterministic() -> None:
+    trace = mixed_trace()
+    assert replayed(trace, 200)[1] == replayed(trace, 200)[1]
+
+
+def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstored.policies.chains.book._GHOST_MIN", 100)
+    monkeypatch.setattr("kvstored.policies.chains.book._SLOTS_SLACK", 50)
+    replay, _ = replayed(mixed_trace(3000), 100)
+    assert isinstance(replay.policy, ChainHazard)
+    book = replay.policy._book
+    assert len(book._ghosts[0]) <= 2 * 10 * (100 + 40)
+    assert book.chains.in_use < 1500
+
+
+def test_without_evidence_it_is_lru() -> None:
+    trace = mixed_trace(50)
+    assert replayed(trace, 60)[1] == replayed(trace, 60, "lru")[1]
+
+
+def test_a_session_that_was_evicted_is_known_when_it_returns() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    rows = shelf.chain(0, 1, 2, 3)
+    for row in reversed(rows):
+        shelf.residency.remove(row, Cause.EVICTED, shelf.now_ns)
+    shelf.now_ns += 5 * S
+    shelf.chain(0, 1, 2, 3, 4)
+    assert policy._book.returns == 1
+
+
+def test_branches_from_a_shared_prompt_continue_nobody() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    for number in range(10, 20):
+        shelf.now_ns += S
+        shelf.chain(0, 1, number, number + 100)
+    assert policy._book.returns == 0
+    first = shelf.residency.find(0, (1).to_bytes(16, "big"))
+    assert policy._book.shared[first] > 5
+
+
+def test_the_answer_is_a_class_of_its_own_once_known() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    policy.expect(RequestContext(7, 2048, "chat", is_answered_later=True))
+    shelf.chain(0, 1, 2)
+    before = policy._book.features[0]
+    policy.answered(7, 300, shelf.now_ns + S)
+    assert policy._book.features[0] == with_answer(before, 300)
+    policy.answered(7, 1, shelf.now_ns + S)
+    assert policy._book.features[0] == with_answer(before, 300), "told once"
+
+
+def test_blocks_that_came_by_themselves_have_chains_too() -> None:
+    """A demotion fills the tier from the tail to the head, and nothing is used."""
+    shelf = Shelf("host", "nvme")
+    policy = create(NAME, shelf.residency, 1)
+    policy.requests_min = policy.returns_min = 0  # type: ignore[attr-defined]
+    assert isinstance(policy, ChainHazard)
+    rows = shelf.chain(0, 1, 2, 3)
+    for row in reversed(rows):
+        shelf.residency.attach(row, 1, shelf.slot(), 1)
+    for row in rows:
+        shelf.residency.detach(row, 0)
+    assert policy.next_victim(1) == rows[-1]
+    assert len({policy._book.owner[row] for row in rows}) == 1
+
+
+def test_shares_stand_above_its_order() -> None:
+    shelf = Shelf(tenants=2)
+    policy = in_force(shelf)
+    policy.set_share(0, Share(min_bytes=2 * BLOCK_BYTES))
+    mine = [shelf.chain(number, tenant=0)[0] for number in range(3)]
+    other = shelf.chain(9, tenant=1)[0]
+    order = []
+    while (row := policy.next_victim(shelf.now_ns)) >= 0:
+        order.append(row)
+        shelf.residency.remove(row, Cause.EVICTED, shelf.now_ns)
+    assert sorted(order) == sorted([mine[0], other])
+
+
+def test_classes_come_from_the_ranks() -> None:
+    trace = mixed_trace()
+    replay, _ = replayed(trace, 300)
+    policy, now_ns = replay.policy, int(trace.times_ns[-1])
+    assert isinstance(policy, ChainHazard)
+    assert not policy.is_lru
+    counts = policy.class_counts(now_ns)
+    rows = np.flatnonzero(np.frombuffer(replay.residency.rows.mask, np.uint8)).tolist()
+    told = [policy.residency_class(row, now_ns) for row in rows]
+    assert counts == {kind: told.count(kind) for kind in ResidencyClass}
+    assert counts[ResidencyClass.HOT] + counts[ResidencyClass.WARM] > 0
+    later = policy.class_counts(now_ns + 6 * 3600 * S)
+    assert later[ResidencyClass.HOT] <= counts[ResidencyClass.HOT]
+
+
+# The parts
+
+
+def test_a_rank_looks_at_the_best_horizon() -> None:
+    late = np.full((1, BINS), 1e-6)
+    late[0, 10] = 0.9  # returns after some 25 s, hardly before
+    soon = np.full((1, BINS), 1e-6)
+    soon[0, 0] = 0.01
+    found = ranks(np.concatenate([late, soon]))
+    assert found[0, 0] == pytest.approx(0.9 / EDGES_S[11], rel=0.2)
+    assert found[0, 10] > found[0, 0] > found[1, 0]
+    assert found[0, 11] < 1e-4, "the chance has passed"
+
+
+def test_bins_of_ages() -> None:
+    ages = np.array([0.0, 0.74, 0.75, 1e9])
+    assert bins_of(ages).tolist() == [bin_of(age) for age in ages.tolist()] == [0, 0, 1, BINS - 1]
+
+
+def cell_features(turn: int) -> Features:
+    return features_of(is_continued=True, new_blocks=1, length=5, turn=turn, gap_s=1.0, text_tokens=None, type_number=0)
+
+
+def test_the_ladder_that_foretells_better_is_believed() -> None:
+    tables = HazardTables([Ladder(("kind", "turn")), Ladder(("kind",))])
+    cells = [tables.cell(cell_features(turn)) for turn in (1, 9)]
+    for round_ in range(400):
+        for cell, comes_back in zip(cells, (True, False), strict=True):
+            if comes_back:
+                tables.returned(cell, 3)
+            else:
+                tables.passed(cell, 0, 12)
+        if round_ % 25 == 0:
+            tables.renew(1.0)
+            tables.ranks(np.array(cells), np.zeros(2, dtype=np.int64))
+    fine, coarse = tables.weights()
+    assert fine > 0.9 > coarse
+    first, second = tables.ranks(np.array(cells), np.zeros(2, dtype=np.int64))
+    assert first > 10 * second
+
+
+def test_the_ghost_forgets_the_oldest_generation() -> None:
+    ghost = ChainGhost(10)
+    ghost.remember(b"a", 5, 2)
+    ghost.turn_over(10)
+    assert ghost.recall(b"a") == (5, 2)
+    assert ghost.chains().tolist() == [5]
+    ghost.turn_over(10)
+    assert ghost.recall(b"a") == (-1, 0)
+
+
+def test_the_guard_calls_lru_when_lru_would_hit_more_and_tries_again() -> None:
+    guard = LruGuard()
+    keys = [number.to_bytes(16, "big") for number in range(1, 41)]
+    guard.resize(40)
+    for _ in range(60):
+        guard.used(0, keys, range(40), fresh=40)  # a tier that keeps nothing, where LRU keeps all
+    assert guard.is_lru_ahead
+    for _ in range(300):
+        guard.used(0, keys, range(40), fresh=0)
+    assert not guard.is_lru_ahead
+    for _ in range(1000):
+        guard.used(0, keys, range(40), fresh=0)
+    assert not guard.is_lru_ahead
+
+
+def test_the_guard_samples_a_large_tier() -> None:
+    guard = LruGuard()
+    guard.resize(100_000)
+    for first in range(0, 300_000, 100):
+        guard.used(0, [number.to_bytes(16, "big") for number in range(first, first + 100)], range(100), fresh=100)
+    assert len(guard._held) <= 1024
+
+
+def test_the_shipped_model_has_a_card_and_fits_the_bins() -> None:
+    tables = prior.shipped()
+    assert {table.workload for table in tables} == {"chat", "agent"}
+    for table in tables:
+        for seen in table.counts.values():
+            assert (seen[1] <= seen[0]).all()
+    text = prior.write({"what": "test"}, list(tables), least=0)
+    assert [table.order for table in prior.read(json.loads(text))] == [table.order for table in tables]
+    with pytest.raises(ValueError, match="refit"):
+        prior.read({"format": 0})

@@ -1,0 +1,46 @@
+"""Hints made up from a trace: of the quality they claim, and worth something to the policy that takes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstored.simulator.hints import NO_HINTS, Hints, parse_hints, scores
+from kvstored.simulator.replay import Replay, ReplaySettings
+from tests.unit.test_policies_chain_hazard import mixed_trace
+
+
+def test_what_is_asked_for() -> None:
+    assert parse_hints("will-continue:0.80,queue:10", 3) == Hints(0.8, 10.0, 3)
+    assert parse_hints("queue:2.5", 0) == Hints(None, 2.5, 0)
+
+
+@pytest.mark.parametrize("text", ["", "will-continue", "will-continue:0.4", "will-continue:1", "queue:0", "tea:1"])
+def test_a_wrong_one_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--hints .*takes will-continue:AUC"):
+        parse_hints(text, 0)
+
+
+def test_scores_are_as_good_as_they_say() -> None:
+    trace = mixed_trace(4000)
+    told = scores(trace, Hints(0.8))
+    assert set(told.tolist()) <= {1, 2, 3, 4, 5}
+    request_of = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
+    last_use = dict(zip(trace.blocks.tolist(), request_of.tolist(), strict=True))
+    goes_on = np.array([last_use[int(trace.blocks[end - 2])] > at for at, end in enumerate(trace.starts[1:].tolist())])
+    yes, no = told[goes_on], told[~goes_on]
+    auc = (yes[:, None] > no[None, :]).mean() + 0.5 * (yes[:, None] == no[None, :]).mean()
+    assert auc == pytest.approx(0.8, abs=0.03)
+
+
+def test_without_hints_there_are_none() -> None:
+    assert not scores(mixed_trace(50), NO_HINTS).any()
+
+
+def test_a_queue_brings_hits() -> None:
+    trace = mixed_trace(1500)
+    plain, hinted = (
+        int(Replay(trace, ReplaySettings("chain-hazard", 150, hints=each)).run().hits.sum())
+        for each in (NO_HINTS, Hints(None, 10.0))
+    )
+    assert hinted > 1.1 * plain
