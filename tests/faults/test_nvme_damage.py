@@ -14,7 +14,7 @@ import pytest
 from kvstore_tiers.base import OutcomeKind, Slot
 from kvstore_tiers.nvme import DirectoryUnusable, FormatUnsupported, NvmeTier
 from kvstore_tiers.nvme.check import Severity, check_directory
-from kvstore_tiers.nvme.index import write_seal
+from kvstore_tiers.nvme.index_seal import write_seal
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, read_superblock
 from kvstore_tiers.testing.driving import block, finish, get, put
 
@@ -111,6 +111,7 @@ def test_a_stale_image_of_the_same_key_is_not_served(directory: Path) -> None:
     offset = slot_offset(directory, 0)
     with opened(directory) as tier:
         tier.free(recovered(tier)[1])
+        assert finish(tier.sync).ok, "so that the slot is taken again first"
         slot = put(tier, *block(1, PAYLOAD_BYTES))
         assert slot is not None and slot.offset == offset and slot.generation == 2
         assert finish(tier.sync).ok

@@ -15,10 +15,11 @@ import pytest
 
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot, TierState
+from kvstore_tiers.failures import ERRORS_IN_A_ROW
 from kvstore_tiers.nvme import DirectoryInUse, DirectoryUnusable, NvmeTier
 from kvstore_tiers.nvme import directory as directory_module
 from kvstore_tiers.nvme.check import check_directory
-from kvstore_tiers.nvme.health import ERRORS_IN_A_ROW, RETRY_FULL_AFTER_S
+from kvstore_tiers.nvme.health import RETRY_FULL_AFTER_S
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.driving import block, finish, get, put
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme import index as index_module
-from kvstore_tiers.nvme.index import IndexColumns, KeyIndex, read_sealed, seal_holds
+from kvstore_tiers.nvme.index import KeyIndex
+from kvstore_tiers.nvme.index_mending import IndexColumns, PackedEntries
+from kvstore_tiers.nvme.index_seal import read_sealed, seal_holds
 from kvstore_tiers.nvme.slab import Location
 from kvstore_tiers.recovered import as_words
 from kvstore_tiers.testing.driving import block, finish, put
@@ -119,11 +121,11 @@ def test_what_is_committed_meanwhile_stays(todo: list[tuple[int, str, int]], was
                 elif at == when and key in expected:
                     index.apply([], [(key, expected.pop(key))], {}, generation)
 
-        def fill_after_commits(keys: bytes, values: bytes, first: int, last: int) -> bool:
+        def fill_after_commits(entries: PackedEntries, first: int, last: int) -> bool:
             nonlocal slices
             slices += 1
             commit(slices)
-            return fill(keys, values, first, last)
+            return fill(entries, first, last)
 
         index._fill = fill_after_commits  # type: ignore[method-assign]
         index._mended.clear()  # as `mend` does before its thread begins

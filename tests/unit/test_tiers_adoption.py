@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum
+from kvstore_tiers.adoption import AdoptedArena
 from kvstore_tiers.arena import Arena, ArenaRecord, ForeignMemory, empty_memory
 from kvstore_tiers.base import Slot
-from kvstore_tiers.host import AdoptedArena, HostTier
+from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.driving import get, put
 

@@ -10,13 +10,14 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 import numpy as np
 import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, read_header
+from kvstore_tiers import arena, image_copies
 from kvstore_tiers.arena import F_SEAL_FUTURE_WRITE
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
@@ -30,6 +31,25 @@ MIB = 1 << 20
 def tier() -> Iterator[HostTier]:
     with closing(HostTier(4 * MIB, arena_bytes=MIB)) as tier:
         yield tier
+
+
+def refused(number: int) -> Callable[..., int]:
+    def refuse(*_arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+class Refusing:
+    """A module of which one call fails for want of memory."""
+
+    def __init__(self, call: str) -> None:
+        module, name = call.split(".")
+        self._module = sys.modules[module]
+        setattr(self, name, refused(errno.ENOMEM))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._module, name)
 
 
 def fill(tier: HostTier, nbytes: int, owner: str) -> list[Slot]:
@@ -143,6 +163,34 @@ def test_memory_taken_over_by_another_owner_is_zeros_for_the_former_clients() ->
         os.close(fd)
 
 
+def test_without_a_descriptor_for_a_new_arena_the_old_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(HostTier(MIB, arena_bytes=MIB)) as tier:
+        slot = tier.allocate(65536, "a")
+        assert slot is not None
+        tier.free(slot)
+        with monkeypatch.context() as patched:
+            patched.setattr(arena, "_new_memory", refused(errno.EMFILE))
+            assert tier.allocate(65536, "b") is None, "a full tier, not a broken one"
+        assert tier.used_bytes == MIB and tier.containers()[0].owner == "a"
+        again = tier.allocate(65536, "a")
+        assert again is not None and again.container == slot.container
+        tier.free(again)
+        other = tier.allocate(65536, "b")
+        assert other is not None and tier.used_bytes == MIB and len(tier.containers()) == 1
+
+
+@pytest.mark.parametrize("call", ["mmap.mmap", "fcntl.fcntl", "os.ftruncate"])
+def test_an_arena_that_cannot_be_made_leaves_nothing(
+    tier: HostTier, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(arena, call.split(".")[0], Refusing(call))
+        assert tier.allocate(8192, "a") is None
+    assert len(os.listdir("/proc/self/fd")) == before and tier.used_bytes == 0
+    assert tier.allocate(8192, "a") is not None
+
+
 def test_an_arena_taken_over_gives_memory_back_as_fast_as_it_is_taken() -> None:
     """At no moment do old and new arena hold more than one arena's memory."""
     with closing(HostTier(MIB, arena_bytes=MIB)) as tier:
@@ -160,6 +208,12 @@ def test_an_arena_taken_over_gives_memory_back_as_fast_as_it_is_taken() -> None:
             os.close(new_fd)
             assert held_bytes <= MIB, taken
         os.close(old_fd)
+
+
+def test_it_says_whose_an_arena_is(tier: HostTier) -> None:
+    slot = tier.allocate(8192, "a")
+    assert slot is not None
+    assert tier.owner(slot.container) == "a" and tier.owner(slot.container + 1) is None
 
 
 def test_charges_count_against_the_same_capacity(tier: HostTier) -> None:
@@ -194,8 +248,6 @@ def test_prefault_comes_in_slices_and_changes_nothing(tier: HostTier) -> None:
 
 
 def test_prefault_without_madvise_populates_all_the_same(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstore_tiers import arena
-
     class OldKernel:
         fallocate = arena._libc.fallocate
 
@@ -238,17 +290,15 @@ def test_write_many_ends_each_write_once(tier: HostTier) -> None:
 
 def test_the_copy_is_checksummed_not_the_clients_memory(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that changes its staging memory during a put harms its own block, and never makes it look sound."""
-    from kvstore_tiers import host
-
     header, payload = block(1, 8192)
     as_copied = payload.copy()
-    real = host.gather
+    real = image_copies.gather
 
     def copy_then_client_writes(destination: int, segments: object) -> None:
         real(destination, segments)  # type: ignore[arg-type]
         payload[:] = 0
 
-    monkeypatch.setattr(host, "gather", copy_then_client_writes)
+    monkeypatch.setattr(image_copies, "gather", copy_then_client_writes)
     slot = put(tier, header, payload, "a")
     assert slot is not None
     outcome, copy = get(tier, slot, header.key, 8192)

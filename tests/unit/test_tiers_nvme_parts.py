@@ -69,7 +69,7 @@ def test_a_batch_put_back_loses_nothing_and_the_newer_wins() -> None:
     slab = object()
     older, newer = (replace(block(1, 10)[0], generation=g) for g in (1, 2))
     journal.note_written(slab, 0, older)  # type: ignore[arg-type]
-    journal.note_freed(slab, 3)  # type: ignore[arg-type]
+    journal.note_freed(slab, 3, 7)  # type: ignore[arg-type]
     batch = journal.take()
     assert journal.sequence == 6
     journal.note_written(slab, 0, newer)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_a_batch_put_back_loses_nothing_and_the_newer_wins() -> None:
     journal.put_back(batch)
     again = journal.take()
     assert again.written[slab] == {0: newer}  # type: ignore[index]
-    assert again.freed[slab] == {3}  # type: ignore[index]
+    assert again.freed[slab] == {3: 7}  # type: ignore[index]
     assert len(again.withdrawn) == 1
     assert not Batch()
 

@@ -85,7 +85,8 @@ class Arena:
     """`nbytes` of shared memory for `owner`. `slot_bytes` is 0 until the first slot is asked for.
 
     `donor` is an empty arena whose memory this one inherits: bytes of the donor are punched out before the same range
-    is handed out here, so that both together never hold more than `nbytes`.
+    is handed out here, so that both together never hold more than `nbytes`. Raises OSError, with nothing left behind,
+    where the system has no memory, no mapping or no descriptor for it.
     """
 
     def __init__(
@@ -117,10 +118,15 @@ class Arena:
         self._witness = witness
         is_new = descriptor < 0
         self.fd = _new_memory(number, nbytes) if is_new else descriptor
-        self._mapping = mmap.mmap(self.fd, nbytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        if is_new:
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | (F_SEAL_FUTURE_WRITE if mode == "sealed" else 0))
+        try:
+            self._mapping = mmap.mmap(self.fd, nbytes)
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+            if is_new:
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | (F_SEAL_FUTURE_WRITE if mode == "sealed" else 0))
+        except OSError:
+            if is_new:
+                os.close(self.fd)
+            raise
 
     @classmethod
     def adopt(cls, record: ArenaRecord, descriptor: int, witness: ArenaWitness | None) -> Arena:
@@ -294,8 +300,12 @@ class Arena:
 
 def _new_memory(number: int, nbytes: int) -> int:
     descriptor = os.memfd_create(_name(number), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.fchmod(descriptor, 0o600)  # a memfd is born 0777: any uid could reopen it writable through /proc
-    os.ftruncate(descriptor, nbytes)
+    try:
+        os.fchmod(descriptor, 0o600)  # a memfd is born 0777: any uid could reopen it writable through /proc
+        os.ftruncate(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

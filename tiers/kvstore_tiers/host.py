@@ -1,11 +1,11 @@
 """The host tier: blocks in DRAM, in arenas that clients map read-only.
 
-Owns arenas, their capacity and the copy threads. Never knows which client maps what, nor what a lease is.
+Owns arenas, their capacity and the copy threads (what they do: `image_copies`). Never knows which client maps what, nor
+what a lease is.
 Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and whatever the
 daemon `charge`s: staging, reservations.
-What a process left in arenas whose descriptors somebody kept can be taken over (`adopt`).
-Invariants: one owner and one slot size an arena; a container number is never reused; a payload is copied first and the
-copy is checksummed, because staging memory stays writable by the client; the header is written last.
+What a process left in arenas whose descriptors somebody kept can be taken over (`adopt`, by way of `adoption`).
+Invariants: one owner and one slot size an arena; a container number is never reused.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
-from kvstore_tiers import failpoints
+from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
+from kvstore_tiers.adoption import AdoptedArena, take_over
 from kvstore_tiers.arena import Arena, ArenaMode, ArenaRecord, ArenaWitness
-from kvstore_tiers.arena_walk import Headers, walk
 from kvstore_tiers.base import (
     Completion,
     Durability,
     MemoryKind,
     Outcome,
-    OutcomeKind,
     Segment,
     Slot,
     Tier,
@@ -34,27 +32,16 @@ from kvstore_tiers.base import (
     TierStatistics,
     require_fits,
 )
+from kvstore_tiers.batch import Batch
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.image import image_header, stamp_header
-from kvstore_tiers.segments import Bytes, checksum_at, gather, scatter, total_bytes
+from kvstore_tiers.image_copies import ImageCopies
+from kvstore_tiers.segments import Bytes
 from kvstore_tiers.sizes import aligned_down, require_slot_size
-from kvstore_tiers.threads import ResidentThreads, Transfer, deliver, run_transfer
+from kvstore_tiers.threads import ResidentThreads, Transfer
 
 DEFAULT_ARENA_BYTES = 64 * 2**20
 MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second thread and its GIL takes
 Write = tuple[Slot, BlockHeader, Sequence[Segment]]
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptedArena:
-    """What an arena of a former process holds. In `slots[i]` is the block that `headers[i]` names; in `retired` are
-    bytes of blocks that are gone. All are allocated; whoever adopted frees those that he has no use for."""
-
-    container: int
-    slots: list[Slot]
-    headers: Headers
-    retired: list[Slot]
-    damaged_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +90,7 @@ class HostTier(Tier):
         self._blocks_bytes = 0
         self._charges: defaultdict[str, int] = defaultdict(int)
         self._counters = TransferCounters()
+        self._copies = ImageCopies(self._counters, verify_reads)
         self._reshaping = threading.Lock()  # between the control thread and whoever prefaults
         self._threads = ResidentThreads(f"{name}-copy", copy_threads)
         self._closed = False
@@ -225,6 +213,11 @@ class HostTier(Tier):
     def arena(self, container: int) -> Arena:
         return self._arenas[container]
 
+    def owner(self, container: int) -> str | None:
+        """Whose an arena is; None when there is no such arena."""
+        arena = self._arenas.get(container)
+        return arena.owner if arena is not None else None
+
     def container_bytes(self, container: int) -> int:
         """How many bytes a client maps of an arena."""
         return self._arenas[container].nbytes
@@ -268,7 +261,7 @@ class HostTier(Tier):
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         require_fits(slot, header, segments)
         target = self.slot_segment(slot)
-        self._threads.submit(lambda: self._store(target, header, segments), done)
+        self._threads.submit(lambda: self._copies.store(target, header, segments), done)
 
     def write_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
         """`write` for a batch, over all copy threads where it is large; `done` gets the outcomes in the order of
@@ -278,21 +271,21 @@ class HostTier(Tier):
         for slot, header, segments in writes:
             require_fits(slot, header, segments)
             nbytes += header.payload_bytes
-            transfers.append(partial(self._store, self.slot_segment(slot), header, segments))
+            transfers.append(partial(self._copies.store, self.slot_segment(slot), header, segments))
         parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
-        batch = _Batch(transfers, parts, done)
+        batch = Batch(transfers, parts, done)
         for number in range(parts):
             if not self._threads.post(partial(batch.run, number)):
                 batch.end_part()
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         source = self.slot_segment(slot)
-        self._threads.submit(lambda: self._load(source, expect_key, segments), done)
+        self._threads.submit(lambda: self._copies.load(source, expect_key, segments), done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
         """Whether the slot still holds the block as it was stored: DONE or CORRUPT. Moves nothing, counts no read."""
         source = self.slot_segment(slot)
-        self._threads.submit(lambda: self._verify(source, expect_key), done)
+        self._threads.submit(lambda: self._copies.verify(source, expect_key), done)
 
     # -- over the end of a process -----------------------------------------------------------------------------------
 
@@ -302,11 +295,7 @@ class HostTier(Tier):
         """
         if self._closed or self._mode != "owned" or self.used_bytes + record.nbytes > self._capacity_bytes:
             return None
-        arena = Arena.adopt(record, descriptor, self._witness)
-        handed_out = min(record.handed_out, arena.slots)
-        found = walk(arena.address, record.slot_bytes, handed_out, bytes.fromhex(record.owner), record.high_generation)
-        generations = dict(zip(found.slots.tolist(), found.headers["generation"].tolist(), strict=True))
-        arena.occupy(generations | found.retired, handed_out)
+        arena, found = take_over(record, descriptor, self._witness)
         self._list(arena)
         if arena.used_slots:
             del self._empty[arena.number]
@@ -315,12 +304,7 @@ class HostTier(Tier):
         self._next_number = max(self._next_number, arena.number + 1)
         self._blocks += arena.used_slots
         self._blocks_bytes += arena.used_slots * arena.slot_bytes
-
-        def slots(of: dict[int, int]) -> list[Slot]:
-            size = arena.slot_bytes
-            return [Slot(arena.number, index * size, size, generation) for index, generation in of.items()]
-
-        return AdoptedArena(arena.number, slots(generations), found.headers, slots(found.retired), found.damaged)
+        return found
 
     def retire(self, slot: Slot) -> None:
         """The block in a slot is gone, its bytes stay until `free`: no later process takes it for a block."""
@@ -359,39 +343,6 @@ class HostTier(Tier):
         self._charges.clear()
         self._arenas_bytes = self._blocks = self._blocks_bytes = 0
 
-    # -- on the copy threads -----------------------------------------------------------------------------------------
-
-    def _store(self, target: Segment, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
-        with self._counters.watch() as count:
-            failpoints.hit("host.before-copy")
-            gather(target.address + HEADER_BYTES, segments)
-            checksum = header.checksum or checksum_at(target.address + HEADER_BYTES, header.payload_bytes)
-            failpoints.hit("host.before-header")
-            stored = stamp_header(target, header, checksum)
-            return count.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes))
-
-    def _verify(self, source: Segment, expect_key: bytes) -> Outcome:
-        header = image_header(source, expect_key)
-        if isinstance(header, str):
-            return Outcome(OutcomeKind.CORRUPT, message=header)
-        if checksum_at(source.address + HEADER_BYTES, header.payload_bytes) != header.checksum:
-            return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
-        return Outcome(OutcomeKind.DONE, header, header.payload_bytes)
-
-    def _load(self, source: Segment, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
-        with self._counters.watch() as count:
-            header = image_header(source, expect_key)
-            if isinstance(header, str):
-                return count.read(Outcome(OutcomeKind.CORRUPT, message=header))
-            if total_bytes(segments) < header.payload_bytes:
-                message = f"{header.payload_bytes} payload bytes do not fit {total_bytes(segments)} bytes of segments"
-                return count.read(Outcome(OutcomeKind.FAILED, message=message))
-            payload = source.address + HEADER_BYTES
-            scatter(payload, header.payload_bytes, segments)
-            if self.info.verifies_reads and checksum_at(payload, header.payload_bytes) != header.checksum:
-                return count.read(Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold"))
-            return count.read(Outcome(OutcomeKind.DONE, header, header.payload_bytes))
-
     # -- arenas ------------------------------------------------------------------------------------------------------
 
     def _arena_of(self, slot: Slot) -> Arena:
@@ -414,6 +365,8 @@ class HostTier(Tier):
             if donor is None:
                 return None
             arena = self._inherit(donor, owner)
+            if arena is None:
+                return None
         arena.shape(nbytes)
         return arena
 
@@ -422,21 +375,24 @@ class HostTier(Tier):
         nbytes = min(max(self._arena_bytes, at_least_bytes), room_bytes)
         return self._add_if_possible(nbytes, owner) if nbytes >= at_least_bytes else None
 
-    def _add_if_possible(self, nbytes: int, owner: str) -> Arena | None:
+    def _add_if_possible(self, nbytes: int, owner: str, donor: Arena | None = None) -> Arena | None:
         """None when the system has no memory or no descriptor left: that is a full tier, not a broken one."""
         try:
-            arena = self._add(nbytes, owner)
+            arena = self._add(nbytes, owner, donor)
         except OSError as error:
             self._refused = f"the system gives no memory for another arena: {error}"
             return None
         self._refused = ""
         return arena
 
-    def _inherit(self, donor: Arena, owner: str) -> Arena:
-        """A new arena in the place of an empty one of another owner, whose clients may still map the old one."""
+    def _inherit(self, donor: Arena, owner: str) -> Arena | None:
+        """A new arena in the place of an empty one of another owner, whose clients may still map the old one. None when
+        the system gives none: then the old one stays."""
         with self._reshaping:
-            self._drop(donor)
-            return self._add(donor.nbytes, owner, donor)
+            arena = self._add_if_possible(donor.nbytes, owner, donor)
+            if arena is not None:
+                self._drop(donor)
+            return arena
 
     def _add(self, nbytes: int, owner: str, donor: Arena | None = None) -> Arena:
         arena = Arena(self._next_number, nbytes, owner, mode=self._mode, donor=donor, witness=self._witness)
@@ -466,28 +422,3 @@ class HostTier(Tier):
         rooms = self._with_room.get((arena.owner, arena.slot_bytes))
         if rooms and arena in rooms:
             rooms.remove(arena)
-
-
-class _Batch:
-    """Transfers in interleaved parts, each run by one thread; whoever ends the last part hands over all outcomes."""
-
-    def __init__(self, transfers: Sequence[Transfer], parts: int, done: Callable[[Sequence[Outcome]], None]) -> None:
-        self._transfers = transfers
-        self._parts = parts
-        self._done = done
-        self._outcomes = [Outcome(OutcomeKind.CANCELLED, message="the tier is closed")] * len(transfers)
-        self._parts_left = parts
-        self._ending = threading.Lock()
-
-    def run(self, number: int) -> None:
-        for position in range(number, len(self._transfers), self._parts):
-            self._outcomes[position] = run_transfer(self._transfers[position])
-        self.end_part()
-
-    def end_part(self) -> None:
-        """One part is over, with the outcomes it has; without a run, it was cancelled."""
-        with self._ending:
-            self._parts_left -= 1
-            is_last = not self._parts_left
-        if is_last:
-            deliver(self._outcomes, self._done)

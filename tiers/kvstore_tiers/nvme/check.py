@@ -25,7 +25,7 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.nvme.check_slab import Live, LiveBlock, Progress, SlabWalk
 from kvstore_tiers.nvme.directory import TierDirectory, allocated_bytes
 from kvstore_tiers.nvme.findings import Finding, Kind, Severity, damage, leftover, note
-from kvstore_tiers.nvme.index import read_sealed, read_sealed_reasons
+from kvstore_tiers.nvme.index_seal import read_sealed, read_sealed_reasons
 from kvstore_tiers.nvme.slab import Location
 
 __all__ = ["Finding", "Kind", "Severity", "check_directory", "walk"]

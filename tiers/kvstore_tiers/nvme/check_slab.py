@@ -29,7 +29,7 @@ from kvstore_tiers.nvme.layout import (
     record_holds,
     slots_that_fit,
 )
-from kvstore_tiers.nvme.slab_file import find_superblock
+from kvstore_tiers.nvme.slab_file import find_superblock, read_pages
 
 _RECORDS_A_READ = 16_384  # 4 MiB
 _SEQUENCE_MAX = 1 << 63  # a number of commits that nobody reaches
@@ -95,7 +95,7 @@ class SlabWalk:
             what = f"{length_bytes - superblock.file_bytes} bytes behind its end belong to no slot"
             yield damage(Kind.TOO_LONG, self._path, what, self._number)
         for name, offset in (("front", 0), ("end", superblock.file_bytes - SUPERBLOCK_BYTES)):
-            other = read_superblock(os.pread(fd, SUPERBLOCK_BYTES, offset))
+            other = read_superblock(read_pages(fd, SUPERBLOCK_BYTES, offset))
             where = f"{self._path} {name}"
             if isinstance(other, str):
                 yield damage(Kind.SUPERBLOCK_COPY, where, other, self._number)
@@ -146,9 +146,11 @@ class SlabWalk:
 def read_records(
     fd: int, superblock: Superblock, first: int, count: int
 ) -> tuple[bytes, Records, npt.NDArray[np.bool_]]:
-    """Records from `first` on: their bytes, their columns, and which were ever written. Beyond a file's end: zeros."""
+    """Records from `first` on: their bytes, their columns, and which were ever written. Beyond a file's end: zeros;
+    where the medium cannot read, bytes that are no record."""
     count = min(count, superblock.slots - first)
-    raw = os.pread(fd, count * RECORD_BYTES, SUPERBLOCK_BYTES + first * RECORD_BYTES).ljust(count * RECORD_BYTES, b"\0")
+    raw = read_pages(fd, count * RECORD_BYTES, SUPERBLOCK_BYTES + first * RECORD_BYTES)
+    raw = raw.ljust(count * RECORD_BYTES, b"\0")
     used = np.asarray(np.frombuffer(raw, dtype=np.uint64).reshape(count, -1).any(axis=1))
     return raw, np.frombuffer(raw, dtype=RECORD_DTYPE), used
 
@@ -159,7 +161,10 @@ def judge_slot(
     """What is wrong with the slot of a live record: its header against the record and, if asked, its payload."""
     named = record_header(record)
     offset = superblock.slot_offset(index)
-    raw = os.pread(fd, HEADER_BYTES, offset)
+    try:
+        raw = os.pread(fd, HEADER_BYTES, offset)
+    except OSError as error:
+        return Kind.HEADER, f"the header cannot be read: {error.strerror}"
     header = judge_header(raw, named.key, superblock.slot_bytes - HEADER_BYTES, named.generation)
     if isinstance(header, str):
         return Kind.HEADER, header
@@ -168,7 +173,10 @@ def judge_slot(
     if (header.parent, header.tenant, header.fingerprint) != (named.parent, named.tenant, named.fingerprint):
         return Kind.HEADER, "header and record disagree about parent, tenant or fingerprint"
     if verify_payload:
-        payload = os.pread(fd, header.payload_bytes, offset + HEADER_BYTES)
+        try:
+            payload = os.pread(fd, header.payload_bytes, offset + HEADER_BYTES)
+        except OSError as error:
+            return Kind.PAYLOAD, f"the payload cannot be read: {error.strerror}"
         if len(payload) != header.payload_bytes or payload_checksum(payload) != header.checksum:
             return Kind.PAYLOAD, "the payload's checksum does not hold"
     return None

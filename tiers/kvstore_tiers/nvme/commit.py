@@ -8,14 +8,15 @@ the index may fail, since it can be rebuilt from the records, without taking tha
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
 from kvstore_tiers.nvme.index import KeyIndex
-from kvstore_tiers.nvme.journal import Batch, Journal, Withdrawn
-from kvstore_tiers.nvme.slab import Slab
+from kvstore_tiers.nvme.journal import Batch, Journal
+from kvstore_tiers.nvme.slab import Slab, Withdrawn
 from kvstore_tiers.threads import deliver, run_transfer
 
 
@@ -48,12 +49,13 @@ class GroupCommit:
                 return
         done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
 
-    def close(self) -> None:
-        """Answer who waits, commit once more, end the thread. Idempotent."""
+    def close(self) -> bool:
+        """Answer who waits, commit once more, end the thread; whether nothing waits to be committed. Idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        return self._journal.is_empty
 
     def _serve(self) -> None:
         closing = False
@@ -77,9 +79,10 @@ class GroupCommit:
         return Outcome(OutcomeKind.DONE)
 
     def _write(self, batch: Batch, sequence: int) -> None:
+        failed = {slab: slab.failed_syncs for slab in _touched(batch)}
         failpoints.hit("nvme.sync-start")
         for slab in batch.written:
-            slab.file.sync()
+            slab.sync()
         failpoints.hit("nvme.after-data-sync")
         for slab, indices in batch.freed.items():
             if slab.is_made:
@@ -93,8 +96,12 @@ class GroupCommit:
             published += slab.publish(blocks.items(), sequence)
         failpoints.hit("nvme.after-records-write")
         for slab in _touched(batch):
-            slab.file.sync()
+            slab.sync()
+            if slab.failed_syncs != failed.get(slab, slab.failed_syncs):
+                raise OSError(errno.EIO, "a sync beside this one failed, and the medium may lack what it was to take")
         failpoints.hit("nvme.after-record-sync")
+        for slab, freed in batch.freed.items():
+            slab.settle(freed)
         reasons = {
             (slab.number, slot): reason
             for slab, by_slot in batch.quarantined.items()

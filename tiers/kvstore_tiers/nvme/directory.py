@@ -83,6 +83,15 @@ class TierDirectory:
         """Bytes of slab files put aside because their geometry is lost."""
         return sum(allocated_bytes(self.slab_path(number, "damaged")) for number in self.numbers("damaged"))
 
+    def put_aside(self, number: int) -> Path:
+        """Call a slab file damaged, under its number or, where an earlier one lies there, the next that is free."""
+        aside = self.slab_path(number, "damaged")
+        if aside.exists():
+            taken = [*self.numbers(), *self.numbers("new"), *self.numbers("damaged")]
+            aside = self.slab_path(max(taken) + 1, "damaged")
+        self.slab_path(number).rename(aside)
+        return aside
+
     def remove_unfinished(self) -> int:
         """Delete slab files that a crash left half made; how many."""
         numbers = self.numbers("new")

@@ -13,9 +13,8 @@ import threading
 from collections.abc import Callable
 
 from kvstore_tiers.base import Outcome, OutcomeKind, TierState
+from kvstore_tiers.failures import ERRORS_IN_A_ROW, NO_ROOM
 
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-ERRORS_IN_A_ROW = 8
 RETRY_FULL_AFTER_S = 30.0
 
 
@@ -46,7 +45,7 @@ class TierHealth:
         """Judge the end of a write or a sync; returns it."""
         if outcome.kind is OutcomeKind.FAILED:
             with self._lock:
-                if outcome.errno in _NO_ROOM:
+                if outcome.errno in NO_ROOM:
                     self._full_since_s = self._clock()
                     self._worsen(TierState.FULL, outcome)
                 else:

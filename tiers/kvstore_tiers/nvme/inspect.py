@@ -18,9 +18,9 @@ import numpy as np
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, read_header
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_tiers.nvme.check_slab import judge_slot, read_records
-from kvstore_tiers.nvme.index import read_sealed, read_sealed_reasons
+from kvstore_tiers.nvme.index_seal import read_sealed, read_sealed_reasons
 from kvstore_tiers.nvme.layout import RECORD_BYTES, RecordState, Superblock, record_header, record_holds
-from kvstore_tiers.nvme.slab_file import find_superblock
+from kvstore_tiers.nvme.slab_file import find_superblock, read_pages
 
 MIN_DIGITS = 6
 _RECORDS_A_READ = 16_384
@@ -133,7 +133,7 @@ class Inspector:
             with suppress(NotThere), open(self._path(number), "rb", buffering=0) as file:
                 superblock = self._superblock(number)
                 for index in range(superblock.slots):
-                    header = read_header(os.pread(file.fileno(), HEADER_BYTES, superblock.slot_offset(index)))
+                    header = read_header(read_pages(file.fileno(), HEADER_BYTES, superblock.slot_offset(index)))
                     if not isinstance(header, str):
                         yield number, index, header
 
@@ -218,14 +218,22 @@ def _holder(path: Path) -> int:
     """The process that has the directory open, -1 when it is not visible from here, 0 when none has. Takes no lock: a
     daemon that starts meanwhile would take us for another one."""
     try:
-        inode = (path / "lock").stat().st_ino
+        status = (path / "lock").stat()
     except FileNotFoundError:
         return 0
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()
-        if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
+        if fields[1] == "FLOCK" and _is_file(fields[5], status):
             return int(fields[4]) or -1
     return 0
+
+
+def _is_file(told: str, status: os.stat_result) -> bool:
+    """Whether major:minor:inode, as /proc/locks has it, is the file of `status`. Where devices are anonymous (btrfs) a
+    file's is not its file system's; the inode must do there."""
+    major, minor, inode = told.split(":")
+    device, own = (int(major, 16), int(minor, 16)), (os.major(status.st_dev), os.minor(status.st_dev))
+    return int(inode) == status.st_ino and (device == own or device[0] == own[0] == 0)
 
 
 def _names(place: _Place, key: bytes, *states: RecordState) -> bool:
@@ -260,10 +268,10 @@ def _header_fields(header: BlockHeader) -> Fields:
 def _slot_fields(fd: int, superblock: Superblock, index: int) -> Fields:
     """What the slot itself holds, whatever its record says."""
     offset = superblock.slot_offset(index)
-    header = read_header(os.pread(fd, HEADER_BYTES, offset))
+    header = read_header(read_pages(fd, HEADER_BYTES, offset))
     if isinstance(header, str):
         return {"slot holds": header}
     nbytes = min(header.payload_bytes, superblock.slot_bytes - HEADER_BYTES)
-    holds = payload_checksum(os.pread(fd, nbytes, offset + HEADER_BYTES)) == header.checksum
+    holds = payload_checksum(read_pages(fd, nbytes, offset + HEADER_BYTES)) == header.checksum
     what = f"block {header.key.hex()} generation {header.generation}, its payload {'holds' if holds else 'is damaged'}"
     return {"slot holds": what, "tokens": len(header.tokens) // 4}

@@ -12,9 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.nvme.slab import Location, Slab
-
-Withdrawn = list[tuple[bytes, Location]]
+from kvstore_tiers.nvme.slab import Slab, Withdrawn
 
 
 @dataclass
@@ -22,7 +20,7 @@ class Batch:
     """Pending changes by slab."""
 
     written: defaultdict[Slab, dict[int, BlockHeader]] = field(default_factory=lambda: defaultdict(dict))
-    freed: defaultdict[Slab, set[int]] = field(default_factory=lambda: defaultdict(set))
+    freed: defaultdict[Slab, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))  # in which generation
     quarantined: defaultdict[Slab, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     withdrawn: Withdrawn = field(default_factory=list)  # their records are gone already, the index still names them
 
@@ -38,13 +36,20 @@ class Journal:
         self._batch = Batch()
         self.sequence = first_sequence  # of the next commit; above every sequence on the medium
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything that changed was committed."""
+        with self._lock:
+            return not self._batch
+
     def note_written(self, slab: Slab, index: int, header: BlockHeader) -> None:
         with self._lock:
             self._batch.written[slab][index] = header
 
-    def note_freed(self, slab: Slab, index: int) -> None:
+    def note_freed(self, slab: Slab, index: int, generation: int) -> None:
+        """`generation`: that of the slot's next use."""
         with self._lock:
-            self._batch.freed[slab].add(index)
+            self._batch.freed[slab][index] = generation
 
     def note_quarantined(self, slab: Slab, index: int, reason: str) -> None:
         with self._lock:
@@ -69,7 +74,7 @@ class Journal:
             for slab, blocks in new.written.items():
                 old.written[slab].update(blocks)
             for slab, indices in new.freed.items():
-                old.freed[slab] |= indices
+                old.freed[slab].update(indices)
             for slab, reasons in new.quarantined.items():
                 old.quarantined[slab].update(reasons)
             old.withdrawn += new.withdrawn

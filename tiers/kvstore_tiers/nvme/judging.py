@@ -208,7 +208,9 @@ def _judge(
         used[~used] = records[~used].any(axis=1)  # nothing but zeros: never used
     seeds = np.uint64(slab.superblock.record_seed(first)) + np.arange(len(records), dtype=np.uint64)
     sound = used & (checksums.digests(words, seeds) == words[-1]) & (head & _MAGIC_MASK == RECORD_MAGIC_WORD)
-    states = np.where(sound, head >> _STATE_SHIFT, 0).astype(np.uint8)
+    said = (head >> _STATE_SHIFT).astype(np.uint8)
+    sound &= said <= max(RecordState)
+    states = np.where(sound, said, 0).astype(np.uint8)
     live = states == RecordState.LIVE
     end = slab.file.length_bytes - slab.superblock.slots_offset
     within = max(0, end // slab.superblock.slot_bytes - first)
@@ -242,6 +244,7 @@ def _judge(
 
 def _joined(pieces: list[JudgedSlab], live: LiveBlocks) -> JudgedSlab:
     if len(pieces) == 1:
+        pieces[0].live = live  # it was moved: where it lay others may lie by now
         return pieces[0]
     return JudgedSlab(
         pieces[0].slab,

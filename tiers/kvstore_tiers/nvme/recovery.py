@@ -25,7 +25,8 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme.directory import TierDirectory
-from kvstore_tiers.nvme.index import IndexColumns, KeyIndex
+from kvstore_tiers.nvme.index import KeyIndex
+from kvstore_tiers.nvme.index_mending import IndexColumns
 from kvstore_tiers.nvme.judging import Array, JudgedSlab, LiveBlocks, Origins, judge_slabs
 from kvstore_tiers.nvme.layout import (
     RECORD_BYTES,
@@ -76,7 +77,7 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
     for number in directory.numbers():
         file = SlabFile.open(directory, number, require_direct=require_direct)
         if isinstance(file, str):
-            directory.slab_path(number).rename(directory.slab_path(number, "damaged"))
+            directory.put_aside(number)
             report.damaged_slabs += 1
         else:
             space.adopt(Slab(directory, file.superblock, file=file, require_direct=require_direct))
@@ -116,6 +117,7 @@ class Recovery:
             one.slab.adopt(_SLOT_STATES[one.states].tobytes(), one.generations(), one.payload_bytes)
         failpoints.hit("nvme.recover-before-index")
         blocks = _columns(judged, live, self._origins)
+        self._index.take_seal()
         self._mend_index(judged, blocks, live.slots)
         self._space.open_room(one.slab for one in judged)
         self._report.blocks = len(blocks)
@@ -144,12 +146,16 @@ class Recovery:
     def _drop_excess(self, judged: list[JudgedSlab]) -> list[JudgedSlab]:
         """The capacity was made smaller: give up slabs, those with the fewest bytes first."""
         kept = sorted(judged, key=lambda one: len(one.live) * one.slab.superblock.slot_bytes)
+        if self._space.used_bytes <= self._space.capacity_bytes:
+            return judged
         while kept and self._space.used_bytes > self._space.capacity_bytes:
             slab = kept.pop(0).slab
             slab.file.path.unlink()
             slab.close()
             self._space.discard(slab)
+            self._space.forget_peak()
             self._report.dropped_slabs += 1
+        self._index.reset(self._space.index_budget_bytes)
         return sorted(kept, key=lambda one: one.slab.number)
 
     def _repair(self, one: JudgedSlab) -> None:

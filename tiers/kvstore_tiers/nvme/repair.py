@@ -88,7 +88,8 @@ def repair_directory(
         return report
     with closing(TierDirectory(directory)) as opened:  # writes the format where there is none
         _mend_frame(opened, wanted)
-        room_bytes = capacity_bytes or _roomy(opened)
+        over = any(finding.kind is Kind.CAPACITY for finding in wanted)
+        room_bytes = capacity_bytes if over and capacity_bytes else _roomy(opened)  # no slab goes that was not named
     if any(finding.kind in _INDEX for finding in wanted):
         (opened.index / "seal").unlink(missing_ok=True)  # the records are right, not this: make the next start rebuild
     with closing(NvmeTier.open(directory, room_bytes, io_threads=1)) as tier:
@@ -121,12 +122,15 @@ def _mend_frame(directory: TierDirectory, wanted: Sequence[Finding]) -> None:
             if not isinstance(superblock, str):
                 os.truncate(path, superblock.file_bytes)
         elif finding.kind is Kind.GEOMETRY:
-            path.rename(directory.slab_path(finding.slab, "damaged"))
+            directory.put_aside(finding.slab)
         elif finding.kind is Kind.WRONG_NUMBER:
             superblock = find_superblock(path)
             named = -1 if isinstance(superblock, str) else superblock.number
             right = directory.slab_path(named)
-            path.rename(right if named >= 0 and not right.exists() else directory.slab_path(finding.slab, "damaged"))
+            if named >= 0 and not right.exists():
+                path.rename(right)
+            else:
+                directory.put_aside(finding.slab)
     if directory.slabs.is_dir():
         sync_directory(directory.slabs)
 

@@ -4,17 +4,19 @@ Owns the books of one slab file and keeps its records in step. 25 bytes a slot; 
 Two sides use it. The control thread allocates and frees, touching memory alone. I/O threads and the group commit touch
 records, under `_records`, the lock that orders "withdraw the old record" before "overwrite the slot" before "publish
 the new record", whoever does each.
-Invariants: `recorded[i]` is the generation that the live record of slot i on the medium names, 0 when there is none; a
-slot whose record is live is never overwritten; a record is published only for the generation that is still out.
+Invariants: `recorded[i]` is the generation that a live record of slot i on the medium may name, 0 when there is none; a
+slot whose record is live is never overwritten; a record is published only for the generation that is still out; a free
+record of a sync that failed is written again before the next one.
 """
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,7 @@ from kvstore_tiers.nvme.layout import (
 from kvstore_tiers.nvme.slab_file import SlabFile
 
 Column = npt.NDArray[np.uint64]
+_SETTLED_AT_ONCE = 1024  # freed slots whose records one write takes along: some milliseconds
 
 
 class SlotState(IntEnum):
@@ -49,6 +52,9 @@ class Location:
     slab: int
     index: int
     generation: int
+
+
+Withdrawn = list[tuple[bytes, Location]]  # blocks whose records are gone
 
 
 class Slab:
@@ -70,8 +76,14 @@ class Slab:
         self.generations = array("Q", [superblock.first_generation]) * superblock.slots
         self.payload_bytes = array("Q", bytes(8 * superblock.slots))
         self.recorded = array("Q", bytes(8 * superblock.slots))
-        self._returned = array("I")
+        self._returned = array("I")  # their records are free on the medium; the commit appends, allocating takes
         self._untouched = 0
+        self._unsettled: dict[int, int] = {}  # freed in that generation; a record on the medium may still be live
+        self._hot: set[int] = set()  # handed out all the same
+        self._settling = threading.Lock()
+        self._syncing = threading.Lock()
+        self._is_retired = False
+        self.failed_syncs = 0
         self._directory = directory
         self._file = file
         self._replaces = replaces
@@ -79,20 +91,29 @@ class Slab:
         self._making = threading.Lock()
         self._making_error: OSError | None = None
         self._records = threading.Lock()
+        self._unsynced_free: dict[int, bytes] = {}  # free records written since the last sync began
+        self._doubtful_free: dict[int, bytes] = {}  # and those of a sync that failed: the kernel calls them written
 
     # -- the control thread's side -----------------------------------------------------------------------------------
 
     @property
     def has_room(self) -> bool:
+        return self._making_error is None and self.in_use < self.superblock.slots
+
+    @property
+    def has_settled_room(self) -> bool:
+        """Whether a slot can be overwritten without a sync before it."""
         return self._making_error is None and (bool(self._returned) or self._untouched < self.superblock.slots)
 
     def allocate(self) -> Slot:
-        """A free slot; the caller has looked at `has_room`."""
+        """A free slot, if possible one that no record on the medium names; the caller has looked at `has_room`."""
         if self._returned:
             index = self._returned.pop()
-        else:
+        elif self._untouched < self.superblock.slots:
             index = self._untouched
             self._untouched += 1
+        else:
+            index = self._unsettled_slot()
         self.states[index] = SlotState.ALLOCATED
         self.in_use += 1
         return self.slot(index)
@@ -100,11 +121,27 @@ class Slab:
     def free(self, slot: Slot) -> int:
         """Take a slot back, quarantined ones too; its index. The next use has a higher generation."""
         index = self.require_out(slot)
+        may_be_live = self._may_be_live(index)
         self.states[index] = SlotState.FREE
         self.generations[index] += 1
-        self._returned.append(index)
+        with self._settling:
+            self._hot.discard(index)
+            if may_be_live:
+                self._unsettled[index] = self.generations[index]
+            else:
+                self._returned.append(index)
         self.in_use -= 1
         return index
+
+    def settle(self, freed: dict[int, int]) -> None:
+        """The free records of slots freed in these generations are on the medium."""
+        with self._settling:
+            for index, generation in freed.items():
+                if self._unsettled.get(index) == generation:
+                    del self._unsettled[index]
+                    self._returned.append(index)
+                elif self.generations[index] == generation:
+                    self._hot.discard(index)
 
     def slot(self, index: int) -> Slot:
         """Slot `index` in its present generation."""
@@ -144,7 +181,7 @@ class Slab:
         """Its file could not be made, and nothing of it is on the medium."""
         return self._making_error is not None and self._file is None and self._replaces is None
 
-    def made_file(self) -> tuple[SlabFile, list[tuple[bytes, Location]]]:
+    def made_file(self) -> tuple[SlabFile, Withdrawn]:
         """The file, made or reformatted now if need be, and what the reformat made the index wrong about.
 
         Raises OSError; the slab then hands out no more slots.
@@ -167,48 +204,79 @@ class Slab:
             self._file, self._replaces = old.file, None
             return self._file, withdrawn
 
-    def retire(self) -> list[tuple[bytes, Location]]:
+    def retire(self) -> Withdrawn:
         """The file is about to get another geometry: forget the live records, and say what they were."""
         with self._records:
             indices = [index for index, generation in enumerate(self.recorded) if generation]
             withdrawn = [self._recorded_block(index) for index in indices]
             self.recorded = array("Q", bytes(8 * self.superblock.slots))
+            self._unsynced_free, self._doubtful_free = {}, {}
+            self._is_retired = True  # nothing of it may be written to the file any more
             return withdrawn
 
-    def withdraw(self, indices: Iterable[int], sequence: int) -> list[tuple[bytes, Location]]:
+    def withdraw(self, indices: Iterable[int], sequence: int) -> Withdrawn:
         """Overwrite live records of these slots whose generation is over; the blocks they named, for the index."""
         with self._records:
             return self._withdraw(indices, sequence)
 
-    def publish(self, blocks: Iterable[tuple[int, BlockHeader]], sequence: int) -> list[tuple[bytes, Location]]:
+    def publish(self, blocks: Iterable[tuple[int, BlockHeader]], sequence: int) -> Withdrawn:
         """Write live records of the blocks that are still in their slots; those blocks, for the index."""
         with self._records:
             current = [(i, header) for i, header in blocks if self._holds(i, header.generation)]
             seed = self.superblock.record_seed
-            self.file.write_records((i, pack_record(h, RecordState.LIVE, sequence, seed(i))) for i, h in current)
+            records = [(i, pack_record(h, RecordState.LIVE, sequence, seed(i))) for i, h in current]
             for index, header in current:
-                self.recorded[index] = header.generation
+                self._will_name(index, header.generation)
+            self.file.write_records(records)
             return [(h.key, Location(self.number, i, h.generation)) for i, h in current]
 
-    def publish_quarantine(self, indices: Iterable[int], sequence: int) -> list[tuple[bytes, Location]]:
+    def publish_quarantine(self, indices: Iterable[int], sequence: int) -> Withdrawn:
         """Mark the records of quarantined slots; the blocks that are no longer served, for the index.
 
         A slot that was freed meanwhile is in the next batch; its block must be gone after this one all the same.
         """
         with self._records:
             indices = set(indices)
-            current = [index for index in indices if self.states[index] == SlotState.QUARANTINED]
+            current = {i: self.generations[i] for i in indices if self.states[i] == SlotState.QUARANTINED}
             freed = self._withdraw(indices.difference(current), sequence)
-            named = {index for index in current if self.recorded[index]}
-            withdrawn = [self._recorded_block(index) for index in current if index in named]
+            withdrawn = [self._recorded_block(index) for index in current if self.recorded[index]]
             marked = []
-            for index in current:
-                generation, seed = self.generations[index], self.superblock.record_seed(index)
-                header = record_header(self.file.read_record(index)) if index in named else nothing_at(generation)
+            for index, generation in current.items():
+                header = self._sound_header(index)
+                if header is None or header.generation != generation:
+                    header = nothing_at(generation)
+                seed = self.superblock.record_seed(index)
                 marked.append((index, pack_record(header, RecordState.QUARANTINED, sequence, seed)))
-                self.recorded[index] = generation
+            for index, generation in current.items():
+                self._will_name(index, generation)
             self.file.write_records(marked)
             return freed + withdrawn
+
+    def sync(self) -> None:
+        """Make slots and records that were written durable. Raises OSError.
+
+        After a sync that failed the kernel takes pages for written that the medium did not get; the next sync of them
+        would answer for nothing. Records of blocks are written again by the commit that is tried again, free ones here.
+        """
+        with self._syncing:
+            self._sync()
+
+    def sync_hot(self, index: int, sequence: int, note: Callable[[Withdrawn], None]) -> None:
+        """If a record on the medium may name this slot although its block was freed, withdraw it and wait until none
+        does: its bytes are about to change. Takes along what else was freed, since a sync is dear; `note` hears of the
+        blocks that were withdrawn. Raises OSError.
+        """
+        if index not in self._hot:
+            return
+        with self._syncing:
+            with self._settling:
+                if index not in self._hot:
+                    return  # the sync that we waited for took it along
+                freed = dict(islice(self._unsettled.items(), _SETTLED_AT_ONCE))
+                freed.update((at, self.generations[at]) for at in self._hot)
+            note(self.withdraw(freed, sequence))
+            self._sync()
+        self.settle(freed)
 
     def note_written(self, index: int, header: BlockHeader) -> None:
         """A slot's image is whole."""
@@ -234,19 +302,65 @@ class Slab:
         self._returned = array("I", np.flatnonzero(~taken)[::-1].astype(np.uint32).tobytes())
         self._untouched = len(states)
 
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _unsettled_slot(self) -> int:
+        """The one that was freed first; perhaps it is settled by now."""
+        with self._settling:
+            if self._returned:
+                return self._returned.pop()
+            index = next(iter(self._unsettled))
+            del self._unsettled[index]
+            self._hot.add(index)
+            return index
+
+    def _may_be_live(self, index: int) -> bool:
+        """Whether a record on the medium may name a slot that is being freed."""
+        return (
+            self.states[index] != SlotState.ALLOCATED
+            or self.recorded[index] != 0
+            or index in self._unsynced_free
+            or index in self._doubtful_free
+        )
+
+    def _sync(self) -> None:
+        with self._records:
+            if self._doubtful_free:
+                self.file.write_records(self._doubtful_free.items())
+                self._unsynced_free = {**self._doubtful_free, **self._unsynced_free}
+                self._doubtful_free = {}
+            begun, self._unsynced_free = self._unsynced_free, {}
+        try:
+            self.file.sync()
+        except OSError:
+            with self._records:
+                self.failed_syncs += 1
+                if self._is_retired:
+                    raise
+                since, self._unsynced_free = self._unsynced_free, {}
+                self._doubtful_free = {i: raw for i, raw in {**begun, **since}.items() if not self.recorded[i]}
+            raise
+
     # -- under `_records` --------------------------------------------------------------------------------------------
 
-    def _withdraw(self, indices: Iterable[int], sequence: int) -> list[tuple[bytes, Location]]:
+    def _withdraw(self, indices: Iterable[int], sequence: int) -> Withdrawn:
         over = [i for i in indices if self.recorded[i] and self.recorded[i] != self._current(i)]
         if not over:
             return []
         withdrawn = [self._recorded_block(index) for index in over]
         seed = self.superblock.record_seed
-        nothing = [(index, nothing_at(self.generations[index])) for index in over]
-        self.file.write_records((i, pack_record(h, RecordState.FREE, sequence, seed(i))) for i, h in nothing)
+        free = {i: pack_record(nothing_at(self.generations[i]), RecordState.FREE, sequence, seed(i)) for i in over}
+        self.file.write_records(free.items())
+        self._unsynced_free.update(free)
         for index in over:
             self.recorded[index] = 0
         return withdrawn
+
+    def _will_name(self, index: int, generation: int) -> None:
+        """Its record is about to name a block: from here on it may, however the writing ends."""
+        self.recorded[index] = generation
+        self._unsynced_free.pop(index, None)
+        self._doubtful_free.pop(index, None)
 
     def _current(self, index: int) -> int:
         """The generation of a whole block that is in the slot now; 0 when there is none."""
@@ -257,10 +371,20 @@ class Slab:
         return self.states[index] == SlotState.WRITTEN and self.generations[index] == generation
 
     def _recorded_block(self, index: int) -> tuple[bytes, Location]:
-        raw = self.file.read_record(index)
-        sound = record_holds(raw, self.superblock.record_seed(index))
-        key = record_header(raw).key if sound else bytes(16)
+        header = self._sound_header(index)
+        key = header.key if header else bytes(16)
         return key, Location(self.number, index, self.recorded[index])
+
+    def _sound_header(self, index: int) -> BlockHeader | None:
+        """What the record on the medium says, if it holds and is of the use of the slot that the books know."""
+        if not self.recorded[index]:
+            return None
+        try:
+            raw = self.file.read_record(index)
+        except OSError:  # unreadable: it can still be written over
+            return None
+        header = record_header(raw) if record_holds(raw, self.superblock.record_seed(index)) else None
+        return header if header and header.generation == self.recorded[index] else None
 
 
 def _column(values: Column) -> array[int]:

@@ -8,6 +8,7 @@ all records before it changes the geometry, and returns when all of it is durabl
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ from kvstore_tiers.nvme.layout import (
     Superblock,
     read_superblock,
 )
+from kvstore_tiers.sizes import aligned_up
+
+_UNREADABLE = 0xFF  # in place of each byte of a page that the medium cannot read: no record holds there
 
 
 class SlabFile:
@@ -85,7 +89,7 @@ class SlabFile:
         if status.st_size < end or status.st_blocks * 512 < end:
             return False
         raw = self.superblock.pack()
-        return all(os.pread(self._record_fd, len(raw), at) == raw for at in (0, end - SUPERBLOCK_BYTES))
+        return all(_readable(self._record_fd, at) == raw for at in (0, end - SUPERBLOCK_BYTES))
 
     def restore_length(self) -> None:
         """Give a truncated file its space back (zeros) and both superblocks. Raises OSError."""
@@ -114,22 +118,22 @@ class SlabFile:
 
     def read_records(self) -> Records:
         """All records, in slot order; those beyond the end of a truncated file are zeros."""
-        raw = os.pread(self._record_fd, self.superblock.slots * RECORD_BYTES, SUPERBLOCK_BYTES)
+        raw = read_pages(self._record_fd, self.superblock.slots * RECORD_BYTES, SUPERBLOCK_BYTES)
         return np.frombuffer(raw.ljust(self.superblock.slots * RECORD_BYTES, b"\0"), dtype=RECORD_DTYPE)
 
     def read_records_into(self, buffer: memoryview, first: int) -> None:
-        """Fill `buffer` with the records from slot `first` on; zeros beyond the end of a truncated file.
+        """Fill `buffer` with the records from slot `first` on; zeros beyond the end of a truncated file, and bytes that
+        are no record where the medium cannot read.
 
         Past the page cache where the medium can do that: `buffer` and the place of `first` are whole pages then.
         """
-        done = 0
-        while done < len(buffer):
-            offset = SUPERBLOCK_BYTES + first * RECORD_BYTES + done
-            got = os.preadv(self.slot_fd, [buffer[done:]], offset)
-            done += got
-            if not got or done % ALIGNMENT_BYTES:  # a page cut short: the end of the file
-                np.frombuffer(buffer, np.uint8)[done:] = 0
-                return
+        offset = SUPERBLOCK_BYTES + first * RECORD_BYTES
+        try:
+            _fill(self.slot_fd, buffer, offset)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            _fill_by_page(self.slot_fd, buffer, offset)
 
     def expect_records(self) -> None:
         """All records will be read soon: the kernel may begin, where reads go through its cache."""
@@ -141,8 +145,12 @@ class SlabFile:
         return os.pread(self._record_fd, RECORD_BYTES, SUPERBLOCK_BYTES + index * RECORD_BYTES)
 
     def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
-        """Write records by slot; neighbours go in one call."""
+        """Write records by slot; neighbours go in one call. With the last one goes the rest of its page: a page that
+        cannot be read can be written as a whole alone."""
         for first, run in _runs(sorted(records)):
+            if first + len(run) // RECORD_BYTES == self.superblock.slots:
+                end = first * RECORD_BYTES + len(run)
+                run += bytes(aligned_up(end) - end)
             os.pwrite(self._record_fd, run, SUPERBLOCK_BYTES + first * RECORD_BYTES)
 
     def sync(self) -> None:
@@ -160,16 +168,70 @@ class SlabFile:
 def find_superblock(path: Path) -> Superblock | str:
     """The geometry of a slab file, from its front or its end; a sentence when both are lost.
 
-    Raises FormatUnsupported when a newer version wrote it.
+    Raises FormatUnsupported when a newer version wrote it, OSError when the medium can read neither: then it is not
+    known whether they are lost.
     """
     with open(path, "rb", buffering=0) as file:
         length_bytes = os.fstat(file.fileno()).st_size
-        front = read_superblock(os.pread(file.fileno(), SUPERBLOCK_BYTES, 0))
+        raw = _readable(file.fileno(), 0)
+        front = read_superblock(raw or b"")
         if isinstance(front, str) and length_bytes >= 2 * SUPERBLOCK_BYTES:
-            front = read_superblock(os.pread(file.fileno(), SUPERBLOCK_BYTES, length_bytes - SUPERBLOCK_BYTES))
+            end = _readable(file.fileno(), length_bytes - SUPERBLOCK_BYTES)
+            if raw is None and end is None:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            front = read_superblock(end or b"")
     if isinstance(front, int):
         raise FormatUnsupported(str(path), front, FORMAT_VERSION)
     return front
+
+
+def read_pages(fd: int, nbytes: int, offset: int) -> bytes:
+    """Bytes of a file, fewer at its end; those of pages that the medium cannot read are no record and no superblock."""
+    try:
+        return os.pread(fd, nbytes, offset)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+    raw = bytearray(aligned_up(nbytes))
+    got = _fill_by_page(fd, memoryview(raw), offset)
+    return bytes(raw[: min(got, nbytes)])
+
+
+def _readable(fd: int, offset: int) -> bytes | None:
+    """A superblock's bytes; None where the medium cannot read them."""
+    try:
+        return os.pread(fd, SUPERBLOCK_BYTES, offset)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return None
+
+
+def _fill(fd: int, buffer: memoryview, offset: int) -> int:
+    """Read until the buffer is full or the file ends, and zeros from there on; the bytes that were there."""
+    done = 0
+    while done < len(buffer):
+        got = os.preadv(fd, [buffer[done:]], offset + done)
+        done += got
+        if not got or done % ALIGNMENT_BYTES:  # a page cut short: the end of the file
+            np.frombuffer(buffer, np.uint8)[done:] = 0
+            break
+    return done
+
+
+def _fill_by_page(fd: int, buffer: memoryview, offset: int) -> int:
+    """As `_fill`, a page at a time, around those that cannot be read."""
+    done = 0
+    for at in range(0, len(buffer), ALIGNMENT_BYTES):
+        page = buffer[at : at + ALIGNMENT_BYTES]
+        try:
+            done += _fill(fd, page, offset + at)  # nothing and zeros, beyond the end of the file
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            np.frombuffer(page, np.uint8)[:] = _UNREADABLE
+            done += len(page)
+    return done
 
 
 def _write_superblocks(fd: int, superblock: Superblock) -> None:

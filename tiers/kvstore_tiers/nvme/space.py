@@ -41,11 +41,13 @@ class SlabSpace:
         self._empty: dict[int, Slab] = {}
         self._slab_file_bytes = 0
         self._slots = 0
+        self._most_slots = 0
         self._next_number = max([*directory.numbers(), *directory.numbers("damaged"), 0]) + 1
 
     @property
     def index_budget_bytes(self) -> int:
-        return BASE_BUDGET_BYTES + self._slots * BUDGET_BYTES_PER_SLOT
+        """By the most slots there were: the index does not shrink before the next start."""
+        return BASE_BUDGET_BYTES + self._most_slots * BUDGET_BYTES_PER_SLOT
 
     @property
     def used_bytes(self) -> int:
@@ -70,6 +72,9 @@ class SlabSpace:
             if slab is None:
                 return None
             candidates.append(slab)
+        if not candidates[-1].has_settled_room:
+            settled = next((at for at, slab in enumerate(candidates) if slab.has_settled_room), -1)
+            candidates[settled], candidates[-1] = candidates[-1], candidates[settled]
         slab = candidates[-1]
         slot = slab.allocate()
         if not slab.has_room:
@@ -103,6 +108,7 @@ class SlabSpace:
         self.slabs[slab.number] = slab
         self._slab_file_bytes += slab.superblock.file_bytes
         self._slots += slab.superblock.slots
+        self._most_slots = max(self._most_slots, self._slots)
 
     def open_room(self, slabs: Iterable[Slab]) -> None:
         """Hand out slots of slabs that were recovered."""
@@ -120,6 +126,10 @@ class SlabSpace:
         self._slab_file_bytes -= slab.superblock.file_bytes
         self._slots -= slab.superblock.slots
 
+    def forget_peak(self) -> None:
+        """The index is made anew: it needs room for the slots there are now."""
+        self._most_slots = self._slots
+
     def emptiest(self, nbytes: int) -> int | None:
         """The slab of another slot size that holds the fewest bytes and could take slots of `nbytes` once empty."""
         others = [
@@ -134,8 +144,8 @@ class SlabSpace:
         room_bytes = self.capacity_bytes - self.used_bytes
         file_bytes = min(max(self._slab_bytes, smallest_file_bytes(slot_bytes)), aligned_down(room_bytes))
         slots = slots_that_fit(file_bytes, slot_bytes)
-        while slots and file_bytes + slots * BUDGET_BYTES_PER_SLOT > room_bytes:
-            file_bytes -= aligned_up(file_bytes + slots * BUDGET_BYTES_PER_SLOT - room_bytes)
+        while slots and (missing_bytes := file_bytes + self._index_growth(self._slots + slots) - room_bytes) > 0:
+            file_bytes -= aligned_up(missing_bytes)
             slots = slots_that_fit(file_bytes, slot_bytes)
         if slots < 1:
             return None
@@ -163,8 +173,9 @@ class SlabSpace:
                 self.discard(old)  # it was planned and never written to
                 return self._new(slot_bytes)
             slots = slots_that_fit(old.superblock.file_bytes, slot_bytes)
-            spare_bytes = self.capacity_bytes - self.used_bytes + old.superblock.slots * BUDGET_BYTES_PER_SLOT
-            slots = min(slots, spare_bytes // BUDGET_BYTES_PER_SLOT)
+            others = self._slots - old.superblock.slots
+            spare_bytes = self.capacity_bytes - self.used_bytes
+            slots = min(slots, self._most_slots - others + spare_bytes // BUDGET_BYTES_PER_SLOT)
             if slots < 1:
                 continue
             superblock = Superblock(
@@ -176,6 +187,10 @@ class SlabSpace:
             self.adopt(slab)
             return slab
         return None
+
+    def _index_growth(self, slots: int) -> int:
+        """What the index needs more, once there are so many slots."""
+        return max(0, slots - self._most_slots) * BUDGET_BYTES_PER_SLOT
 
     def _forget_room(self, slab: Slab) -> None:
         rooms = self._with_room.get(slab.superblock.slot_bytes)

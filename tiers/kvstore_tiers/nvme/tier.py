@@ -55,6 +55,7 @@ from kvstore_tiers.threads import ResidentThreads
 _LOG = logging.getLogger(__name__)
 DEFAULT_IO_THREADS = 6  # measured: more collapse under CPU load (they queue for the GIL), fewer leave the disk idle
 DEFAULT_QUARANTINE_SLOTS = 16
+_UNEXPLAINED = "quarantined before the last start"
 
 
 class NvmeTier(Tier):
@@ -83,6 +84,7 @@ class NvmeTier(Tier):
         self._index = index
         self._max_quarantined = quarantine_slots
         self._quarantined: dict[Slot, str] = {}
+        self._unexplained: set[Slot] = set()  # of those; why is in the index
         self._journal = Journal(report.last_sequence + 1)
         self._health = TierHealth(clock)
         self._counters = TransferCounters()
@@ -166,7 +168,7 @@ class NvmeTier(Tier):
 
     def free(self, slot: Slot) -> None:
         slab, index = self._space.free(slot)
-        self._journal.note_freed(slab, index)
+        self._journal.note_freed(slab, index, slab.generations[index])
         if self._quarantined.pop(slot, None) is None:
             self._blocks -= 1
             self._blocks_bytes -= slot.nbytes
@@ -184,7 +186,13 @@ class NvmeTier(Tier):
         self._journal.note_quarantined(slab, index, reason)
 
     def quarantined(self) -> dict[Slot, str]:
-        """Slots out of use and why. `free` ends their quarantine."""
+        """Slots out of use and why, as far as that is known yet. `free` ends their quarantine."""
+        if self._unexplained and self._index.is_mended:
+            reasons = self._index.reasons()
+            for slot in self._unexplained & self._quarantined.keys():
+                slab, index = self._place(slot)
+                self._quarantined[slot] = reasons.get((slab.number, index), _UNEXPLAINED)
+            self._unexplained.clear()
         return dict(self._quarantined)
 
     def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
@@ -276,9 +284,11 @@ class NvmeTier(Tier):
             return
         self._closed = True
         self._threads.close()
-        self._commit.close()
+        is_committed = self._commit.close()
+        if not is_committed:
+            _LOG.warning("the last commit of %s failed: its next start syncs the records again", self._directory.path)
         try:
-            self._index.close()
+            self._index.close(vouch=is_committed)
         except OSError as error:  # the medium is gone or full: without a seal the next start rebuilds the index
             _LOG.warning("the index of %s is not sealed: %s", self._directory.path, error)
         for slab in self._space.slabs.values():
@@ -304,7 +314,8 @@ class NvmeTier(Tier):
         return self._health.watch_write(self._counters.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes)))
 
     def _ready(self, slab: Slab, index: int) -> None:
-        """Make the slab's file if it is new, and withdraw the record of the slot's former block."""
+        """Make the slab's file if it is new, and withdraw the record of the slot's former block, on the medium too: a
+        record never names other bytes than its block's."""
         was_made = slab.is_made
         _, withdrawn = slab.made_file()
         if not was_made:
@@ -312,6 +323,7 @@ class NvmeTier(Tier):
         failpoints.hit("nvme.before-slot-write")
         withdrawn += slab.withdraw([index], self._journal.sequence)
         self._journal.note_withdrawn(withdrawn)
+        slab.sync_hot(index, self._journal.sequence, self._journal.note_withdrawn)
         failpoints.hit("nvme.after-invalidate")
 
     def _load(self, slab: Slab, index: int, slot: Slot, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
@@ -364,8 +376,8 @@ class NvmeTier(Tier):
         """Count what recovery found."""
         for slab in self._space.slabs.values():
             for index in slab.indices_in(SlotState.QUARANTINED):
-                reason = self._index.reasons().get((slab.number, index), "quarantined before the last start")
-                self._quarantined[slab.slot(index)] = reason
+                self._quarantined[slab.slot(index)] = _UNEXPLAINED
+        self._unexplained = set(self._quarantined)  # the index knows why; nobody waits for it now
         self._blocks = sum(slab.in_use for slab in self._space.slabs.values()) - len(self._quarantined)
         in_use_bytes = sum(slab.in_use * slab.superblock.slot_bytes for slab in self._space.slabs.values())
         self._blocks_bytes = in_use_bytes - sum(slot.nbytes for slot in self._quarantined)

@@ -46,6 +46,18 @@ def record_workload(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
     return recording.log
 
 
+def record_large_index(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
+    """As `record_workload`, with an index that is mended beside its user. Here a process that found a seal dies before
+    its records are synced, and its successor's promises hang on them."""
+    recording = _recording(directory)
+    common = ["--seed", str(seed), "--steps", str(steps), "--large-index"]
+    _run(recording, [*common, "--phase", "0", "--end", "close"])
+    _run(recording, [*common, "--phase", "1", "--steps", "1", "--end", "unsynced"], status=-9)
+    _run(recording, [*common, "--phase", "2", "--end", "crash"])
+    _run(recording, [*common, "--phase", "3", "--end", "close"])
+    return recording.log
+
+
 def record_recovery(directory: Path, state: CrashState, promises: Promises) -> Path:
     """Record what recovery does to a crash state; the log, which begins with that state and its promises."""
     directory.mkdir(parents=True)
@@ -111,9 +123,9 @@ def _recording(directory: Path) -> Recording:
     return Recording(root, directory / "log")
 
 
-def _run(recording: Recording, arguments: list[str], die: str = "") -> None:
+def _run(recording: Recording, arguments: list[str], die: str = "", *, status: int | None = None) -> None:
     environment = {**recording.environment(), failpoints.ENVIRONMENT: die}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-m", WORKLOAD, str(recording.root), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == (-9 if die else 0), done.stderr
+    assert done.returncode == (status or (-9 if die else 0)), done.stderr

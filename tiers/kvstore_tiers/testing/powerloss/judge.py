@@ -2,9 +2,8 @@
 
 Owns the verdict. A judge is `judge(directory, promises) -> Verdict`; this one is for the workload of this package.
 What must hold: every promised block is there with the right bytes; nothing freed for good is; every other block is
-whole, absent, or answers CORRUPT (after power loss a freed block may be listed until its first read finds out); never
-more bytes than the capacity; the tier takes and keeps new blocks; a second recovery finds the same; after the close
-the walker finds nothing to complain about.
+whole or absent (a record never names other bytes than its block's); never more bytes than the capacity; the tier takes
+and keeps new blocks; a second recovery finds the same; after the close the walker finds nothing to complain about.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.base import OutcomeKind, Slot
-from kvstore_tiers.nvme import NvmeTier
+from kvstore_tiers.nvme import NvmeTier, index
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.segments import Bytes, segment_of
 from kvstore_tiers.testing.driving import block, finish, finish_all, put
@@ -39,7 +38,7 @@ class Verdict:
     wrong: list[str] = field(default_factory=list)  # bytes that were never written so, or that had been freed for good
     broken: list[str] = field(default_factory=list)  # any other rule
     over_capacity_bytes: int = 0
-    corrupt_reads: int = 0  # of blocks that nobody was promised
+    corrupt_reads: int = 0
 
     @property
     def is_sound(self) -> bool:
@@ -47,6 +46,13 @@ class Verdict:
 
 
 Judge = Callable[[Path, Promises], Verdict]
+
+
+def make_indexes_large(*, mended_after_s: float = 0.0) -> None:
+    """From here on this process treats every index as a large one: it is opened and mended by a thread of its own."""
+    index.OPEN_AT_ONCE_BYTES = -1
+    index.MEND_AT_ONCE_BLOCKS = 0
+    index.MEND_DELAY_S = mended_after_s
 
 
 def open_tier(directory: Path, *, io_threads: int = 1) -> NvmeTier:
@@ -67,6 +73,12 @@ def judge_tier(root: Path, promises: Promises) -> Verdict:
     return verdict
 
 
+def judge_large_index(root: Path, promises: Promises) -> Verdict:
+    """As `judge_tier`, with an index that counts as a large one."""
+    make_indexes_large()
+    return judge_tier(root, promises)
+
+
 def _examined(directory: Path, promises: Promises, verdict: Verdict) -> set[int]:
     """Recover, read and judge every block, give up what is corrupt, store one more; the numbers that stay."""
     with closing(open_tier(directory)) as tier:
@@ -74,7 +86,7 @@ def _examined(directory: Path, promises: Promises, verdict: Verdict) -> set[int]
         if len({header.key for _, header in recovered}) != len(recovered):
             verdict.wrong.append("one key was recovered twice")
         found = set()
-        for number, is_whole, slot in _read_all(tier, recovered, verdict):
+        for number, is_whole, slot in _read_all(tier, recovered, verdict, promises.durable):
             if is_whole:
                 found.add(number)
             else:
@@ -88,12 +100,13 @@ def _examined(directory: Path, promises: Promises, verdict: Verdict) -> set[int]
         synced = finish(tier.sync)
         if not synced.ok:
             verdict.broken.append(f"the recovered tier cannot sync: {synced.message}")
+        tier.locate(bytes(16))  # waits until the index is mended: one that is not has no seal after the close
         verdict.over_capacity_bytes = max(0, tier.statistics().used_bytes - CAPACITY_BYTES)
     return found
 
 
 def _read_all(
-    tier: NvmeTier, recovered: list[tuple[Slot, BlockHeader]], verdict: Verdict
+    tier: NvmeTier, recovered: list[tuple[Slot, BlockHeader]], verdict: Verdict, promised: set[Item]
 ) -> list[tuple[int, bool, Slot]]:
     """(number, whole, slot) of every recovered block; wrong bytes go to the verdict."""
     copies = [np.zeros(header.payload_bytes, dtype=np.uint8) for _, header in recovered]
@@ -115,6 +128,8 @@ def _read_all(
                 verdict.wrong.append(f"block {number} has bytes that were never written")
         elif outcome.kind is OutcomeKind.CORRUPT:
             verdict.corrupt_reads += 1
+            if number not in promised:
+                verdict.broken.append(f"a record names block {number}, its slot holds something else")
         else:
             verdict.broken.append(f"block {number} cannot be read: {outcome.message}")
         read.append((number, outcome.ok, slot))

@@ -1,11 +1,11 @@
 """A workload to be recorded: it fills, frees, reuses, quarantines, reshapes and reopens an NVMe tier, and marks what it
 was promised.
 
-    python -m kvstore_tiers.testing.powerloss.workload ROOT --seed 1 --phase 0 --steps 60 --end crash
+    python -m kvstore_tiers.testing.powerloss.workload ROOT --seed 1 --phase 0 --steps 60 --end crash [--large-index]
 
 Owns the tier in ROOT/nvme for one phase; a phase begins with whatever the one before left (`close`: an orderly end,
-`crash`: the process is gone, its writes stay in the page cache) and may end in the middle of recovery, by
-KVSTORED_FAILPOINTS.
+`crash`: the process is gone, its writes stay in the page cache, `unsynced`: the same in the midst of a commit) and may
+end in the middle of recovery, by KVSTORED_FAILPOINTS.
 Several writes and a sync are in flight at most times. Invariant: a mark is in the log before a block is put or freed,
 and after it was promised.
 """
@@ -21,10 +21,11 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from kvstore_proto.arena import slot_bytes
+from kvstore_tiers import failpoints
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.segments import Bytes, segment_of
 from kvstore_tiers.testing.driving import PATIENCE_S, block
-from kvstore_tiers.testing.powerloss.judge import open_tier
+from kvstore_tiers.testing.powerloss.judge import make_indexes_large, open_tier
 from kvstore_tiers.testing.powerloss.record import Marker
 
 SIZES_BYTES = (4096, 5000, 20_000, 50_000)
@@ -75,6 +76,15 @@ class Workload:
         self._sync()
         while self._syncs:
             self._take_one()
+
+    def die_unsynced(self) -> None:
+        """Killed by its last commit, between the records' writing and their sync; nothing else is in flight."""
+        self._put()
+        while self._writing:
+            self._take_one()
+        failpoints.arm("nvme.after-records-write=kill")
+        self._sync()
+        self._take_one()
 
     def close(self) -> None:
         self._tier.close()
@@ -172,15 +182,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--phase", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--end", choices=("close", "crash"), default="close")
+    parser.add_argument("--end", choices=("close", "crash", "unsynced"), default="close")
+    parser.add_argument("--large-index", action="store_true", help="the index is opened and mended by a thread")
     parser.add_argument("--only-recover", action="store_true", help="open, close; no marks")
     arguments = parser.parse_args()
+    if arguments.large_index:
+        make_indexes_large(mended_after_s=PATIENCE_S if arguments.end == "unsynced" else 0.0)
     if arguments.only_recover:
         open_tier(arguments.root / "nvme").close()
         return
     sys.setswitchinterval(SWITCH_S)
     workload = Workload(arguments.root / "nvme", Marker.of_this_process(), arguments.seed, arguments.phase)
     workload.run(arguments.steps)
+    if arguments.end == "unsynced":
+        workload.die_unsynced()
     if arguments.end == "crash":
         os._exit(0)
     workload.close()

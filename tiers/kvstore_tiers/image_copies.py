@@ -1,0 +1,56 @@
+"""What a copy thread does with a slot of the host tier: a block in, a block out, a block looked at.
+
+Owns the order of these steps. Never allocates, never decides when.
+Invariants: a payload is copied first and the copy is checksummed, because staging memory stays writable by the client;
+the header is written last; nothing raises for bytes that do not hold, the outcome says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader
+from kvstore_tiers import failpoints
+from kvstore_tiers.base import Outcome, OutcomeKind, Segment
+from kvstore_tiers.counters import TransferCounters
+from kvstore_tiers.image import image_header, stamp_header
+from kvstore_tiers.segments import checksum_at, gather, scatter, total_bytes
+
+
+class ImageCopies:
+    """Transfers over slots; `verifies`: whether what is read is checked against its checksum."""
+
+    def __init__(self, counters: TransferCounters, verifies: bool) -> None:
+        self._counters = counters
+        self._verifies = verifies
+
+    def store(self, target: Segment, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
+        with self._counters.watch() as count:
+            failpoints.hit("host.before-copy")
+            gather(target.address + HEADER_BYTES, segments)
+            checksum = header.checksum or checksum_at(target.address + HEADER_BYTES, header.payload_bytes)
+            failpoints.hit("host.before-header")
+            stored = stamp_header(target, header, checksum)
+            return count.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes))
+
+    def verify(self, source: Segment, expect_key: bytes) -> Outcome:
+        header = image_header(source, expect_key)
+        if isinstance(header, str):
+            return Outcome(OutcomeKind.CORRUPT, message=header)
+        if checksum_at(source.address + HEADER_BYTES, header.payload_bytes) != header.checksum:
+            return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
+        return Outcome(OutcomeKind.DONE, header, header.payload_bytes)
+
+    def load(self, source: Segment, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+        with self._counters.watch() as count:
+            header = image_header(source, expect_key)
+            if isinstance(header, str):
+                return count.read(Outcome(OutcomeKind.CORRUPT, message=header))
+            if total_bytes(segments) < header.payload_bytes:
+                message = f"{header.payload_bytes} payload bytes do not fit {total_bytes(segments)} bytes of segments"
+                return count.read(Outcome(OutcomeKind.FAILED, message=message))
+            payload = source.address + HEADER_BYTES
+            scatter(payload, header.payload_bytes, segments)
+            if self._verifies and checksum_at(payload, header.payload_bytes) != header.checksum:
+                return count.read(Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold"))
+            return count.read(Outcome(OutcomeKind.DONE, header, header.payload_bytes))
