@@ -112,8 +112,11 @@ class Handshake:
         if self._closed:
             return False
         poll = select.poll()  # one object a call: it is not to be shared by threads
-        poll.register(self._socket, _HANGUP)
-        return not poll.poll(0)
+        try:
+            poll.register(self._socket, _HANGUP)
+            return not poll.poll(0)
+        except (OSError, ValueError):  # another thread closed it under us
+            return False
 
     def close(self) -> None:
         """End the connection, and with it every lease and reservation of this session."""

@@ -111,8 +111,10 @@ class Loan:
                     return None
 
     def hold(self, extent: Extent) -> None:
-        """One block more in an extent whose use is about to end."""
+        """One block more in an extent whose use is about to end. Raises RuntimeError when it has ended."""
         with self._changed:
+            if not extent.users:
+                raise RuntimeError(f"bytes {extent.offset}.. of the loan are free, and cannot be held")
             extent.users += 1
 
     def end(self, use: Use) -> None:
@@ -145,7 +147,8 @@ class Loan:
     def _lent(self, response: wire.Response) -> None:
         reply = response.lend
         with self._changed:
-            if self.number:
+            if self.number:  # the answer to an earlier Lend, that came late, was first: the daemon has renewed it
+                self.number = max(self.number, reply.loan)
                 return
             if not reply.nbytes:  # all of it is on reservations
                 self.is_offered = False

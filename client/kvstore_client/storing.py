@@ -4,7 +4,8 @@ Owns the pipeline of one put. What is written within a millisecond goes in one m
 0.3 ms; what takes longer is sent in parts, so that the daemon's copy runs beside ours. Blocks that the lookup index
 shows are not written: they are named, and the daemon says whether they are there or wanted after all.
 Never does: wait past the deadline. Invariants: what the daemon may be reading is not written again (see `loan`); what
-was not sent is free again at the end, also when a payload function raises; each block ends with one status.
+was not sent is free again at the end, also when a payload function raises; each block ends with one status; what this
+put keeps in the loan, to send it again, never keeps itself from going on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from kvstore_client.connection import Connection
 from kvstore_client.loan import Extent, Loan, Use
 from kvstore_client.put_order import (
     MIN_RETRY_S,
-    PENDING_PATIENCE_S,
     REASON_NO_ROOM,
     REASON_PENDING,
     REASON_TOO_LARGE,
@@ -30,6 +30,8 @@ from kvstore_client.receipt import THROTTLED, PutReceipt
 from kvstore_client.reserving import ReservedPut
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.staging import write_payload, write_tokens
+from kvstore_client.stream import PendingCall
+from kvstore_client.undecided import Undecided
 from kvstore_proto.arena import ALIGNMENT_BYTES, slot_bytes
 from kvstore_proto.lookup_index import ABSENT, UNKNOWN
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -76,14 +78,13 @@ class Put:
         self._asker, self._connection, self._order = asker, connection, order
         self._loan: Loan = connection.loan
         self._clock, self._sleep = clock, sleep
-        self._started = clock()
-        self._deadline = self._started + deadline_s
+        self._deadline = clock() + deadline_s
         self._slot_bytes = slot_bytes(order.payload_bytes)
         self._receipt = PutReceipt(len(order.payloads), clock=clock)
         self._todo = deque(range(len(order.payloads)))
         self._believed = self._present_by_index()
         self._written: dict[int, tuple[int, Extent]] = {}  # blocks to send again, as they lie
-        self._undecided: set[int] = set()  # blocks that were sent, and are to be sent again
+        self._undecided = Undecided()
         self._sent: deque[Batch] = deque()
         self._unsent = Batch()
         self._is_starved = False
@@ -209,40 +210,34 @@ class Put:
 
     def _take(self, batch: Batch, response: wire.Response) -> None:
         assert batch.call is not None
-        self._loan.leave_unanswered(batch.use)  # an error may be the stream's end, which says nothing of its bytes
-        answer = self._asker.judge(self._connection, response)
-        if answer == THROTTLED:  # the request as a whole: over a rate
-            self._send_again(batch, range(len(batch.blocks)), THROTTLED_RETRY_S)
-            self._loan.end(batch.use)
-        elif isinstance(answer, str):
-            self._receipt.reason = answer
-            if self._connection.stream.ended:
-                self._todo.clear()
-        else:
-            again = self._undecided_in(batch, answer.commit.statuses)
-            decided = [NOWHERE if position in again else block for position, block in enumerate(batch.blocks)]
-            self._undecided.difference_update(decided)
-            self._receipt.record_commit(batch.call, answer, decided)
-            if wire.COMMIT_STATUS_PRESENT in answer.commit.statuses:
-                self._connection.index.get(may_wait=False)  # it pays to know, from the next put on
-            self._send_again(batch, again, MIN_RETRY_S if wire.COMMIT_STATUS_AGAIN in answer.commit.statuses else 0.0)
-            self._loan.end(batch.use)
+        is_still_read = response.HasField("error") and response.error.kind != wire.ERROR_KIND_THROTTLED
+        if is_still_read:  # perhaps: it may be the stream's end, which says nothing of its bytes
+            self._loan.leave_unanswered(batch.use)
+        try:
+            answer = self._asker.judge(self._connection, response)
+            if answer == THROTTLED:  # the request as a whole: over a rate
+                self._undecided.refused(batch.blocks)
+                self._send_again(batch, range(len(batch.blocks)), THROTTLED_RETRY_S)
+            elif isinstance(answer, str):
+                self._receipt.reason = answer
+                if self._connection.stream.ended:
+                    self._todo.clear()
+            else:
+                self._take_statuses(batch, batch.call, answer)
+        finally:  # not before: nobody else may have bytes that are to be sent again
+            if not is_still_read:
+                self._loan.end(batch.use)
 
-    def _undecided_in(self, batch: Batch, statuses: bytes) -> list[int]:
-        """Positions of blocks that are to be sent again."""
-        again: list[int] = []
-        is_patient = self._clock() < min(self._started + PENDING_PATIENCE_S, self._deadline)
-        for position, (block, status) in enumerate(zip(batch.blocks, statuses, strict=False)):
-            if status == wire.COMMIT_STATUS_AGAIN and not is_patient:
-                self._receipt.reason = REASON_PENDING
-            elif (
-                status in (wire.COMMIT_STATUS_WANTED, wire.COMMIT_STATUS_AGAIN)
-                # without a block before it, which is to come yet
-                or (status == wire.COMMIT_STATUS_ORPHANED and any(before < block for before in self._undecided))
-            ):
-                self._undecided.add(block)
-                again.append(position)
-        return again
+    def _take_statuses(self, batch: Batch, call: PendingCall, answer: wire.Response) -> None:
+        statuses = answer.commit.statuses
+        again = self._undecided.answered(batch.blocks, statuses, self._clock(), self._deadline)
+        if self._undecided.gave_up:
+            self._receipt.reason = REASON_PENDING
+        decided = [NOWHERE if position in again else block for position, block in enumerate(batch.blocks)]
+        self._receipt.record_commit(call, answer, decided)
+        if wire.COMMIT_STATUS_PRESENT in statuses:
+            self._connection.index.get(may_wait=False)  # it pays to know, from the next put on
+        self._send_again(batch, again, MIN_RETRY_S if wire.COMMIT_STATUS_AGAIN in statuses else 0.0)
 
     def _send_again(self, batch: Batch, positions: Sequence[int], delay_s: float) -> None:
         for position in reversed(positions):
@@ -258,7 +253,11 @@ class Put:
     # The end
 
     def _find_room(self) -> None:
-        """All of the loan is in use, and not by this put: other threads', or requests' that were never answered."""
+        """All of the loan is in use: by blocks that this put keeps to send them again, or else by other threads, and
+        by requests that were never answered."""
+        if self._written:  # a block before them needs the room: they are written again in their turn
+            self._let_go_of_written()
+            return
         self._is_starved = True
         left_s = self._deadline - self._clock()
         if self._connection.stream.ended:
@@ -272,6 +271,10 @@ class Put:
         if extent is not None:
             self._is_starved = False
             self._loan.end(Use([extent]))
+
+    def _let_go_of_written(self) -> None:
+        self._loan.end(Use([extent for _, extent in self._written.values()]))
+        self._written.clear()
 
     def _give_up(self, reason: str) -> None:
         for block in self._todo:
@@ -287,6 +290,6 @@ class Put:
     def _leave(self) -> None:
         """Whatever happened: what is not sent is free."""
         self._loan.end(self._unsent.use)
-        self._loan.end(Use([extent for _, extent in self._written.values()]))
+        self._let_go_of_written()
         for batch in self._sent:
             self._abandon(batch)

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from kvstore_proto.arena import slot_bytes
+from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import (
     RunningDaemon,
@@ -109,3 +110,28 @@ def test_a_put_that_nobody_waits_for_any_more_never_mixes_with_the_next_one() ->
                     assert holds(lease, payloads_of(conversation, len(lease), MODEL))
             with session.get(tokens_of(1, blocks)) as lease:
                 assert len(lease) == blocks, "what was sent is stored, though nobody waited"
+
+
+def test_a_client_whose_streams_break_cannot_pile_up_stores() -> None:
+    """What a broken stream left under way counts against the client until it has ended."""
+    settings = ("nvme.enabled=false", "host.copy_threads=1", "limits.inflight_per_client=3")
+    with (
+        running_daemon(*settings, failpoints="host.before-copy=delay:0.3") as daemon,
+        RawClient(daemon.socket_dir, MODEL) as raw,
+    ):
+        loan = raw.ask(lend=pb.Lend()).lend
+
+        def store(block: int) -> pb.Store:
+            key = block.to_bytes(16, "little")
+            page = 1 + (loan.offset + (block - 1) * SLOT) // 4096
+            return pb.Store(loan=1, keys=key, parents=bytes(16), pages=[page], payload_bytes=MODEL.payload_bytes())
+
+        for block in (1, 2, 3):
+            raw.send(store=store(block))
+        assert eventually(lambda: daemon.tiers()["host"].blocks == 3)
+        raw.end_stream()
+        refused = raw.ask(store=store(4))
+        assert (refused.error.kind, refused.error.retry_after_ms > 0) == (pb.ERROR_KIND_THROTTLED, True), refused
+        assert eventually(lambda: daemon.status().counters["stored_blocks"] == 3)
+        assert eventually(lambda: raw.ask(store=store(4)).HasField("commit"))
+        assert "Traceback" not in daemon.log, daemon.log

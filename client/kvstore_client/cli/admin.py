@@ -6,6 +6,7 @@ by hand first. Raises CommandError only.
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +55,7 @@ class AdminSocket:
 
     def _explain(self, method: str, error: grpc.RpcError) -> CommandError:
         code, details = error.code(), error.details() or ""
-        verb = method.lower()
+        verb = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", method).lower()
         if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
             return CommandError(DENIED, f"{verb}: permission denied: {details}")
         if code is grpc.StatusCode.UNAVAILABLE:

@@ -178,7 +178,9 @@ def _drop_options(parser: argparse.ArgumentParser) -> None:
 
 def _quarantine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["list", "release"], help="what to do")
-    parser.add_argument("places", nargs="*", metavar="SLAB:OFFSET", help="release: which; the list shows them")
+    parser.add_argument(
+        "places", nargs="*", default=[], metavar="SLAB:OFFSET", help="release: which; the list shows them"
+    )
     parser.add_argument("--all", action="store_true", help="release: every slot in quarantine")
 
 

@@ -33,7 +33,7 @@ _VOLATILE: Final[Mapping[str, str]] = {
     "write-failed": "volatile: writing it failed; the daemon's log says why",
     "other-tenant": "volatile: NVMe has a block of this key for another tenant",
     "pending": "on its way to NVMe",
-    "not-asked": "volatile: its put did not ask for more",
+    "not-asked": "volatile: its put did not ask for more, or its copy on NVMe had to make room since",
 }
 _COLUMNS: Final = (
     Column("BLOCK", True),

@@ -11,7 +11,7 @@ from kvstore_proto.v1 import admin_pb2 as wire
 def integrity_facts(reply: wire.StatusReply) -> list[tuple[str, str]]:
     return [
         ("scrubber", _scrubber(reply.scrub)),
-        ("last full scrub", _last_pass(reply.scrub)),
+        ("last full scrub", _ago(reply.scrub.last_pass_s)),
         ("orphaned blocks", human_count(reply.orphaned_blocks)),
         ("own books", _books(reply.books)),
     ]
@@ -22,10 +22,6 @@ def _scrubber(scrub: wire.ScrubStatus) -> str:
         return "off"
     text = f"{scrub.state}, {human_bytes(scrub.read_bytes)} in {human_count(scrub.read_slots)} slots read"
     return text + (f", {human_count(scrub.corrupt)} found damaged" if scrub.corrupt else "")
-
-
-def _last_pass(scrub: wire.ScrubStatus) -> str:
-    return _ago(scrub.last_pass_s)
 
 
 def _books(books: wire.BooksStatus) -> str:

@@ -6,15 +6,13 @@ Shows keys, sizes and reasons; bytes of a block never travel here. Who may look 
 from __future__ import annotations
 
 import argparse
-from typing import Final
 
 from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.output import Output
+from kvstore_client.cli.show import KEY_DIGITS
 from kvstore_client.cli.table import Column, render_table
 from kvstore_client.cli.units import human_bytes, human_count
 from kvstore_proto.v1 import admin_pb2 as wire
-
-_KEY_DIGITS: Final = 12
 
 
 def quarantine(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
@@ -35,7 +33,7 @@ def _list(admin: AdminSocket) -> Output:
     rows = [
         [
             f"{slot.slab}:{slot.offset}",
-            slot.key[:_KEY_DIGITS] or "-",
+            slot.key[:KEY_DIGITS] or "-",
             slot.tenant or "-",
             human_bytes(slot.bytes),
             "yes" if slot.stored_again else "no",

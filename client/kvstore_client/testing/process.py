@@ -6,6 +6,7 @@ Every wait has an end: an engine that does not come back within PATIENCE_S hangs
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -87,7 +88,8 @@ class EngineProcess:
             raise EngineFailed(f"the engine's process ended with status {status}")
 
     def _call(self, operation: str, tokens: Sequence[int]) -> Any:
-        self._connection.send((operation, list(map(int, tokens))))
+        with contextlib.suppress(ConnectionError):  # it has ended: what it said last tells how
+            self._connection.send((operation, list(map(int, tokens))))
         return self._expect("done", PATIENCE_S)
 
     def _expect(self, wanted: str, timeout_s: float) -> Any:

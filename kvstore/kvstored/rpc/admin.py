@@ -67,7 +67,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @_reporting
     async def Blocks(self, request: pb.BlocksRequest, context: Any) -> pb.BlocksReply:  # noqa: N802
-        return self._views.blocks(request)
+        return await self._views.blocks(request)
 
     @_reporting
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainReply:  # noqa: N802

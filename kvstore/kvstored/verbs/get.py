@@ -173,11 +173,12 @@ class Get:
             return reply
         now_ns = self._clock.monotonic_ns()
         slots = residency.slots(rows, HOST)
+        tokens = [residency.token(row) for row in rows]
         lease = self._leases.grant(
-            session.session_id, session.tenant_id, rows, slots, now_ns + self._lease_ttl_ms * NS_PER_MS
+            session.session_id, session.tenant_id, tokens, slots, now_ns + self._lease_ttl_ms * NS_PER_MS
         )
         # The policy hears of it once the reply is on its way: for 64 blocks that is a tenth of the client's wait.
-        asyncio.get_running_loop().call_soon(self._touch, [residency.token(row) for row in rows], now_ns)
+        asyncio.get_running_loop().call_soon(self._touch, tokens, now_ns)
         reply.lease_id = lease.lease_id
         reply.expires_in_ms = self._lease_ttl_ms
         reply.arena_ids.extend([slot.container for slot in slots])

@@ -1,10 +1,9 @@
 """Intake: from a client's staging to blocks that everybody finds. What commit and store have in common.
 
-Owns the way of a block from its slot to its publication, and who is writing which key. The client can write its
-staging memory at any time, so nothing in it is trusted: the daemon copies first and checks the copy, takes every header
-field but the token ids from the request, and refuses tokens that do not hash to the key.
+Owns which blocks begin when, with a slot and an unreadable row each, and who is writing which key; how they become
+readable is the filler's.
 Never decides which blocks may come: the verbs do. Invariants: a block is visible to the very next lookup once it is
-answered; what has begun ends, also when its client is gone; one writer a key.
+answered; what has begun ends, also when its client is gone, or else is taken back; one writer a key.
 """
 
 from __future__ import annotations
@@ -12,14 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstore_tiers.base import Outcome, OutcomeKind, Slot
+from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
-from kvstore_tiers.segments import Segment
 from kvstored.clock import Clock
 from kvstored.dataplane.sessions import Session, StagedBlock
 from kvstored.movement.completions import CompletionQueue
@@ -28,8 +24,8 @@ from kvstored.movement.writeback import WriteBack
 from kvstored.residency import CyclicChainError, Residency
 from kvstored.telemetry import Counters
 from kvstored.tiering import HOST
+from kvstored.verbs.filling import Filler, Filling, Part
 from kvstored.verbs.settling import Settling
-from kvstored.verbs.validate import tokens_hash_to_key
 
 log = logging.getLogger(__name__)
 PART_BYTES = 32 * 2**20
@@ -41,27 +37,6 @@ _MODES = {
 }
 Taken = Sequence[tuple[int, StagedBlock]]
 """Blocks to take in, each with its place in the request and in the answer."""
-
-
-@dataclass(slots=True)
-class _Filling:
-    """One block between its slot and its publication."""
-
-    position: int
-    block: StagedBlock
-    token: int  # of the residency row
-    slot: Slot
-    depth: int
-    outcome: Outcome | None = None
-
-
-@dataclass(slots=True)
-class _Part:
-    """Blocks that are copied together. `copied` has the outcomes of `copying`."""
-
-    fillings: list[_Filling] = field(default_factory=list)
-    copying: list[_Filling] = field(default_factory=list)
-    copied: asyncio.Future[Sequence[Outcome]] | None = None
 
 
 class Intake:
@@ -83,7 +58,7 @@ class Intake:
         self._host = host
         self._room = room
         self._writeback = writeback
-        self._completions = completions
+        self._filler = Filler(residency, host, completions, clock, counters)
         self._clock = clock
         self._counters = counters
         self._default_mode = default_mode
@@ -115,43 +90,64 @@ class Intake:
 
         In parts, so that the first are copied while the next get their slots, and nobody on the loop waits long. The
         first part begins at once where it needs no eviction. A client that dies meanwhile must not leave half a block
-        behind: the task runs to its end.
+        behind: the task runs to its end. Nor must a mistake of ours: the task takes back what has begun, and raises it.
         """
-        parts: list[_Part] = []
+        parts: list[Part] = []
         began = 0
+        mistake: Exception | None = None
         if not session.beginning:
-            parts.append(_Part())
-            began = self._begin_blocks(session, taken, 0, self._part_end(session, taken, 0), statuses, parts[0])
-            self._start_copies(session, parts[0])
+            parts.append(Part())
+            try:
+                began = self._begin_blocks(session, taken, 0, self._part_end(session, taken, 0), statuses, parts[0])
+                self._filler.start_copies(session, parts[0])
+            except Exception as error:
+                mistake = error
         session.beginning += 1
-        task = asyncio.create_task(self._take_rest(session, taken, began, statuses, mode, parts))
+        task = asyncio.create_task(self._take_all(session, taken, began, statuses, mode, parts, mistake))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         task.add_done_callback(end)
         return task
 
-    async def _take_rest(
-        self, session: Session, taken: Taken, began: int, statuses: bytearray, mode: int, parts: list[_Part]
+    async def _take_all(
+        self,
+        session: Session,
+        taken: Taken,
+        began: int,
+        statuses: bytearray,
+        mode: int,
+        parts: list[Part],
+        mistake: Exception | None,
     ) -> Settling:
-        try:
-            if began < len(taken):
-                async with session.turn:  # requests of one client begin in order: parents before children
-                    while began < len(taken):
-                        await asyncio.sleep(0)  # others on the loop have their turn
-                        parts.append(_Part())
-                        began = await self._begin_part(session, taken, began, statuses, parts[-1])
-                        self._start_copies(session, parts[-1])
-        finally:
-            session.beginning -= 1
         settling: Settling = {}
-        for part in parts:
-            if part.copied is not None:
-                for filling, outcome in zip(part.copying, await part.copied, strict=True):
-                    filling.outcome = outcome
-            # Write-through pins its blocks, so it begins in the same turn of the loop as publication: a turn later they
-            # may have been evicted and their rows be other blocks'.
-            settling |= self._settling(self._publish(part.fillings, statuses), mode)
+        try:
+            try:
+                if mistake is not None:
+                    raise mistake
+                await self._begin_rest(session, taken, began, statuses, parts)
+            finally:
+                session.beginning -= 1
+            for part in parts:
+                await part.copies_ended()
+                # Write-through pins its blocks, so it begins in the same turn of the loop as publication: a turn later
+                # they may have been evicted and their rows be other blocks'.
+                settling |= self._settling(self._filler.publish(part, statuses), mode)
+        except Exception:
+            await self._filler.undo(parts)
+            raise
         return settling
+
+    async def _begin_rest(
+        self, session: Session, taken: Taken, began: int, statuses: bytearray, parts: list[Part]
+    ) -> None:
+        if began == len(taken):
+            return
+        async with session.turn:  # requests of one client begin in order: parents before children
+            while began < len(taken):
+                await asyncio.sleep(0)  # others on the loop have their turn
+                parts.append(Part())
+                began = await self._begin_part(session, taken, began, statuses, parts[-1])
+                self._filler.start_copies(session, parts[-1])
 
     def _part_end(self, session: Session, taken: Taken, began: int) -> int:
         """Where the part ends that begins at `began`: after work for half a millisecond of the control thread."""
@@ -161,7 +157,7 @@ class Intake:
         most = min(PART_BLOCKS, HASHES_A_PART // hashes, PART_BYTES // taken[began][1].nbytes)
         return min(began + max(most, 1), len(taken))
 
-    async def _begin_part(self, session: Session, taken: Taken, began: int, statuses: bytearray, part: _Part) -> int:
+    async def _begin_part(self, session: Session, taken: Taken, began: int, statuses: bytearray, part: Part) -> int:
         """Begin one more part, making room where there is none; how many blocks have begun then."""
         end = self._part_end(session, taken, began)
         while began < end:
@@ -186,7 +182,7 @@ class Intake:
         began: int,
         end: int,
         statuses: bytearray,
-        part: _Part,
+        part: Part,
         slot: Slot | None = None,
     ) -> int:
         """Give blocks `began` to `end` a slot and an unreadable row each; `slot` is for the first of them. How many
@@ -194,37 +190,42 @@ class Intake:
         residency, room, tenant = self._residency, self._room, session.tenant_id
         now_ns = self._clock.monotonic_ns()
         key, depth = NO_PARENT, 0  # of the block that began last
-        for position, block in taken[began:end]:
-            is_next = block.parent == key != NO_PARENT and residency.find(tenant, block.key) < 0
-            if not is_next:  # else its parent began just now, and neither of them is stored
-                refusal = self._refusal(session, block)
-                if refusal is not None:
-                    statuses[position] = refusal
-                    began += 1
-                    continue
-                parent = residency.find_any(tenant, block.parent)
-                depth = residency.depth(parent) if parent >= 0 else -1
-            if slot is None:
-                slot = room.allocate_now(block.nbytes, tenant)
+        try:
+            for position, block in taken[began:end]:
+                is_next = block.parent == key != NO_PARENT and residency.find(tenant, block.key) < 0
+                if not is_next:  # else its parent began just now, and neither of them is stored
+                    refusal = self._refusal(session, block)
+                    if refusal is not None:
+                        statuses[position] = refusal
+                        began += 1
+                        continue
+                    parent = residency.find_any(tenant, block.parent)
+                    depth = residency.depth(parent) if parent >= 0 else -1
+                if slot is not None and slot.nbytes != block.nbytes:  # kept from a block that was refused
+                    self._host.free(slot)
+                    slot = None
                 if slot is None:
-                    break
-            began += 1
-            try:
-                row = -1 if is_next else residency.find(tenant, block.key)  # stored, but out of reach
-                if row < 0:
-                    row = residency.insert(
-                        tenant, block.key, block.parent, fingerprint_id=session.fingerprint_id, group=block.group,
-                        depth=depth + 1, payload_bytes=block.payload_bytes, now_ns=now_ns,
-                    )  # fmt: skip
-            except CyclicChainError as error:
-                log.warning("client %s of %s: %s", session.client_name, session.tenant.name, error)
-                continue
-            key, depth = block.key, depth + 1
-            residency.attach(row, HOST, slot, now_ns, filling=True)
-            part.fillings.append(_Filling(position, block, residency.token(row), slot, depth))
-            slot = None
-        if slot is not None:
-            self._host.free(slot)
+                    slot = room.allocate_now(block.nbytes, tenant)
+                    if slot is None:
+                        break
+                began += 1
+                try:
+                    row = -1 if is_next else residency.find(tenant, block.key)  # stored, but out of reach
+                    if row < 0:
+                        row = residency.insert(
+                            tenant, block.key, block.parent, fingerprint_id=session.fingerprint_id, group=block.group,
+                            depth=depth + 1, payload_bytes=block.payload_bytes, now_ns=now_ns,
+                        )  # fmt: skip
+                except CyclicChainError as error:
+                    log.warning("client %s of %s: %s", session.client_name, session.tenant.name, error)
+                    continue
+                key, depth = block.key, depth + 1
+                residency.attach(row, HOST, slot, now_ns, filling=True)
+                part.fillings.append(Filling(position, block, residency.token(row), slot, depth))
+                slot = None
+        finally:
+            if slot is not None:
+                self._host.free(slot)
         return began
 
     def _refusal(self, session: Session, block: StagedBlock) -> pb.CommitStatus.ValueType | None:
@@ -241,57 +242,6 @@ class Intake:
         if parent >= 0 and (residency.tier_mask(parent) or residency.being_filled(parent)):
             return None
         return pb.COMMIT_STATUS_ORPHANED
-
-    def _start_copies(self, session: Session, part: _Part) -> None:
-        """Copy payloads from staging to arenas in the tier's threads."""
-        staging = session.staging
-        writes: list[tuple[Slot, BlockHeader, list[Segment]]] = []
-        created_ns = self._clock.wall_ns()
-        for filling in part.fillings:
-            assert staging is not None, "a block of a client without staging"
-            block = filling.block
-            tokens = staging.tokens_at(block.offset)
-            if not tokens_hash_to_key(session, block, tokens):
-                filling.outcome = Outcome(OutcomeKind.CORRUPT, message="tokens do not hash to the key")
-                continue
-            header = BlockHeader(
-                key=block.key, parent=block.parent, extra=block.extra,
-                fingerprint=session.fingerprint_digest, tenant=session.tenant.digest, group=block.group,
-                payload_bytes=block.payload_bytes, tokens=tokens, depth=filling.depth,
-                generation=filling.slot.generation, created_ns=created_ns,
-            )  # fmt: skip
-            part.copying.append(filling)
-            writes.append((filling.slot, header, [staging.payload_at(block.offset, block.payload_bytes)]))
-        if writes:
-            part.copied = asyncio.get_running_loop().create_future()
-            self._host.write_many(writes, self._completions.to_loop(part.copied.set_result))
-
-    def _publish(self, fillings: Sequence[_Filling], statuses: bytearray) -> dict[int, int]:
-        """Make whole blocks readable, in chain order; position -> row of each."""
-        residency = self._residency
-        now_ns = self._clock.monotonic_ns()
-        published: dict[int, int] = {}
-        stored_bytes = 0
-        for filling in fillings:
-            row = residency.current(filling.token)
-            outcome = filling.outcome
-            assert row >= 0 and outcome is not None, "a block went away while it was being filled"
-            if not outcome.ok:
-                self._host.free(residency.detach(row, HOST))
-                if outcome.kind is OutcomeKind.CORRUPT:
-                    statuses[filling.position] = pb.COMMIT_STATUS_KEY_MISMATCH
-                else:
-                    log.warning("a block could not be stored: %s", outcome.message)
-                continue
-            residency.publish(row, HOST, now_ns)
-            statuses[filling.position] = pb.COMMIT_STATUS_STORED
-            published[filling.position] = row
-            stored_bytes += filling.block.payload_bytes
-        if published:
-            self._counters.add("stored_blocks", len(published))
-            self._counters.add("stored_bytes", stored_bytes)
-            residency.touch_run(list(published.values()), now_ns)
-        return published
 
     def _settling(self, published: dict[int, int], mode: int) -> Settling:
         writeback = self._writeback

@@ -28,13 +28,21 @@ class Lending:
     """See the module."""
 
     def __init__(
-        self, intake: Intake, residency: Residency, counters: Counters, *, max_keys: int, max_block_bytes: int
+        self,
+        intake: Intake,
+        residency: Residency,
+        counters: Counters,
+        *,
+        max_keys: int,
+        max_block_bytes: int,
+        inflight_limit: int,
     ) -> None:
         self._intake = intake
         self._residency = residency
         self._counters = counters
         self._max_keys = max_keys
         self._max_block_bytes = max_block_bytes
+        self._inflight_limit = inflight_limit
 
     async def lend(self, session: Session, request: pb.Lend) -> pb.LendReply:
         """A part of the client's staging, or the same under a new number, once nothing reads it any more."""
@@ -68,6 +76,11 @@ class Lending:
             again = bytes([pb.COMMIT_STATUS_AGAIN] * len(keys))
             return _refused(pb.CommitReply(statuses=again, durability=bytes(len(keys)), final=True))
         offsets = _offsets(pages, nbytes, loan)
+        if len(session.copying) >= self._inflight_limit:  # the stream's limit forgets those of a stream that broke
+            raise KVStoreError(
+                ErrorKind.THROTTLED, f"{len(session.copying)} puts of this client are being stored already", 5
+            )
+        mode = self._intake.mode(session, request.durability)
         statuses = bytearray([pb.COMMIT_STATUS_FAILED] * len(keys))
         taken: list[tuple[int, StagedBlock]] = []
         rows = self._residency.find_each(session.tenant_id, request.keys)
@@ -91,7 +104,6 @@ class Lending:
                 taken.append((position, block))
         if present:
             self._counters.add("present_blocks", present)
-        mode = self._intake.mode(session, request.durability)
 
         def end(task: asyncio.Task[Settling]) -> None:
             for _, block in taken:

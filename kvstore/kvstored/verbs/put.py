@@ -102,6 +102,7 @@ class Put:
         count = len(request.reservation_ids)
         if count > self._max_keys:
             raise KVStoreError(ErrorKind.TOO_LARGE, f"{count} reservations in one commit, limit {self._max_keys}")
+        mode = self._intake.mode(session, request.durability)
         statuses = bytearray([pb.COMMIT_STATUS_FAILED] * count)
         taken: list[tuple[int, Reservation]] = []
         for position, reservation_id in enumerate(request.reservation_ids):
@@ -111,7 +112,6 @@ class Put:
             else:
                 reservation.committing = True
                 taken.append((position, reservation))
-        mode = self._intake.mode(session, request.durability)
         taking = self._intake.take_in(
             session, taken, statuses, mode, lambda _: self._drop_all(session, [block for _, block in taken])
         )

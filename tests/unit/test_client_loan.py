@@ -1,0 +1,82 @@
+"""The loan's number and its extents, where answers come late or a caller has them no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstore_client.loan import Loan, Use
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+NBYTES = 16 * 4096
+Late = Callable[[wire.Response], None]
+CONNECTION: Any = None
+
+
+def lent(number: int) -> wire.Response:
+    return wire.Response(lend=wire.LendReply(loan=number, offset=0, nbytes=NBYTES))
+
+
+class Daemon:
+    """Each Lend is answered as the next of `answers` says, which gets what a late answer goes to."""
+
+    def __init__(self, *answers: Callable[[Late], wire.Response | str]) -> None:
+        self._answers = list(answers)
+        self.asked: list[Late] = []
+
+    def ask(self, _connection: object, request: wire.Request, _timeout_s: float, late: Late) -> wire.Response | str:
+        assert request.HasField("lend")
+        self.asked.append(late)
+        return self._answers.pop(0)(late)
+
+
+def test_a_lend_that_is_answered_late_does_not_hide_the_number_of_the_next_one() -> None:
+    """The daemon has renewed the loan by the second request: only the second number stands."""
+
+    def first_one_meanwhile(_: Late) -> wire.Response:
+        daemon.asked[0](lent(1))
+        return lent(2)
+
+    daemon: Any = Daemon(lambda _: "deadline", first_one_meanwhile)
+    loan = Loan()
+    assert loan.obtain(daemon, CONNECTION, 1.0) == "deadline"
+    assert loan.obtain(daemon, CONNECTION, 1.0) == ""
+    assert (loan.number, loan.size_bytes, loan.used_bytes()) == (2, NBYTES, 0)
+
+
+def test_a_lend_that_is_answered_after_the_next_one_changes_nothing() -> None:
+    daemon: Any = Daemon(lambda _: "deadline", lambda _: lent(2))
+    loan = Loan()
+    assert loan.obtain(daemon, CONNECTION, 1.0) == "deadline"
+    assert loan.obtain(daemon, CONNECTION, 1.0) == ""
+    extent = loan.take(4096, 3)
+    assert extent is not None
+    daemon.asked[0](lent(1))
+    assert (loan.number, loan.used_bytes()) == (2, 3 * 4096)
+
+
+def test_renewals_that_cross_leave_the_last_number() -> None:
+    """Two threads renew: the first answer, number 2, comes after the second."""
+    daemon: Any = Daemon(lambda _: lent(1), lambda _: "deadline", lambda _: lent(3))
+    loan = Loan()
+    loan.obtain(daemon, CONNECTION, 1.0)
+    extent = loan.take(4096, 2)
+    assert extent is not None
+    loan.leave_unanswered(Use([extent] * 2))
+    loan.renew(daemon, CONNECTION, 1.0)
+    loan.renew(daemon, CONNECTION, 1.0)
+    daemon.asked[1](lent(2))
+    assert (loan.number, loan.used_bytes()) == (3, 0)
+
+
+def test_bytes_that_are_free_cannot_be_held() -> None:
+    loan = Loan()
+    loan.obtain(Daemon(lambda _: lent(1)), CONNECTION, 1.0)  # type: ignore[arg-type]
+    extent = loan.take(4096, 1)
+    assert extent is not None
+    loan.end(Use([extent]))
+    with pytest.raises(RuntimeError, match="are free"):
+        loan.hold(extent)
+    assert loan.used_bytes() == 0

@@ -1,0 +1,130 @@
+"""Blocks of a put that are sent again: none is lost or forgotten, none waits for bytes that the put itself keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore_client import Session, undecided
+from kvstore_client.asking import Asker
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.fake_daemon import Client, FakeDaemon, Knobs
+from tests.unit.test_client_storing import BLOCKS, PAYLOADS, SLOT, STORED, TOKENS, believe, connect, loan_of
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(tmp_path / "s", Knobs(lends=True)) as running:
+        yield running
+
+
+@pytest.fixture
+def session(daemon: FakeDaemon) -> Iterator[Session]:
+    with connect(daemon) as opened:
+        yield opened
+
+
+def is_stored(session: Session) -> bool:
+    with session.get(TOKENS) as lease:
+        return len(lease) == BLOCKS and all(
+            np.array_equal(lease.payload(block), PAYLOADS[block]) for block in range(BLOCKS)
+        )
+
+
+def test_a_put_does_not_wait_for_room_that_it_keeps_itself(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block 0 is wanted after all; those after it fill the loan and have to be sent again, after it."""
+    daemon.knobs.staging_limit_bytes = 3 * SLOT
+    with connect(daemon) as session:
+        believe(session, monkeypatch, 0)
+        receipt = session.put(TOKENS, payloads=PAYLOADS)
+        assert (receipt.statuses, receipt.reason) == (STORED, "")
+        assert is_stored(session) and loan_of(session).used_bytes() == 0
+
+
+def test_bytes_that_are_to_be_sent_again_are_nobody_elses_meanwhile(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread renews the loan just when an answer is there, and is not yet acted upon."""
+    connection = session._link.current()
+    assert connection is not None
+    judge, is_renewing = Asker.judge, [False]
+
+    def judge_beside_a_renewal(asker: Asker, *arguments: object) -> object:
+        if not is_renewing[0]:
+            is_renewing[0] = True
+            connection.loan.renew(asker, connection, 5.0)
+            is_renewing[0] = False
+        return judge(asker, *arguments)  # type: ignore[arg-type]
+
+    session.put(TOKENS + 1, payloads=PAYLOADS)
+    daemon.knobs.present_as_pending = 2
+    monkeypatch.setattr(Asker, "judge", judge_beside_a_renewal)
+    assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
+    monkeypatch.undo()
+    assert is_stored(session) and loan_of(session).used_bytes() == 0
+
+
+def test_patience_with_other_clients_begins_with_the_wait_for_them(daemon: FakeDaemon, session: Session) -> None:
+    """However long the put has been writing by then."""
+    later_s = [0.0]
+    session._clock = lambda: time.monotonic() + later_s[0]
+
+    def write_slowly(destination: np.ndarray) -> None:
+        later_s[0] += 1.0
+        destination[:] = PAYLOADS[0]
+
+    daemon.knobs.present_as_pending = 3
+    receipt = session.put(TOKENS, payloads=[write_slowly, *PAYLOADS[1:]], deadline_s=60)
+    assert (receipt.statuses, receipt.reason) == (STORED, "")
+    assert is_stored(session)
+
+
+def test_an_orphan_is_sent_again_only_while_a_block_before_it_is_to_come(daemon: FakeDaemon, session: Session) -> None:
+    """Block 0: to be sent again, and then without room. All others hang on it."""
+    daemon.knobs.present_as_pending, daemon.knobs.throttle_all = 1, True
+    assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["throttled"] * BLOCKS
+    assert len(daemon.stores) == 2, "the second answer settles them all"
+    assert loan_of(session).used_bytes() == 0
+
+
+def test_what_hangs_on_a_message_over_a_rate_is_sent_again_with_it(daemon: FakeDaemon) -> None:
+    """The first of three messages is refused as a whole; the blocks of the others are orphans until it is stored."""
+    daemon.knobs.max_keys = 5
+    daemon.knobs.delay_s["store"] = 0.05  # all of them are under way by then
+    answer, refused = daemon.answer, pb.Error(kind=pb.ERROR_KIND_THROTTLED, message="too many")
+
+    def refuse_the_first(client: Client, request: pb.Request) -> list[pb.Response]:
+        if request.HasField("store") and not daemon.log.count("store"):
+            daemon.log.append("store")
+            return [pb.Response(error=refused)]
+        return answer(client, request)
+
+    daemon.answer = refuse_the_first  # type: ignore[method-assign]
+    with connect(daemon) as session:
+        receipt = session.put(TOKENS, payloads=PAYLOADS)
+        assert (receipt.statuses, receipt.reason) == (STORED, "")
+        assert len(daemon.blocks) == BLOCKS and loan_of(session).used_bytes() == 0
+
+
+def test_a_refusal_over_a_rate_frees_its_bytes_also_when_the_stream_has_ended(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.put(TOKENS + 1, payloads=PAYLOADS)
+    daemon.knobs.errors["store"] = pb.Error(kind=pb.ERROR_KIND_THROTTLED, message="too many")
+    monkeypatch.setattr(Asker, "judge", lambda *_: "no_daemon")
+    assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["failed"] * BLOCKS
+    assert loan_of(session).used_bytes() == 0
+
+
+def test_a_put_gives_up_a_block_that_somebody_is_for_ever_writing(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(undecided, "PENDING_PATIENCE_S", 0.0)
+    daemon.knobs.present_as_pending = 1 << 30
+    receipt = session.put(TOKENS, payloads=PAYLOADS)
+    assert (receipt.statuses, len(daemon.stores)) == (["throttled"] * BLOCKS, 1)
+    assert "another client" in receipt.reason

@@ -1,0 +1,222 @@
+"""Intake when something in it is wrong: nothing of a request that failed is left behind, and the next one works."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_proto.arena import slot_bytes
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.identity import NO_PARENT
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.config.schema import TenantSection
+from kvstored.dataplane.sessions import Session, SessionTable
+from kvstored.dataplane.staging import Staging
+from kvstored.residency import Residency
+from kvstored.residency.check import check
+from kvstored.tenants import Peer, Tenant
+from kvstored.tiering import HOST
+from kvstored.verbs import Intake, Lending, Put, intake
+from tests.reference.small_store import SmallStore, small_store
+
+PAYLOAD_BYTES = 5000
+SLOT = slot_bytes(PAYLOAD_BYTES)
+BLOCKS = 6
+INFLIGHT_LIMIT = 3
+STORED = pb.COMMIT_STATUS_STORED
+SIZES_LEFT_OPEN = Fingerprint("m", "w", groups=(LayerGroup(0), LayerGroup(1, "sliding", 64)))
+
+
+class Store:
+    """The verbs of a put over a small store, and one client, whose blocks have no tokens: any key is theirs."""
+
+    def __init__(self, small: SmallStore) -> None:
+        self.small = small
+        store, clock = small.store, small.clock
+        self.intake = Intake(
+            small.residency, store.host, store.rooms[HOST], store.writeback, small.completions, clock, store.counters,
+            default_mode="none",
+        )  # fmt: skip
+        self.lending = Lending(
+            self.intake, small.residency, store.counters, max_keys=64, max_block_bytes=1 << 20,
+            inflight_limit=INFLIGHT_LIMIT,
+        )  # fmt: skip
+        self.put = Put(
+            self.intake, small.residency, SessionTable(), clock, store.counters, max_keys=64,
+            max_block_bytes=1 << 20, reservation_ttl_ms=1000,
+        )  # fmt: skip
+        tenant = Tenant("t", bytes(16), b"", TenantSection("t"))
+        fingerprint = SIZES_LEFT_OPEN
+        self.session = Session(
+            1, bytes(16), Peer(1, 1, 1), "client", tenant, small.residency.tenant("tenant"), fingerprint,
+            fingerprint.digest(), 1, {}, Staging(1 << 20, "test"), lambda _: None,
+        )  # fmt: skip
+
+    async def store(self, keys: Sequence[bytes]) -> list[int]:
+        """The statuses of a chain of blocks."""
+        replies = [reply async for reply in self.begin(keys)]
+        return list(replies[0].statuses)
+
+    def begin(self, keys: Sequence[bytes]) -> Any:
+        loan = self.session.loan
+        assert loan is not None
+        pages = [1 + (loan.offset + place * SLOT) // 4096 for place in range(len(keys))]
+        parents = b"".join([NO_PARENT, *keys[:-1]])
+        request = pb.Store(
+            loan=loan.number, keys=b"".join(keys), parents=parents, pages=pages, payload_bytes=PAYLOAD_BYTES
+        )
+        return self.lending.store(self.session, request)
+
+    def reserve(self, payload_bytes: int, **blocks: bytes) -> list[int]:
+        """Reservations for blocks, each key with its parent, of a group whose blocks need no block before them."""
+        keys = b"".join(key_of(name) for name in blocks)
+        request = pb.Reserve(keys=keys, parents=b"".join(blocks.values()), payload_bytes=payload_bytes, group=1)
+        reply = self.put.reserve(self.session, request)
+        assert all(reply.reservation_ids)
+        return list(reply.reservation_ids)
+
+    async def commit(self, reservation_ids: Sequence[int]) -> list[int]:
+        replies = [reply async for reply in self.put.commit(self.session, pb.Commit(reservation_ids=reservation_ids))]
+        return list(replies[0].statuses)
+
+    def assert_nothing_left(self, blocks: int = 0) -> None:
+        session, host = self.session, self.small.store.host
+        assert not self.intake.writers and not session.copying and not session.reservations
+        assert (session.beginning, session.turn.locked(), self.small.completions.outstanding) == (0, False, 0)
+        assert host.statistics().blocks == blocks
+        assert not self.small.residency.tenants[session.tenant_id].unreadable
+        assert check(self.small.residency) == []
+
+
+def key_of(name: str) -> bytes:
+    return name.encode().ljust(16, b".")
+
+
+KEYS = [key_of(f"block{number}") for number in range(BLOCKS)]
+
+
+def run(tmp_path: Path, test: Callable[[Store], Any]) -> None:
+    async def with_store() -> None:
+        async with small_store(tmp_path) as small:
+            store = Store(small)
+            await store.lending.lend(store.session, pb.Lend(nbytes=BLOCKS * SLOT))
+            await test(store)
+
+    asyncio.run(with_store())
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
+    """Let the `at`-th call of a method be a mistake."""
+    method, calls = getattr(owner, name), [0]
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            raise RuntimeError("a mistake of ours")
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("part_blocks", [32, 2])
+@pytest.mark.parametrize(
+    ("place", "name", "at"),
+    [
+        ("residency", "insert", 1),
+        ("residency", "insert", 4),
+        ("room", "allocate_now", 4),
+        ("host", "write_many", 1),
+        ("staging", "tokens_at", 1),
+        ("staging", "tokens_at", 4),
+    ],
+)
+def test_a_mistake_while_blocks_begin_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str, at: int, part_blocks: int
+) -> None:
+    """In the first part, and in one that begins while others are being copied."""
+    monkeypatch.setattr(intake, "PART_BLOCKS", part_blocks)
+
+    async def test(store: Store) -> None:
+        small = store.small
+        owners: dict[str, object] = {
+            "residency": Residency, "room": small.store.rooms[HOST], "host": small.store.host,
+            "staging": store.session.staging,
+        }  # fmt: skip
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a mistake of ours"):
+            fail_once(patch, owners[place], name, at)
+            await store.store(KEYS)
+        store.assert_nothing_left()
+        assert await store.store(KEYS) == [STORED] * BLOCKS
+        store.assert_nothing_left(BLOCKS)
+        assert (await store.lending.lend(store.session, pb.Lend())).loan == 2
+
+    run(tmp_path, test)
+
+
+def test_what_is_published_already_stays_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistake is in the publication of the last part."""
+    monkeypatch.setattr(intake, "PART_BLOCKS", 4)
+
+    async def test(store: Store) -> None:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a mistake of ours"):
+            fail_once(patch, Residency, "publish", 6)
+            await store.store(KEYS)
+        store.assert_nothing_left(blocks=5)
+        assert await store.store(KEYS) == [pb.COMMIT_STATUS_PRESENT] * 5 + [STORED]
+
+    run(tmp_path, test)
+
+
+def test_a_mistake_in_a_commit_ends_its_reservations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(store: Store) -> None:
+        reservations = store.reserve(PAYLOAD_BYTES, a=NO_PARENT, b=NO_PARENT)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a mistake of ours"):
+            fail_once(patch, Residency, "insert", 2)
+            await store.commit(reservations)
+        store.assert_nothing_left()
+        assert await store.commit(store.reserve(PAYLOAD_BYTES, a=NO_PARENT, b=NO_PARENT)) == [STORED] * 2
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize("sizes", [(3000, 50_000), (50_000, 3000)])
+def test_the_slot_of_a_refused_block_is_not_the_next_ones_unless_it_fits(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    """A block that would be its own ancestor is refused when it has a slot; the next one of its commit has another
+    size."""
+
+    async def test(store: Store) -> None:
+        assert await store.commit(store.reserve(PAYLOAD_BYTES, child=key_of("parent"))) == [STORED]
+        cyclic = store.reserve(sizes[0], parent=key_of("child"))
+        following = store.reserve(sizes[1], other=NO_PARENT)
+        assert await store.commit(cyclic + following) == [pb.COMMIT_STATUS_FAILED, STORED]
+        residency = store.small.residency
+        row = residency.find(store.session.tenant_id, key_of("other"))
+        assert residency.slot(row, HOST).nbytes == slot_bytes(sizes[1])
+        assert store.small.store.host.statistics().blocks == 2
+
+    run(tmp_path, test)
+
+
+def test_stores_under_way_are_bounded_whoever_waits_for_them(tmp_path: Path) -> None:
+    """Their answers are never asked for, as after a stream that broke."""
+
+    async def test(store: Store) -> None:
+        unanswered = [store.begin(KEYS[block : block + 1]) for block in range(INFLIGHT_LIMIT)]
+        with pytest.raises(KVStoreError, match="3 puts of this client") as caught:
+            store.begin(KEYS[4:5])
+        assert (caught.value.kind, caught.value.retry_after_ms > 0) == (ErrorKind.THROTTLED, True)
+        await store.intake.finish()
+        await asyncio.sleep(0)
+        store.assert_nothing_left(blocks=INFLIGHT_LIMIT)
+        assert await store.store(KEYS[4:5]) == [STORED]
+        for replies in unanswered:
+            await replies.aclose()
+
+    run(tmp_path, test)
