@@ -48,7 +48,7 @@ SIDES: dict[str, Callable[[Path, int], Store]] = {
 ROWS = (
     ("corruptions", "blocks damaged on disk"),
     ("served_wrong", "  blocks served with other bytes"),
-    ("refused", "  damaged blocks not served"),
+    ("refused", "  the others: refused, or whole all the same"),
     ("kills", "kills -9 while storing"),
     ("promised_blocks", "  blocks answered as promised"),
     ("promised_lost", "  of those gone after the restart"),

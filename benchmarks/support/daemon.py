@@ -6,6 +6,8 @@ what a benchmark sets is in its call, everything else is the default.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import socket
 import subprocess
@@ -77,7 +79,7 @@ def bench_daemon(*settings: str, state_dir: Path | None = None) -> Iterator[Benc
     with tempfile.TemporaryDirectory(prefix="kvbench-") as name:
         directory = Path(name)
         with (directory / "log").open("wb") as log, _listener(directory / "notify") as listener:
-            environment = {**os.environ, "NOTIFY_SOCKET": str(directory / "notify")}
+            environment = {**os.environ, **_byte_code(), "NOTIFY_SOCKET": str(directory / "notify")}
             started = time.perf_counter()
             command = _command(directory, state_dir or directory / "state", settings)
             child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -86,6 +88,14 @@ def bench_daemon(*settings: str, state_dir: Path | None = None) -> Iterator[Benc
                 yield BenchDaemon(directory / "run", child.pid, time.perf_counter() - started)
             finally:
                 _stop(child)
+
+
+@functools.cache
+def _byte_code() -> dict[str, str]:
+    """What makes a daemon start from byte code, as an installed one does, whatever this shell forbids."""
+    place = tempfile.TemporaryDirectory(prefix="kvbench-code-")
+    atexit.register(place.cleanup)
+    return {"PYTHONPYCACHEPREFIX": place.name, "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def _command(directory: Path, state_dir: Path, settings: tuple[str, ...]) -> list[str]:

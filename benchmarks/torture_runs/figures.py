@@ -28,14 +28,14 @@ MUST_BE_ZERO = (
     "over_capacity_bytes",
     "over_host_capacity_bytes",
     "restart_failures",
+    "daemon_tracebacks",
     "visibility_misses",
     "visibility_wrong",
+    "visibility_probes_absent",
     "dram_wrong",
     "power_loss_wrong",
     "power_loss_lost",
 )
-
-
 MAXIMA = ("most_", "over_")
 WHY_NULL = "_why_null"
 

@@ -1,9 +1,9 @@
 """What one client has put, another finds at once: put, then a lookup by another process, with no time in between.
 
 Owns two client processes that take turns over a pair of pipes: each puts a run of blocks and passes the turn in the
-moment its put is answered; the other looks all of them up, and a prefix one block longer. A check is one key of which
-the daemon told the tier, in the answer to a lookup that was sent after the put's answer was there. The shared lookup
-index is probed too, and counted apart: it is a hint that may say "unknown", but never "absent".
+moment its put is answered; the other looks all of them up. A check is one key of which the daemon told the tier, in the
+answer to a lookup that was sent after the put's answer was there. The shared lookup index is probed too, and counted
+apart: it is a hint that may say "unknown", but never "absent".
 """
 
 from __future__ import annotations

@@ -87,6 +87,8 @@ class Store:
         if nvme is not None and self.breaker is not None:
             self.writeback = self._make_writeback(nvme, self.breaker)
             self.damage.rewrite = self.writeback.write_through
+            self.damage.is_coming = self.writeback.is_coming
+            self.damage.make_durable = self.writeback.sync
 
     def _make_policies(self) -> list[Policy]:
         host, nvme = self.config.host, self.config.nvme
@@ -155,9 +157,11 @@ class Store:
 
     # Small connections between parts
 
-    def _unpin(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            self.residency.unpin(row)
+    def _unpin(self, tokens: Iterable[int]) -> None:
+        """What a lease pinned and is still there; a block that was found damaged took its pins along."""
+        for row in map(self.residency.current, tokens):
+            if row >= 0:
+                self.residency.unpin(row)
 
     def _may_linger(self, slot: Slot, tenant: int) -> bool:
         """Whether a block may leave this slot: nobody reads it, or its tenant's limbo has room for it."""

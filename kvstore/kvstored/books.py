@@ -1,10 +1,10 @@
 """The daemon's walk over its own books, when it is idle: residency against itself, and against the tiers' slots.
 
 Owns when to walk and what is told of it; the judgement is `residency.check` and the tier's own (`check_books`,
-`check_held`). The walk is cut into slices of half a millisecond. What changes meanwhile would look like a broken
-invariant: a walk during which anything moved counts for nothing, and a finding is looked for a second time, at once and
-in one piece, before anybody hears of it. A broken invariant is a mistake of ours: it is logged once, loudly, and shown
-until the restart.
+`check_held`). The walk is cut into slices of half a millisecond; what takes longer in one piece is done in a thread, on
+a copy. What changes meanwhile would look like a broken invariant: a walk during which anything moved counts for
+nothing, and a finding is looked for a second time, at once and in one piece, before anybody hears of it. A broken
+invariant is a mistake of ours: it is logged once, loudly, and shown until the restart.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import numpy as np
 from kvstored.assembly import Store
 from kvstored.clock import NS_PER_S
 from kvstored.residency.check import Walk, check
+from kvstored.residency.places import Places
 
 log = logging.getLogger(__name__)
 SLICE_NS = 500_000
 PAUSE_S = 0.005
-BUSY_S = 1.0
+BUSY_S, LAST_BUSY_S = 1.0, 60.0  # before the next try, longer after each walk during which something moved
 MAX_TOLD = 8
 SLICE_ROWS = 4096
 
@@ -49,8 +50,10 @@ class BooksWalk:
     async def run(self, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            while not (self._is_idle() and await self.walk()):
-                await asyncio.sleep(BUSY_S)
+            pause_s = BUSY_S
+            while not self._is_idle() or not await self.walk():
+                await asyncio.sleep(pause_s)
+                pause_s = min(LAST_BUSY_S, 2 * pause_s)
 
     async def walk(self) -> bool:
         """One walk; False when something moved meanwhile."""
@@ -59,15 +62,17 @@ class BooksWalk:
         walk = Walk(store.residency)
         slice_ended_ns = now_ns() + SLICE_NS
         held: list[str] = []
-        for _ in chain(walk.steps(), self._check_held(held)):
+        places = [Places(copies) for copies in store.residency.copies]
+        for _ in chain(walk.steps(), *(each.copy() for each in places), self._check_held(held)):
             if now_ns() >= slice_ended_ns:
                 await asyncio.sleep(PAUSE_S)
                 if self._state() != before:
                     return False
                 slice_ended_ns = now_ns() + SLICE_NS
+        shared = [fault for each in places for fault in await asyncio.to_thread(each.shared)]
         if self._state() != before:
             return False
-        faults = walk.faults or held
+        faults = walk.faults or held or shared
         if faults:  # seen twice, the second time in one piece: then it is true
             held = []
             deque(self._check_held(held), maxlen=0)
@@ -91,18 +96,8 @@ class BooksWalk:
         )  # fmt: skip
 
     def _state(self) -> object:
-        """What differs whenever something moved, as far as cheap numbers tell."""
-        store = self._store
-        residency = store.residency
-        return (
-            residency.rows.live,
-            [
-                (copies.blocks, list(copies.bytes_by_tenant), list(copies.leaving_by_tenant))
-                for copies in residency.copies
-            ],
-            store.counters.snapshot(),
-            store.completions.outstanding,
-        )
+        """What differs whenever something moved. What only reads, the scrubber above all, moves nothing."""
+        return self._store.residency.changes
 
     def _check_held(self, faults: list[str]) -> Iterator[None]:
         """Whether the NVMe tier agrees that each copy's slot is taken, in that generation; adds to `faults`."""

@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ from kvstored.dataplane.sessions import Session, SessionTable
 from kvstored.dataplane.staging import StagingPool
 from kvstored.degraded.memory import MemoryWatch
 from kvstored.degraded.pressure import HostSizer
+from kvstored.exits import EXIT_HANGS
 from kvstored.instance import AlreadyRunning, InstanceLock
 from kvstored.integrity import Integrity
 from kvstored.maintenance import Maintenance
@@ -78,8 +80,8 @@ log = logging.getLogger(__name__)
 # the GIL in the middle of a request: with 0.5 ms lookups beside two clients at full load took half as long again.
 SWITCH_INTERVAL_S = 0.005
 STOP_GRACE_S = 10.0
+STOP_LIMIT_S = 25.0  # on a disk that hangs no stop ends by itself; less than TimeoutStopSec in deploy/systemd
 INDEX_SHARE = 16  # one part in so many of what is set aside for staging is for lookup indexes
-PREFETCH_SHARE = 4  # at most one part in so many of the host tier is held for prefetches that wait
 
 
 class StartupError(Exception):
@@ -157,14 +159,21 @@ class Daemon:
         trim()  # a start with many blocks needs much memory once
 
     async def stop(self) -> None:
-        """Flush, then take everything down in the reverse order of its making. Idempotent."""
+        """Flush, then take everything down in the reverse order of its making. Idempotent. What hangs in the kernel
+        cannot be waited for: after `STOP_LIMIT_S` the process ends as in a crash, which the next start is made for."""
         notify("STOPPING=1")
-        if self.lifetime is not None:
-            self.lifetime.state = State.STOPPING
-            self._handshake.accepting = False
-            if self._store.writeback is not None:  # while clients who wait for that word can still hear it
-                await self._store.writeback.flush(STOP_GRACE_S)
-        await self._stack.aclose()
+        limit = threading.Timer(STOP_LIMIT_S, _end_without_order)
+        limit.daemon = True
+        limit.start()
+        try:
+            if self.lifetime is not None:
+                self.lifetime.state = State.STOPPING
+                self._handshake.accepting = False
+                if self._store.writeback is not None:  # while clients who wait for that word can still hear it
+                    await self._store.writeback.flush(STOP_GRACE_S)
+            await self._stack.aclose()
+        finally:
+            limit.cancel()
 
     async def _settle(self, intake: Intake) -> None:
         """Nobody asks any more: end what is under way, write what waits, leave no transfer in flight."""
@@ -182,6 +191,7 @@ class Daemon:
         config = self.config
         self._completions = CompletionQueue(asyncio.get_running_loop())
         self._tenants = TenantDirectory(config.daemon.state_dir, config.tenants, config.tenant_default)
+        self._stack.callback(self._tenants.close)
         self._warm = open_warm(config.host, config.daemon.state_dir)
         self._sessions = SessionTable(self._warm.ledger.last_session_id if self._warm is not None else 0)
         host, residency = self._open_host(), make_residency(config)
@@ -217,6 +227,7 @@ class Daemon:
         if self.forgets_memory:
             tier.close()
         else:
+            self._warm.settle()
             tier.leave()
         self._warm.close(forget=self.forgets_memory)
 
@@ -271,8 +282,9 @@ class Daemon:
             max_block_bytes=limits.max_block_bytes, reservation_ttl_ms=limits.reservation_ttl_ms,
         )  # fmt: skip
         lending = Lending(
-            intake, residency, store.counters, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes
-        )
+            intake, residency, store.counters, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes,
+            inflight_limit=limits.inflight_per_client,
+        )  # fmt: skip
         self._misses = RecentMisses(limits.misses_per_tenant, clock)
         get = Get(
             residency, store.leases, store.promoter, clock, store.counters, store.flows, self._misses,
@@ -414,6 +426,7 @@ class Daemon:
 
     def _start_tasks(self) -> None:
         tasks = [asyncio.create_task(self._maintenance.run(), name="maintenance")]
+        tasks.append(asyncio.create_task(self._tenants.run(), name="names"))
         if self._warm is not None:
             tasks.append(asyncio.create_task(self._warm.run(), name="warm restart"))
         if self.config.host.prefault:
@@ -454,6 +467,14 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+def _end_without_order() -> None:
+    """In a thread of its own: the loop may be what hangs."""
+    try:
+        log.critical("stopping hangs for %.0f s, probably on a disk: ending without order", STOP_LIMIT_S)
+    finally:
+        os._exit(EXIT_HANGS)
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -174,6 +175,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the daemon, which will tell us
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor over the limit would vanish unseen
     with socket.socket(fileno=chosen.listen) as listener:
         holder = Holder(listener, chosen.path)
         try:

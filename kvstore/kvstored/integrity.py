@@ -10,12 +10,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from kvstored.assembly import Store
 from kvstored.books import BooksReport, BooksWalk
 from kvstored.clock import NS_PER_S
-from kvstored.residency.orphans import find, snapshot
+from kvstored.residency.orphans import find, none_of, snapshot
 from kvstored.scrub.scrubber import POSITION_FILE, Scrubber, ScrubReport
 from kvstored.scrub.verification import Verification
 from kvstored.scrub.worker import Settings
@@ -60,7 +58,7 @@ class Integrity:
 
     def _make_scrubber(self) -> Scrubber | None:
         store, scrub = self._store, self._store.config.scrub
-        if store.nvme is None or store.writeback is None or not scrub.enabled:
+        if store.nvme is None or store.writeback is None or store.breaker is None or not scrub.enabled:
             return None
         settings = Settings(
             directory=str(store.config.nvme.path),
@@ -68,7 +66,7 @@ class Integrity:
             rate_bytes=scrub.rate_bytes,
             interval_s=scrub.interval_s,
         )
-        verification = Verification(store.residency, store.nvme, store.mover, store.damage.on_nvme)
+        verification = Verification(store.residency, store.nvme, store.mover, store.breaker, store.damage.on_nvme)
         return Scrubber(
             settings, store.residency, store.nvme, verification, store.writeback.sync, store.clock, store.counters,
             start_s=scrub.start_s,
@@ -88,7 +86,8 @@ class Integrity:
     async def count_orphans(self) -> None:
         """Find them, and have them leave first; a thread does the walking."""
         self._orphans_wanted = False
+        tiers = len(self._store.tiers)
         chains = snapshot(self._store.residency)
-        rows = np.empty(0, np.int64) if chains is None else await asyncio.to_thread(find, chains)
-        self.report.orphaned_blocks = len(rows)
-        self._store.cut_off.replace(rows.tolist())
+        orphans = none_of(tiers) if chains is None else await asyncio.to_thread(find, chains, tiers)
+        self.report.orphaned_blocks = len(orphans.tokens)
+        self._store.cut_off.replace(orphans.by_tier)

@@ -2,12 +2,14 @@
 the history is written.
 
 One tick a tenth of a second, each bounded; prefaulting runs in a thread of its own without the GIL.
+Invariant: no mistake of a part ends the ticking, on which leases, reservations and the service manager's watchdog hang.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +22,7 @@ from kvstored.policies import Policy
 from kvstored.telemetry import Counters
 from kvstored.verbs import Put
 
+log = logging.getLogger(__name__)
 TICK_S = 0.1
 EXPIRED_A_TICK = 64
 PREFAULT_SLICE_BYTES = 8 << 20
@@ -49,18 +52,33 @@ class Maintenance:
         self._counters = counters
         self._sample = sample
         self._watches = watches  # over media and memory: whether anything has to be shed
+        self._failed: set[str] = set()  # what was told of already
         self.prefaulted = (0, 0)  # bytes done, bytes in all
 
     def tick(self) -> None:
+        """Each part by itself: one that fails takes none of the others with it."""
+        for part in (
+            self._expire_leases, self._expire_reservations, self._expire_blocks, *self._watches, self._sample
+        ):  # fmt: skip
+            try:
+                part()
+            except Exception as error:  # ours, whatever it is; it may come again each tick, so it is told once
+                failure = f"{type(error).__name__} in {getattr(part, '__qualname__', part)}"
+                if failure not in self._failed:
+                    self._failed.add(failure)
+                    log.exception("maintenance failed (%s); it goes on", failure)
+
+    def _expire_leases(self) -> None:
+        self._counters.add("expired_leases", self._leases.expire(self._clock.monotonic_ns()))
+
+    def _expire_reservations(self) -> None:
+        self._put.expire(self._clock.monotonic_ns())
+
+    def _expire_blocks(self) -> None:
         now_ns = self._clock.monotonic_ns()
-        self._counters.add("expired_leases", self._leases.expire(now_ns))
-        self._put.expire(now_ns)
         for policy, room in zip(self._policies, self._rooms, strict=True):
             for row in policy.expired(now_ns, EXPIRED_A_TICK):
                 room.expire(row)
-        for watch in self._watches:
-            watch()
-        self._sample()
 
     async def run(self) -> None:
         interval_s = watchdog_interval_s()

@@ -61,7 +61,10 @@ def wait_for_manager() -> None:
 
 
 def stored_descriptors() -> dict[str, int]:
-    """The descriptors that the manager kept for us, by name; ours from now on. Asked once: the variables go."""
+    """The descriptors that the manager kept for us, by name; ours from now on. Asked once: the variables go.
+
+    systemd stores a second descriptor under a name beside the first, and hands out the newest one first.
+    """
     pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
     if pid != str(os.getpid()) or not count.isdigit():
@@ -71,10 +74,18 @@ def stored_descriptors() -> dict[str, int]:
         descriptor = _FIRST_LISTEN_FD + index
         name = names[index] if index < len(names) else ""
         os.set_inheritable(descriptor, False)
-        if name in found:  # two under one name: only the later one can be meant
-            os.close(found[name])
-        found[name] = descriptor
+        if name in found:
+            os.close(descriptor)  # an older one of that name
+        else:
+            found[name] = descriptor
     return found
+
+
+def store_limit() -> int | None:
+    """How many descriptors the manager keeps, by $FDSTORE; what is sent beyond that it closes without a word. None when
+    it does not say."""
+    limit = os.environ.get("FDSTORE", "")
+    return int(limit) if limit.isdigit() and int(limit) else None
 
 
 def watchdog_interval_s() -> float | None:

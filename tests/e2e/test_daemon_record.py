@@ -104,7 +104,7 @@ def test_a_recording_survives_kill_9_and_is_never_overwritten(tmp_path: Path) ->
         daemon.kill9()
         assert requests_in(path) == 7
         found = path.read_bytes()
-        with pytest.raises(AssertionError, match="File exists"):
+        with pytest.raises(AssertionError, match="a recording overwrites none"):
             daemon.restart()
         assert path.read_bytes() == found
     finally:

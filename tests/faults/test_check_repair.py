@@ -341,3 +341,17 @@ def test_mistakes_are_one_line(directory: Path, capsys: pytest.CaptureFixture[st
     assert main(["check", str(directory), "--capacity", "lots"]) == EXIT_USAGE
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and all(line.startswith("kvstored: ") for line in lines)
+
+
+@pytest.mark.parametrize("options", [(), ("--repair",)])
+def test_what_is_no_tiers_directory_is_not_called_sound(
+    directory: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    state_dir = directory.parent
+    directory.rename(state_dir / "nvme")
+    assert main(["check", str(state_dir), *options]) == EXIT_USAGE
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.endswith(f"it has no slabs; did you mean {state_dir / 'nvme'}?\n")
+    assert [path.name for path in state_dir.iterdir()] == ["nvme"], "nothing is made there"
+    shutil.rmtree(state_dir / "nvme" / "slabs")
+    assert main(["check", str(state_dir / "nvme"), *options]) != EXIT_USAGE, "a tier that lost its slabs is looked at"

@@ -119,6 +119,55 @@ def test_what_is_stored_under_our_names_and_is_not_ours_is_dropped(
     assert found(daemon, 1) == BLOCKS
 
 
+def test_an_upgrade_with_another_format_ends_warm_restart_once_only(
+    daemon: RunningDaemon, manager: ServiceManager
+) -> None:
+    log = daemon.directory / "log"
+    manager.start(daemon.command(), log)
+    put(daemon, 1)
+    assert eventually(lambda: len(manager.names()) >= 2)
+    manager.kill9()
+    os.pwrite(dict(manager.stored)["ledger"], b"\x63", 8)
+    manager.start(daemon.command(), log)
+    assert daemon.status().blocks == 0 and "another format" in daemon.log
+    assert eventually(lambda: manager.names().count("ledger") == 1), "the one that is of no use is stored no more"
+    put(daemon, 2)
+    assert eventually(lambda: len(manager.names()) >= 2)
+    manager.kill9()
+    manager.start(daemon.command(), log)
+    assert found(daemon, 2) == BLOCKS and daemon.status().counters["warm_blocks"] == BLOCKS
+
+
+def test_of_two_under_one_name_the_newest_is_taken(daemon: RunningDaemon, manager: ServiceManager) -> None:
+    """As a daemon before may have left them, which stored a new ledger beside one that it could not use."""
+    log = daemon.directory / "log"
+    manager.start(daemon.command(), log)
+    put(daemon, 1)
+    assert eventually(lambda: len(manager.names()) >= 2)
+    manager.kill9()
+    manager.stored.append(("ledger", os.memfd_create("kvstore-ledger")))
+    manager.start(daemon.command(), log)
+    assert found(daemon, 1) == BLOCKS
+
+
+def test_what_the_store_has_no_room_for_is_not_counted_on(daemon: RunningDaemon) -> None:
+    log = daemon.directory / "log"
+    with ServiceManager(daemon.directory, limit=3) as manager:  # the ledger and two arenas
+        manager.start(daemon.command(), log)
+        for conversation in range(60):
+            put(daemon, conversation)
+        assert eventually(lambda: len(manager.names()) == 3)
+        manager.kill9()
+        manager.start(daemon.command(), log)
+        status = daemon.status()
+        assert 0 < status.counters["warm_blocks"] < 60 * BLOCKS
+        assert status.counters["warm_dropped_arenas"] == 0, "the ledger names none that is not stored"
+        assert daemon.log.count("keeps 3 descriptors at most") == 1
+        for conversation in range(60):
+            put(daemon, conversation)
+        assert manager.stop() == 0
+
+
 def test_without_a_store_the_holder_keeps_it(daemon: RunningDaemon, manager: ServiceManager) -> None:
     """An older systemd, or a unit without FileDescriptorStoreMax=."""
     log = daemon.directory / "log"

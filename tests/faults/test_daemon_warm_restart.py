@@ -91,6 +91,8 @@ def test_every_block_of_every_tenant_is_there(tmp_path_factory: pytest.TempPathF
                 before[first] = session.tenant
         assert before == {0: "uid-0", 100: "uid-0", 200: "second"}
         assert eventually(lambda: daemon.status().clients == 0)
+        names = daemon.state_dir / "names.json"
+        assert eventually(lambda: all(name in names.read_text() for name in ("second", "other weights"))), "for labels"
         host = daemon.tiers()["host"]
         blocks = {block.key: block for block in daemon.ask("Blocks", pb.BlocksRequest(limit=1000)).blocks}
         assert host.blocks == len(blocks) == 240
@@ -188,6 +190,8 @@ def test_slots_are_held_until_their_former_client_has_ended() -> None:
                     daemon.kill9()
                     daemon.restart()
                     assert daemon.status().leases == 1
+                    # Only then may its blocks be evicted, and 120 conversations are put in about the time of a lease.
+                    assert eventually(lambda: daemon.status().counters["expired_leases"] == 1)
                     with daemon.connect(MODEL) as session:
                         push_out(session, 100)
                     assert daemon.status().limbo_bytes == BLOCKS * (HEADER_BYTES + MODEL.payload_bytes())

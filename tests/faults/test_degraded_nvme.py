@@ -9,14 +9,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from kvstore_tiers.base import TierState
+from kvstore_tiers.failures import ERRORS_IN_A_ROW
 from kvstore_tiers.wrap.faulty import Fault, gone, hung
 from kvstored.degraded import Mode
-from kvstored.degraded.breaker import ERRORS_IN_A_ROW, STALL_S
+from kvstored.degraded.breaker import LAST_PROBE_S, STALL_S, SYNC_ERRORS_IN_A_ROW
 from kvstored.lifecycle import Cause
 from kvstored.movement.promote import LEAST_PATIENCE_MS, PATIENCE
 from kvstored.movement.refusals import Refusal
+from kvstored.scrub.verification import Verification
 from kvstored.tiering import HOST, NVME
-from tests.reference.small_store import SmallStore, small_store
+from tests.reference.small_store import FAR_S, SmallStore, small_store
 
 Scenario = Callable[[SmallStore], Awaitable[None]]
 
@@ -376,3 +378,57 @@ async def test_a_chain_goes_to_nvme_whole(small: SmallStore) -> None:
     assert await small.is_durable(2, 1)
     await small.until(lambda: small.writeback.is_durable(small.find(1)))
     assert small.residency.has(small.find(1), NVME) and small.residency.has(small.find(1), HOST)
+
+
+@over_a_store()
+async def test_a_medium_that_only_probes_can_write_is_tried_ever_more_rarely(small: SmallStore) -> None:
+    small.disk.plan(Fault("write", "fail"))  # probes lie: they go well
+    for number in range(1, 301):
+        await small.is_durable(number)
+        await small.pass_time(1)
+    assert small.store.counters["degraded_transitions"] <= 12, "not once a second"
+    small.disk.plan()
+    await small.pass_time(2 * LAST_PROBE_S)
+    assert small.breaker.mode is Mode.OK and await small.is_durable(400)
+    small.disk.plan(Fault("write", "fail", errno=errno.EROFS), Fault("probe", "fail", until=1))
+    assert not await small.is_durable(401)
+    await small.pass_time(5)
+    assert small.breaker.mode is Mode.OK, "after a time without trouble it starts anew: looks after 1 s and 2 s"
+
+
+@over_a_store()
+async def test_half_open_a_read_says_nothing_of_writes(small: SmallStore) -> None:
+    await stored_on_nvme_alone(small, 1)
+    small.disk.plan(Fault("write", "fail"))
+    for number in range(2, 2 + ERRORS_IN_A_ROW):
+        await small.is_durable(number)
+    await small.pass_time(2)
+    assert small.breaker.mode is Mode.OK
+    assert await small.fetch(1)
+    await small.is_durable(50)
+    assert small.breaker.mode is Mode.READ_ONLY, "one is enough still"
+
+
+@over_a_store()
+async def test_syncs_that_nobody_writes_for_count_too(small: SmallStore) -> None:
+    small.disk.plan(Fault("sync", "fail"), Fault("probe", "fail"))
+    for _ in range(SYNC_ERRORS_IN_A_ROW):
+        assert not await asyncio.wait_for(small.writeback.sync(), FAR_S)
+    assert small.breaker.mode is Mode.READ_ONLY
+
+
+@over_a_store()
+async def test_what_verifies_a_suspect_counts_and_is_shed_like_any_read(small: SmallStore) -> None:
+    await stored_on_nvme_alone(small, 1)
+    store = small.store
+    verification = Verification(small.residency, small.disk, store.mover, small.breaker, store.damage.on_nvme)
+    small.disk.plan(Fault("read", "fail"), Fault("probe", "fail"))
+    for _ in range(ERRORS_IN_A_ROW):
+        assert await verification.verify(small.find(1)) is None
+    assert small.breaker.mode is Mode.FAILED
+    small.disk.plan(Fault("read", "hang"), Fault("probe", "fail"))
+    assert await asyncio.wait_for(verification.verify(small.find(1)), FAR_S) is None, "the medium is not asked"
+    small.disk.plan()
+    await small.pass_time(5)
+    outcome = await verification.verify(small.find(1))
+    assert outcome is not None and outcome.ok

@@ -1,8 +1,9 @@
 """The part of a service manager that kvstored talks to: a notify socket that takes descriptors, and starts with them.
 
 What systemd does by sd_notify(3) and sd_listen_fds(3), in a test: descriptors of FDSTORE=1 messages are really received
-and kept, FDSTOREREMOVE=1 drops them, and the next start finds them from number 3 up. Never does: stand in for the
-daemon.
+and kept, FDSTOREREMOVE=1 drops them, and the next start finds them from number 3 up. As systemd does, it stores what
+comes under a name that is taken beside the other, hands out the newest first, and closes what is over its limit.
+Never does: stand in for the daemon.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 class ServiceManager:
     """`with ServiceManager(directory) as manager: manager.start(command, log)`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, limit: int = 64) -> None:
+        self.limit = limit
         self._path = directory / "notify"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(self._path))
@@ -50,7 +52,7 @@ class ServiceManager:
         for name in ("LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID", "FDSTORE"):
             environment.pop(name, None)
         if offers_store:
-            environment["FDSTORE"] = "64"
+            environment["FDSTORE"] = str(self.limit)
         count = len(self.stored)
         if count:
             environment |= {"LISTEN_FDS": str(count), "LISTEN_FDNAMES": ":".join(name for name, _ in self.stored)}
@@ -109,8 +111,8 @@ class ServiceManager:
             lines = dict(line.partition("=")[::2] for line in message.decode().splitlines())
             name = lines.get("FDNAME", "stored")
             if lines.get("FDSTORE") == "1":
-                self.stored += [(name, descriptor) for descriptor in descriptors]
-                descriptors = array.array("i")
+                while descriptors and len(self.stored) < self.limit:
+                    self.stored.insert(0, (name, descriptors.pop()))
             elif lines.get("FDSTOREREMOVE") == "1":
                 for entry in [entry for entry in self.stored if entry[0] == name]:
                     os.close(entry[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,13 @@ def test_figures_are_added_and_null_is_not_nought() -> None:
     assert total["failures"] == ["durable_lost: block 3"]
     figures.add_up(total, {"power_loss_states": 5})
     assert total["power_loss_states"] == 5 and "power_loss_states_why_null" not in total
+
+
+def test_what_the_page_wants_to_be_nought_is_what_fails_a_run() -> None:
+    page = (BENCHMARKS.parent / "docs" / "torture.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.endswith("| 0 |")]
+    wanted = {name for row in rows if len(row) == 3 for name in re.findall(r"`(\w+)`", row[0])}
+    assert wanted == set(module("torture_runs.figures").MUST_BE_ZERO)
 
 
 def test_the_ledger_adds_up_by_commit_and_passes_over_what_is_torn(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing.driving import block, put
 from kvstored.books import BooksWalk
 from kvstored.clock import SystemClock
+from kvstored.lifecycle import Cause
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
 from kvstored.tiering import NVME
@@ -47,6 +49,9 @@ class Scene:
             completions=SimpleNamespace(outstanding=0),
         )  # fmt: skip
         self.walk = BooksWalk(store, lambda: True)
+
+    def nvme_slot(self, row: int) -> Slot:
+        return self.residency.slot(row, NVME)
 
     def walked(self) -> bool:
         return asyncio.run(self.walk.walk())
@@ -108,8 +113,6 @@ def test_what_moves_during_a_walk_makes_it_count_for_nothing(scene: Scene, monke
         await asyncio.sleep(0.02)
         row = scene.rows[-1]
         slot = scene.residency.slot(row, NVME)
-        from kvstored.lifecycle import Cause
-
         scene.residency.remove(row, Cause.EVICTED, 2)
         scene.nvme.free(slot)
         return await walking
@@ -118,3 +121,61 @@ def test_what_moves_during_a_walk_makes_it_count_for_nothing(scene: Scene, monke
     assert (scene.walk.report.walks, scene.walk.report.broken) == (0, [])
     monkeypatch.undo()
     assert scene.walked() and scene.walk.report.rows == len(scene.rows) - 1
+
+
+def test_the_scrubber_reading_on_does_not_keep_a_walk_from_its_end(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstored.books.SLICE_NS", 0)  # a pause after every step
+
+    async def scrubbed() -> bool:
+        walking = asyncio.create_task(scene.walk.walk())
+        while not walking.done():
+            scene.counters.add("scrubbed_bytes", 4096)
+            await asyncio.sleep(0.001)
+        return walking.result()
+
+    assert asyncio.run(scrubbed()) and scene.walk.report.walks == 1
+
+
+def test_a_walk_that_is_disturbed_is_tried_again_after_longer_each_time(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 10:
+            raise asyncio.CancelledError
+
+    async def disturbed() -> bool:
+        return False
+
+    monkeypatch.setattr("kvstored.books.asyncio.sleep", sleep)
+    monkeypatch.setattr(scene.walk, "walk", disturbed)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(scene.walk.run(600))
+    assert waits == [600, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+@pytest.mark.parametrize("step", ["publish", "drain", "keep", "detach", "remove", "insert"])
+def test_every_move_of_a_block_is_a_change(scene: Scene, step: str) -> None:
+    residency, row = scene.residency, scene.rows[-1]
+    residency.attach(row, 0, scene.nvme_slot(row), 1, filling=True)
+    if step in ("drain", "keep", "detach"):
+        residency.publish(row, 0, 1)
+    if step == "keep":
+        residency.drain(row, 0)
+    moves: dict[str, Any] = {
+        "publish": lambda: residency.publish(row, 0, 1),
+        "drain": lambda: residency.drain(row, 0),
+        "keep": lambda: residency.keep(row, 0),
+        "detach": lambda: residency.detach(row, 0),
+        "remove": lambda: residency.remove(row, Cause.CORRUPT, 1),
+        "insert": lambda: residency.insert(
+            0, b"another key" + bytes(5), bytes(16), fingerprint_id=1, group=0, depth=0, payload_bytes=1, now_ns=1
+        ),
+    }
+    before = residency.changes
+    moves[step]()
+    assert residency.changes != before

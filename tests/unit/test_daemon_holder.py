@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +17,10 @@ from pathlib import Path
 import pytest
 
 from kvstored.passing import receive_packet, send_packet
-from kvstored.warm.keepers import HolderKeeper, choose_keeper
+from kvstored.warm import holder_keeper
+from kvstored.warm.holder_keeper import HolderKeeper
+from kvstored.warm.keeper import KeeperError
+from kvstored.warm.keepers import choose_keeper
 from tests.reference.held_memory import held_memory, holder_pid
 from tests.reference.running_daemon import eventually
 
@@ -48,6 +53,25 @@ def contents(place: Path) -> dict[str, bytes]:
 
 
 @contextmanager
+def stopped(place: Path) -> Iterator[int]:
+    """Its process, which reads nothing until the end of this."""
+    assert eventually(lambda: holder_pid(place) > 0)
+    pid = holder_pid(place)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return not Path(f"/proc/{pid}/cmdline").read_bytes()  # nobody waited for it yet
+    except OSError:
+        return True
+
+
+@contextmanager
 def connected(place: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(10.0)
@@ -69,9 +93,12 @@ def test_it_keeps_replaces_and_drops(place: Path, keeper: HolderKeeper) -> None:
 
 def test_a_next_daemon_gets_everything(place: Path) -> None:
     first = HolderKeeper(place, 60.0)
-    for number in range(300):
-        descriptor = memory(b"%d" % number)
-        assert first.keep(f"a{number}", descriptor)
+    descriptors = [memory(b"%d" % number) for number in range(300)]
+    for number, descriptor in enumerate(descriptors):  # more than its queue takes before it runs
+        first.keep(f"a{number}", descriptor)
+    first.settle()
+    assert first.unkept == 0
+    for descriptor in descriptors:
         os.close(descriptor)
     holder = holder_pid(place)
     first.close(forget=False)
@@ -86,6 +113,109 @@ def test_a_next_daemon_gets_everything(place: Path) -> None:
         os.close(descriptor)
     second.close(forget=True)
     assert eventually(lambda: holder_pid(place) == 0)
+
+
+def test_a_small_soft_limit_costs_nothing(place: Path) -> None:
+    """A descriptor that the holder cannot take is dropped by the kernel, and nobody is told."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 40, hard))
+    try:
+        keeper = HolderKeeper(place, 60.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    keeper.fetch()
+    descriptor = memory(b"kept")
+    for number in range(open_now + 200):
+        keeper.keep(f"a{number}", descriptor)
+    keeper.settle()
+    assert len(contents(place)) == open_now + 200
+    os.close(descriptor)
+    keeper.close(forget=True)
+
+
+def test_no_more_is_sent_than_is_kept(place: Path, keeper: HolderKeeper, caplog: pytest.LogCaptureFixture) -> None:
+    keeper.limit = 2
+    descriptor = memory(b"kept")
+    with caplog.at_level(logging.WARNING):
+        kept = [keeper.keep(f"a{number}", descriptor) for number in range(5)]
+    assert kept == [True, True, False, False, False] and keeper.unkept == 3 and not keeper.is_behind
+    assert [record.getMessage() for record in caplog.records] == [
+        "the holder keeps 2 descriptors at most: arenas beyond that will not survive a restart"
+    ]
+    assert keeper.keep("a1", descriptor), "in place of what is there"
+    keeper.drop("a3")
+    keeper.drop("a0")
+    assert keeper.retry() == ["a2"] and keeper.unkept == 1
+    assert set(contents(place)) == {"a1", "a2"}
+    os.close(descriptor)
+
+
+def test_at_the_end_it_waits_for_what_is_on_its_way(place: Path, keeper: HolderKeeper) -> None:
+    descriptor = memory(b"kept")
+    with stopped(place):
+        late = [f"a{number}" for number in range(600) if not keeper.keep(f"a{number}", descriptor)]
+        assert late and keeper.is_behind
+    assert sorted(keeper.settle()) == sorted(late) and keeper.unkept == 0
+    os.close(descriptor)
+    assert len(contents(place)) == 600
+
+
+def test_one_that_does_not_answer_is_given_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = HolderKeeper(place, 60.0)
+    first.fetch()
+    descriptor = memory(b"kept")
+    assert first.keep("a1", descriptor)
+    first.close(forget=False)
+    monkeypatch.setattr(holder_keeper, "_ANSWER_TIMEOUT_S", 0.3)
+    with stopped(place) as former:
+        second = HolderKeeper(place, 60.0)
+        assert second.fetch() == {}
+    assert eventually(lambda: has_ended(former)), "and with it what it had"
+    assert second.keep("a2", descriptor)
+    assert eventually(lambda: contents(place) == {"a2": b"kept"})
+    os.close(descriptor)
+    second.close(forget=True)
+
+
+def test_what_half_an_answer_gave_is_kept_by_another(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holder_keeper, "_ANSWER_TIMEOUT_S", 0.3)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stuck:
+        stuck.bind(str(place / "holder.sock"))
+        stuck.listen(1)
+        keeper = HolderKeeper(place, 60.0)
+        connection, _ = stuck.accept()
+        with connection:
+            descriptor = memory(b"given")
+            send_packet(connection, b"Fa1", [descriptor])
+            os.close(descriptor)
+            found = keeper.fetch()
+    assert list(found) == ["a1"] and not keeper.lost
+    assert eventually(lambda: contents(place) == {"a1": b"given"})
+    os.close(found["a1"])
+    keeper.close(forget=True)
+
+
+def test_one_that_cannot_be_replaced_at_once_is_replaced_later(
+    place: Path, keeper: HolderKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses() -> socket.socket:
+        raise KeeperError("no process can be started")
+
+    keeper.fetch()
+    assert eventually(lambda: holder_pid(place) > 0)
+    os.kill(holder_pid(place), signal.SIGKILL)
+    assert eventually(lambda: bool(keeper.retry() or keeper.lost))
+    with monkeypatch.context() as patched:
+        patched.setattr(keeper, "_start", refuses)
+        with pytest.raises(KeeperError):
+            keeper.reopen()
+        assert keeper.retry() == [] and keeper.lost
+    keeper.reopen()
+    descriptor = memory(b"kept")
+    assert keeper.keep("a1", descriptor) and not keeper.lost
+    os.close(descriptor)
+    assert contents(place) == {"a1": b"kept"}
 
 
 def test_what_a_dying_daemon_sent_last_is_taken_in_before_others_are_answered(
@@ -153,7 +283,7 @@ def test_it_outlives_the_process_that_started_it(place: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from kvstored.warm.keepers import HolderKeeper
+from kvstored.warm.holder_keeper import HolderKeeper
 keeper = HolderKeeper(Path({str(place)!r}), 60.0)
 descriptor = os.memfd_create("test")
 os.write(descriptor, b"kept")
@@ -171,16 +301,12 @@ def test_a_holder_that_does_not_read_delays_nobody(place: Path, keeper: HolderKe
     """What cannot be sent at once is sent later, if it is still wanted then."""
     contents(place)
     keeper.fetch()
-    pid = holder_pid(place)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(place):
         descriptor = memory(b"kept")
         kept = [keeper.keep(f"a{number}", descriptor) for number in range(600)]
         assert not all(kept) and keeper.unkept > 0
         late = [number for number, sent in enumerate(kept) if not sent]
         keeper.drop(f"a{late[0]}")
-    finally:
-        os.kill(pid, signal.SIGCONT)
     sent_late: set[str] = set()
     assert eventually(lambda: bool(sent_late.update(keeper.retry()) or keeper.unkept == 0))
     os.close(descriptor)

@@ -60,6 +60,7 @@ class Scene:
             self.residency, self.nvme, lambda slot, tenant: self.retired.append(slot), self.clock, self.counters
         )
         self.damage.rewrite = self.rewritten.append
+        self.damage.make_durable = lambda: self.nvme.sync(lambda outcome: None)
 
     def in_both(self, number: int, parent: int | None = None) -> int:
         row = self.shelf.store(number, parent, tier=NVME)
@@ -153,7 +154,7 @@ def test_orphans_are_those_behind_a_missing_block(parents: list[int], taken: set
 
     expected = {residency.find(0, key(number)) for number in range(len(rows)) if is_orphan(number)}
     chains = snapshot(residency)
-    found = [] if chains is None else find(chains).tolist()
+    found = [] if chains is None else [residency.current(token) for token in find(chains, 1).tokens.tolist()]
     assert set(found) == expected and len(found) == len(expected)
     depths = [residency.depth(row) for row in found]
     assert depths == sorted(depths, reverse=True)
@@ -167,7 +168,7 @@ def orphaned(*numbers: int, tenants: int = 1) -> tuple[Shelf, CutOff]:
     chains = snapshot(shelf.residency)
     assert chains is not None
     cut_off = CutOff(shelf.residency)
-    cut_off.replace(find(chains).tolist())
+    cut_off.replace(find(chains, 1).by_tier)
     return shelf, cut_off
 
 
@@ -199,3 +200,42 @@ def test_an_orphan_stays_while_it_is_pinned_excluded_or_owed_to_its_tenant() -> 
     shelf.residency.remove(row, Cause.DROPPED, 2)
     shelf.store(9)  # may take its row number
     assert cut_off.next(policy, set(), None) == -1
+
+
+def test_a_block_that_took_the_row_of_an_orphan_while_they_were_found_is_none() -> None:
+    shelf = Shelf("host")
+    shelf.chain(1, 2)
+    residency = shelf.residency
+    residency.remove(residency.find(0, key(1)), Cause.CORRUPT, 1)
+    chains = snapshot(residency)
+    row = residency.find(0, key(2))
+    residency.remove(row, Cause.DROPPED, 2)  # while a thread walks over the copy
+    assert shelf.store(10) == row or shelf.store(11) == row, "its row number is used again"
+    assert chains is not None
+    cut_off = CutOff(residency)
+    cut_off.replace(find(chains, 1).by_tier)
+    assert cut_off.next(create("lru", residency, 0), set(), None) == -1
+
+
+def test_each_tier_has_its_own_orphans_and_none_is_lost_on_the_way() -> None:
+    shelf = Shelf("host", "nvme")
+    residency = shelf.residency
+    shelf.chain(1, 2, 3, 4)
+    for number in (3, 4):
+        residency.attach(residency.find(0, key(number)), NVME, shelf.slot(), 1)
+    residency.detach(residency.find(0, key(4)), HOST)
+    residency.remove(residency.find(0, key(1)), Cause.CORRUPT, 1)
+    chains = snapshot(residency)
+    assert chains is not None
+    cut_off = CutOff(residency)
+    cut_off.replace(find(chains, 2).by_tier)
+    host, nvme = create("lru", residency, HOST), create("lru", residency, NVME)
+    second, third, fourth = (residency.find(0, key(number)) for number in (2, 3, 4))
+    residency.pin(third)
+    for _ in range(3):  # kept where it is, round after round
+        assert cut_off.next(host, {second}, None) == -1
+    residency.unpin(third)
+    assert cut_off.next(host, {second}, None) == third
+    assert cut_off.next(nvme, set(), None) == fourth
+    residency.detach(third, HOST)
+    assert cut_off.next(host, set(), None) == second

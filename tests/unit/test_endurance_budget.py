@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,11 @@ from kvstored.endurance.budget import DAY_S, MIN_CHUNK_BYTES, Moment
 from kvstored.endurance.cost import OVERHEAD_BYTES, medium_bytes
 from kvstored.endurance.file import FILE_NAME, BudgetFile
 from kvstored.endurance.shares import FairShares
+from kvstored.movement.gate import WriteGate
+from kvstored.movement.refusals import Refusal, Refusals
 from kvstored.telemetry import Counters
+from kvstored.tiering import NVME
+from tests.reference.blocks import BLOCK_BYTES, Shelf
 
 DAY_BYTES = 256 * MIN_CHUNK_BYTES
 
@@ -230,5 +236,54 @@ def test_the_file_is_private_and_whole(tmp_path: Path) -> None:
     file.save(state)
     assert file.load() == state
     assert file.path.stat().st_mode & 0o777 == 0o600
-    assert json.loads(file.path.read_text())["version"] == 1
+    assert json.loads(file.path.read_text())["version"] == 2
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [(b": 5,", b": 9,"), (b": 5,", b": Infinity,"), (b": 5,", b": 1e999,"), (b"{", b"[["), (b"xxh3", b"xxh4")],
+)
+def test_damage_gives_no_budget_away(tmp_path: Path, old: bytes, new: bytes) -> None:
+    file = BudgetFile(tmp_path)
+    file.save(SavedBudget(5, 6, 7, "boot", 8))
+    whole = file.path.read_bytes()
+    assert old in whole
+    file.path.write_bytes(whole.replace(old, new))
+    loaded = file.load()
+    assert loaded is not None and loaded.level_bytes == 0
+    assert BurstBudget(DAY_BYTES, loaded, at(1)).left_bytes(at(1).monotonic_ns) == 0
+
+
+def test_a_spent_budget_is_found_out_without_a_walk_to_the_head_of_a_long_chain(tmp_path: Path) -> None:
+    clock, shelf = ManualClock(NS_PER_S), Shelf("host", "nvme")
+    rows = shelf.chain(*range(2000))
+    block_bytes = medium_bytes(BLOCK_BYTES)
+    left = SavedBudget(3 * block_bytes + 1, clock.monotonic_ns(), clock.wall_ns(), "")
+    BudgetFile(tmp_path).save(left)
+    account = EnduranceAccount(tmp_path, DAY_BYTES, clock, Counters())
+    breaker: Any = SimpleNamespace(takes_writes=True)
+    nobody: Any = None
+    gate = WriteGate(
+        shelf.residency, nobody, account, breaker, Refusals(Counters()), lambda: 1.0, clock, throttle_ms=100
+    )
+    walked: list[int] = []
+
+    def is_coming(row: int) -> bool:
+        walked.append(row)
+        return False
+
+    gate.is_coming = is_coming
+
+    async def run() -> None:
+        assert gate.pay(rows[-1]) is Verdict.SPENT
+        assert len(walked) <= 4, "three blocks could be paid for"
+        walked.clear()
+        assert await gate.pay_in_time(shelf.residency.token(rows[-1]), insists=True) is None
+        assert 0 < len(walked) < 200
+        assert gate.refusals.of(shelf.residency.token(rows[-1])) is Refusal.BUDGET
+        shelf.residency.attach(rows[-3], NVME, shelf.slot(), 1)
+        paid = await gate.pay_in_time(shelf.residency.token(rows[-2]), insists=False)
+        assert paid == rows[-2:-1], "what can be paid for is"
+
+    asyncio.run(run())

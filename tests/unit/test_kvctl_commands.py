@@ -121,6 +121,9 @@ def test_requests_carry_what_was_asked(admin: FakeAdmin) -> None:
         (["blocks", "--prefix", "xyz"], "hex digits"),
         (["blocks", "--limit", "0"], "whole number"),
         (["status", "--timeout", "-1"], "seconds"),
+        (["quarantine"], "required: action\n"),
+        (["quarantine", "release"], "--all"),
+        (["quarantine", "list", "1:4096"], "takes nothing further"),
     ],
 )
 def test_wrong_usage_is_status_2_and_no_request(

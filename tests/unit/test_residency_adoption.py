@@ -17,7 +17,7 @@ from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstored.lifecycle import Cause, CopyState
 from kvstored.policies import PolicySettings, create
 from kvstored.residency import Kind, Residency, check
-from kvstored.residency.index import TakenCopy
+from kvstored.residency.removal import TakenCopy
 
 HOST, NVME = 0, 1
 CHAIN = 12

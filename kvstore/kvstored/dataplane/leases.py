@@ -1,6 +1,6 @@
 """Leases: who may read which slots, until when; and limbo, where a slot waits for its last reader.
 
-A lease pins its rows while it lives. When it expires the rows may be evicted, but their bytes are not recycled: a slot
+A lease pins its blocks while it lives. When it expires they may be evicted, but their bytes are not recycled: a slot
 with readers left goes to limbo and is freed on the release of its last reader or the end of that reader's connection.
 Pure bookkeeping: told the time, calls back to free a slot. Invariants: a slot is freed exactly once, with no readers;
 expiries given to `grant` and `renew` never go back (one time to live for all), so the next to lapse is found at once.
@@ -20,12 +20,12 @@ Place = tuple[int, int]  # container and offset: a slot without its generation
 
 @dataclass(slots=True)
 class Lease:
-    """`rows` are residency rows as pinned; empty once expired."""
+    """`tokens` name residency rows as pinned: a block may go by force, its row be used again. Empty once expired."""
 
     lease_id: int
     session_id: int
     tenant: int
-    rows: list[int]
+    tokens: list[int]
     slots: list[Slot]
     expires_ns: int
     expired: bool = False
@@ -40,7 +40,7 @@ class LeaseBook(Protocol):
 
 
 class LeaseTable:
-    """All leases of the daemon. `unpin(rows)` is the residency's; `free_slot(slot)` and `mark_retired(slot)` (what is
+    """All leases of the daemon. `unpin(tokens)` is the residency's; `free_slot(slot)` and `mark_retired(slot)` (what is
     in a slot in limbo is no block any more) are the host tier's."""
 
     def __init__(
@@ -70,19 +70,19 @@ class LeaseTable:
     def limbo_bytes(self, tenant: int | None = None) -> int:
         return sum(self._limbo_bytes.values()) if tenant is None else self._limbo_bytes.get(tenant, 0)
 
-    def grant(self, session_id: int, tenant: int, rows: list[int], slots: list[Slot], expires_ns: int) -> Lease:
-        """A new lease. The caller has pinned `rows`; they are unpinned here, once."""
+    def grant(self, session_id: int, tenant: int, tokens: list[int], slots: list[Slot], expires_ns: int) -> Lease:
+        """A new lease. The caller has pinned the rows of `tokens`; they are unpinned here, once."""
         self._last_id += 1
         if self._book is not None:
             self._book.record_lease(self._last_id, session_id, slots)
-        return self._hold(Lease(self._last_id, session_id, tenant, rows, slots, expires_ns))
+        return self._hold(Lease(self._last_id, session_id, tenant, tokens, slots, expires_ns))
 
     def restore(
-        self, lease_id: int, session_id: int, tenant: int, rows: list[int], slots: list[Slot], expires_ns: int
+        self, lease_id: int, session_id: int, tenant: int, tokens: list[int], slots: list[Slot], expires_ns: int
     ) -> Lease:
-        """A lease of the process before, again in force under its number. `rows`, pinned by the caller, may be fewer
+        """A lease of the process before, again in force under its number. `tokens`, pinned by the caller, may be fewer
         than `slots`: blocks in limbo have none."""
-        return self._hold(Lease(lease_id, session_id, tenant, rows, slots, expires_ns))
+        return self._hold(Lease(lease_id, session_id, tenant, tokens, slots, expires_ns))
 
     def record_in(self, book: LeaseBook, last_id: int) -> None:
         """Note leases in `book` from now on; those of now stand in it. No lease gets a number up to `last_id`."""
@@ -139,8 +139,8 @@ class LeaseTable:
                 break
             del self._due[lease.lease_id]
             lease.expired = True
-            self._unpin(lease.rows)
-            lease.rows = []
+            self._unpin(lease.tokens)
+            lease.tokens = []
             lapsed += 1
         return lapsed
 
@@ -169,7 +169,7 @@ class LeaseTable:
             del self._of_session[lease.session_id]
         if not lease.expired:
             del self._due[lease.lease_id]
-            self._unpin(lease.rows)
+            self._unpin(lease.tokens)
         for slot in lease.slots:
             place = (slot.container, slot.offset)
             self._readers[place] -= 1

@@ -128,8 +128,7 @@ class Reception:
 
     def grant_arena(self, session: Session, arena_id: int) -> tuple[hs.ArenaGrant, int]:
         """KVStoreError for an arena that is not this tenant's, in the same words as for one that is not there."""
-        owners = {report.container: report.owner for report in self._host.containers()}
-        if owners.get(arena_id) != session.tenant.index_name:
+        if self._host.owner(arena_id) != session.tenant.index_name:
             raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no arena {arena_id}")
         grant = hs.ArenaGrant(arena_id=arena_id, size_bytes=self._host.container_bytes(arena_id))
         return grant, self._host.readonly_fd(arena_id)

@@ -107,9 +107,8 @@ class HostSizer:
             if not arenas:
                 return  # the rest is being read or written: the next look tries again
             emptiest = min(arenas, key=lambda arena: arena.used_slots * arena.slot_bytes)
-            stuck.add(
-                emptiest.container
-            )  # whether or not it works: slots in limbo keep an arena although its rows left
+            # Whether or not it works: slots in limbo keep an arena although its rows left.
+            stuck.add(emptiest.container)
             await self._room.vacate(emptiest.container)
             await asyncio.sleep(0)
 

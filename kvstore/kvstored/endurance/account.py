@@ -22,6 +22,7 @@ from kvstored.telemetry import Counters
 log = logging.getLogger(__name__)
 SCARCE_SHARE = 0.5  # of one day's worth: below it tenants get fair portions, and admission wants a second touch
 RETRY_SAVE_S = 30.0
+TOO_MUCH = -1  # a cost that nobody counted, because it is more than there is
 _POLL_S = 0.05  # between two looks of somebody who waits
 
 
@@ -70,6 +71,20 @@ class EnduranceAccount:
             self._counters.add("endurance_bytes", nbytes)
         return verdict
 
+    @property
+    def left_bytes(self) -> int | None:
+        """What could be granted now; None: no limit."""
+        return None if self._budget is None else self._budget.left_bytes(self._clock.monotonic_ns())
+
+    def turn_away(self, tenant: int) -> Verdict:
+        """As `charge` of more than is left, which need not be counted then."""
+        now_ns = self._clock.monotonic_ns()
+        self._shares.asked(tenant, now_ns)
+        if self.is_scarce and self._shares.is_over(tenant, now_ns):
+            return Verdict.OVER_SHARE
+        self._tell_spent(Verdict.SPENT)
+        return Verdict.SPENT
+
     def charge_unasked(self, nbytes: int) -> bool:
         """Take `nbytes` for what has to be written anyway, if there is a lease for it; no tenant's share counts."""
         if self._budget is not None:
@@ -84,7 +99,8 @@ class EnduranceAccount:
         self, tenant: int, cost: Callable[[], int | None], timeout_s: float, *, lease_only: bool = False
     ) -> Verdict:
         """As `charge`, but wait up to `timeout_s` for the budget to earn it, in the order of asking; GRANTED, or the
-        last verdict. `cost` is asked anew each time; None ends the wait. `lease_only`: wait for no more than a lease.
+        last verdict. `cost` is asked anew each time (it may be `TOO_MUCH`); None ends the wait. `lease_only`: wait for
+        no more than a lease.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -92,7 +108,7 @@ class EnduranceAccount:
         try:
             async with asyncio.timeout_at(deadline), self._turns.setdefault(tenant, asyncio.Lock()):
                 while (nbytes := cost()) is not None:
-                    verdict = self.charge(tenant, nbytes, waited=True)
+                    verdict = self.turn_away(tenant) if nbytes == TOO_MUCH else self.charge(tenant, nbytes, waited=True)
                     if verdict is Verdict.GRANTED or (lease_only and verdict is not Verdict.LEASING):
                         break
                     if verdict is Verdict.LEASING:

@@ -39,6 +39,8 @@ class Damage:
         self._counters = counters
         self._told: OrderedDict[tuple[int, int, int], int] = OrderedDict()
         self.rewrite: Callable[[int], object] | None = None
+        self.is_coming: Callable[[int], bool] = lambda row: False  # whether write-back is about to read its DRAM copy
+        self.make_durable: Callable[[], object] = lambda: None  # what NVMe was told of its slots
         self.on_cut_off: list[Callable[[], None]] = []  # blocks may have become unreachable
 
     def on_nvme(self, row: int, reason: str) -> None:
@@ -58,10 +60,10 @@ class Damage:
         self._tell(NVME, slot, f"block {key.hex()} is damaged on NVMe ({reason}): quarantined, will be recomputed")
 
     def on_host(self, row: int, reason: str) -> None:
-        """The DRAM copy of a block is bad. While it is being written to NVMe it stays where it is, and is found again:
-        what is written fails its checksum."""
+        """The DRAM copy of a block is bad. While it waits or is on its way to NVMe it stays where it is, and is found
+        again: what is written fails its checksum."""
         residency = self._residency
-        if residency.being_filled(row):
+        if residency.being_filled(row) or self.is_coming(row):
             return
         key, slot, tenant = residency.key(row), residency.slot(row, HOST), residency.tenant_of(row)
         self._counters.add("corrupt_blocks")
@@ -91,7 +93,7 @@ class Damage:
         """Quarantine, and have that made durable soon: a crash must not bring the block back."""
         assert self._nvme is not None
         self._nvme.quarantine(slot, reason)
-        self._nvme.sync(lambda outcome: None)
+        self.make_durable()
 
     def _tell(self, tier: int, slot: Slot, what: str) -> None:
         place = (tier, slot.container, slot.offset)

@@ -9,9 +9,11 @@ Invariant: the rows are pinned by the caller while they are verified.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from functools import partial
 
+from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.host import HostTier
 from kvstored.movement.completions import CompletionQueue
@@ -19,6 +21,33 @@ from kvstored.movement.damage import Damage
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
 from kvstored.tiering import HOST
+
+_NOWHERE = 0xFFFFFFFFFFFFFFFF
+
+
+class _Verified:
+    """By row, which copy was verified: its place and its generation there. 12 bytes a row up to the last one noted."""
+
+    def __init__(self) -> None:
+        self._place = array("Q")
+        self._generation = array("I")
+
+    def note(self, row: int, slot: Slot) -> None:
+        missing = row + 1 - len(self._place)
+        if missing > 0:
+            missing = max(missing, len(self._place) // 8)
+            self._place.extend(array("Q", [_NOWHERE]) * missing)
+            self._generation.extend(array("I", [0]) * missing)
+        self._place[row], self._generation[row] = _place(slot), slot.generation & 0xFFFFFFFF
+
+    def has(self, row: int, slot: Slot) -> bool:
+        if row >= len(self._place) or self._place[row] != _place(slot):
+            return False
+        return self._generation[row] == slot.generation & 0xFFFFFFFF
+
+
+def _place(slot: Slot) -> int:
+    return slot.container << 32 | slot.offset // ALIGNMENT_BYTES
 
 
 class DramCheck:
@@ -39,7 +68,7 @@ class DramCheck:
         self._completions = completions
         self._damage = damage
         self._counters = counters
-        self._verified: dict[int, Slot] = {}  # by row: the copy that was verified; another copy has another generation
+        self._verified = _Verified()
 
     def wanted(self, rows: Sequence[int]) -> list[int]:
         """Which of `rows` have a DRAM copy that has to be verified before it is leased."""
@@ -49,7 +78,7 @@ class DramCheck:
         mapped = [row for row in rows if residency.has(row, HOST)]
         if self._mode == "always":
             return mapped
-        return [row for row in mapped if self._verified.get(row) != residency.slot(row, HOST)]
+        return [row for row in mapped if not self._verified.has(row, residency.slot(row, HOST))]
 
     async def verify(self, rows: Sequence[int]) -> set[int]:
         """The tokens of those of `rows` whose DRAM copy is damaged. Each is dealt with already."""
@@ -67,7 +96,7 @@ class DramCheck:
             still_there = self._residency.current(token) == row and self._residency.has(row, HOST)
             if outcome.ok:
                 if self._mode == "first" and still_there:
-                    self._verified[row] = slot
+                    self._verified.note(row, slot)
             elif outcome.kind is OutcomeKind.CORRUPT:
                 bad.add(token)
                 if still_there and self._residency.slot(row, HOST) == slot:

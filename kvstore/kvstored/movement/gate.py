@@ -11,18 +11,16 @@ from collections.abc import Callable
 
 from kvstored.clock import Clock
 from kvstored.degraded import TierBreaker
-from kvstored.endurance import EnduranceAccount, Verdict
+from kvstored.endurance import TOO_MUCH, EnduranceAccount, Verdict
 from kvstored.endurance.cost import COMMIT_BYTES, medium_bytes
-from kvstored.movement.prefix import missing_path
+from kvstored.movement.prefix import MAX_CHAIN_BLOCKS, MAX_PATH_BLOCKS, missing_path
 from kvstored.movement.refusals import Refusal, Refusals
 from kvstored.policies import Admission
 from kvstored.residency import Residency
 from kvstored.tiering import HOST, NVME
 
 MAX_BEHIND_S = 10.0  # of writing that waits; beyond it the disk is too slow for what is put
-LEASE_WAIT_S = (
-    2.0  # a lease of the budget is a small write and a sync; a medium that takes longer takes no blocks either
-)
+LEASE_WAIT_S = 2.0  # a lease of the budget is a small write and a sync; a medium that takes longer takes no blocks
 _BEHIND_FROM_BYTES = 8 << 20  # less is no queue
 _USES_WHEN_SCARCE = 2
 
@@ -78,14 +76,24 @@ class WriteGate:
 
     # Paying
 
-    def path(self, row: int) -> list[int]:
-        """What has to be written for `row` to be of use after a restart, head first; empty when it is there."""
-        return missing_path(self._residency, row, self.is_coming)
+    def path(self, row: int) -> list[int] | None:
+        """What has to be written for `row` to be of use after a restart, head first; empty when it is there. None when
+        it is more blocks of this size than the budget has left, however far the chain goes on."""
+        return missing_path(self._residency, row, self.is_coming, self._affordable_blocks(row))
+
+    def _affordable_blocks(self, row: int) -> int:
+        left_bytes = self.endurance.left_bytes
+        if left_bytes is None or not self._residency.has(row, HOST):
+            return MAX_CHAIN_BLOCKS
+        blocks = left_bytes // medium_bytes(self._residency.slot(row, HOST).nbytes)
+        return blocks if blocks < MAX_PATH_BLOCKS else MAX_CHAIN_BLOCKS  # a longer path is cut to what can be paid for
 
     def pay(self, row: int) -> list[int] | Verdict:
         """The path of a block, paid for; or why it cannot be."""
-        path = self.path(row)
-        verdict = self.endurance.charge(self._residency.tenant_of(row), self._cost_of(path))
+        path, tenant = self.path(row), self._residency.tenant_of(row)
+        if path is None:
+            return self.endurance.turn_away(tenant)
+        verdict = self.endurance.charge(tenant, self._cost_of(path))
         if verdict is not Verdict.GRANTED:
             return verdict
         self._is_commit_paid |= bool(path)
@@ -104,8 +112,9 @@ class WriteGate:
             current = residency.current(token)
             if current < 0 or not residency.has(current, HOST) or not self.breaker.takes_writes:
                 return None
-            path[:] = self.path(current)
-            return self._cost_of(path)
+            whole = self.path(current)
+            path[:] = whole or ()
+            return self._cost_of(path) if whole is not None else TOO_MUCH
 
         wait_s = self._throttle_s if insists else LEASE_WAIT_S
         verdict = await self.endurance.charge_in_time(residency.tenant_of(row), cost, wait_s, lease_only=not insists)
@@ -117,9 +126,9 @@ class WriteGate:
             self.refuse(row, self.breaker_or(verdict))
         return None
 
-    def refund(self, row: int, slot_bytes: int) -> None:
+    def refund(self, tenant: int, slot_bytes: int) -> None:
         """Nothing of a block that was paid for was written."""
-        self.endurance.refund(self._residency.tenant_of(row), medium_bytes(slot_bytes))
+        self.endurance.refund(tenant, medium_bytes(slot_bytes))
 
     def commit_begins(self, *, more_to_come: bool) -> None:
         """A group commit starts. Blocks that come too late for it need another one, which is paid for now."""

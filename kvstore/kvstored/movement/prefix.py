@@ -12,17 +12,23 @@ from kvstored.residency import ResidencyView
 from kvstored.tiering import HOST, NVME
 
 MAX_PATH_BLOCKS = 1024
+MAX_CHAIN_BLOCKS = 1 << 32
 
 
-def missing_path(residency: ResidencyView, row: int, is_coming: Callable[[int], bool]) -> list[int]:
+def missing_path(
+    residency: ResidencyView, row: int, is_coming: Callable[[int], bool], most: int = MAX_CHAIN_BLOCKS
+) -> list[int] | None:
     """`row` and its ancestors that NVMe does not have and that are not on their way there, head first.
 
     Ends where the chain is broken: an ancestor without a readable copy cannot be written, and blocks of windowed layer
     groups are of use without it. A path longer than `MAX_PATH_BLOCKS` is cut at its end: the head goes first, and
-    `row` has to come again.
+    `row` has to come again. None when more than `most` blocks are missing: whoever cannot pay for them need not walk
+    to the end of a long chain.
     """
     path: list[int] = []
     while row >= 0 and residency.has(row, HOST) and not residency.has(row, NVME) and not is_coming(row):
+        if len(path) >= most:
+            return None
         path.append(row)
         row = residency.parent(row)
     path.reverse()

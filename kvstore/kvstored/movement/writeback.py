@@ -1,17 +1,17 @@
 """Write-back: give blocks of the host tier a copy on NVMe, behind the client's back or before its answer.
 
-Owns the blocks that wait to be written and the group commit: writes of a batch run side by side, one sync makes them
-all durable, and then everybody who waits is told. Used for write-through (modes batch and always) and for demotion of
-victims. What is written is charged to the endurance budget first, and goes with those of its ancestors that NVMe lacks.
-Invariants: "durable" is said only after the tier's sync; a block is written once however many ask; a pinned host copy
-is read from, never copied first; nothing is written that was not charged.
+Owns the blocks that wait to be written: writes of a batch run side by side, and group_commit.py makes them durable
+together. Used for write-through (modes batch and always) and for demotion of victims. What is written is charged to the
+endurance budget first (throttle.py waits for it), and goes with those of its ancestors that NVMe lacks.
+Invariants: a block is written once however many ask; a pinned host copy is read from, never copied first; nothing is
+written that was not charged. Damage takes blocks by force, pinned or not: after each wait the token is asked again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
 from kvstore_tiers.host import HostTier
@@ -19,17 +19,18 @@ from kvstored.clock import Clock
 from kvstored.endurance import Verdict
 from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.gate import WriteGate
+from kvstored.movement.group_commit import GroupCommit
 from kvstored.movement.lane import Priority, Refused
 from kvstored.movement.mover import Mover, Transfer
 from kvstored.movement.refusals import Refusal
 from kvstored.movement.room import Room
+from kvstored.movement.throttle import Throttle
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows
 from kvstored.tiering import HOST, NVME
 
 log = logging.getLogger(__name__)
 LANE = "host→nvme"
-MAX_THROTTLED = 4096  # puts that wait for the endurance budget at once
 
 
 @dataclass(slots=True)
@@ -37,20 +38,13 @@ class _Write:
     """`written` resolves when a copy exists on NVMe, `settled` when it is durable, or both to False."""
 
     token: int
+    tenant: int
     priority: Priority
+    nbytes: int  # of its slot
     written: asyncio.Future[bool]
     settled: asyncio.Future[bool]
-    nbytes: int = 0  # of its slot
     ticket: int = 0
     number: int = 0  # of the transfer, for the breaker
-
-
-@dataclass(slots=True)
-class _Unsynced:
-    """Blocks whose copies are written but not yet synced, with those who wait to hear of it."""
-
-    tokens: list[int] = field(default_factory=list)
-    settled: list[asyncio.Future[bool]] = field(default_factory=list)
 
 
 class WriteBack:
@@ -77,23 +71,23 @@ class WriteBack:
         self._nvme = nvme
         self._room = room
         self._mover = mover
-        self._completions = completions
         self._clock = clock
         self._counters = counters
         self._flows = flows
         self.gate = gate
-        gate.is_coming = self._is_coming
+        gate.is_coming = self.is_coming
         gate.breaker.on_open.append(self._cancel_queued)
         self._delay_ms = delay_ms
         self._batch_blocks = batch_blocks
-        self._throttled: dict[int, asyncio.Future[bool]] = {}  # by token: what waits for the budget
         self._waiting: dict[int, _Write] = {}  # not started: the next batch
         self._running: dict[int, _Write] = {}
-        self._unsynced = _Unsynced()
-        self._unsynced_rows: dict[int, asyncio.Future[bool]] = {}  # by token: what says that it is durable
-        self._sync_running = False
+        self._throttle = Throttle(gate, counters, self._write_paid)
+        self._commit = GroupCommit(
+            nvme, residency, completions, counters, gate,
+            lambda: bool(self._running), lambda: bool(self._running or self._waiting),
+            delay_ms=delay_ms, batch_blocks=batch_blocks,
+        )  # fmt: skip
         self._timer: asyncio.TimerHandle | None = None
-        self._sync_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # What others ask
@@ -111,34 +105,34 @@ class WriteBack:
         return self.gate.refusals.of(self._residency.token(row))
 
     def is_durable(self, row: int) -> bool:
-        return self._residency.has(row, NVME) and self._residency.token(row) not in self._unsynced_rows
+        return self._residency.has(row, NVME) and self._residency.token(row) not in self._commit.pending
 
     def is_on_its_way(self, row: int) -> bool:
         """Whether the block will be durable if nothing goes wrong."""
         token = self._residency.token(row)
-        return self._is_coming(row) or token in self._unsynced_rows or token in self._throttled
+        return self.is_coming(row) or token in self._commit.pending or token in self._throttle.pending
 
     def pending(self) -> int:
         """Blocks on their way to being durable."""
-        return len(self._waiting) + len(self._running) + len(self._unsynced_rows) + len(self._throttled)
+        return len(self._waiting) + len(self._running) + len(self._commit.pending) + len(self._throttle.pending)
 
     def write_through(self, row: int, *, at_once: bool = False) -> asyncio.Future[bool]:
         """Resolves to whether the block is durable. `at_once`: a client waits, at the priority of demand."""
         loop = asyncio.get_running_loop()
         if self._residency.has(row, NVME):
             if not self.is_durable(row):
-                return self._when_synced()
+                return self._commit.when_synced()
             durable: asyncio.Future[bool] = loop.create_future()
             durable.set_result(self.gate.breaker.serves_reads)  # of a medium that is gone nothing is promised anew
             return durable
         token = self._residency.token(row)
-        if token in self._throttled:
-            return self._throttled[token]
-        paid = [] if self._is_coming(row) else self.gate.pay(row)
+        if token in self._throttle.pending:
+            return self._throttle.pending[token]
+        paid = [] if self.is_coming(row) else self.gate.pay(row)
         if not isinstance(paid, Verdict):
             settled = self._enqueue_paid(paid, row, Priority.DEMAND if at_once else Priority.DEMOTION)
-        elif (at_once or paid is Verdict.LEASING) and len(self._throttled) < MAX_THROTTLED:
-            settled = self._throttle(token, paid, at_once)
+        elif (at_once or paid is Verdict.LEASING) and self._throttle.has_room:
+            settled = self._throttle.wait(token, paid, insists=at_once)
         else:
             self.gate.refuse(row, self.gate.breaker_or(paid))
             settled = loop.create_future()
@@ -155,63 +149,43 @@ class WriteBack:
         if self._residency.has(row, NVME):
             return True
         token = self._residency.token(row)
-        if not self._is_coming(row):
+        if not self.is_coming(row):
             paid = await self.gate.pay_in_time(token, insists=False)
             row = self._residency.current(token)
             if paid is None or row < 0:
                 return False
             self._enqueue_paid(paid, row, Priority.DEMAND)
-            if not self._is_coming(row):
+            if not self.is_coming(row):
                 return self._residency.has(row, NVME)
         write = self._enqueue(row, Priority.DEMAND)
         self._start_batch()
         return await asyncio.shield(write.written)
 
-    def _throttle(self, token: int, verdict: Verdict, insists: bool) -> asyncio.Future[bool]:
-        """Wait for the budget, in a task. `insists`: for what it will earn; else for a lease under way alone."""
-        if verdict is not Verdict.LEASING:
-            self._counters.add("budget_throttled_blocks")
-        task = asyncio.get_running_loop().create_task(self._when_paid(token, insists))
-        self._throttled[token] = task
-        task.add_done_callback(lambda _: self._throttled.pop(token, None))
-        return task
-
-    async def _when_paid(self, token: int, insists: bool) -> bool:
-        try:
-            paid = await self.gate.pay_in_time(token, insists=insists)
-        except Exception:  # as below: a mistake of ours is no client's
-            log.exception("waiting for the endurance budget failed")
-            return False
+    def _write_paid(self, token: int, path: list[int], insists: bool) -> asyncio.Future[bool] | None:
+        """For `Throttle`: its wait is over."""
         row = self._residency.current(token)
-        if paid is None or row < 0:
-            return False
+        if row < 0:
+            return None
         if self._residency.has(row, NVME):
-            return await asyncio.shield(self._when_synced())
-        settled = self._enqueue_paid(paid, row, Priority.DEMAND if insists else Priority.DEMOTION)
-        self._throttled.pop(token, None)
+            return self._commit.when_synced()
+        settled = self._enqueue_paid(path, row, Priority.DEMAND if insists else Priority.DEMOTION)
         self._start_batch()
-        return await asyncio.shield(settled)
+        return settled
 
     def _enqueue_paid(self, path: list[int], row: int, priority: Priority) -> asyncio.Future[bool]:
         """Queue a path that was paid for; what says whether `row`, at its end or on its way already, is durable."""
         for member in path:
             self._enqueue(member, priority)
-        if self._is_coming(row):
+        if self.is_coming(row):
             return self._enqueue(row, priority).settled
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         settled.set_result(False)  # its prefix was too long to go at once: that went first
         return settled
 
-    def _is_coming(self, row: int) -> bool:
+    def is_coming(self, row: int) -> bool:
+        """Whether a write of the block waits or is under way."""
         token = self._residency.token(row)
         return token in self._waiting or token in self._running
-
-    def _when_synced(self) -> asyncio.Future[bool]:
-        """What says that the copies which are written by now are durable."""
-        settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._unsynced.settled.append(settled)
-        self._sync_soon()
-        return settled
 
     async def progress(self) -> bool:
         """Wait until a write has ended, starting those that still gather; False when there is nothing to wait for."""
@@ -225,19 +199,17 @@ class WriteBack:
     async def flush(self, timeout_s: float) -> int:
         """Write and sync everything that waits now; how much of it is still pending when the time is up."""
         self._start_batch()
-        self._sync_soon()
+        self._commit.begin()
         settling: dict[int, asyncio.Future[bool]] = {token: write.settled for token, write in self._running.items()}
-        settling |= self._unsynced_rows | self._throttled
+        settling |= self._commit.pending | self._throttle.pending
         if settling:
             await asyncio.wait(settling.values(), timeout=timeout_s)
-        late = (self._running, self._unsynced_rows, self._throttled)
+        late = (self._running, self._commit.pending, self._throttle.pending)
         return sum(any(token in pending for pending in late) for token in settling)
 
-    async def sync(self) -> bool:
+    def sync(self) -> asyncio.Future[bool]:
         """Make durable what was freed on NVMe before this call: no crash brings it back. False if that failed."""
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._nvme.sync(self._completions.to_loop(lambda outcome: done.set_result(outcome.ok)))
-        return await asyncio.shield(done)
+        return self._commit.sync()
 
     # Writing
 
@@ -247,8 +219,9 @@ class WriteBack:
         if write is None:
             loop = asyncio.get_running_loop()
             write = _Write(
-                token, priority, loop.create_future(), loop.create_future(), self._residency.slot(row, HOST).nbytes
-            )
+                token, self._residency.tenant_of(row), priority, self._residency.slot(row, HOST).nbytes,
+                loop.create_future(), loop.create_future(),
+            )  # fmt: skip
             self._waiting[token] = write
             self.gate.pending_bytes += write.nbytes
             self.gate.refusals.forget(token)
@@ -264,46 +237,56 @@ class WriteBack:
             self._timer.cancel()
             self._timer = None
         batch, self._waiting = self._waiting, {}
-        for token, write in batch.items():
-            self._running[token] = write
-            row = self._residency.current(token)
-            slot = self._room.allocate_now(self._residency.slot(row, HOST).nbytes, self._residency.tenant_of(row))
+        self._running |= batch  # all of them, before anything is asked that may fail
+        for write in batch.values():
+            if not self._residency.is_current(write.token):
+                self._abandon(write)
+                continue
+            slot = self._room.allocate_now(write.nbytes, write.tenant)
             if slot is not None:
-                self._begin(write, row, slot)
+                self._begin(write, slot)
             else:
-                task = asyncio.create_task(self._find_room(write, row))
+                task = asyncio.create_task(self._find_room(write))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _find_room(self, write: _Write, row: int) -> None:
+    async def _find_room(self, write: _Write) -> None:
         try:
-            slot = await self._room.allocate(self._residency.slot(row, HOST).nbytes, self._residency.tenant_of(row))
+            slot = await self._room.allocate(write.nbytes, write.tenant)
         except Exception:  # a mistake of ours must not leave its block pinned and its waiters waiting for ever
             log.exception("making room on NVMe failed")
             slot = None
         if slot is None:
-            self._give_up(write, row, Refusal.ROOM)
+            self._give_up(write, Refusal.ROOM)
+        elif not self._residency.is_current(write.token):
+            self._nvme.free(slot)
+            self._abandon(write)
         else:
-            self._begin(write, row, slot)
+            self._begin(write, slot)
 
-    def _give_up(self, write: _Write, row: int, refusal: Refusal) -> None:
+    def _give_up(self, write: _Write, refusal: Refusal) -> None:
         """Nothing of it was written, so nothing of it is charged."""
-        self.gate.refund(row, write.nbytes)
-        self.gate.refuse(row, refusal)
+        self.gate.refusals.note(write.token, refusal)
+        self._abandon(write)
+
+    def _abandon(self, write: _Write) -> None:
+        """As `_give_up`, of a block that may be gone: there is nobody to tell why."""
+        self.gate.refund(write.tenant, write.nbytes)
         self._finish(write, False)
 
-    def _begin(self, write: _Write, row: int, slot: Slot) -> None:
+    def _begin(self, write: _Write, slot: Slot) -> None:
         """Queue the write; the row is pinned, so its host copy stays until the end."""
         residency = self._residency
+        row = residency.current(write.token)
         if residency.is_held_by_another(row, NVME):
             # Only keys that clients chose can be equal between tenants, and NVMe knows blocks by key alone: it keeps
             # the first, and whoever comes second is told that his is volatile.
             self._nvme.free(slot)
-            self._give_up(write, row, Refusal.OTHER_TENANT)
+            self._give_up(write, Refusal.OTHER_TENANT)
             return
         if not self.gate.breaker.takes_writes:
             self._nvme.free(slot)
-            self._give_up(write, row, Refusal.TIER)
+            self._give_up(write, Refusal.TIER)
             return
         source, key = self._host.slot_segment(residency.slot(row, HOST)), residency.key(row)
         residency.attach(row, NVME, slot, self._clock.monotonic_ns(), filling=True)
@@ -316,7 +299,7 @@ class WriteBack:
         ticket = self._mover.submit(LANE, write.priority, slot.nbytes, transfer)
         if isinstance(ticket, Refused):
             self._nvme.free(residency.detach(row, NVME))
-            self._give_up(write, row, Refusal.BEHIND)
+            self._give_up(write, Refusal.BEHIND)
             return
         write.ticket = ticket
 
@@ -325,9 +308,7 @@ class WriteBack:
         self.gate.breaker.ended(write.number, "write", outcome)
         if outcome.ok:
             residency.publish(row, NVME, self._clock.monotonic_ns())
-            self._unsynced.tokens.append(write.token)
-            self._unsynced.settled.append(write.settled)
-            self._unsynced_rows[write.token] = write.settled
+            self._commit.note(write.token, write.settled)
             self._counters.add("written_back_blocks")
             self._counters.add("written_back_bytes", slot.nbytes)
             self._flows.tiers[HOST].demoted_blocks += 1
@@ -339,13 +320,10 @@ class WriteBack:
                 log.warning("block %s cannot be written: %s", residency.key(row).hex(), outcome.message)
                 self.gate.refuse(row, Refusal.WRITE_FAILED)
             else:
-                self.gate.refund(row, write.nbytes)
+                self.gate.refund(write.tenant, write.nbytes)
                 self.gate.refuse(row, Refusal.TIER)
             self._finish(write, False)
-        if not self._running or len(self._unsynced.tokens) >= self._batch_blocks:
-            self._sync_soon()
-        elif self._sync_timer is None:  # a steady stream of writes must not put the sync off for ever
-            self._sync_timer = asyncio.get_running_loop().call_later(self._delay_ms / 1000, self._sync_soon)
+        self._commit.write_ended()
 
     def _cancel_queued(self) -> None:
         """NVMe is shed: what has not begun is not waited for, and its DRAM copies may leave again."""
@@ -362,36 +340,3 @@ class WriteBack:
             write.written.set_result(written)
         if not written and not write.settled.done():
             write.settled.set_result(False)
-
-    # Group commit
-
-    def _sync_soon(self) -> None:
-        """One sync at a time; what is written meanwhile goes with the next one."""
-        if self._sync_timer is not None:
-            self._sync_timer.cancel()
-            self._sync_timer = None
-        if self._sync_running or not (self._unsynced.tokens or self._unsynced.settled):
-            return
-        self._sync_running = True
-        batch, self._unsynced = self._unsynced, _Unsynced()
-        self.gate.commit_begins(more_to_come=bool(self._running or self._waiting))
-        number = self.gate.breaker.began()
-        self._nvme.sync(self._completions.to_loop(lambda outcome: self._synced(batch, number, outcome)))
-
-    def _synced(self, batch: _Unsynced, number: int, outcome: Outcome) -> None:
-        self._sync_running = False
-        self.gate.breaker.ended(number, "sync", outcome)
-        left: list[int] = []
-        if outcome.ok:
-            self._counters.add("durable_blocks", len(batch.tokens))
-        else:
-            log.error("NVMe sync failed, %d blocks stay volatile: %s", len(batch.tokens), outcome.message)
-            left = [token for token in batch.tokens if self._residency.is_current(token)]
-            self._unsynced.tokens.extend(left)  # the next sync tries again; nothing calls them durable until then
-        for token in set(batch.tokens).difference(left):
-            self._unsynced_rows.pop(token, None)
-        for settled in batch.settled:
-            if not settled.done():
-                settled.set_result(outcome.ok)
-        if outcome.ok and not self._running:
-            self._sync_soon()

@@ -74,7 +74,7 @@ class Drop:
         tenant = self._tenant(request.tenant)
         reply = pb.InvalidateReply(fingerprints=[digest.hex() for digest in digests])
         for digest in digests:
-            rows = rows_of_fingerprint(self._residency, self._tenants.fingerprint_number(digest), tenant)
+            rows = rows_of_fingerprint(self._residency, self._tenants.known_number(digest), tenant)
             tokens = [self._residency.token(row) for row in rows]
             for number, token in enumerate(tokens):
                 row = self._residency.current(token)
@@ -97,7 +97,7 @@ class Drop:
 
     async def _drop_tier(self, tier: int, tenant: int | None, request: pb.DropRequest, reply: pb.DropReply) -> None:
         residency = self._residency
-        for number, token in enumerate(tokens_in_tier(residency, tier, tenant)):
+        for number, token in enumerate(await tokens_in_tier(residency, tier, tenant)):
             row = residency.current(token)
             if row >= 0 and residency.has(row, tier):
                 nbytes = residency.slot(row, tier).nbytes
@@ -122,7 +122,7 @@ class Drop:
 
     def _forget(self, row: int, cause: Cause) -> bool:
         residency = self._residency
-        if residency.pin_count(row):
+        if residency.pin_count(row) or residency.being_filled(row):
             return False
         tenant = residency.tenant_of(row)
         for taken in residency.remove(row, cause, self._clock.monotonic_ns()):

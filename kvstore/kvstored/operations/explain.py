@@ -70,7 +70,7 @@ class Explain:
     async def _explain_chain(self, chain: list[tuple[int, bytes]], fingerprint: str, reply: pb.ExplainReply) -> None:
         parts, residency = self._parts, self._parts.residency
         digest = bytes.fromhex(reply.fingerprints[0].digest) if fingerprint and reply.fingerprints else b""
-        fingerprint_id = parts.tenants.fingerprint_number(digest) if digest else _NOT_KNOWN
+        fingerprint_id = parts.tenants.known_number(digest) if digest else _NOT_KNOWN
         rows = [residency.find(tenant, key) if tenant >= 0 else -1 for tenant, key in chain]
         load_us = self._estimate_us(rows)
         previous, broken = b"", ""  # the block before this one, and the nearest missing one up to there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -190,8 +191,9 @@ class Views:
             )
         return reply
 
-    def blocks(self, request: pb.BlocksRequest) -> pb.BlocksReply:
-        """A page of blocks. Raises KVStoreError for a tier or tenant that does not exist."""
+    async def blocks(self, request: pb.BlocksRequest) -> pb.BlocksReply:
+        """A page of blocks, after a look at the loop each time that so many were looked at in vain. Raises KVStoreError
+        for a tier or tenant that does not exist."""
         parts, residency = self._parts, self._parts.residency
         if request.tier and request.tier not in residency.tiers:
             known = ", ".join(residency.tiers)
@@ -211,6 +213,7 @@ class Views:
             cursor = found.next
             if not cursor:
                 break
+            await asyncio.sleep(0)
         reply.next = cursor
         return reply
 

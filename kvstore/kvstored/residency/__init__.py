@@ -3,8 +3,9 @@
 from kvstored.residency.check import check
 from kvstored.residency.events import PresenceListener, TierListener
 from kvstored.residency.ghost import Absence
-from kvstored.residency.index import CyclicChainError, Residency, TakenCopy
+from kvstored.residency.index import CyclicChainError, Residency
 from kvstored.residency.listing import Page, page, rows_of_fingerprint
+from kvstored.residency.removal import TakenCopy
 from kvstored.residency.view import Kind, ResidencyView, unpack_keys
 
 __all__ = [

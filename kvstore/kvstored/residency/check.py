@@ -8,10 +8,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-import numpy as np
-
 from kvstored.lifecycle import INDEXED, READABLE, CopyState
-from kvstored.residency.copies import TierCopies
+from kvstored.residency.places import Places
 from kvstored.residency.view import ResidencyView
 
 _STEP_ROWS = 64  # between two pauses: about 0.2 ms
@@ -23,12 +21,17 @@ def check(residency: ResidencyView) -> list[str]:
     walk = Walk(residency, cold_keys=True)
     for _ in walk.steps():
         pass
+    for copies in residency.copies:
+        places = Places(copies)
+        for _ in places.copy():
+            pass
+        walk.faults += places.shared()
     return walk.faults
 
 
 class Walk:
-    """One walk. `steps` may be paused after each step, as long as nothing changes before it goes on. `cold_keys`: also
-    look up keys that are not in memory, which reads the medium."""
+    """One walk; whether slots are shared is for `Places`. `steps` may be paused after each step, as long as nothing
+    changes before it goes on. `cold_keys`: also look up the keys that are in no dictionary (residency/cold.py)."""
 
     def __init__(self, residency: ResidencyView, *, cold_keys: bool = False) -> None:
         self.faults: list[str] = []
@@ -64,10 +67,11 @@ class Walk:
     def _mark_live(self) -> Iterator[None]:
         residency, rows = self._residency, self._residency.rows
         for row in range(rows.capacity):
-            self._live[row] = rows.keys[row] is not None or rows.key(row) is not None
+            if rows.keys[row] is not None or rows.key(row) is not None:
+                self._live[row] = 1
+                self.rows += 1  # counting them all in the end would take milliseconds
             if row % _STEP_ROWS == 0:
                 yield
-        self.rows = sum(self._live)
         if self.rows != rows.live:
             self._fault(f"{rows.live} rows counted, {self.rows} live")
         for run in self._live_runs():
@@ -128,7 +132,7 @@ class Walk:
         self._listed[row] = 1
 
     def _check_unlisted(self, row: int, cold: list[int]) -> None:
-        """A row that no dictionary names: one whose key is still on the medium alone, or lost."""
+        """A row that no dictionary names: it is cold, its key packed as it was taken over; or it is lost."""
         residency, rows = self._residency, self._residency.rows
         tenant = residency.tenant_of(row)
         index = residency.tenants[tenant]
@@ -171,20 +175,3 @@ class Walk:
             self._fault(f"{copies.name}: bytes by tenant {told}")
         if blocks != copies.blocks:
             self._fault(f"{copies.name}: {copies.blocks} copies counted, {blocks} found")
-        yield from self._check_places(copies)
-
-    def _check_places(self, copies: TierCopies) -> Iterator[None]:
-        """No two rows share a slot."""
-        taken = np.flatnonzero(np.frombuffer(copies.state, np.uint8))
-        containers = np.flatnonzero(np.bincount(np.frombuffer(copies.container, np.uint32)[taken]))
-        del taken
-        for container in containers.tolist():
-            here = np.frombuffer(copies.container, np.uint32) == container
-            rows = np.flatnonzero(here & (np.frombuffer(copies.state, np.uint8) != 0))
-            offsets = np.frombuffer(copies.offset, np.uint64)[rows]
-            order = np.argsort(offsets, kind="stable")
-            for position in np.flatnonzero(np.diff(offsets[order]) == 0).tolist():
-                one, other = int(rows[order[position]]), int(rows[order[position + 1]])
-                where = f"{container}:{copies.offset[one]}"
-                self._fault(f"{copies.name}: rows {one} and {other} share the slot {where}")
-            yield

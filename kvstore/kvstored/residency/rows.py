@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from kvstore_proto.identity import KEY_BYTES
 
 _GROWTH_MIN_ROWS = 1024
-_ROW_BITS = 32
-_ROW_MASK = (1 << _ROW_BITS) - 1
+ROW_BITS = 32
+_ROW_MASK = (1 << ROW_BITS) - 1
 
 
 class Rows:
@@ -136,12 +136,12 @@ class Rows:
         self.generation[row] = (self.generation[row] + 1) & 0xFFFFFFFF
 
     def token(self, row: int) -> int:
-        return self.generation[row] << _ROW_BITS | row
+        return self.generation[row] << ROW_BITS | row
 
     def current(self, token: int) -> int:
         """The row of a token, or -1 when the block it named is gone."""
         row = token & _ROW_MASK
-        if row >= self.capacity or self.generation[row] != token >> _ROW_BITS:
+        if row >= self.capacity or self.generation[row] != token >> ROW_BITS:
             return -1
         if self.keys[row] is None and not self.mask[row]:
             return -1

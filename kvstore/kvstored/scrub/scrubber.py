@@ -22,6 +22,7 @@ from typing import Any
 from kvstore_tiers.base import Tier
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.residency import Residency
+from kvstored.scrub.position import load
 from kvstored.scrub.verification import Verification
 from kvstored.scrub.worker import Settings
 from kvstored.telemetry import Counters
@@ -75,8 +76,6 @@ class Scrubber:
         self._counters = counters
         self._deaths_ns: deque[int] = deque()
         self.report = ScrubReport("starting")
-        from kvstored.scrub.position import load
-
         self.report.last_pass_s = load(Path(settings.position)).last_pass_s
 
     async def run(self) -> None:
@@ -96,7 +95,7 @@ class Scrubber:
         return len(self._deaths_ns) < RESTARTS
 
     async def _run_worker(self) -> int:
-        """One life of the worker; its exit status. Cancelled: it is gone before this returns."""
+        """One life of the worker; its exit status. Cancelled: it is gone before this returns, unless it cannot end."""
         worker = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvstored.scrub.worker", json.dumps(asdict(self._settings)),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -118,7 +117,8 @@ class Scrubber:
             except asyncio.TimeoutError:  # noqa: UP041  # not the same as TimeoutError before Python 3.11
                 with contextlib.suppress(ProcessLookupError):
                     worker.kill()
-                await worker.wait()
+                with contextlib.suppress(asyncio.TimeoutError):  # on a disk that hangs not even SIGKILL ends it
+                    await asyncio.wait_for(asyncio.shield(worker.wait()), ENDING_S)
 
     async def _hear(self, what: str, fields: dict[str, Any]) -> None:
         report = self.report

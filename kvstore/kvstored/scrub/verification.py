@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kvstore_tiers.base import Outcome, OutcomeKind, Tier
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Tier
 from kvstore_tiers.segments import AlignedBuffer
+from kvstored.degraded import TierBreaker
 from kvstored.movement.lane import Priority, Refused
 from kvstored.movement.mover import Mover, Transfer
 from kvstored.movement.promote import LANE
@@ -19,27 +20,44 @@ from kvstored.tiering import NVME
 
 
 class Verification:
-    """`on_damage(row, reason)` is told of a block that is bad."""
+    """`on_damage(row, reason)` is told of a block that is bad; the breaker of each read, as of everybody's."""
 
-    def __init__(self, residency: Residency, nvme: Tier, mover: Mover, on_damage: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        nvme: Tier,
+        mover: Mover,
+        breaker: TierBreaker,
+        on_damage: Callable[[int, str], None],
+    ) -> None:
         self._residency = residency
         self._nvme = nvme
         self._mover = mover
+        self._breaker = breaker
         self._on_damage = on_damage
 
     async def verify(self, row: int) -> Outcome | None:
         """How reading the NVMe copy of `row` ended; None when that cannot be said now. A bad one is dealt with."""
-        residency = self._residency
+        residency, breaker = self._residency, self._breaker
+        if not breaker.serves_reads:
+            return None
         slot, key, token = residency.slot(row, NVME), residency.key(row), residency.token(row)
         buffer = AlignedBuffer(slot.nbytes)
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        number = 0
+
+        def start(done: Completion) -> None:
+            nonlocal number
+            number = breaker.began()
+            self._nvme.read(slot, key, [buffer.segment(slot.nbytes)], done)
+
+        def done(outcome: Outcome) -> None:
+            breaker.ended(number, "read", outcome)
+            ended.set_result(outcome)
+
         residency.pin(row)
         try:
-            transfer = Transfer(
-                start=lambda done: self._nvme.read(slot, key, [buffer.segment(slot.nbytes)], done),
-                done=ended.set_result,
-            )
-            ticket = self._mover.submit(LANE, Priority.MAINTENANCE, slot.nbytes, transfer)
+            ticket = self._mover.submit(LANE, Priority.MAINTENANCE, slot.nbytes, Transfer(start, done))
             if isinstance(ticket, Refused):
                 return None
             outcome = await asyncio.shield(ended)

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
+from typing import BinaryIO
 
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 
@@ -50,7 +51,7 @@ class Recorder:
     def __init__(self, path: Path, started_ns: int) -> None:
         self._path = path
         self._started_ns = started_ns
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+        self._file = _new_file(path)
         self._events: Queue[Event | None] = Queue(_QUEUED_EVENTS)
         self.dropped = 0
         self._known: OrderedDict[bytes, None] = OrderedDict()
@@ -124,6 +125,15 @@ class Recorder:
         if new < len(keys):
             told["k"] = b"".join(keys[new:]).hex()
         return told
+
+
+def _new_file(path: Path) -> BinaryIO:
+    try:
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+    except FileExistsError as error:
+        raise OSError(error.errno, "there is a file already, and a recording overwrites none", str(path)) from None
+    except OSError as error:
+        raise OSError(error.errno, f"cannot record: {error.strerror}", str(path)) from None
 
 
 def _line(told: dict[str, object]) -> bytes:

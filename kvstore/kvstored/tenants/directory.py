@@ -1,7 +1,7 @@
 """Tenants and fingerprints by name and digest, and the master secret behind all root keys.
 
-Owns STATE_DIR/secret (32 random bytes, mode 0600) and STATE_DIR/names.json. Blocks on disk carry digests only; the
-names file turns them back into names after a restart. Never does: decide what a tenant may hold.
+Owns STATE_DIR/secret (32 random bytes, mode 0600). Blocks on disk carry digests only; `Names` turns them back into
+names after a restart. Never does: decide what a tenant may hold.
 
 Invariant: the secret never changes while a directory of blocks lives. A lost secret makes blocks unreachable, never
 wrong.
@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
-import logging
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.fingerprint import Fingerprint, parse_fingerprint
+from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.identity import root_key
 from kvstored.config import TenantSection
 from kvstored.residency import Residency
+from kvstored.tenants.names import Names
 from kvstored.tenants.peer import Peer
+from kvstored.tenants.private_file import write_private
 
 SECRET_BYTES = 32
-UNKNOWN_FINGERPRINT = 1 << 40
-MAX_NAMED_FINGERPRINTS = 4096  # labels only; a client that makes up more of them still stores and finds its blocks
+MAX_NUMBERED_FINGERPRINTS = 65_536
+UNKNOWN_FINGERPRINT = 1 << 40  # a number that no block has
+UNNUMBERED_FINGERPRINT = UNKNOWN_FINGERPRINT + 1  # the number of all that came too late for one of their own
+_NO_DIGEST = bytes(32)
 _UID_TENANT = re.compile(r"uid-(0|[1-9]\d{0,9})\Z")
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,25 @@ class TenantDirectory:
     """Resolves callers to tenants; remembers the names behind digests."""
 
     def __init__(self, state_dir: Path, listed: tuple[TenantSection, ...], default: str) -> None:
-        self._names_path = state_dir / "names.json"
         self._master = _load_or_create_secret(state_dir / "secret")
         self._listed = listed
         self._default = default
         self._tenants: dict[str, Tenant] = {}
-        self._fingerprints: dict[bytes, Fingerprint] = {}
         self._fingerprint_numbers: dict[bytes, int] = {}
-        self._load_names()
+        self._digests: list[bytes] = []  # by number
+        self._names = Names(state_dir / "names.json", lambda: list(self._tenants))
+        for name in self._names.load():
+            self._tenant(TenantSection(name))
         for section in listed:
             self._tenant(section)
-        self._save_names()
+        self._names.save()
+
+    async def run(self) -> None:
+        """A task: new names are saved as they come."""
+        await self._names.run()
+
+    def close(self) -> None:
+        self._names.close()
 
     def resolve(self, peer: Peer) -> Tenant | None:
         """The tenant of a caller: listed by uid, else by gid, else the default; None = refused."""
@@ -85,7 +94,7 @@ class TenantDirectory:
         known = self._tenants.get(name)
         if known is None:
             known = self._tenant(TenantSection(name, uids=(peer.uid,)))
-            self._note_names()
+            self._names.changed()
         return known
 
     def named(self, name: str) -> Tenant | None:
@@ -122,32 +131,38 @@ class TenantDirectory:
     def remember(self, fingerprint: Fingerprint) -> bytes:
         """Note a fingerprint so that listings can name it; returns its digest."""
         digest = fingerprint.digest()
-        if digest not in self._fingerprints and len(self._fingerprints) < MAX_NAMED_FINGERPRINTS:
-            self._fingerprints[digest] = fingerprint
-            self._note_names()
+        self._names.remember(digest, fingerprint)
         return digest
 
     def fingerprint_number(self, digest: bytes) -> int:
-        """A small number for a fingerprint digest, stable while the daemon runs."""
-        return self._fingerprint_numbers.setdefault(digest, len(self._fingerprint_numbers))
+        """A small number for a fingerprint digest, stable while the daemon runs. There are so many and no more: who
+        makes up others still stores and finds blocks under them, but listings cannot tell those apart."""
+        number = self._fingerprint_numbers.get(digest)
+        if number is None:
+            number = len(self._digests)
+            if number >= MAX_NUMBERED_FINGERPRINTS:
+                return UNNUMBERED_FINGERPRINT
+            self._fingerprint_numbers[digest] = number
+            self._digests.append(digest)
+        return number
 
     def known_number(self, digest: bytes) -> int:
-        """The same for one that may never have been noted: a number that no block has, then."""
+        """The same for one that may have no number of its own: one that no block has, then."""
         return self._fingerprint_numbers.get(digest, UNKNOWN_FINGERPRINT)
 
     def fingerprint_digest(self, number: int) -> bytes:
-        """The inverse of `fingerprint_number`."""
-        return next(digest for digest, known in self._fingerprint_numbers.items() if known == number)
+        """The inverse of `fingerprint_number`; zeros for what has none of its own."""
+        return self._digests[number] if number < len(self._digests) else _NO_DIGEST
 
     def fingerprint(self, digest: bytes) -> Fingerprint | None:
-        return self._fingerprints.get(digest)
+        return self._names.fingerprints.get(digest)
 
     def fingerprint_label(self, digest: bytes) -> str:
-        known = self._fingerprints.get(digest)
+        known = self._names.fingerprints.get(digest)
         return f"{known.model_name}:{digest.hex()[:12]}" if known else digest.hex()[:12]
 
     def fingerprints(self) -> dict[bytes, Fingerprint]:
-        return dict(self._fingerprints)
+        return dict(self._names.fingerprints)
 
     def _tenant(self, section: TenantSection) -> Tenant:
         known = self._tenants.get(section.name)
@@ -157,39 +172,13 @@ class TenantDirectory:
             self._tenants[section.name] = known
         return known
 
-    def _load_names(self) -> None:
-        """A lost or damaged names file costs labels, never blocks."""
-        try:
-            raw = json.loads(self._names_path.read_bytes())
-            for name in raw["tenants"]:
-                self._tenant(TenantSection(str(name)))
-            for text in raw["fingerprints"]:
-                fingerprint = parse_fingerprint(str(text).encode())
-                self._fingerprints[fingerprint.digest()] = fingerprint
-        except (OSError, ValueError, KeyError, TypeError):
-            return
-
-    def _note_names(self) -> None:
-        """Save, while serving: a full disk costs labels after the next start, not this client's session."""
-        try:
-            self._save_names()
-        except OSError as error:
-            log.warning("%s cannot be written: %s", self._names_path, error.strerror)
-
-    def _save_names(self) -> None:
-        content = {
-            "tenants": sorted(self._tenants),
-            "fingerprints": [item.canonical().decode() for item in self._fingerprints.values()],
-        }
-        _write_private(self._names_path, json.dumps(content, indent=1).encode())
-
 
 def _load_or_create_secret(path: Path) -> bytes:
     try:
         secret = path.read_bytes()
     except FileNotFoundError:
         secret = os.urandom(SECRET_BYTES)
-        _write_private(path, secret)
+        write_private(path, secret)
         return secret
     if len(secret) != SECRET_BYTES:
         raise ValueError(
@@ -197,22 +186,3 @@ def _load_or_create_secret(path: Path) -> bytes:
             "to start with a new secret (blocks stored under the old one become unreachable)"
         )
     return secret
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Atomic and durable replacement, mode 0600."""
-    temporary = path.with_name(path.name + ".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        left = memoryview(content)
-        while left:  # a disk that fills up takes part of a write before it refuses
-            left = left[os.write(descriptor, left) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

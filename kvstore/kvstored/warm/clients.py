@@ -117,7 +117,7 @@ class FormerClients:
             else:
                 return False
         residency.pin_run(rows)
-        self._leases.restore(lease_id, session_id, tenant, rows, slots, expires_ns)
+        self._leases.restore(lease_id, session_id, tenant, [residency.token(row) for row in rows], slots, expires_ns)
         return True
 
     def _wait_for(self, absent: _Absent) -> None:

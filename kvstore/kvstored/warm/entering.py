@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore_proto.identity import NO_PARENT
+from kvstore_tiers.adoption import AdoptedArena
 from kvstore_tiers.base import Slot
-from kvstore_tiers.host import AdoptedArena, HostTier
+from kvstore_tiers.host import HostTier
 from kvstored.residency import CyclicChainError, Residency
 from kvstored.tenants import TenantDirectory
 from kvstored.tiering import HOST
@@ -77,7 +78,11 @@ class Entering:
         parent = -1 if first.parent == NO_PARENT else residency.find_any(tenant, first.parent)
         if first.parent != NO_PARENT and parent < 0:  # its parent may come later
             parent = self._enter_one(tenant, first)
-            run = run[1:] if parent >= 0 else []
+            if parent < 0:  # dropped: the others have a parent to be found, or none
+                for block in run[1:]:
+                    self._enter_one(tenant, block)
+                return
+            run = run[1:]
         elif first.depth != (residency.depth(parent) + 1 if parent >= 0 else 0):
             for block in run:
                 self._enter_one(tenant, block)

@@ -9,6 +9,8 @@
 Owns these bytes and their order of writing. Never knows what a row means to others. The control thread writes a row as
 the thing happens, in under a microsecond a field, and may be killed between any two stores: a row is filled first and
 made live last, and everything that is changed in place is one aligned store of 8 bytes, in the machine's own order.
+All but the two tokens of a session, of 16 bytes each: the former one, which its client may still name, is written
+first, and a token that the client may name is whole in one of the two places at any moment.
 Invariants: an arena's row never claims more than its bytes hold; a lease is here whole or not at all. One that found no
 row is not here: then its client cannot have it back after a crash, and is told so.
 """
@@ -141,9 +143,13 @@ class Ledger:
             for number, nbytes, owner, slot_bytes, handed_out, high_generation in sorted(found)
         ]
 
+    def number_taken(self, number: int) -> None:
+        """An arena has that number, which no later one will have in this epoch."""
+        self._raise_counter(_NEXT_ARENA, number + 1)
+
     def add_arena(self, record: ArenaRecord) -> bool:
         """False where there is no row left, or no tenant owns it."""
-        self._raise_counter(_NEXT_ARENA, record.number + 1)
+        self.number_taken(record.number)
         if not self._free_arenas or len(record.owner) != 32:
             return False
         at = self._rows_of_arena[record.number] = self._free_arenas.pop()

@@ -25,13 +25,15 @@ from kvstored.residency import Residency
 from kvstored.telemetry import Counters
 from kvstored.tenants import TenantDirectory
 from kvstored.warm.entering import Entering
-from kvstored.warm.keepers import Keeper, KeeperError, choose_keeper, dismiss_others
+from kvstored.warm.keeper import Keeper, KeeperError
+from kvstored.warm.keepers import choose_keeper, dismiss_others
 from kvstored.warm.ledger import ForeignLedger, Ledger
 
 log = logging.getLogger(__name__)
 failpoints.declare("warm.arena-taken-over", "an arena of the process before is taken over, others are not yet")
 LEDGER_NAME = "ledger"
 LOOK_S = 1.0
+SOON_S = 0.1  # while something is not kept yet that could be
 Place = tuple[int, int]
 
 
@@ -98,7 +100,7 @@ class WarmRestart:
     async def run(self) -> None:
         """See to it that what could not be kept is kept later, and by somebody else if its keeper is gone."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(SOON_S if self.keeper.is_behind else LOOK_S)
             self.look()
 
     def look(self) -> None:
@@ -117,6 +119,11 @@ class WarmRestart:
             if self.keeper.keep(_name(arena.number), arena.fd):
                 self._list(_name(arena.number))
 
+    def settle(self) -> None:
+        """The host tier is about to leave its arenas: what is not kept yet is kept now or lost."""
+        for name in self.keeper.settle():
+            self._list(name)
+
     def close(self, *, forget: bool) -> None:
         """The host tier has parted with its arenas. With `forget` nothing stays for a next process."""
         if forget:
@@ -128,6 +135,7 @@ class WarmRestart:
 
     def made(self, arena: Arena) -> None:
         self._arenas[arena.number] = arena
+        self.ledger.number_taken(arena.number)  # even if it is not kept: clients map it under that number
         if self.keeper.keep(_name(arena.number), arena.fd):
             self.ledger.add_arena(arena.record)
         else:

@@ -1,0 +1,124 @@
+"""A keeper: what holds on to descriptors while there is no daemon.
+
+Owns which names are wanted, which of them the other side has, and how many it takes. Never knows what a descriptor is,
+nor how it is sent. Never waits for the other side between the start and `settle`: what cannot be sent at once is sent
+again later (`retry`), and only if it is still wanted then.
+Invariants: whatever `keep` was called for and not `drop`ped is there for the next process, or `unkept` counts it; never
+are more descriptors sent than the other side keeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+
+log = logging.getLogger(__name__)
+_SETTLE_S = 2.0
+_SETTLE_STEP_S = 0.01
+
+
+class KeeperError(Exception):
+    """Descriptors cannot be kept; the message says why and what to do."""
+
+
+class Keeper(ABC):
+    """Keeps descriptors under names. Any thread may call `keep` and `drop`."""
+
+    name: str
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.lost = False  # whoever kept them has gone: `reopen`, and keep everything again
+        self.limit = limit  # how many descriptors the other side keeps; None: nobody says
+        self._sending = threading.Lock()
+        self._wanted: dict[str, int] = {}  # not sent yet: name -> descriptor, -1 for a drop
+        self._kept: set[str] = set()  # names that the other side has
+        self._has_warned = False
+
+    @abstractmethod
+    def fetch(self) -> dict[str, int]:
+        """What the process before had kept, once, before anything else. The descriptors are the caller's."""
+
+    @abstractmethod
+    def _send(self, name: str, descriptor: int) -> bool:
+        """Hand over a descriptor, or with -1 drop one. False when that cannot be done now."""
+
+    @abstractmethod
+    def close(self, *, forget: bool) -> None:
+        """The daemon ends. With `forget` nothing stays behind."""
+
+    def reopen(self) -> None:  # noqa: B027  # a service manager is never lost
+        """Begin anew after `lost`, with nothing kept. Raises KeeperError."""
+
+    def keep(self, name: str, descriptor: int) -> bool:
+        """Whether it is kept from now on; else `retry` will try again. The caller's descriptor stays his, and open."""
+        return self._try(name, descriptor)
+
+    def drop(self, name: str) -> None:
+        self._try(name, -1)
+
+    def retry(self) -> list[str]:
+        """Send what could not be sent; names that are kept only now."""
+        with self._sending:
+            done = []
+            for name, descriptor in sorted(self._wanted.items(), key=lambda wanted: wanted[1] >= 0):  # drops make room
+                if not self._has_room(name, descriptor):
+                    continue
+                if not self._hand_over(name, descriptor):
+                    break
+                del self._wanted[name]
+                if descriptor >= 0:
+                    done.append(name)
+            return done
+
+    def settle(self) -> list[str]:
+        """`retry`, for a moment at most, until nothing is left that the other side would take: the end is near."""
+        done = self.retry()
+        give_up_s = time.monotonic() + _SETTLE_S
+        while self.is_behind and time.monotonic() < give_up_s:
+            time.sleep(_SETTLE_STEP_S)
+            done += self.retry()
+        return done
+
+    @property
+    def unkept(self) -> int:
+        return len(self._wanted)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something waits that the other side has room for and would take soon."""
+        with self._sending:
+            return not self.lost and any(self._has_room(name, descriptor) for name, descriptor in self._wanted.items())
+
+    def _try(self, name: str, descriptor: int) -> bool:
+        with self._sending:
+            self._wanted.pop(name, None)
+            if self._has_room(name, descriptor):
+                if self._hand_over(name, descriptor):
+                    return True
+            elif not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "the %s keeps %d descriptors at most: arenas beyond that will not survive a restart",
+                    self.name, self.limit,
+                )  # fmt: skip
+            self._wanted[name] = descriptor
+            return False
+
+    def _forget_late(self) -> None:
+        """Keep nothing more: descriptors that were not sent may be closed by now, or be others."""
+        with self._sending:
+            self._wanted = {name: descriptor for name, descriptor in self._wanted.items() if descriptor < 0}
+
+    def _has_room(self, name: str, descriptor: int) -> bool:
+        return descriptor < 0 or self.limit is None or name in self._kept or len(self._kept) < self.limit
+
+    def _hand_over(self, name: str, descriptor: int) -> bool:
+        if not self._send(name, descriptor):
+            return False
+        if descriptor >= 0:
+            self._kept.add(name)
+        else:
+            self._kept.discard(name)
+        return True

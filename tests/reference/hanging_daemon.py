@@ -1,0 +1,36 @@
+"""A daemon whose disk hangs: `python -m tests.reference.hanging_daemon serve ...`, the real one over a faulty tier.
+
+Owns the fault, the short limit for its end, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from kvstore_tiers.base import Tier
+from kvstore_tiers.wrap.faulty import FaultyTier, hung
+from kvstored import daemon
+from kvstored.cli import main
+from kvstored.residency import Residency
+from tests.reference.running_daemon import RunningDaemon
+
+LIMIT_VARIABLE = "KVSTORED_TEST_STOP_LIMIT_S"
+
+
+class HangingDaemon(RunningDaemon):
+    """As `RunningDaemon`."""
+
+    def command(self) -> list[str]:
+        return [__name__ if part == "kvstored" else part for part in super().command()]
+
+
+class _OnAHangingDisk(daemon.Daemon):
+    def _open_nvme(self, residency: Residency) -> Tier:
+        return FaultyTier(super()._open_nvme(residency), hung())
+
+
+if __name__ == "__main__":
+    daemon.Daemon = _OnAHangingDisk  # type: ignore[misc]
+    daemon.STOP_LIMIT_S = float(os.environ[LIMIT_VARIABLE])
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Parts of warm restart by themselves: numbers of arenas, which arenas are handed out, blocks that are dropped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.errors import KVStoreError
+from kvstore_tiers.arena_walk import HEADER
+from kvstore_tiers.base import Slot
+from kvstore_tiers.host import HostTier
+from kvstored.dataplane.reception import Reception
+from kvstored.residency import Residency
+from kvstored.tenants import TenantDirectory
+from kvstored.tiering import HOST
+from kvstored.warm.entering import Entering
+from kvstored.warm.keeper import Keeper
+from kvstored.warm.ledger import Ledger
+from kvstored.warm.restart import WarmRestart
+
+MIB = 1 << 20
+SLOT = 16 << 10
+OWNER = "ab" * 16
+
+
+class Deaf(Keeper):
+    """One that cannot be reached."""
+
+    name = "deaf"
+
+    def fetch(self) -> dict[str, int]:
+        return {}
+
+    def _send(self, name: str, descriptor: int) -> bool:
+        return False
+
+    def close(self, *, forget: bool) -> None:
+        pass
+
+
+@pytest.fixture
+def host() -> Iterator[HostTier]:
+    with closing(HostTier(4 * MIB, arena_bytes=MIB)) as tier:
+        yield tier
+
+
+def test_the_number_of_an_arena_that_nobody_kept_is_not_used_again(tmp_path: Path) -> None:
+    """Clients have it mapped under that number, and go on using it where the epoch is the same."""
+    ledger = Ledger(tmp_path)
+    later_fd = os.dup(ledger.fd)
+    with closing(HostTier(4 * MIB, arena_bytes=MIB, witness=WarmRestart(Deaf(), ledger, {}))) as tier:
+        slot = tier.allocate(SLOT, OWNER)
+        assert slot is not None
+        with closing(Ledger(tmp_path, later_fd)) as later:  # what the process after a crash finds
+            assert later.arenas() == [] and later.epoch == ledger.epoch
+            assert later.next_arena == slot.container + 1
+    ledger.close()
+
+
+def test_an_arena_is_granted_without_a_look_at_the_others(host: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = host.allocate(SLOT, OWNER)
+    assert slot is not None
+    nobody: Any = None
+    reception = Reception(
+        nobody, nobody, nobody, nobody, host, nobody, [], nobody, nobody, nobody, epoch=b"", data_socket=Path()
+    )
+    monkeypatch.setattr(host, "containers", lambda: pytest.fail("a report of all arenas"))
+    session: Any = SimpleNamespace(tenant=SimpleNamespace(index_name=OWNER))
+    grant, descriptor = reception.grant_arena(session, slot.container)
+    os.close(descriptor)
+    assert (grant.arena_id, grant.size_bytes) == (slot.container, MIB)
+    session.tenant.index_name = "another"
+    for arena_id in (slot.container, slot.container + 1):
+        with pytest.raises(KVStoreError, match=f"no arena {arena_id}"):
+            reception.grant_arena(session, arena_id)
+
+
+def test_blocks_behind_one_that_is_dropped_are_entered_all_the_same(host: HostTier, tmp_path: Path) -> None:
+    """A block that names itself as its parent is dropped; others name it as theirs."""
+    keys = [number.to_bytes(16, "little") for number in range(1, 5)]
+    headers = np.zeros(4, HEADER)
+    slots: list[Slot] = []
+    for depth, key in enumerate(keys):
+        parent = keys[0] if depth <= 1 else keys[depth - 1]
+        headers[depth] = (
+            b"KVB1", 1, 0, key, parent, bytes(16), bytes(32), bytes(16), 0, 0, 0, SLOT - HEADER_BYTES, 1, 0, 0, depth,
+            0, 0,
+        )  # fmt: skip
+        slot = host.allocate(SLOT, OWNER)
+        assert slot is not None
+        slots.append(slot)
+    residency = Residency(("host",))
+    tenant = residency.tenant(OWNER)
+    entering = Entering(host, residency, TenantDirectory(tmp_path, (), "by-uid"), 1)
+    found: Any = SimpleNamespace(headers=headers, slots=slots)
+    entering.enter(found, tenant)
+    assert entering.dropped_slots == 1 and len(entering.rows) == 3
+    assert [residency.find(tenant, key) >= 0 and residency.has(residency.find(tenant, key), HOST) for key in keys] == [
+        False, True, True, True,
+    ]  # fmt: skip
+    assert host.statistics().blocks == 3, "every slot is a block's or free"
