@@ -89,13 +89,13 @@ def test_two_sessions_of_a_tenant_share_one_index(daemon: RunningDaemon, session
 
 def test_contains_is_sure_by_the_index_and_asks_where_it_is_not(daemon: RunningDaemon, session: Session) -> None:
     session.put(tokens_of(3, 2), payloads=payloads_of(3, 2, MODEL))
-    assert session.contains(tokens_of(3, 4)) == 2, "before there is an index, by a lookup"
-    assert session.statistics().lookups == 1
+    assert session.contains(tokens_of(3, 4)) == 2, "by a lookup, unless the index was there at once"
+    asked = session.statistics().lookups
     assert has_index(session)
     assert session.contains(tokens_of(3, 4)) == session.contains(keys=session.keys(tokens_of(3, 4))) == 2
     assert session.contains(tokens_of(4, 1)) == 0
     assert session.contains([]) == 0
-    assert session.statistics().lookups == 1, "nobody was asked again"
+    assert session.statistics().lookups == asked <= 1, "nobody was asked again"
 
 
 def test_an_overflowing_index_is_unsure_and_contains_is_not() -> None:
