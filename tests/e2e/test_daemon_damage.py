@@ -96,6 +96,7 @@ def test_descendants_are_counted_and_reachable_again_with_their_parent(daemon: R
 
 def test_orphans_of_a_crash_are_counted_after_the_start(daemon: RunningDaemon) -> None:
     spoil(daemon, 1, 5, depth=0)
+    store(daemon, 2, 1, durability="always")  # its sync covers the quarantine
     daemon.kill9()
     daemon.restart()
     assert eventually(lambda: daemon.status().orphaned_blocks == 4)
