@@ -8,29 +8,23 @@ in front.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.policies.base import PolicySettings, ResidencyClass
-from kvstored.policies.ordered import OUT, QUEUED, OrderedPolicy
-from kvstored.policies.rowqueue import Links, RowQueue
-from kvstored.residency import ResidencyView
+from kvstored.policies.base import ResidencyClass
+from kvstored.policies.one_queue import OneQueuePolicy
+from kvstored.policies.ordered import OUT, QUEUED
 
 _HOT_SHARE = 4  # hot: used within the last quarter of a tier's worth of accesses; warm: within one tier's worth
 
 
-class Lru(OrderedPolicy):
+class Lru(OneQueuePolicy):
     """O(1) an event; 16 bytes a row."""
 
     name: ClassVar[str] = "lru"
-
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
-        self._links = Links()
-        self._queues: list[RowQueue] = []
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
         where, stamp = self._where, self._stamp
@@ -83,26 +77,3 @@ class Lru(OrderedPolicy):
     def _class_masks(self, now_ns: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         age = np.uint64(self._accesses) - np.frombuffer(self._stamp, dtype=np.uint64)
         return age * np.uint64(_HOT_SHARE) < self._rows, age < self._rows
-
-    def _enqueue(self, row: int, tenant: int) -> None:
-        self._queues[tenant].push_back(row)
-
-    def _enqueue_all(self, rows: npt.NDArray[np.int64], tenant: int) -> None:
-        self._queues[tenant].extend(rows)
-
-    def _dequeue(self, row: int, tenant: int) -> None:
-        self._queues[tenant].unlink(row)
-
-    def _queue(self, tenant: int) -> Iterator[int]:
-        return iter(self._queues[tenant])
-
-    def _rank(self, row: int) -> int:
-        return self._stamp[row]
-
-    def _add_tenant(self) -> None:
-        super()._add_tenant()
-        self._queues.append(RowQueue(self._links))
-
-    def _grow(self, rows: int) -> None:
-        super()._grow(rows)
-        self._links.grow(rows)
