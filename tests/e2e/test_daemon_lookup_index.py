@@ -98,6 +98,13 @@ def test_contains_is_sure_by_the_index_and_asks_where_it_is_not(daemon: RunningD
     assert session.statistics().lookups == asked <= 1, "nobody was asked again"
 
 
+def test_contains_asks_where_there_is_no_index() -> None:
+    with running_daemon("index.slots=0") as daemon, daemon.connect() as session:
+        session.put(tokens_of(3, 2), payloads=payloads_of(3, 2, MODEL))
+        assert session.contains(tokens_of(3, 4)) == 2
+        assert session.statistics().lookups == 1
+
+
 def test_an_overflowing_index_is_unsure_and_contains_is_not() -> None:
     with running_daemon("index.slots=6") as daemon, daemon.connect() as session:
         assert has_index(session)
