@@ -54,6 +54,7 @@ class ReservedPut:
         self._receipt = PutReceipt(len(order.payloads), clock=clock)
         self._todo = deque(range(len(order.payloads)))
         self._granted: dict[int, int] = {}  # reservation id -> block, reserved but not committed
+        self._without_room: set[int] = set()  # blocks that the daemon has asked us to bring again later
         self._commits: deque[tuple[PendingCall, list[int]]] = deque()
 
     def run(self) -> PutReceipt:
@@ -77,6 +78,9 @@ class ReservedPut:
         reply = self._reserve(wanted)
         if reply == THROTTLED:  # the request as a whole: over a rate, not out of staging
             return THROTTLED_RETRY_S
+        if reply == REASON_DEADLINE and self._without_room.issuperset(self._todo):
+            self._give_up()  # the last question of several came too late: why is known from the one before
+            return 0.0
         if isinstance(reply, str):
             self._receipt.reason = reply
             self._todo.clear()
@@ -96,6 +100,8 @@ class ReservedPut:
                 status == wire.RESERVE_STATUS_PENDING and self._clock() < self._started + PENDING_PATIENCE_S
             ):
                 again.append(block)
+                if status == wire.RESERVE_STATUS_THROTTLED:
+                    self._without_room.add(block)
             elif status == wire.RESERVE_STATUS_PENDING:
                 self._receipt.statuses[block] = THROTTLED
                 self._receipt.reason = REASON_PENDING
@@ -165,11 +171,14 @@ class ReservedPut:
             in_time = False
         if in_time and self._clock() < self._deadline:
             return True
+        self._give_up()
+        return False
+
+    def _give_up(self) -> None:
         for block in self._todo:
             self._receipt.statuses[block] = THROTTLED
         self._receipt.reason = REASON_NO_ROOM
         self._todo.clear()
-        return False
 
     def _collect_commit(self) -> None:
         call, blocks = self._commits.popleft()

@@ -7,6 +7,7 @@ wrong or late.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -37,6 +38,7 @@ class Knobs:
 
     delay_s: dict[str, float] = field(default_factory=dict)  # by operation: answer that late
     silent: set[str] = field(default_factory=set)  # operations that are never answered
+    silent_after: dict[str, int] = field(default_factory=dict)  # by operation: how many are answered before that
     errors: dict[str, pb.Error] = field(default_factory=dict)
     refuse: pb.Error | None = None
     staging_limit_bytes: int = 1 << 30
@@ -128,6 +130,10 @@ class FakeDaemon:
         contexts, self._contexts = self._contexts, []
         for context in contexts:
             context.cancel()
+
+    def is_silent_now(self, operation: str) -> bool:
+        answered = self.knobs.silent_after.get(operation, math.inf)
+        return self.log.count(operation) >= answered
 
     def opened(self, context: grpc.ServicerContext) -> None:
         self.streams_opened += 1
@@ -371,7 +377,7 @@ class _Servicer(kvstore_pb2_grpc.KVStoreServicer):
         self._daemon.opened(context)
         for request in requests:
             operation = request.WhichOneof("op")
-            if operation in self._daemon.knobs.silent:
+            if operation in self._daemon.knobs.silent or self._daemon.is_silent_now(operation):
                 self._daemon.log.append(operation)
                 continue
             delay_s = self._daemon.knobs.delay_s.get(operation, 0.0)

@@ -176,7 +176,18 @@ def test_commits_are_in_sub_batches_so_that_copies_overlap(daemon: FakeDaemon, s
 
 def test_a_put_without_room_is_throttled_by_its_deadline(daemon: FakeDaemon, session: Session) -> None:
     daemon.knobs.throttle_all = True
-    receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=0.5)  # long enough to be answered on a busy machine
+    receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=1.0)  # long enough to be answered on a busy machine
+    assert receipt.statuses == ["throttled"] * 12
+    assert "room" in receipt.reason
+
+
+def test_a_put_without_room_is_throttled_also_when_its_last_question_is_not_answered(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    daemon.knobs.throttle_all = True
+    daemon.knobs.silent_after = {"reserve": 2}
+    receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=1.0)
+    assert daemon.log.count("reserve") == 3
     assert receipt.statuses == ["throttled"] * 12
     assert "room" in receipt.reason
 
