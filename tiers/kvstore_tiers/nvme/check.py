@@ -173,7 +173,7 @@ def _walk_index(path: Path, live: Live) -> Iterator[Finding]:
         return
     for key, location in entries.items():
         if location not in _locations(live.get(key, ())):
-            yield damage(Kind.INDEX_WRONG, f"index entry {key.hex()}", f"no record says so: {location}")
+            yield damage(Kind.INDEX_WRONG, f"index entry {key.hex()}", f"no record says so: {_told(location)}")
     for key in live.keys() - entries.keys():
         yield damage(Kind.INDEX_MISSING, f"block {key.hex()}", "the index does not name it")
 
@@ -181,6 +181,10 @@ def _walk_index(path: Path, live: Live) -> Iterator[Finding]:
 def newest(blocks: Iterable[LiveBlock]) -> LiveBlock:
     """Of several records with one key, the one that recovery keeps."""
     return max(blocks, key=lambda block: block.sequence)
+
+
+def _told(location: Location) -> str:
+    return f"slab {location.slab}, slot {location.index}, generation {location.generation}"
 
 
 def _locations(blocks: Iterable[LiveBlock]) -> list[Location]:

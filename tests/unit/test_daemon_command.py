@@ -1,0 +1,18 @@
+"""The `kvstored` command: what goes wrong is told in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full (Linux)")
+def test_a_full_disk_behind_a_redirection_is_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "kvstored", "config"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "kvstored: No space left on device\n"
