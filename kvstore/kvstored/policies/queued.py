@@ -4,12 +4,16 @@ A block is in one of its tenant's queues, and a subclass's `_candidate` says whi
 leave is parked, as `ordered` tells; freed, it goes to the front of its queue, for it was at the front when it was
 parked. The storing of a block is no use of it: the access that comes at the same instant as the insertion is not
 counted. A run of new blocks is queued from the tail to the head, so that leaves come first.
+
+The papers make room before a block comes in; here it may have come already, and a whole run of them. So a new block
+waits at the door until one inside has left, unless one had left before; or until it turns out that there was room (the
+next request comes, or time has passed). From the door a block leaves only when none inside may.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -25,7 +29,10 @@ _HOT_USES = 2
 
 
 class QueuedPolicy(OrderedPolicy):
-    """Subclasses say where a new block goes (`_entrance`), what a use does (`_used`) and what leaves (`_candidate`)."""
+    """Subclasses say where a new block goes (`_entrance`), what a use does (`_used`) and what leaves (`_candidate`).
+
+    The door is queue number `queues`.
+    """
 
     queues: ClassVar[int]
 
@@ -33,20 +40,24 @@ class QueuedPolicy(OrderedPolicy):
         super().__init__(residency, tier, settings)
         self._links = Links()
         self._queues: list[tuple[RowQueue, ...]] = []  # by tenant
-        self._sizes: list[list[int]] = []  # by tenant: rows of each queue, parked ones too
+        self._sizes: list[list[int]] = []  # by tenant: rows of each queue, parked ones too; without the door's
         self._queue_of = bytearray()
         self._uses = bytearray()  # since it was stored, or since the policy looked at it
         self._is_new = bytearray()
         self._stored_ns = -1
+        self._stored_by = 0  # the tenant of who came last: nobody waits at another's door
+        self._room = 0  # who left while nobody waited
 
     # The subclass's part
 
     @abstractmethod
     def _candidate(self, tenant: int, refused: Collection[int]) -> int:
-        """What goes first among the tenant's queued rows that are not `refused`, or -1. May reorder what it spares."""
+        """What goes first among the tenant's queued rows inside that are not `refused`, or -1. May reorder what it
+        spares.
+        """
 
     def _entrance(self, row: int, tenant: int) -> int:
-        """The queue of a new row."""
+        """The queue of a new row that is let in."""
         return 0
 
     def _used(self, row: int, tenant: int) -> None:
@@ -55,18 +66,25 @@ class QueuedPolicy(OrderedPolicy):
     # Events
 
     def inserted(self, row: int, now_ns: int) -> None:
-        super().inserted(row, now_ns)
-        self._uses[row] = 0
-        self._is_new[row] = 1
-        self._stored_ns = now_ns
+        self.inserted_run((row,), now_ns)
 
     def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+        self._let_in()
+        self._stored_by = tenant = self._know(rows)
         for row in reversed(rows):
-            self.inserted(row, now_ns)
+            super().inserted(row, now_ns)
+            self._uses[row] = 0
+            self._is_new[row] = 1
+            if self._room:
+                self._room -= 1
+                self._let_in_one(row, tenant)
+        self._stored_ns = now_ns
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
         where, stamp, uses, is_new = self._where, self._stamp, self._uses, self._is_new
         tenant = self.residency.tenant_of(rows[0])
+        if not is_new[rows[-1]]:  # another request than the one that stored what waits
+            self._let_in()
         for row in reversed(rows):
             if where[row] == OUT:
                 continue
@@ -78,34 +96,71 @@ class QueuedPolicy(OrderedPolicy):
             stamp[row] = self._accesses
             if uses[row] < _USES_MAX:
                 uses[row] += 1
+            if self._queue_of[row] == self.queues:
+                self._let_in_one(row, tenant)
             self._used(row, tenant)
 
     def removed(self, row: int) -> None:
-        self._sizes[self.residency.tenant_of(row)][self._queue_of[row]] -= 1
+        tenant = self.residency.tenant_of(row)
+        was_inside = self._queue_of[row] != self.queues
         super().removed(row)
+        if was_inside:
+            self._sizes[tenant][self._queue_of[row]] -= 1
+            waiting = self._queues[self._stored_by][self.queues].front
+            if waiting >= 0:
+                self._let_in_one(waiting, self._stored_by)
+            else:
+                self._room += 1
 
     def released(self, row: int) -> None:
-        if self._where[row] == PARKED:
+        if self._where[row] != PARKED:
+            return
+        tenant, queue = self.residency.tenant_of(row), self._queue_of[row]
+        if queue == self.queues:
+            self._let_in_one(row, tenant)
+        else:
             self._where[row] = QUEUED
-            self._queues[self.residency.tenant_of(row)][self._queue_of[row]].push_front(row)
+            self._queues[tenant][queue].push_front(row)
+
+    # Decisions
+
+    def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
+        if now_ns > self._stored_ns:  # whoever asks now does not ask for them
+            self._let_in()
+        return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
 
     # Queues
+
+    def _let_in(self) -> None:
+        """All who wait."""
+        if self._queues:
+            for row in self._queues[self._stored_by][self.queues]:
+                self._let_in_one(row, self._stored_by)
+
+    def _let_in_one(self, row: int, tenant: int) -> None:
+        self._move(row, tenant, self._entrance(row, tenant))
 
     def _move(self, row: int, tenant: int, to: int) -> None:
         """To the back of queue `to`, in line again if it was parked."""
         if self._where[row] == QUEUED:
             self._dequeue(row, tenant)
-        sizes = self._sizes[tenant]
-        sizes[self._queue_of[row]] -= 1
+        sizes, before = self._sizes[tenant], self._queue_of[row]
+        if before != self.queues:
+            sizes[before] -= 1
         sizes[to] += 1
         self._queue_of[row] = to
         self._queues[tenant][to].push_back(row)
         self._where[row] = QUEUED
 
     def _enqueue(self, row: int, tenant: int) -> None:
-        self._queue_of[row] = to = self._entrance(row, tenant)
-        self._sizes[tenant][to] += 1
-        self._queues[tenant][to].push_back(row)
+        self._queue_of[row] = self.queues
+        self._queues[tenant][self.queues].push_back(row)
+
+    def _enqueue_all(self, rows: npt.NDArray[np.int64], tenant: int) -> None:
+        for row in rows.tolist():  # they were here before
+            self._enqueue(row, tenant)
+            self._where[row] = QUEUED
+            self._let_in_one(row, tenant)
 
     def _dequeue(self, row: int, tenant: int) -> None:
         self._queues[tenant][self._queue_of[row]].unlink(row)
@@ -116,6 +171,7 @@ class QueuedPolicy(OrderedPolicy):
             yield row
             if self._where[row] == QUEUED:  # not parked, so the one who asked excludes it
                 refused.add(row)
+        yield from self._queues[tenant][self.queues]
 
     def _rank(self, row: int) -> int:
         """Between tenants the longest unused goes."""
@@ -123,7 +179,7 @@ class QueuedPolicy(OrderedPolicy):
 
     def _add_tenant(self) -> None:
         super()._add_tenant()
-        self._queues.append(tuple(RowQueue(self._links) for _ in range(self.queues)))
+        self._queues.append(tuple(RowQueue(self._links) for _ in range(self.queues + 1)))
         self._sizes.append([0] * self.queues)
 
     def _grow(self, rows: int) -> None:

@@ -3,9 +3,9 @@
 Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023. A new block enters the
 small queue, a tenth of the tier; if it was used by the time it is looked at it moves to the main queue, else it goes
 and its key is remembered: one that comes back is stored in the main queue at once. There a use buys another round,
-three at most. One use passes the trial; the authors' simulator asks for two unless it is told otherwise. A bad choice
-for sessions that pause: a turn's blocks are gone after a tenth of the tier's worth of others, before the next turn
-comes. Good against floods of one-time prompts.
+three at most. One use passes the trial; the paper's pseudo-code asks for two, which here would let a block that was
+used twice go before one used once. A bad choice for sessions that pause: a turn's blocks are gone after a tenth of the
+tier's worth of others, before the next turn comes. Good against floods of one-time prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _USES_MAX = 3
 
 
 class S3Fifo(QueuedPolicy):
-    """O(1) an event; the memory holds as many keys as the tenant has blocks in the main queue."""
+    """O(1) an event; remembers as many keys as the main queue has room for, nine tenths of the tenant's blocks."""
 
     name: ClassVar[str] = "s3-fifo"
     queues: ClassVar[int] = 2
@@ -38,7 +38,8 @@ class S3Fifo(QueuedPolicy):
             tenant = self.residency.tenant_of(row)
             failed = self._failed[tenant]
             failed[self.residency.key(row)] = None
-            while len(failed) > max(self._sizes[tenant]):
+            blocks = sum(self._sizes[tenant])
+            while len(failed) > max(1, blocks - blocks // _SMALL_SHARE):
                 failed.popitem(last=False)
         super().removed(row)
 
@@ -52,7 +53,7 @@ class S3Fifo(QueuedPolicy):
     def _candidate(self, tenant: int, refused: Collection[int]) -> int:
         uses, queues, sizes = self._uses, self._queues[tenant], self._sizes[tenant]
         while True:
-            is_small_full = sizes[_SMALL] * _SMALL_SHARE > sizes[_SMALL] + sizes[_MAIN]
+            is_small_full = sizes[_SMALL] * _SMALL_SHARE >= sizes[_SMALL] + sizes[_MAIN]
             for number in (_SMALL, _MAIN) if is_small_full else (_MAIN, _SMALL):
                 row = next((row for row in queues[number] if row not in refused), -1)
                 if row >= 0:

@@ -31,7 +31,10 @@ class Sieve(QueuedPolicy):
         self._ahead.append(0)
 
     def _entrance(self, row: int, tenant: int) -> int:
-        return self._ahead[tenant]
+        ahead, queues = self._ahead, self._queues[tenant]
+        if not queues[ahead[tenant]]:  # the hand is through: it goes round before it meets what comes now
+            ahead[tenant] = 1 - ahead[tenant]
+        return ahead[tenant]
 
     def _candidate(self, tenant: int, refused: Collection[int]) -> int:
         uses, queues, ahead = self._uses, self._queues[tenant], self._ahead

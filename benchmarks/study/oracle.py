@@ -1,0 +1,130 @@
+"""What each kind of knowledge would give: the policy that ships, told what nobody can know. Never in a daemon.
+
+`Informed` is the production policy with one more feature, the class of a request by what is foreseen of it: whether the
+session goes on, in about how long, or both. Its hazard tables learn what the class is worth, as they learn any other's.
+A request that does not go on gets, where only the time is told, a time drawn from those that do. The answer's length is
+told when a request arrives instead of when it ends. Told the very time of the next turn, chains are ranked by it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from kvstored.policies import RequestContext, registry
+from kvstored.policies.chain_hazard import COLD_ORDERS, ChainHazard
+from kvstored.policies.chains.hazards import Ladder
+from kvstored.simulator.future import next_uses
+from kvstored.simulator.trace import Trace
+
+# Each by what it tells: whether, when (in classes), the very time, the answer.
+UNPRIMED = "no shipped tables"  # not an oracle: what is learnt on site alone
+ANSWER = f"answer, {UNPRIMED}"  # the shipped ones are of answers that are known once they have ended
+WHETHER, WHEN, BOTH, EXACT, ALL = "whether", "when", "whether+when", "time", "time+answer"
+KNOWLEDGE = {
+    ANSWER: "the answer's length, at arrival",
+    WHETHER: "whether the session goes on",
+    WHEN: "when, if it goes on",
+    BOTH: "whether, and about when",
+    EXACT: "whether, and the very time",
+    ALL: "the very time, and the answer's length",
+}
+_GAPS_S = (8.0, 20.0, 50.0, 120.0, 300.0, 800.0)  # the policy tells eight types of request apart: these, and never
+_ENDS, _GOES_ON = "ends", "goes on"
+_ORDERS = (("type", "kind", "new_blocks", "length", "answer"), ("type", "kind", "gap", "new_blocks", "answer"))
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """By request: seconds until the session goes on (the last block but one is used again), or -1; the answer."""
+
+    seconds: Sequence[float]
+    drawn: Sequence[float]  # the same, with a made-up time where it does not go on
+    answers: Sequence[int]
+
+
+def foresee(trace: Trace, seed: int = 0) -> Foresight:
+    uses, lengths = next_uses(trace), np.diff(trace.starts)
+    end = np.maximum(trace.starts[1:] - np.where(lengths > 1, 2, 1), 0)
+    following = np.where(lengths > 0, uses[np.minimum(end, len(uses) - 1)], trace.requests)
+    goes_on = following < trace.requests
+    later_ns = trace.times_ns[np.minimum(following, trace.requests - 1)]
+    seconds = np.where(goes_on, (later_ns - trace.times_ns) / 1e9, -1.0)
+    known = seconds[goes_on] if goes_on.any() else np.zeros(1)
+    drawn = np.where(goes_on, seconds, np.random.default_rng(seed).choice(known, trace.requests))
+    return Foresight(seconds.tolist(), drawn.tolist(), trace.output_tokens.tolist())
+
+
+class Told(ChainHazard):
+    """Foresight reaches it the way an engine's word would: by `expect`, `answered` and `awaited`."""
+
+    name: ClassVar[str] = "chain-hazard-told"
+    _foresight: Foresight
+    _knowledge: str = ""
+    _number = -1
+
+    def know(self, foresight: Foresight, knowledge: str) -> None:
+        self._foresight, self._knowledge = foresight, knowledge
+
+    def expect(self, context: RequestContext) -> None:
+        self._number = context.number
+        super().expect(replace(context, kind=self._class_of(context.number) or context.kind))
+
+    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        super().requested(rows, missing, tenant, now_ns)
+        number, self._number = self._number, -1
+        if number < 0:
+            return
+        if self._knowledge in (ANSWER, ALL):
+            self.answered(number, self._foresight.answers[number], now_ns)
+        if rows and self._knowledge in (EXACT, ALL) and self._foresight.seconds[number] >= 0:
+            self.awaited(rows[-1], now_ns + round(self._foresight.seconds[number] * 1e9))
+
+    def _class_of(self, number: int) -> str:
+        seconds = self._foresight.seconds[number]
+        if self._knowledge == WHEN:
+            return f"within class {bisect_right(_GAPS_S, self._foresight.drawn[number])}"
+        if self._knowledge == WHETHER:
+            return _ENDS if seconds < 0 else _GOES_ON
+        if self._knowledge in (BOTH, EXACT, ALL):
+            return _ENDS if seconds < 0 else f"within class {bisect_right(_GAPS_S, seconds)}"
+        return ""
+
+
+class Informed(Told):
+    """With tables by class as well."""
+
+    name: ClassVar[str] = "chain-hazard-informed"
+
+    @classmethod
+    def starting_tables(cls) -> list[Ladder]:
+        return [Ladder(order) for order in _ORDERS] + super().starting_tables()
+
+
+class Unprimed(ChainHazard):
+    """With empty tables: nothing of it has been seen before."""
+
+    name: ClassVar[str] = "chain-hazard-unprimed"
+
+    @classmethod
+    def starting_tables(cls) -> list[Ladder]:
+        return [Ladder(order) for order in COLD_ORDERS]
+
+
+class ToldUnprimed(Told, Unprimed):
+    """Both."""
+
+    name: ClassVar[str] = "chain-hazard-told-unprimed"
+
+
+def policy_for(knowledge: str) -> str:
+    """The name of the policy that takes it, known in this process from now on."""
+    for policy in (Informed, Unprimed, ToldUnprimed):
+        registry.POLICIES[policy.name] = f"{policy.__module__}:{policy.__name__}"
+    if knowledge == UNPRIMED:
+        return Unprimed.name
+    return ToldUnprimed.name if knowledge == ANSWER else Informed.name
