@@ -13,6 +13,7 @@ from tests.unit.test_policies_chain_hazard import mixed_trace
 def test_what_is_asked_for() -> None:
     assert parse_hints("will-continue:0.80,queue:10", 3) == Hints(0.8, 10.0, 3)
     assert parse_hints("queue:2.5", 0) == Hints(None, 2.5, 0)
+    assert parse_hints("tool-call:0.9", 1) == Hints(seed=1, tool_call_auc=0.9)
 
 
 @pytest.mark.parametrize("text", ["", "will-continue", "will-continue:0.4", "will-continue:1", "queue:0", "tea:1"])
@@ -31,6 +32,22 @@ def test_scores_are_as_good_as_they_say() -> None:
     yes, no = told[goes_on], told[~goes_on]
     auc = (yes[:, None] > no[None, :]).mean() + 0.5 * (yes[:, None] == no[None, :]).mean()
     assert auc == pytest.approx(0.8, abs=0.03)
+
+
+def test_a_tool_call_is_told_beside() -> None:
+    trace = mixed_trace(2000)
+    both, alone = scores(trace, Hints(0.8, tool_call_auc=0.8)), scores(trace, Hints(tool_call_auc=0.999))
+    assert ((both - 1) % 5 == scores(trace, Hints(0.8)) - 1).all(), "the other hint is the same with and without"
+    assert set(((both - 1) // 5).tolist()) == {0, 1, 2}
+    assert set(alone.tolist()) <= {1, 6, 11}
+    ends_ns = np.full(trace.distinct_blocks, -1)
+    is_soon = np.zeros(trace.requests, dtype=bool)
+    for at in range(trace.requests - 1, -1, -1):
+        blocks = trace.blocks[trace.starts[at] : trace.starts[at + 1]]
+        its = blocks[max(len(blocks) - 2, 0)]
+        is_soon[at] = 0 <= ends_ns[its] < trace.times_ns[at] + 60_000_000_000
+        ends_ns[blocks] = trace.times_ns[at]
+    assert alone[is_soon].mean() > 10 and alone[~is_soon].mean() < 3
 
 
 def test_without_hints_there_are_none() -> None:

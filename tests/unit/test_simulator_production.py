@@ -15,8 +15,13 @@ from kvstored.assembly import Store, make_residency
 from kvstored.clock import ManualClock
 from kvstored.config import load_config
 from kvstored.movement.completions import CompletionQueue
-from kvstored.policies import POLICIES
+from kvstored.policies import POLICIES, resolve
 from kvstored.simulator import replay
+from kvstored.simulator.machine import load_machine
+from kvstored.simulator.node import NodeSettings, serve_trace
+from kvstored.simulator.plan import BASELINE, ORCHESTRATED, Plan
+from kvstored.simulator.simulated_tiers import SimulatedTier
+from kvstored.simulator.worth import models
 from tests.reference.traces import sessions, trace_of
 
 TRACE = trace_of(sessions(1, 30))
@@ -65,3 +70,56 @@ def test_every_policy_can_be_configured() -> None:
     from kvstored.config.parse import POLICIES as CONFIGURED
 
     assert set(CONFIGURED) == set(POLICIES)
+
+
+# Mode timing
+
+MOVES = {"residency", "policies", "rooms", "leases", "mover", "promoter", "writeback", "cut_off", "damage", "breaker"}
+
+
+def kinds(value: object) -> object:
+    """The classes of a part and of what it holds."""
+    if isinstance(value, list):
+        return [kinds(each) for each in value]
+    inner = {
+        name: type(each)
+        for name, each in getattr(value, "__dict__", {}).items()
+        if type(each).__module__.startswith("kvstored.") and not isinstance(each, (SimulatedTier, ManualClock))
+    }
+    return type(value), inner
+
+
+def parts(store: Store) -> dict[str, object]:
+    return {name: kinds(getattr(store, name)) for name in MOVES}
+
+
+@pytest.mark.parametrize("plan", [BASELINE, ORCHESTRATED], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("policy", ["lru", "best"])
+def test_a_simulated_node_moves_blocks_with_the_daemons_own_parts(policy: str, plan: Plan, tmp_path: Path) -> None:
+    from kvstored import daemon
+
+    model = models()["smollm2-135m"]
+    name = resolve(policy)
+    wanted = NodeSettings(load_machine("h100"), model, (("dram", 1 << 28), ("nvme", 1 << 30)), 1 << 28, name)
+    node = serve_trace(TRACE, wanted, plan, lambda done, total: None)
+    assert node.store is not None
+    store = node.store.store
+    assert type(store) is assembly.Store is daemon.Store
+    mine = parts(store)
+    assert mine == composed(tmp_path, name, parts)
+    assert type(None) not in {type(getattr(store, name)) for name in MOVES}
+    assert {type(tier) for tier in store.tiers} == {SimulatedTier}
+    assert [lane.settings for lane in store.mover.lanes.values()] == composed(
+        tmp_path / "again", name, lambda real: [lane.settings for lane in real.mover.lanes.values()]
+    )
+
+
+def test_what_orchestration_promotes_and_writes_goes_through_those_parts() -> None:
+    model = models()["smollm2-135m"]
+    wanted = NodeSettings(load_machine("h100"), model, (("dram", 1 << 28), ("nvme", 1 << 32)), 1 << 27, "lru")
+    node = serve_trace(TRACE, wanted, ORCHESTRATED, lambda done, total: None)
+    assert node.store is not None
+    told = node.store.store.counters.snapshot()
+    assert told["written_back_blocks"] == node.store.stored_blocks > 0
+    assert told["durable_blocks"] == told["written_back_blocks"]
+    assert sum(visit.below for visit in node.served.visits) <= told["promoted_blocks"] + 100

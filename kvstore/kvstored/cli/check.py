@@ -85,10 +85,12 @@ def _check(arguments: argparse.Namespace) -> int:
     }  # fmt: skip
     try:
         if arguments.repair:
-            return _told_repair(arguments, repair_directory(arguments.directory, dry_run=arguments.dry_run, **options))
-        return _told_check(arguments, check_directory(arguments.directory, notes=arguments.notes, **options))
+            report = repair_directory(arguments.directory, dry_run=arguments.dry_run, **options)
+        else:
+            findings = check_directory(arguments.directory, notes=arguments.notes, **options)
     except (OSError, DirectoryError) as error:
         return failure(f"cannot {'repair' if arguments.repair else 'check'} {arguments.directory}: {error}")
+    return _told_repair(arguments, report) if arguments.repair else _told_check(arguments, findings)
 
 
 def _told_check(arguments: argparse.Namespace, findings: list[Finding]) -> int:

@@ -46,7 +46,7 @@ def add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from kvstore_tiers.nvme.errors import DirectoryError
-    from kvstore_tiers.nvme.inspect import Inspector, NotThere
+    from kvstore_tiers.nvme.inspect import Inspector, NotAKey, NotThere
 
     if wrong := what_is_wrong(arguments.directory):
         return mistake(wrong)
@@ -61,6 +61,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
             report = inspector.block(arguments.name)
         else:
             report = inspector.key(arguments.name, every_slot=arguments.every_slot)
+    except NotAKey as error:
+        return mistake(str(error))
     except NotThere as error:
         return failure(str(error))
     except (OSError, DirectoryError) as error:

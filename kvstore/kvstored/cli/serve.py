@@ -34,13 +34,20 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         return mistake(str(error))
     from kvstore_tiers.failpoints import ENVIRONMENT, unknown_names
-    from kvstored.daemon import StartupError, run
 
     if unknown_names():
         return mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
+    from kvstore_tiers.nvme.reading_ahead import ReadAhead
+
+    ahead = ReadAhead.begin(config.nvme.path) if config.nvme.enabled else None  # while the rest is imported
+    from kvstored.daemon import StartupError, run
+
     try:
-        return run(config)
+        return run(config, ahead)
     except ConfigError as error:  # what the configuration names turned out not to be usable
         return mistake(str(error))
     except StartupError as error:
         return failure(str(error))
+    finally:
+        if ahead is not None:
+            ahead.close()

@@ -1,4 +1,6 @@
-"""`kvstored simulate`: what a policy would have made of a recorded trace, beside the best that could be had."""
+"""`kvstored simulate`: what a policy would have made of a recorded trace, beside the best that could be had; and what
+a machine would have made of it, which is `simulate_timing`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstored.cli import simulate_timing
 from kvstored.cli.exits import failure, mistake
 from kvstored.exits import EXIT_OK
 
@@ -18,33 +21,44 @@ if TYPE_CHECKING:
     from kvstored.simulator.trace import Trace
 
 _SECONDS_MAX = 1e9
+_CAPACITY, _POLICY = "0.01,0.05,0.1", "lru,best"
+_REPLAY_ONLY = ("capacity", "hints", "cost", "reuse_distance")
 _EXAMPLES = """\
 examples:
   kvstored simulate chat.jsonl.gz --format mooncake --capacity 0.01,0.05,0.1 --policy lru,lfu-ttl,best
   kvstored simulate chat.jsonl.gz --format mooncake --part second-half --reuse-distance --json
   kvstored simulate agents.jsonl.gz --format claude-code --window-s 3600 --seed 7 --plot agents.html
   kvstored simulate mine.jsonl.gz --format kvstored --as-recorded --cost prices.toml
+  kvstored simulate chat.jsonl.gz --format mooncake --mode timing --profile h100 --devices 4 --plot timing.html
+  kvstored simulate chat.jsonl.gz --format mooncake --mode timing --profile h200 --tiers dram=128GiB,cxl --speed 0.5
+  kvstored simulate chat.jsonl.gz --format mooncake --mode timing --without prefetch,overlap,weigh,write-behind
 
-Every table begins with two bounds: unbounded (room for everything) and clairvoyant (knows the future).
-exit status: 0 done; 1 the result could not be written; 2 a mistake in the arguments, the trace or the price table
+Every table of a replay begins with two bounds: unbounded (room for everything) and clairvoyant (knows the future).
+Every table of mode timing begins with the engine alone and the baseline, an engine with a host cache.
+exit status: 0 done; 1 the result could not be written; 2 a mistake in the arguments, the trace, profile or price table
 """
 
 
 def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     simulate = commands.add_parser(
         "simulate",
-        help="replay a trace against policies and capacities, with the daemon's own residency and policies",
-        description="Replay a recorded trace against policies, admissions and capacities, in virtual time.",
+        help="replay a trace against policies and capacities, or against a machine, with the daemon's own parts",
+        description="Replay a recorded trace against policies, admissions and capacities (mode replay), or serve it "
+        "on a machine of given compute and tiers (mode timing), in virtual time.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     simulate.add_argument("trace", type=Path, metavar="TRACE", help="JSON lines, gzip or not; - for standard input")
     simulate.add_argument("--format", required=True, metavar="NAME", help="mooncake, claude-code or kvstored")
     simulate.add_argument(
-        "--capacity", default="0.01,0.05,0.1", metavar="LIST",
-        help="at most 1: of the trace's distinct blocks; above: whole blocks (default 0.01,0.05,0.1)",
+        "--mode", default="replay", metavar="MODE",
+        help="replay: hits at capacities (default); timing: time to first token on a machine",
     )  # fmt: skip
-    simulate.add_argument("--policy", default="lru,best", metavar="LIST", help="or all (default lru,best)")
+    simulate.add_argument(
+        "--capacity", metavar="LIST",
+        help=f"at most 1: of the trace's distinct blocks; above: whole blocks (default {_CAPACITY}; mode replay)",
+    )  # fmt: skip
+    simulate.add_argument("--policy", metavar="LIST", help=f"or all (default {_POLICY}; in mode timing best)")
     simulate.add_argument("--admission", default="always", metavar="LIST", help="or all (default always)")
     simulate.add_argument("--ttl-s", type=float, default=0.0, help="blocks idle for longer expire (default 0: never)")
     simulate.add_argument("--ghosts", type=int, default=65_536, help="forgotten keys remembered for each tenant")
@@ -53,14 +67,19 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="what an engine could tell, made up from the trace: will-continue:0.80 (a score of that AUC), queue:10",
     )  # fmt: skip
     _add_reading(simulate)
+    simulate_timing.add_options(simulate)
     simulate.add_argument("--model", default="llama-3.1-8b", metavar="NAME", help="whose compute and bytes are counted")
-    simulate.add_argument("--reuse-distance", action="store_true", help="also: how far apart uses of a block are")
-    simulate.add_argument("--cost", type=Path, metavar="FILE.toml", help="prices: adds what the tier costs and saves")
+    simulate.add_argument(
+        "--reuse-distance", action="store_true", help="also: how far apart uses of a block are (mode replay)"
+    )
+    simulate.add_argument(
+        "--cost", type=Path, metavar="FILE.toml", help="prices: adds what the tier costs and saves (mode replay)"
+    )
     shape = simulate.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="one JSON object on one line")
     shape.add_argument("--csv", action="store_true", help="rows as CSV")
     simulate.add_argument("--plot", type=Path, metavar="FILE.html", help="also write curves and table as one page")
-    simulate.set_defaults(run=_simulate)
+    simulate.set_defaults(run=_run)
 
 
 def _add_reading(simulate: argparse.ArgumentParser) -> None:
@@ -82,7 +101,21 @@ def _add_reading(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--group-tokens", type=int, default=512, help="tokens of a block (claude-code; default 512)")
 
 
-def _simulate(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        (mode,) = _names("--mode", arguments.mode, ("replay", "timing"), every=())
+        others = simulate_timing.OPTIONS if mode == "replay" else _REPLAY_ONLY
+        for option in others:
+            if getattr(arguments, option) not in (None, False):
+                raise ValueError(f"--{option.replace('_', '-')} is nothing to mode {mode}; leave it out")
+    except ValueError as error:
+        return mistake(str(error))
+    if mode == "timing":
+        return simulate_timing.simulate(arguments, _read, _policies)
+    return _replay(arguments)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
     from kvstored.simulator.progress import ProgressBar
     from kvstored.simulator.reuse import Curve, curves, reuse_distances
     from kvstored.simulator.study import Row
@@ -114,7 +147,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:  # `| head`
         raise
     except OSError as error:
-        return failure(f"cannot write the result: {error.strerror}")
+        raise OSError(error.errno, f"cannot write the result: {error.strerror}") from None
     if arguments.plot is not None:
         try:
             arguments.plot.write_text(_page(study, rows, found), encoding="utf-8")
@@ -125,33 +158,48 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _study(arguments: argparse.Namespace, progress: Any) -> Study:
     """Raises ValueError (TraceError) with one line; OSError."""
-    from kvstored.policies import ADMISSIONS, BEST, POLICIES
     from kvstored.simulator.future import Clairvoyant
     from kvstored.simulator.hints import NO_HINTS, parse_hints
-    from kvstored.simulator.readers import FORMATS, ReadOptions, read_trace
     from kvstored.simulator.study import UNBOUNDED, Study
     from kvstored.simulator.worth import load_prices, models
 
-    known = (*POLICIES, BEST, Clairvoyant.name, UNBOUNDED)
-    policies = _names("--policy", arguments.policy, known, every=tuple(POLICIES))
-    admissions = _names("--admission", arguments.admission, ADMISSIONS, every=tuple(ADMISSIONS))
-    capacities = _capacities(arguments.capacity)
-    (format_name,) = _names("--format", arguments.format, FORMATS, every=())
-    (model,) = _names("--model", arguments.model, models(), every=())
-    if not all(0 <= seconds <= _SECONDS_MAX for seconds in (arguments.ttl_s, arguments.window_s)):
-        raise ValueError(f"--ttl-s and --window-s cannot be negative, nor above {_SECONDS_MAX:.0e} seconds")
+    policies, admissions = _policies(arguments, _POLICY, (Clairvoyant.name, UNBOUNDED))
+    capacities = _capacities(arguments.capacity or _CAPACITY)
     if arguments.ghosts < 1:
         raise ValueError("--ghosts must be at least 1")
     prices = None if arguments.cost is None else load_prices(arguments.cost)
+    trace, count_from = _read(arguments, progress)
+    return Study(
+        trace, capacities, policies, admissions, models()[arguments.model], arguments.ttl_s or None, arguments.ghosts,
+        count_from, prices, NO_HINTS if arguments.hints is None else parse_hints(arguments.hints, arguments.seed),
+    )  # fmt: skip
+
+
+def _policies(
+    arguments: argparse.Namespace, default: str, more: tuple[str, ...] = ()
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Policies and admissions that were asked for. Raises ValueError with one line."""
+    from kvstored.policies import ADMISSIONS, BEST, POLICIES
+
+    policies = _names("--policy", arguments.policy or default, (*POLICIES, BEST, *more), every=tuple(POLICIES))
+    return policies, _names("--admission", arguments.admission, ADMISSIONS, every=tuple(ADMISSIONS))
+
+
+def _read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
+    """The part of the trace to look at, and the first request that counts; options of it and `--model` are right then.
+    Raises ValueError (TraceError) with one line; OSError."""
+    from kvstored.simulator.readers import FORMATS, ReadOptions, read_trace
+    from kvstored.simulator.worth import models
+
+    (format_name,) = _names("--format", arguments.format, FORMATS, every=())
+    _names("--model", arguments.model, models(), every=())
+    if not all(0 <= seconds <= _SECONDS_MAX for seconds in (arguments.ttl_s, arguments.window_s)):
+        raise ValueError(f"--ttl-s and --window-s cannot be negative, nor above {_SECONDS_MAX:.0e} seconds")
     options = ReadOptions(
         arguments.seed, arguments.window_s, arguments.sessions, arguments.group_tokens, arguments.as_recorded
     )
     source = Path("/dev/stdin") if str(arguments.trace) == "-" else arguments.trace
-    trace, count_from = _part(read_trace(source, format_name, options, progress), arguments)
-    return Study(
-        trace, capacities, policies, admissions, models()[model], arguments.ttl_s or None, arguments.ghosts, count_from,
-        prices, NO_HINTS if arguments.hints is None else parse_hints(arguments.hints, arguments.seed),
-    )  # fmt: skip
+    return _part(read_trace(source, format_name, options, progress), arguments)
 
 
 def _part(trace: Trace, arguments: argparse.Namespace) -> tuple[Trace, int]:

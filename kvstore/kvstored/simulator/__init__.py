@@ -1,1 +1,1 @@
-"""The simulator: recorded requests through the daemon's own residency, policies and admissions, in virtual time."""
+"""The simulator: recorded requests through the daemon's own residency, policies and movement, in virtual time."""

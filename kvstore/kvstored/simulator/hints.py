@@ -1,9 +1,10 @@
 """What an engine could tell of what follows, made up from the trace with a stated quality.
 
 `will-continue:AUC` gives each request, when it ends, a score in five steps for whether its session goes on; a session
-that does outscores one that does not with probability AUC. `queue:S` tells of requests S seconds before they are looked
-up, as a scheduler with a queue could. Both use the future, which is what they are: an experiment in what hints are
-worth. Without them nothing in a replay does.
+that does outscores one that does not with probability AUC. `tool-call:AUC` gives one in three steps for whether it goes
+on within a minute, as it does after a tool call. `queue:S` tells of requests S seconds before they are looked up, as a
+scheduler with a queue could. All use the future, which is what they are: an experiment in what hints are worth.
+Without them nothing in a replay does.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from kvstored.simulator.future import next_uses
 from kvstored.simulator.trace import Trace
 
 _STEPS = (-0.9, -0.3, 0.3, 0.9)  # around the middle between the two means
-_FORM = "will-continue:AUC (between 0.5 and 1) and queue:SECONDS, separated by commas"
+_TOOL_STEPS = (-0.6, 0.6)
+_TOOL_NS = 60_000_000_000
+_FORM = "will-continue:AUC, tool-call:AUC (both between 0.5 and 1) and queue:SECONDS, separated by commas"
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """`will_continue_auc`: None is no such hint; `queue_s`: 0 is none."""
+    """`will_continue_auc`, `tool_call_auc`: None is no such hint; `queue_s`: 0 is none."""
 
     will_continue_auc: float | None = None
     queue_s: float = 0.0
     seed: int = 0
+    tool_call_auc: float | None = None
 
 
 NO_HINTS = Hints()
@@ -35,7 +39,7 @@ NO_HINTS = Hints()
 
 def parse_hints(text: str, seed: int) -> Hints:
     """Raises ValueError with one line."""
-    auc, queue_s = None, 0.0
+    auc, tool_auc, queue_s = None, None, 0.0
     for part in text.split(","):
         name, _, value = part.strip().partition(":")
         try:
@@ -44,25 +48,43 @@ def parse_hints(text: str, seed: int) -> Hints:
             number = -1.0
         if name == "will-continue" and 0.5 <= number < 1.0:
             auc = number
+        elif name == "tool-call" and 0.5 <= number < 1.0:
+            tool_auc = number
         elif name == "queue" and 0.0 < number <= 3600.0:
             queue_s = number
         else:
             raise ValueError(f"--hints {part.strip()!r}: takes {_FORM}")
-    return Hints(auc, queue_s, seed)
+    return Hints(auc, queue_s, seed, tool_auc)
 
 
 def scores(trace: Trace, hints: Hints) -> npt.NDArray[np.int64]:
-    """For each request 1 to 5, or 0 throughout without this hint.
+    """For each request a number of 1 or more, or 0 throughout without such hints: the step of whether it goes on (1 to
+    5, 1 where that is not told), and 5 more for each step of a tool call.
 
     A session goes on when a later request uses the last block but one (the last is often partial) of this one.
     """
-    if hints.will_continue_auc is None:
+    if hints.will_continue_auc is None and hints.tool_call_auc is None:
         return np.zeros(trace.requests, dtype=np.int64)
     uses = next_uses(trace)
     lengths = np.diff(trace.starts)
     end = np.maximum(trace.starts[1:] - np.where(lengths > 1, 2, 1), 0)
-    goes_on = (lengths > 0) & (uses[np.minimum(end, len(uses) - 1)] < trace.requests)
-    apart = 2**0.5 * NormalDist().inv_cdf(hints.will_continue_auc)
-    told = np.random.default_rng(hints.seed).normal(size=trace.requests) + apart * goes_on
-    steps = np.digitize(told, [apart / 2 + step for step in _STEPS])
-    return (steps + 1).astype(np.int64)
+    following = np.where(lengths > 0, uses[np.minimum(end, len(uses) - 1)], trace.requests)
+    goes_on = following < trace.requests
+    chance = np.random.default_rng(hints.seed)
+    told = np.ones(trace.requests, dtype=np.int64)
+    if hints.will_continue_auc is not None:
+        told += _steps(goes_on, hints.will_continue_auc, _STEPS, chance)
+    if hints.tool_call_auc is not None:
+        later_ns = trace.times_ns[np.minimum(following, trace.requests - 1)]
+        is_soon = goes_on & (later_ns - trace.times_ns < _TOOL_NS)
+        told += (len(_STEPS) + 1) * _steps(is_soon, hints.tool_call_auc, _TOOL_STEPS, chance)
+    return told
+
+
+def _steps(
+    truth: npt.NDArray[np.bool_], auc: float, steps: tuple[float, ...], chance: np.random.Generator
+) -> npt.NDArray[np.int64]:
+    """A noisy score of `truth`, as the number of the step that it reaches, from 0 up."""
+    apart = 2**0.5 * NormalDist().inv_cdf(auc)
+    score = chance.normal(size=len(truth)) + apart * truth
+    return np.digitize(score, [apart / 2 + step for step in steps]).astype(np.int64)

@@ -163,7 +163,8 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
                     continue
                 builder.add(
                     round(row["t"] * NS_PER_S), chain, tenant=row["n"], kind="request", continued=row["f"] > 1,
-                    input_tokens=len(chain) * tokens, op=read_op, space=row["n"],
+                    input_tokens=int(row.get("i", 0 if options.as_recorded else len(chain) * tokens)), op=read_op,
+                    space=row["n"],
                 )  # fmt: skip
             else:
                 raise TraceError(f"operation {op!r} is unknown")

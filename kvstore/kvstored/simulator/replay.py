@@ -2,6 +2,8 @@
 
 Drives the production Residency, Policy and Admission. A request looks up the leading run of its blocks that are
 resident (that many are hits), then uses and stores all of its blocks, then the policy evicts down to the capacity.
+A recorded get or put does what the daemon did for it: the get says what it missed, the put makes room block by block
+before it stores, unless the policy would rather keep what is there.
 Causal: nothing in here but the clairvoyant is told of a later request. Counts blocks; what they are worth in bytes and
 compute is `worth`'s.
 """
@@ -16,6 +18,7 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
@@ -29,6 +32,7 @@ from kvstored.simulator.trace import Op, Trace
 TIER = 0
 _PROGRESS_EVERY = 512  # requests
 _EXPIRED_AT_ONCE = 64
+_PART_BLOCKS = 32  # of a put are published together
 _NO_ADMISSION = "always"
 _FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
 _TOKEN_NS = 20_000_000
@@ -78,7 +82,7 @@ class Replay:
         self._tenants = {
             number: self.residency.tenant(f"tenant-{number}") for number in sorted(set(trace.tenants.tolist()))
         }
-        self._stored = self._refused = self._evicted = self._expired = 0
+        self._stored = self._refused = self._evicted = self._expired = self._bypassed = 0
         self._slots: list[Slot] = []  # free
         self._slots_made = 0
         self._tells = type(self.policy).expect is not Policy.expect  # to others it would be told in vain
@@ -103,10 +107,14 @@ class Replay:
             now_ns = self.clock.set_ns(times[at] - times[0])
             if self._tells:
                 self._tell_context(at, now_ns)
-            hits[at] = self.request(asked, Op(ops[at]), self._tenants[tenants[at]], now_ns, first)
+            hits[at] = self.request(
+                asked, Op(ops[at]), self._tenants[tenants[at]], now_ns, first, int(trace.input_tokens[at])
+            )
         seconds = time.perf_counter() - began
         progress(trace.requests, trace.requests)
-        evicted = {"evicted": self._evicted, "expired": self._expired, "refused": self._refused}
+        evicted = {
+            "evicted": self._evicted, "expired": self._expired, "refused": self._refused, "bypassed": self._bypassed,
+        }  # fmt: skip
         return ReplayResult(self.settings, hits, self._stored, evicted, seconds)
 
     def _tell_context(self, at: int, now_ns: int) -> None:
@@ -140,11 +148,24 @@ class Replay:
             if rows:
                 self.policy.awaited(rows[-1], its_ns)
 
-    def request(self, keys: list[bytes], op: Op, tenant: int, now_ns: int, first_access: int) -> int:
+    def request(
+        self, keys: list[bytes], op: Op, tenant: int, now_ns: int, first_access: int, prompt_tokens: int = 0
+    ) -> int:
         """One request; its hits. `first_access` is its place among the trace's block accesses."""
         residency = self.residency
         self._expire(now_ns)
         rows = residency.find_keys(tenant, keys)
+        if op != Op.REQUEST and not isinstance(self.policy, Clairvoyant):
+            if op == Op.GET:
+                if prompt_tokens and keys:
+                    self.policy.expect(RequestContext(first_access, prompt_tokens))
+                residency.pin_run(rows)  # the lease, which is given back before the next request
+                residency.request_run(tenant, rows, keys[len(rows) :], now_ns)
+                for row in rows:
+                    residency.unpin(row)
+                return len(rows)
+            self._put(keys, len(rows), tenant, rows[-1] if rows else -1, now_ns)
+            return 0
         hits = 0 if op == Op.PUT else len(rows)
         missing = [] if op == Op.GET else keys[len(rows) :]
         stored = self._store(missing, tenant, rows[-1] if rows else -1, now_ns) if missing else []
@@ -160,6 +181,47 @@ class Replay:
                 self._refuse(stored, now_ns)
             self._evict(now_ns)
         return hits
+
+    def _put(self, keys: list[bytes], present: int, tenant: int, parent: int, now_ns: int) -> None:
+        """Blocks `present` and on, in the order in which the daemon's intake and room do it."""
+        if present == len(keys):
+            return
+        residency, policy = self.residency, self.policy
+        policy.arriving(tenant, parent, keys[present:], now_ns)
+        filling: list[int] = []
+        for depth in range(present, len(keys)):
+            while residency.tier_blocks(TIER) >= self.settings.capacity_blocks:
+                victim = policy.next_victim(now_ns)
+                if victim < 0 or policy.declines(tenant, keys[depth], depth, victim, now_ns):
+                    break
+                self._take(victim, Cause.EVICTED, now_ns)
+                self._evicted += 1
+            else:
+                if depth and residency.find_any(tenant, keys[depth - 1]) < 0:
+                    break  # room was made by taking its parent
+                filling.append(self._begin(keys, depth, tenant, now_ns))
+                continue
+            for key in keys[depth:] if victim >= 0 else ():
+                residency.pass_by(tenant, key, now_ns)
+                self._bypassed += 1
+            break
+        for row in filling:
+            residency.publish(row, TIER, now_ns)
+        self._stored += len(filling)
+        for first in range(0, len(filling), _PART_BLOCKS):
+            residency.touch_run(filling[first : first + _PART_BLOCKS], now_ns)
+
+    def _begin(self, keys: list[bytes], depth: int, tenant: int, now_ns: int) -> int:
+        """A row that is being filled."""
+        row = self.residency.insert(
+            tenant, keys[depth], keys[depth - 1] if depth else NO_PARENT, fingerprint_id=0, group=0, depth=depth,
+            payload_bytes=self.settings.block_bytes, now_ns=now_ns,
+        )  # fmt: skip
+        if not self._slots:
+            self._slots.append(Slot(0, self._slots_made, self.settings.block_bytes, 1))
+            self._slots_made += 1
+        self.residency.attach(row, TIER, self._slots.pop(), now_ns, filling=True)
+        return row
 
     def _store(self, keys: list[bytes], tenant: int, parent: int, now_ns: int) -> list[int]:
         slots = self._slots

@@ -22,12 +22,12 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         lanes, evicted = row["bytes_by_lane"], row["evictions"]
         line = (
-            _name(row), row["admission"], f"{row['capacity_fraction']:.2%}", f"{row['capacity_blocks']:,}",
+            policy_of(row), row["admission"], f"{row['capacity_fraction']:.2%}", f"{row['capacity_blocks']:,}",
             f"{row['hit_ratio']:.4f}", f"{row['compute_saved_ratio']:.4f}", show_size(lanes["engine→host"]),
             show_size(lanes["host→engine"]), f"{sum(evicted.values()):,}", f"{row['accesses_per_second']:,}",
         )  # fmt: skip
         lines.append((*line, f"{row['cost']['net_usd']:.2f} $") if has_cost else line)
-    return _aligned(lines, words=2)
+    return aligned(lines, words=2)
 
 
 def reuse_table(curves: Sequence[Curve]) -> str:
@@ -45,14 +45,15 @@ def reuse_table(curves: Sequence[Curve]) -> str:
             (name_of(curve), f"{curve.accesses:,}", f"{curve.first_uses:,}", median,
              *(f"{curve.miss_ratio[at]:.4f}" for at in shown))
         )  # fmt: skip
-    return _aligned(lines, words=1)
+    return aligned(lines, words=1)
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """One line a row, nested facts as columns of their own."""
+    """One line a row, nested facts as columns of their own; empty where a row has no such fact."""
     flat = [_flat(row) for row in rows]
     out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(flat[0]), lineterminator="\n")
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return out.getvalue()
@@ -64,22 +65,22 @@ def name_of(curve: Curve) -> str:
     return "all" if curve.kind is None else f"type {curve.kind}"
 
 
-def _name(row: Row) -> str:
+def policy_of(row: Row) -> str:
     policy, resolved = row["policy"], row["resolved_policy"]
     return str(policy) if policy == resolved else f"{policy} ({resolved})"
 
 
-def _flat(row: Row) -> dict[str, object]:
+def _flat(row: Row, prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for name, value in row.items():
         if isinstance(value, dict):
-            flat.update({f"{name}.{inner}": each for inner, each in value.items()})
+            flat |= _flat(value, f"{prefix}{name}.")
         else:
-            flat[name] = value
+            flat[prefix + name] = value
     return flat
 
 
-def _aligned(lines: Sequence[tuple[str, ...]], words: int) -> str:
+def aligned(lines: Sequence[tuple[str, ...]], words: int) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(

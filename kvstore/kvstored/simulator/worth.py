@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstored.simulator.trace import Op, Trace
 
-_ELEMENT_BYTES = 2
+ELEMENT_BYTES = 2
 _GIB = 1 << 30
 DEFAULT_MODEL = "llama-3.1-8b"
 _PRICE_KEYS = {"storage_usd_per_gib_hour", "compute_usd_per_hour", "compute_flops_per_s"}
@@ -35,7 +35,15 @@ class Model:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * _ELEMENT_BYTES
+        return 2 * self.layers * self.kv_heads * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        return int(self.parameters * ELEMENT_BYTES)
+
+    def flops_of(self, tokens: float) -> float:
+        """`flops` of one number."""
+        return 2.0 * tokens * (self.parameters + self.layers * self.heads * self.head_dim * tokens)
 
     def flops(self, tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         attention = 2.0 * self.layers * self.heads * self.head_dim

@@ -1,0 +1,208 @@
+"""`kvstored simulate --mode timing`: how long a trace's requests would have waited for a first token on a machine."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvstored.cli.exits import failure, mistake
+from kvstored.exits import EXIT_OK
+
+if TYPE_CHECKING:
+    from kvstored.simulator.machine import Machine
+    from kvstored.simulator.timing import Timed, TimingStudy
+    from kvstored.simulator.trace import Trace
+
+OPTIONS = ("profile", "devices", "tiers", "speed", "without")
+Read = Callable[[argparse.Namespace, Any], "tuple[Trace, int]"]
+Policies = Callable[[argparse.Namespace, str], tuple[tuple[str, ...], tuple[str, ...]]]
+_PROFILE, _POLICY = "h100", "best"
+_DEVICES_MAX = 4096
+
+
+def add_options(simulate: argparse.ArgumentParser) -> None:
+    timing = simulate.add_argument_group("mode timing")
+    timing.add_argument("--profile", metavar="NAME", help="h100 (default), h200, cpu-only, or a FILE.toml like theirs")
+    timing.add_argument("--devices", type=int, metavar="N", help="so many of it side by side (default: 1)")
+    timing.add_argument(
+        "--tiers", metavar="LIST",
+        help="the store's one or two tiers, fastest first: dram or cxl, then cxl, nvme or remote; =SIZE instead of the "
+        "profile's; engine=SIZE bounds the engine's own blocks (default dram,nvme)",
+    )  # fmt: skip
+    timing.add_argument("--speed", type=float, metavar="X", help="requests come X times as fast (default 1)")
+    timing.add_argument(
+        "--without", metavar="LIST",
+        help="also orchestrated, each time without one part: prefetch, overlap, weigh (compute or load), write-behind; "
+        "or all",
+    )  # fmt: skip
+
+
+def simulate(arguments: argparse.Namespace, read: Read, policies: Policies) -> int:
+    """`read` and `policies` are what mode replay has too."""
+    from kvstored.simulator.progress import ProgressBar
+
+    bar = ProgressBar()
+
+    def advance(label: str, done: int, total: int) -> None:
+        bar.label = label
+        bar.advance(done, total)
+
+    try:
+        study = _study(arguments, read, policies, bar.advance)
+        gc.freeze()  # the trace stays: no collection need walk it
+        results = list(study.run(advance))
+    except ValueError as error:
+        return mistake(str(error))
+    except OSError as error:
+        return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
+    finally:
+        bar.clear()
+    try:
+        _print(arguments, study, results)
+    except BrokenPipeError:  # `| head`
+        raise
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write the result: {error.strerror}") from None
+    if arguments.plot is not None:
+        try:
+            arguments.plot.write_text(_page(study, results), encoding="utf-8")
+        except OSError as error:
+            return failure(f"cannot write {arguments.plot}: {error.strerror}")
+    return EXIT_OK
+
+
+def _study(arguments: argparse.Namespace, read: Read, policies: Policies, progress: Any) -> TimingStudy:
+    """Raises ValueError (TraceError) with one line; OSError."""
+    from kvstored.simulator.machine import load_machine
+    from kvstored.simulator.plan import ABLATIONS
+    from kvstored.simulator.timing import TimingStudy
+    from kvstored.simulator.worth import models
+
+    names, admissions = policies(arguments, _POLICY)
+    if arguments.ghosts < 1:
+        raise ValueError("--ghosts must be at least 1")
+    without = _without(arguments.without, tuple(ABLATIONS))
+    speed = 1.0 if arguments.speed is None else arguments.speed
+    if not 1e-6 <= speed <= 1e6:
+        raise ValueError(f"--speed {speed:g}: how many times as fast requests come, above 0, such as 0.5")
+    devices = 1 if arguments.devices is None else arguments.devices
+    if not 1 <= devices <= _DEVICES_MAX:
+        raise ValueError(f"--devices {devices}: 1 to {_DEVICES_MAX}")
+    machine = load_machine(arguments.profile or _PROFILE).times(devices)
+    tiers, engine_bytes = _tiers(arguments.tiers or _default_tiers(machine), machine)
+    trace, count_from = read(arguments, progress)
+    model = models()[arguments.model]
+    pool_bytes = machine.pool_bytes(model) if engine_bytes is None else engine_bytes
+    _check_sizes(tiers, pool_bytes, model.kv_bytes_per_token * trace.block_tokens)
+    return TimingStudy(
+        trace, machine, devices, model, tiers, pool_bytes, names, admissions, arguments.ttl_s or None,
+        arguments.ghosts, speed, count_from, without,
+    )  # fmt: skip
+
+
+def _default_tiers(machine: Machine) -> str:
+    from kvstored.simulator.machine import MAPPED
+
+    first = next(name for name in MAPPED if name in machine.media)
+    below = next((name for name in ("nvme", "remote") if name in machine.media), None)
+    return first if below is None else f"{first},{below}"
+
+
+def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], int | None]:
+    """The store's tiers, and the bytes of the engine's own blocks where they were given."""
+    from kvstored.config.sizes import parse_size
+    from kvstored.simulator.machine import ENGINE, MAPPED, MEDIA
+
+    form = "--tiers takes one or two of the profile's tiers, such as dram=64GiB,nvme"
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.strip().partition("=")
+        if name != ENGINE and name not in machine.media:
+            known = [each for each in MEDIA[2:] if each in machine.media]
+            raise ValueError(f"--tiers {name!r}: {machine.name} has {', '.join(known)}")
+        if name in found or (name == ENGINE and not equals):
+            raise ValueError(f"--tiers {text}: {form}; engine=SIZE once at most")
+        try:
+            found[name] = parse_size(size) if equals else machine.media[name].capacity_bytes
+        except ValueError as error:
+            raise ValueError(f"--tiers {part.strip()}: {error}") from None
+    engine_bytes = found.pop(ENGINE, None)
+    names = list(found)
+    if not 1 <= len(names) <= 2:
+        raise ValueError(f"--tiers {text}: {form}; the daemon has one or two")
+    if names[0] not in MAPPED:
+        raise ValueError(f"--tiers {text}: the first is {' or '.join(MAPPED)}, which engines can read in place")
+    if any(MEDIA.index(name) <= MEDIA.index(names[0]) for name in names[1:]):
+        raise ValueError(f"--tiers {text}: fastest first")
+    return tuple(found.items()), engine_bytes
+
+
+def _check_sizes(tiers: tuple[tuple[str, int], ...], pool_bytes: int, block_bytes: int) -> None:
+    from kvstored.config.parse import MAX_BLOCK_BYTES
+    from kvstored.config.sizes import show_size
+    from kvstored.simulator.node_store import slot_bytes
+
+    if block_bytes > MAX_BLOCK_BYTES:
+        raise ValueError(
+            f"a block of this trace and model is {show_size(block_bytes)}, over {show_size(MAX_BLOCK_BYTES)}"
+        )
+    for name, nbytes in tiers:
+        if nbytes < slot_bytes(block_bytes):
+            raise ValueError(f"--tiers {name}={show_size(nbytes)} holds no block of {show_size(block_bytes)}")
+    if pool_bytes < block_bytes:
+        raise ValueError(f"the engine's memory has {show_size(pool_bytes)} for blocks, one is {show_size(block_bytes)}")
+
+
+def _without(text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    if text is None:
+        return ()
+    names = known if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--without {name!r}: parts of orchestration are {', '.join(known)}")
+    return names
+
+
+def _print(arguments: argparse.Namespace, study: TimingStudy, results: list[Timed]) -> None:
+    from kvstored.simulator.text import as_csv
+    from kvstored.simulator.timing_text import report
+
+    rows = [result.row for result in results]
+    if arguments.json:
+        trace, machine = study.trace, study.machine
+        told = {
+            "mode": "timing", "trace": trace.name, "format": trace.format, "seed": arguments.seed,
+            "part": arguments.part, "warm": arguments.warm, "block_tokens": trace.block_tokens,
+            "model": study.model.name, "profile": machine.name, "devices": study.devices, "speed": study.speed,
+            "tiers": dict(study.tiers), "engine_bytes": study.pool_bytes, "rows": rows,
+            "timelines": [result.timeline() for result in results],
+        }  # fmt: skip
+        print(json.dumps(told, ensure_ascii=False))
+    elif arguments.csv:
+        print(as_csv(rows), end="")
+    else:
+        print(f"{_subtitle(study)}\n\n{report(results)}")
+    sys.stdout.flush()
+
+
+def _subtitle(study: TimingStudy) -> str:
+    from kvstored.config.sizes import show_size
+
+    trace, machine = study.trace, study.machine
+    tiers = ", ".join(f"{name} {show_size(nbytes)}" for name, nbytes in study.tiers)
+    speed = "" if study.speed == 1 else f" at {study.speed:g} times its speed"
+    return (
+        f"{trace.name}{speed}: {trace.requests:,} requests, {trace.distinct_blocks:,} distinct blocks of "
+        f"{trace.block_tokens} tokens; {study.model.name} on {study.devices} x {machine.name}, "
+        f"{show_size(study.pool_bytes)} for the engine's own blocks; store: {tiers}"
+    )
+
+
+def _page(study: TimingStudy, results: list[Timed]) -> str:
+    from kvstored.simulator.timing_page import timing_page
+
+    return timing_page(f"Time to first token on {study.trace.name}", _subtitle(study), results)

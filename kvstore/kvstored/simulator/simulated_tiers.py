@@ -1,0 +1,117 @@
+"""Tiers without bytes: the contract of a tier, kept in virtual time, so that the daemon's own movement runs on them.
+
+Owns places and capacity of one simulated medium, and when a transfer completes. Never holds a byte: what is read back
+is not looked at, and no transfer fails. Each place is a container of its own, since nobody maps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader
+from kvstore_tiers.base import (
+    Completion,
+    Durability,
+    MemoryKind,
+    Outcome,
+    OutcomeKind,
+    Segment,
+    Slot,
+    Tier,
+    TierInfo,
+    TierState,
+    TierStatistics,
+)
+from kvstore_tiers.sizes import require_slot_size
+from kvstored.simulator.media import Lane, Medium
+from kvstored.simulator.virtual_time import VirtualLoop
+
+_ALIGNMENT_BYTES = 4096
+
+
+class SimulatedTier(Tier):
+    """`coming` is the lane that `move_in` and `write` use, `going` that of `move_out` and `read`."""
+
+    def __init__(self, medium: Medium, capacity_bytes: int, loop: VirtualLoop, coming: Lane, going: Lane) -> None:
+        self.medium = medium
+        self.info = TierInfo(
+            medium.spec.name, medium.spec.name, MemoryKind.FILE, Durability.DURABLE, _ALIGNMENT_BYTES, capacity_bytes,
+            False,
+        )  # fmt: skip
+        self._capacity_bytes = capacity_bytes
+        self._loop = loop
+        self._coming, self._going = coming, going
+        self._used_bytes = 0
+        self._taken: dict[int, Slot] = {}  # by container
+        self._free: dict[int, list[Slot]] = {}  # by size
+        self._containers = 0
+        self._reads = self._writes = self._read_bytes = self._written_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
+        require_slot_size(nbytes)
+        if self._used_bytes + nbytes > self._capacity_bytes:
+            return None
+        free = self._free.get(nbytes)
+        if free:
+            old = free.pop()
+            slot = old._replace(generation=old.generation + 1)
+        else:
+            self._containers += 1
+            slot = Slot(self._containers, 0, nbytes, 1)
+        self._taken[slot.container] = slot
+        self._used_bytes += nbytes
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        if self._taken.get(slot.container) != slot:
+            raise RuntimeError(f"{slot} is freed but not allocated")
+        del self._taken[slot.container]
+        self._free.setdefault(slot.nbytes, []).append(slot)
+        self._used_bytes -= slot.nbytes
+
+    def retire(self, slot: Slot) -> None:
+        """As the host tier's: nothing is left for a later process here."""
+
+    def slot_segment(self, slot: Slot) -> Segment:
+        """Stands for the slot's memory: of its length, at no address."""
+        return Segment(0, slot.nbytes, MemoryKind.FILE)
+
+    def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
+        self._send(self._coming, HEADER_BYTES + sum(segment.nbytes for segment in segments), done)
+
+    def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
+        self._send(self._going, slot.nbytes, done)
+
+    def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
+        self._send(self._coming, slot.nbytes, done)
+
+    def move_out(self, slot: Slot, destination: Segment, expect_key: bytes, done: Completion) -> None:
+        self._send(self._going, slot.nbytes, done)
+
+    def sync(self, done: Completion) -> None:
+        """What is written is there; saying so takes one latency."""
+        self._loop.at_ns(self._loop.now_ns() + self.medium.latency_ns, done, Outcome(OutcomeKind.DONE))
+
+    def statistics(self) -> TierStatistics:
+        return TierStatistics(
+            TierState.OK, self._capacity_bytes, self._used_bytes, len(self._taken),
+            bytes_read=self._read_bytes, bytes_written=self._written_bytes, reads=self._reads, writes=self._writes,
+            used_by={"blocks": self._used_bytes},
+        )  # fmt: skip
+
+    def close(self) -> None:
+        pass
+
+    def _send(self, lane: Lane, nbytes: int, done: Completion) -> None:
+        if lane is self._coming:
+            self._writes += 1
+            self._written_bytes += nbytes
+        else:
+            self._reads += 1
+            self._read_bytes += nbytes
+        passage = lane.send(nbytes, self._loop.now_ns())
+        self._loop.at_ns(passage.end_ns, done, Outcome(OutcomeKind.DONE, nbytes=nbytes))

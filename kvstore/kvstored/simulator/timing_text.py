@@ -1,0 +1,101 @@
+"""What a timing study found, as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstored.config.sizes import show_size
+from kvstored.simulator.served import Sample
+from kvstored.simulator.text import aligned, policy_of
+from kvstored.simulator.timing import Row, Timed
+
+_BUSY = 0.95  # from here on time to first token is mostly queueing
+
+
+def seconds(value: float) -> str:
+    """Three digits, in the unit that suits."""
+    if value < 1e-6:
+        return "0"
+    if value < 1e-3:
+        return f"{value * 1e6:.3g} µs"
+    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.1f} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def report(results: Sequence[Timed]) -> str:
+    """Latency, then traffic, then what the tiers held; a note where a figure does not mean what it seems to."""
+    rows = [result.row for result in results]
+    parts = [latency_table(rows), traffic_table(rows), residency_table(results), *notes(rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def latency_table(rows: Sequence[Row]) -> str:
+    tiers = list(rows[-1]["hits_by_tier"])
+    lines = [
+        ("PLAN", "POLICY", "TTFT P50", "P90", "P99", "FASTER P50", "P99", "QUEUE", "EXPOSED", "EXPOSED P99",
+         *(f"{tier.upper()} HITS" for tier in tiers), "RECOMPUTED", "COMPUTE BUSY"),
+    ]  # fmt: skip
+    for row in rows:
+        faster = row.get("speedup")
+        lines.append(
+            (row["plan"], policy_of(row) if row["capacity_blocks"] else "-",
+             *(seconds(row["ttft_s"][share]) for share in ("p50", "p90", "p99")),
+             *((f"{faster[share]:.2f}x" for share in ("p50", "p99")) if faster else ("-", "-")),
+             seconds(row["queue_s"]["mean"]), seconds(row["exposed_s"]["mean"]), seconds(row["exposed_s"]["p99"]),
+             *(f"{row['hits_by_tier'][tier] / row['block_accesses']:.4f}" for tier in tiers),
+             f"{row['recomputed_blocks']:,}", f"{row['utilisation']['compute']:.0%}")
+        )  # fmt: skip
+    return aligned(lines, words=2)
+
+
+def traffic_table(rows: Sequence[Row]) -> str:
+    """A line for each lane of each plan that has a store."""
+    lines = [("PLAN", "LANE", "BYTES", "MEAN WAIT", "BUSIER END BUSY")]
+    for row in rows:
+        for lane, nbytes in row["bytes_by_lane"].items():
+            wait_s = row["wait_by_lane_s"].get(lane)
+            ends = lane.split("→")
+            busy = max((row["utilisation"].get("link" if end == "engine" else end, 0.0) for end in ends), default=0.0)
+            lines.append(
+                (row["plan"], lane, show_size(nbytes), "-" if wait_s is None else seconds(wait_s),
+                 "-" if wait_s is None else f"{busy:.0%}")
+            )  # fmt: skip
+    return aligned(lines, words=2)
+
+
+def residency_table(results: Sequence[Timed]) -> str:
+    """What each tier held, averaged over time, and the shares of its classes."""
+    classes = ("hot", "warm", "cold")
+    lines = [("PLAN", "TIER", "BLOCKS, MEAN", "AT THE END", *(each.upper() for each in classes))]
+    for result in results:
+        by_tier: dict[str, list[Sample]] = {}
+        for sample in result.residency:
+            by_tier.setdefault(sample.tier, []).append(sample)
+        for tier, samples in by_tier.items():
+            held = [sample.hot + sample.warm + sample.cold for sample in samples]
+            total = sum(held) or 1
+            lines.append(
+                (result.row["plan"], tier, f"{sum(held) / len(held):,.0f}", f"{held[-1]:,}",
+                 *(f"{sum(getattr(sample, each) for sample in samples) / total:.0%}" for each in classes))
+            )  # fmt: skip
+    return aligned(lines, words=2)
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    found = []
+    busy = [row["plan"] for row in rows if row["utilisation"]["compute"] > _BUSY]
+    if busy:
+        found.append(
+            f"note: the engine computes nearly all of the time ({', '.join(busy)}): time to first token is mostly the "
+            "queue. --speed below 1 or more --devices give a load that it can bear."
+        )
+    refused = max(row["refused"] for row in rows)
+    if refused:
+        found.append(
+            f"note: {refused:,} requests are longer than the engine's memory holds and are not in the figures."
+        )
+    throttled = [row["plan"] for row in rows if row["throttled_blocks"]]
+    if throttled:
+        found.append(
+            f"note: no room could be made for some blocks in time, they were not stored ({', '.join(throttled)})."
+        )
+    return found

@@ -1,0 +1,332 @@
+"""Mode timing: a node in virtual time, against figures by hand and against what must hold whatever the figures are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstored.clock import NS_PER_S
+from kvstored.residency.check import check
+from kvstored.simulator.machine import Compute, Machine, MediumSpec
+from kvstored.simulator.node import Node, NodeSettings, overlapped_s, serve_trace
+from kvstored.simulator.plan import ABLATIONS, BASELINE, BASELINE_EAGER, BASELINES, ENGINE_ALONE, ORCHESTRATED, Plan
+from kvstored.simulator.timing import TimingStudy
+from kvstored.simulator.trace import Op, Trace, TraceBuilder
+from kvstored.simulator.visit import Visit
+from kvstored.simulator.worth import Model
+from kvstored.tiering import HOST, NVME
+from tests.reference.traces import Requests, sessions, trace_of
+
+BLOCK = 512
+MODEL = Model("toy", parameters=1e6, layers=4, heads=1, kv_heads=1, head_dim=64)
+BLOCK_BYTES = MODEL.kv_bytes_per_token * BLOCK
+SLOT = BLOCK_BYTES + 4096
+PLANS = (ENGINE_ALONE, *BASELINES, ORCHESTRATED, *ABLATIONS.values())
+
+
+def spec(name: str, bytes_per_s: float, *, latency_s: float = 0.0, duplex: bool = True) -> MediumSpec:
+    return MediumSpec(name, 1 << 40, bytes_per_s, bytes_per_s, latency_s, 64, duplex)
+
+
+def machine(*, block_s: float = 1.0, link_s: float = 0.01, below_s: float = 0.1, overhead_s: float = 0.0) -> Machine:
+    """Where computing a block takes about `block_s`, copying its slot to the engine `link_s`, reading it from NVMe
+    `below_s`."""
+    media = {
+        "sram": spec("sram", 1e30), "hbm": spec("hbm", 1e30), "dram": spec("dram", 1e15),
+        "nvme": spec("nvme", SLOT / below_s),
+    }  # fmt: skip
+    compute = Compute(2 * MODEL.parameters * BLOCK / block_s, 1.0, overhead_s, 8192)
+    return Machine("toy", compute, "hbm", 1 << 40, 0.1, spec("engine", SLOT / link_s), media)
+
+
+def serve(
+    trace: Trace,
+    plan: Plan,
+    made: Machine | None = None,
+    *,
+    pool: int = 1000,
+    dram: int = 1000,
+    nvme: int = 1000,
+    policy: str = "lru",
+) -> Node:
+    tiers = (("dram", dram * SLOT), ("nvme", nvme * SLOT))[: 2 if nvme else 1]
+    wanted = NodeSettings(made or machine(), MODEL, tiers, pool * BLOCK_BYTES, policy)
+    return serve_trace(trace, wanted, plan, lambda done, total: None)
+
+
+def asked(*requests: tuple[float, Sequence[int], Op], more_tokens: int = 0) -> Trace:
+    """Requests of (second, blocks, op), each `more_tokens` longer than its blocks."""
+    builder = TraceBuilder("made", "made", BLOCK)
+    for at_s, blocks, op in requests:
+        builder.add(round(at_s * NS_PER_S), blocks, input_tokens=len(blocks) * BLOCK + more_tokens, op=op)
+    return builder.build()
+
+
+def seconds(node: Node, first: int, last: int) -> float:
+    return node.settings.machine.prefill_s(MODEL, first, last)
+
+
+def ttft_s(node: Node) -> list[float]:
+    return [visit.ttft_ns / NS_PER_S for visit in node.served.visits]
+
+
+def near(value: float) -> object:
+    """Within the rounding of virtual time."""
+    return pytest.approx(value, abs=2e-6)
+
+
+# By hand
+
+
+def test_requests_that_come_faster_than_they_are_computed_queue() -> None:
+    # Each takes C seconds to compute and one comes every C / 2: the n-th waits n * C / 2, and has its token after C.
+    made = machine()
+    cost = made.prefill_s(MODEL, 0, BLOCK)
+    trace = asked(*[(n * cost / 2, [n], Op.REQUEST) for n in range(6)])
+    node = serve(trace, ENGINE_ALONE, made)
+    assert [visit.queued_ns / NS_PER_S for visit in node.served.visits] == [near(n * cost / 2) for n in range(6)]
+    assert ttft_s(node) == [near(n * cost / 2 + cost) for n in range(6)]
+    assert node.served.lasted_s == near(6 * cost) and node.served.compute_busy_s == near(6 * cost)
+    assert node.served.largest_queue == 3, "the sixth comes at 2.5 C, when two have been served and one is under way"
+
+
+def test_the_engine_keeps_its_own_blocks_and_computes_the_last_token_at_least() -> None:
+    node = serve(asked((0, [0, 1], Op.REQUEST), (100, [0, 1], Op.REQUEST)), ENGINE_ALONE)
+    assert ttft_s(node) == [near(seconds(node, 0, 1024)), near(seconds(node, 1023, 1024))]
+    assert node.served.visits[1].in_pool == 2
+
+
+LATER = asked((0, [0, 1, 2, 3], Op.REQUEST), (100, [9, 8, 7, 6], Op.REQUEST), (200, [0, 1, 2, 3], Op.REQUEST))
+LONGER = replace(LATER, input_tokens=LATER.input_tokens + 500)
+
+
+@pytest.mark.parametrize("plan", [BASELINE, ORCHESTRATED])
+def test_blocks_in_dram_come_over_the_link(plan: Plan) -> None:
+    # The engine has room for one request: the third one finds its four blocks in DRAM, and computes 500 tokens.
+    node = serve(LONGER, plan, machine(link_s=0.2), pool=4)
+    last, copying, computing = node.served.visits[2], 4 * 0.2, seconds(node, 2048, 2548)
+    assert (last.in_pool, last.mapped, last.below, last.recomputed) == (0, 4, 0, 0)
+    expected = copying + computing
+    if plan.overlaps:  # four layers: the first one waits for its quarter, and computing is longer than copying
+        expected = copying / 4 + computing
+        assert overlapped_s(copying, computing, 4) == near(expected)
+    assert ttft_s(node)[2] == near(expected)
+    assert last.exposed_ns / NS_PER_S == near(expected - computing)
+
+
+def test_overlapping_by_hand() -> None:
+    # Copying bound: the last layer computes when the last blocks have come. Compute bound: the first one waits.
+    assert overlapped_s(8.0, 4.0, 4) == 9.0
+    assert overlapped_s(4.0, 8.0, 4) == 9.0
+    assert overlapped_s(0.0, 8.0, 4) == 8.0
+
+
+def test_a_baseline_waits_for_nvme_and_orchestration_has_begun_before() -> None:
+    # DRAM has room for one request as well, so the third one's blocks lie on NVMe: 0.1 s each to read, one at a time.
+    waiting = serve(LONGER, BASELINE_EAGER, pool=4, dram=4)
+    last = waiting.served.visits[2]
+    assert (last.mapped, last.below) == (0, 4)
+    assert last.exposed_ns / NS_PER_S == near(4 * 0.1 + 4 * 0.01)
+    # While the second request computes (some four seconds) the third one waits in the queue, and its blocks move.
+    queued = asked(
+        (0, [0, 1, 2, 3], Op.REQUEST), (50, list(range(10, 18)), Op.REQUEST), (100, [9, 8, 7, 6], Op.REQUEST),
+        (101, [0, 1, 2, 3], Op.REQUEST), more_tokens=500,
+    )  # fmt: skip
+    served = serve(queued, ORCHESTRATED, pool=8, dram=8)
+    last = served.served.visits[3]
+    assert (last.below, last.recomputed) == (4, 0)
+    assert last.exposed_ns == 0, "everything was there when its turn came"
+
+
+def test_computing_again_wins_over_a_slow_medium() -> None:
+    # A block takes 10 s to read and about 1 s to compute: all four have been computed before the first arrives.
+    made = machine(below_s=10.0)
+    node = serve(LONGER, ORCHESTRATED, made, pool=4, dram=4)
+    last = node.served.visits[2]
+    assert (last.below, last.recomputed) == (4, 4) and last.hits == 0
+    whole = made.prefill_s(MODEL, 0, 2048, least_passes=0.0)
+    assert last.exposed_ns / NS_PER_S == near(whole)
+
+
+def test_loading_from_the_tail_and_computing_from_the_head_meet() -> None:
+    # 1.6 s to read a block, about 1 to compute one. Blocks 3, 2 and 1 arrive at 1.6, 3.2, 4.8 s; computing 0 and 1 is
+    # done soon after 2 s, and 2 would be done after 3 s and a little: it is, because attention makes later ones longer.
+    made = machine(below_s=1.6)
+    node = serve(LONGER, ORCHESTRATED, made, pool=4, dram=4)
+    last = node.served.visits[2]
+    ends = [made.prefill_s(MODEL, 0, blocks * BLOCK, least_passes=0.0) for blocks in (1, 2, 3)]
+    assert ends[1] < 3.2
+    computed = 3 if ends[2] < 3.2 else 2
+    assert (last.below, last.recomputed) == (4, computed)
+    assert last.exposed_ns / NS_PER_S == pytest.approx(ends[2] if computed == 3 else 3.2, abs=0.02)
+
+
+def test_a_get_that_is_recorded_stores_nothing_and_a_put_computes_nothing() -> None:
+    trace = asked((0, [0, 1], Op.GET), (10, [0, 1], Op.PUT), (20, [0, 1], Op.GET))
+    node = serve(trace, ORCHESTRATED, pool=2)
+    assert node.store is not None and node.store.stored_blocks == 2
+    assert len(node.served.visits) == 2
+    node = serve(asked((0, [5], Op.PUT), (10, [5], Op.GET), (20, [6], Op.GET)), ORCHESTRATED)
+    assert [visit.mapped for visit in node.served.visits] == [1, 0]
+
+
+def test_a_request_longer_than_the_engines_memory_is_refused() -> None:
+    node = serve(asked((0, [0], Op.REQUEST), (1, [1, 2, 3], Op.REQUEST), (9, [0], Op.REQUEST)), ORCHESTRATED, pool=2)
+    assert node.served.refused == 1
+    assert [visit.is_served for visit in node.served.visits] == [True, False, True]
+
+
+# Whatever the figures are
+
+REQUESTS = sessions(7, 160)
+TRACE = trace_of(REQUESTS, every_s=0.7)
+
+
+def crowded(plan: Plan, made: Machine | None = None, trace: Trace = TRACE, policy: str = "lru") -> Node:
+    """Where nothing has room for everything."""
+    return serve(trace, plan, made or machine(block_s=0.2), pool=30, dram=40, nvme=120, policy=policy)
+
+
+MIXES = [*((plan, "lru") for plan in PLANS), (ORCHESTRATED, "lfu-ttl"), (ORCHESTRATED, "chain-hazard")]
+
+
+@pytest.mark.parametrize(("plan", "policy"), MIXES, ids=[f"{plan.name}, {policy}" for plan, policy in MIXES])
+def test_nothing_is_lost_or_counted_twice(plan: Plan, policy: str) -> None:
+    node = crowded(plan, policy=policy)
+    visits = node.served.visits
+    assert all(visit.is_served for visit in visits) and len(visits) == len(REQUESTS)
+    for visit, request in zip(visits, REQUESTS, strict=True):
+        assert visit.blocks == len(request)
+        assert visit.arrival_ns <= visit.begin_ns <= visit.end_ns
+        assert 0 <= visit.hits <= visit.in_pool + visit.mapped + visit.below <= visit.blocks
+        assert visit.exposed_ns >= -2, "rounding apart, nothing is faster than computing what nobody had"
+    assert not node.pool.residency.pins and check(node.pool.residency) == []
+    assert node.pool.residency.tier_blocks(0) <= 30
+    if node.store is None:
+        return
+    _balances(node)
+
+
+def _balances(node: Node) -> None:
+    assert node.store is not None
+    store, residency = node.store.store, node.store.store.residency
+    assert not residency.pins and len(store.leases) == 0 and check(residency) == []
+    lanes = {lane.name: lane for lane in node.store.lanes}
+    for position, tier in ((HOST, node.store.tiers[0]), (NVME, node.store.tiers[1])):
+        assert tier.used_bytes == residency.tier_blocks(position) * SLOT <= tier.statistics().capacity_bytes
+    assert lanes["engine→dram"].nbytes == node.store.stored_blocks * SLOT
+    assert lanes["nvme→dram"].nbytes == store.flows.tiers[NVME].promoted_blocks * SLOT
+    assert lanes["dram→nvme"].nbytes == store.flows.tiers[HOST].demoted_blocks * SLOT
+    assert lanes["nvme→dram"].nbytes == node.store.tiers[1].statistics().bytes_read
+    for lane in lanes.values():
+        assert sum(nbytes for _, nbytes in lane.moved) == lane.nbytes
+    copied = sum(visit.mapped + visit.below - visit.recomputed for visit in node.served.visits)
+    assert lanes["dram→engine"].nbytes >= copied * SLOT, "what was used of the store was copied to the engine"
+
+
+@pytest.mark.parametrize("plan", [BASELINE, ORCHESTRATED], ids=lambda plan: plan.name)
+def test_it_is_the_same_each_time_and_knows_nothing_of_what_comes_later(plan: Plan) -> None:
+    def told(visits: list[Visit], before_ns: int) -> list[tuple[int, ...]]:
+        return [
+            (v.number, v.begin_ns, v.end_ns, v.in_pool, v.mapped, v.below, v.recomputed)
+            for v in visits
+            if v.end_ns < before_ns
+        ]
+
+    whole = crowded(plan)
+    again = crowded(plan)
+    assert told(whole.served.visits, 1 << 62) == told(again.served.visits, 1 << 62)
+    cut = crowded(plan, trace=TRACE.part(0, 100))
+    until_ns = int(TRACE.times_ns[100])
+    before = told(whole.served.visits, until_ns)
+    assert len(before) > 70
+    assert told(cut.served.visits, until_ns) == before
+
+
+rates = st.floats(-3.5, 1.0).map(lambda power: 10.0**power)
+
+
+@settings(max_examples=15, deadline=None)
+@given(block_s=rates, link_s=rates, below_s=rates, seed=st.integers(0, 50))
+def test_bringing_blocks_back_never_takes_longer_than_computing_them(
+    block_s: float, link_s: float, below_s: float, seed: int
+) -> None:
+    requests: Requests = sessions(seed, 40)
+    made = machine(block_s=block_s, link_s=link_s, below_s=below_s)
+    node = crowded(ORCHESTRATED, made, trace_of(requests))
+    for visit in node.served.visits:
+        had = visit.in_pool + visit.mapped + visit.below
+        computing_s = made.prefill_s(MODEL, visit.in_pool * BLOCK, min(had * BLOCK, visit.tokens), least_passes=0.0)
+        assert visit.exposed_ns <= computing_s * NS_PER_S + 1000
+
+
+def test_without_a_second_tier_nothing_moves_below() -> None:
+    node = serve(TRACE, ORCHESTRATED, machine(block_s=0.2), pool=30, dram=60, nvme=0)
+    assert node.store is not None
+    assert [lane.name for lane in node.store.lanes] == ["dram→engine", "engine→dram"]
+    assert node.store.store.writeback is None
+    assert sum(visit.mapped for visit in node.served.visits) > 0
+
+
+def test_a_time_to_live_ends_blocks_in_virtual_time() -> None:
+    wanted = NodeSettings(machine(), MODEL, (("dram", 99 * SLOT),), 1 * BLOCK_BYTES, "lfu-ttl", ttl_s=30.0)
+    trace = asked((0, [0], Op.REQUEST), (20, [1], Op.REQUEST), (100, [0], Op.REQUEST))
+    node = serve_trace(trace, wanted, ORCHESTRATED, lambda done, total: None)
+    assert [visit.mapped for visit in node.served.visits] == [0, 0, 0]
+    longer = serve_trace(trace, replace(wanted, ttl_s=300.0), ORCHESTRATED, lambda done, total: None)
+    assert [visit.mapped for visit in longer.served.visits] == [0, 0, 1]
+
+
+def test_samples_say_what_tiers_held_over_time() -> None:
+    node = crowded(ORCHESTRATED)
+    assert {sample.tier for sample in node.served.samples} == {"engine", "dram", "nvme"}
+    times = [sample.at_s for sample in node.served.samples if sample.tier == "nvme"]
+    assert times == sorted(times) and len(times) >= 100
+    assert all(sample.hot + sample.warm + sample.cold <= 120 for sample in node.served.samples)
+    last = [sample for sample in node.served.samples if sample.tier == "dram"][-1]
+    assert node.store is not None
+    assert last.hot + last.warm + last.cold == node.store.store.residency.tier_blocks(HOST)
+
+
+# A study
+
+
+def test_a_study_compares_with_the_better_baseline() -> None:
+    study = TimingStudy(
+        TRACE, machine(block_s=0.2), 1, MODEL, (("dram", 40 * SLOT), ("nvme", 120 * SLOT)), 30 * BLOCK_BYTES,
+        ("best", "lru"), without=("overlap",),
+    )  # fmt: skip
+    results = list(study.run(lambda label, done, total: None))
+    rows = [result.row for result in results]
+    assert [(row["plan"], row["policy"]) for row in rows] == [
+        ("engine-alone", "lru"), ("baseline", "lru"), ("baseline-eager", "lru"), ("orchestrated", "best"),
+        ("orchestrated", "lru"), ("without overlap", "best"),
+    ]  # fmt: skip
+    better = min(rows[1]["ttft_s"]["p90"], rows[2]["ttft_s"]["p90"])
+    assert rows[3]["speedup"]["p90"] == pytest.approx(better / rows[3]["ttft_s"]["p90"], abs=1e-3)
+    assert "speedup" not in rows[1]
+    for result in results:
+        row = result.row
+        assert row["mode"] == "timing" and row["requests"] == len(REQUESTS)
+        assert sum(row["hits_by_tier"].values()) - row["recomputed_blocks"] == row["hits"]
+        assert result.ttft_s == sorted(result.ttft_s) and len(result.ttft_s) == 201
+        assert result.ttft_s[100] == pytest.approx(row["ttft_s"]["p50"], abs=1e-5)
+        read = sum(each["read"] for each in row["bytes_by_tier"].values())
+        assert read == sum(each["written"] for each in row["bytes_by_tier"].values())
+        assert read == sum(row["bytes_by_lane"].values())
+        for lane, slices in result.traffic.items():
+            assert sum(slices) == row["bytes_by_lane"][lane]
+        assert all(0 <= share <= 1 for share in row["utilisation"].values())
+
+
+def test_requests_before_the_part_warm_up_and_are_not_counted() -> None:
+    study = TimingStudy(
+        TRACE, machine(block_s=0.2), 1, MODEL, (("dram", 40 * SLOT),), 30 * BLOCK_BYTES, ("lru",), count_from=100
+    )
+    rows = [result.row for result in study.run(lambda label, done, total: None)]
+    assert {row["requests"] for row in rows} == {60}
+    assert {row["block_accesses"] for row in rows} == {sum(map(len, REQUESTS[100:]))}
