@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from kvstored.lifecycle import Cause
 from kvstored.policies import Policy, RequestContext, ResidencyClass, Share, create
 from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.policies.chains import prior
+from kvstored.policies.chains.book import ghost_limit
 from kvstored.policies.chains.features import Features, features_of, with_answer
 from kvstored.policies.chains.ghost import ChainGhost
 from kvstored.policies.chains.gittins import BINS, EDGES_S, bin_of, bins_of, ranks
@@ -113,6 +115,59 @@ def test_branches_from_a_shared_prompt_continue_nobody() -> None:
     assert policy._book.returns == 0
     first = shelf.residency.find(0, (1).to_bytes(16, "big"))
     assert policy._book.shared[first] > 5
+
+
+def test_a_branch_is_told_from_a_new_chain_and_from_a_continued_one() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+
+    def kind_after(*blocks: int) -> int:
+        shelf.now_ns += S
+        rows = shelf.chain(*blocks)
+        return policy._book.features[policy._book.owner[rows[-1]]].kind
+
+    assert kind_after(0, 1, 2, 3, 4, 5) == 0
+    assert kind_after(0, 1, 20) == 2, "two blocks of another chain, then its own way"
+    assert kind_after(0, 30, 31) == 0, "one block is shared by chance"
+    assert kind_after(0, 1, 2, 3, 4, 5, 6) == 1
+
+
+def test_learning_does_not_wait_for_ever_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is room nobody asks for a victim: what was seen still comes to count, and is bounded."""
+    monkeypatch.setattr("kvstored.policies.chains.book._OVERDUE", 40)
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    book = policy._book
+    for number in range(200):
+        shelf.now_ns += S
+        shelf.chain(number)
+        assert book.requests - book._renewed <= 25 + 40
+    before = book._renewed
+    for number in range(200, 230):
+        shelf.now_ns += S
+        shelf.chain(number)
+    policy.next_victim(shelf.now_ns)
+    assert book._renewed == book.requests > before
+
+
+def test_draws_are_rare_and_follow_what_is_used() -> None:
+    replay = Replay(mixed_trace(), ReplaySettings(NAME, 250))
+    policy = replay.policy
+    assert isinstance(policy, ChainHazard)
+    candidates = policy._candidates
+    drawn = set()
+    request = replay.request
+
+    def watched(*arguments: Any) -> int:
+        hits = request(*arguments)
+        drawn.update((at, each._stale_s, each._ceiling) for at, each in enumerate(candidates))
+        return hits
+
+    replay.request = watched  # type: ignore[method-assign]
+    replay.run()
+    assert 20 < len(drawn) < 300, "one in some ten of 900 requests"
 
 
 def test_the_answer_is_a_class_of_its_own_once_known() -> None:
@@ -220,6 +275,13 @@ def test_the_ghost_forgets_the_oldest_generation() -> None:
     assert ghost.chains().tolist() == [5]
     ghost.turn_over(10)
     assert ghost.recall(b"a") == (-1, 0)
+
+
+def test_the_ghost_of_a_large_tier_is_no_larger_than_the_tier() -> None:
+    assert ghost_limit(0) >= 1000
+    assert ghost_limit(9_000) == 90_000
+    assert ghost_limit(1_000_000) == 1_000_000
+    assert [ghost_limit(rows) for rows in range(0, 10**6, 10**4)] == sorted(map(ghost_limit, range(0, 10**6, 10**4)))
 
 
 def test_the_guard_calls_lru_when_lru_would_hit_more_and_tries_again() -> None:

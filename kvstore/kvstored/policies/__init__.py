@@ -1,7 +1,7 @@
 """Policies: which block leaves a tier next, which may enter, and how hot each is."""
 
 from kvstored.policies.admission import Admission
-from kvstored.policies.base import Policy, PolicySettings, RequestContext, ResidencyClass, Share
+from kvstored.policies.base import ChainHint, Policy, PolicySettings, RequestContext, ResidencyClass, Share
 from kvstored.policies.registry import ADMISSIONS, BEST, POLICIES, create, create_admission, resolve
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "BEST",
     "POLICIES",
     "Admission",
+    "ChainHint",
     "Policy",
     "PolicySettings",
     "RequestContext",

@@ -69,6 +69,16 @@ class RequestContext:
     is_answered_later: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ChainHint:
+    """What an engine expects of a chain; None and 0: not told. `due_ns`: when a request that is foreseen uses it."""
+
+    will_continue: float | None = None
+    due_ns: int | None = None
+    next_step: int = 0  # the wire's NextStep
+    answer_tokens: int = 0
+
+
 class Policy(ABC):
     """See the module for what both sides owe each other. Implements residency's TierListener."""
 
@@ -107,6 +117,18 @@ class Policy(ABC):
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
         """`rows` (head first) were used together; residency's `accesses` and `last_access_ns` are up to date."""
 
+    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        """`accessed` (unless `rows` is empty), by a request that asked for the blocks `missing` after them, too, which
+        no tier has; they may be stored next.
+        """
+        if rows:
+            self.accessed(rows, now_ns)
+
+    def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:  # noqa: B027  # optional
+        """Blocks `keys`, which continue row `parent` (-1: they begin a chain, or it is not known), are about to be
+        stored here: before room is made for them, and whether or not a request has missed them.
+        """
+
     @abstractmethod
     def removed(self, row: int) -> None:
         """`row` has left this tier."""
@@ -126,6 +148,9 @@ class Policy(ABC):
     def awaited(self, row: int, due_ns: int) -> None:  # noqa: B027  # optional
         """A request that is queued already will use the chain down to `row` at about that time. Optional."""
 
+    def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:  # noqa: B027  # optional
+        """An engine says what it expects of the chain down to block `key`; `row` is -1 when that is stored nowhere."""
+
     # Decisions
 
     @abstractmethod
@@ -135,6 +160,12 @@ class Policy(ABC):
         `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it
         is at its own maximum), and its minimum does not protect it from itself.
         """
+
+    def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
+        """Whether the block `key`, which is about to come, is worth less than `victim`, whose place it would take: then
+        it is not to come (bypass), nor are those after it. Asked right after `next_victim`.
+        """
+        return False
 
     @abstractmethod
     def expired(self, now_ns: int, limit: int) -> list[int]:
@@ -147,6 +178,14 @@ class Policy(ABC):
     @abstractmethod
     def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
         """Rows of the tier by class. A vectorised scan: about 5 ms a million."""
+
+    def class_bytes(self, now_ns: int) -> dict[ResidencyClass, int]:
+        """Bytes of the tier's slots by class."""
+        found = dict.fromkeys(ResidencyClass, 0)
+        copies = self.residency.copies[self.tier]
+        for row in np.flatnonzero(np.frombuffer(self.residency.rows.mask, np.uint8) >> self.tier & 1).tolist():
+            found[self.residency_class(row, now_ns)] += copies.nbytes[row]
+        return found
 
     @abstractmethod
     def __len__(self) -> int:

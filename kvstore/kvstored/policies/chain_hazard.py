@@ -21,7 +21,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.policies.base import PolicySettings, RequestContext, ResidencyClass
+from kvstored.policies.base import ChainHint, PolicySettings, RequestContext, ResidencyClass
 from kvstored.policies.chains.book import FAR_FROM_END, NOBODY, NS, UNKNOWN, ChainBook
 from kvstored.policies.chains.candidates import Candidates
 from kvstored.policies.chains.gittins import bins_of
@@ -40,6 +40,7 @@ PRIOR_ORDERS = {"chat": (_BY_SHAPE, _BY_TEXT), "agent": (_BY_SHAPE, _BY_GAP)}
 _HOT_RANK = 1 / 60  # worth one use a minute of holding it
 _WARM_RANK = 1 / 900
 _NOT_OURS = -1.0
+_SCORES = 5  # a chance to go on, in fifths, is a hint from 1 to 5; those above say what would have to happen
 
 
 class ChainHazard(Lru):
@@ -100,7 +101,13 @@ class ChainHazard(Lru):
         self._context = context
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        super().accessed(rows, now_ns)
+        self.requested(rows, (), self.residency.tenant_of(rows[0]), now_ns)
+
+    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        if rows:
+            super().accessed(rows, now_ns)
+        else:
+            self._know_tenant(tenant)
         book, fresh = self._book, self._fresh
         self._now_s = now_s = now_ns * NS
         missed = len(fresh)
@@ -110,24 +117,63 @@ class ChainHazard(Lru):
                 taken = set(rows)
                 self._fresh = [row for row in fresh if row not in taken]
                 missed -= len(self._fresh)
+        if rows and missed == len(rows) and book.is_promised(chain := book.owner[rows[0]]):
+            filled = book.filled(rows, chain)
+            self._candidates[tenant].look_at(chain, now_s)
+            rows, missed = rows[filled:], missed - filled
+            if not rows:
+                return
         if self._unknown:
             owner = book.owner
             for row in rows:
                 if owner[row] == UNKNOWN:
                     owner[row] = NOBODY
                     self._unknown -= 1
-        tenant = self.residency.tenant_of(rows[0])
         if self.guarded:
             if self._was_full and self._rows - missed > self._guard.capacity:
                 self._guard.resize(self._rows - missed)
-            self._guard.used(tenant, self.residency.rows.keys, rows, missed)
+            self._guard.used(tenant, self.residency.rows.keys, rows, missed, missing)
         context, self._context = self._context, None
-        chain = book.used(rows, tenant, self._accesses, now_s, context)
-        self._candidates[tenant].look_at(chain, now_s)
+        chain = book.used(rows, tenant, self._accesses, now_s, context, missing)
+        if book.chains.tail[chain] >= 0:
+            self._candidates[tenant].look_at(chain, now_s)
+        self._is_plain = self._ttl_ns is None and not self.is_lru
+
+    def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:
+        self._know_tenant(tenant)
+        book = self._book
+        if book.is_promised(book.owner_of(keys[0], tenant)):
+            return  # the request that missed them has said so
+        self._now_s = now_s = now_ns * NS
+        if self.guarded:
+            self._guard.used(tenant, self.residency.rows.keys, (), 0, keys)
+        self._accesses += 1
+        chain = book.used((), tenant, self._accesses, now_s, None, keys, parent)
+        if book.chains.tail[chain] >= 0:
+            self._candidates[tenant].look_at(chain, now_s)
         self._is_plain = self._ttl_ns is None and not self.is_lru
 
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: int = 0) -> None:
         self._book.answered(number, output_tokens, now_ns * NS, hint)
+
+    def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
+        self._know_tenant(tenant)
+        book = self._book
+        chain = book.owner[row] if 0 <= row < len(book.owner) else -1
+        if chain < 0:
+            chain = book.owner_of(key, tenant)
+        if chain < 0 or not book.chains.live[chain]:
+            return
+        number = hint.next_step and _SCORES + hint.next_step
+        if hint.will_continue is not None:
+            number = 1 + min(int(hint.will_continue * _SCORES), _SCORES - 1)
+        if number or hint.answer_tokens:
+            book.ended(chain, hint.answer_tokens, now_ns * NS, number)
+        if hint.due_ns is not None:
+            book.chains.due_s[chain] = hint.due_ns * NS
+        self._now_s = now_ns * NS
+        if book.chains.tail[chain] >= 0:
+            self._candidates[book.chains.tenant[chain]].look_at(chain, self._now_s)
 
     def awaited(self, row: int, due_ns: int) -> None:
         chains, chain = self._book.chains, self._book.owner[row]
@@ -196,6 +242,22 @@ class ChainHazard(Lru):
             return self._first(0, now_ns, exclude)
         return super(Lru, self).next_victim(now_ns, exclude=exclude, tenant=tenant)
 
+    def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
+        book = self._book
+        chains, theirs = book.chains, book.owner[victim]
+        if self.is_lru or theirs < 0 or chains.tail[theirs] != victim or self._is_expired(victim, now_ns):
+            return False
+        if self.shares and self.residency.tenant_of(victim) != tenant:
+            return False  # what tenants are owed goes before what blocks are worth
+        ours = book.owner_of(key, tenant)
+        if not book.is_promised(ours):
+            return False
+        now_s = now_ns * NS
+        worth = self._candidates[tenant].worth_of_new(ours, depth)
+        return (worth, chains.order[ours]) < (
+            self._candidates[chains.tenant[theirs]].worth(theirs, now_s), chains.order[theirs],
+        )  # fmt: skip
+
     def _first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
         if self._unknown or self._ttl_ns is not None or self.is_lru:
             row = super()._first(tenant, now_ns, exclude)
@@ -263,6 +325,10 @@ class ChainHazard(Lru):
         return hot, warm
 
     # Rows
+
+    def _know_tenant(self, tenant: int) -> None:
+        while tenant >= len(self._queues):
+            self._add_tenant()
 
     def _add_tenant(self) -> None:
         super()._add_tenant()

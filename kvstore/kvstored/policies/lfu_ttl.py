@@ -199,11 +199,12 @@ class LfuTtl(OrderedPolicy):
         self._buckets[tenant].push_back(row, key)
 
     def _enqueue_all(self, rows: npt.NDArray[np.int64], tenant: int) -> None:
-        uses = np.frombuffer(self.residency.rows.accesses, np.uint16)[rows].astype(np.uint64)
-        keys = np.minimum(uses, np.uint64(_USES_MAX)) + np.uint64(self._age)
-        np.frombuffer(self._key, np.uint64)[rows] = keys
-        for key in np.flatnonzero(np.bincount(uses.clip(0, _USES_MAX).astype(np.int64))).tolist():
-            self._buckets[tenant].extend(rows[keys == np.uint64(self._age + key)], self._age + key)
+        uses = np.minimum(np.frombuffer(self.residency.rows.accesses, np.uint16)[rows], np.uint16(_USES_MAX))
+        np.frombuffer(self._key, np.uint64)[rows] = uses + np.uint64(self._age)
+        blocks = np.bincount(uses)
+        for use in np.flatnonzero(blocks).tolist():
+            ours = rows if blocks[use] == len(rows) else rows[uses == use]
+            self._buckets[tenant].extend(ours, self._age + use)
         self._by_use[tenant].extend(rows)
 
     def _dequeue(self, row: int, tenant: int) -> None:

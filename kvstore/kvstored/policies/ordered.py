@@ -196,6 +196,19 @@ class OrderedPolicy(Policy):
             ResidencyClass.COLD: self._rows - n_hot - n_warm,
         }
 
+    def class_bytes(self, now_ns: int) -> dict[ResidencyClass, int]:
+        here = np.frombuffer(self._where, dtype=np.uint8) != OUT
+        hot, warm = self._class_masks(now_ns)
+        sizes = np.frombuffer(self.residency.copies[self.tier].nbytes, np.uint32)
+        known = min(len(here), len(sizes))  # rows beyond have no copy
+        sizes, here, hot, warm = sizes[:known], here[:known], hot[:known], warm[:known]
+        all_bytes, hot_bytes, warm_bytes = (int(sizes[here & rows].sum()) for rows in (here, hot, hot | warm))
+        return {
+            ResidencyClass.HOT: hot_bytes,
+            ResidencyClass.WARM: warm_bytes - hot_bytes,
+            ResidencyClass.COLD: all_bytes - warm_bytes,
+        }
+
     @abstractmethod
     def _class_masks(self, now_ns: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """For every row number: is it hot; is it hot or warm. Rows that are OUT may have any value."""

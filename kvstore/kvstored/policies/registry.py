@@ -24,7 +24,7 @@ POLICIES: dict[str, str] = {
     "chain-hazard": "kvstored.policies.chain_hazard:ChainHazard",
 }
 BEST = "best"
-SHIPPED = "lfu-ttl"  # what `best` is: the default of reference.toml for DRAM
+SHIPPED = "chain-hazard"  # what `best` is: the default of reference.toml for DRAM
 ADMISSIONS: dict[str, str] = {
     "always": "kvstored.policies.admission:Always",
     "second-touch": "kvstored.policies.admission:SecondTouch",
@@ -74,10 +74,11 @@ def _adopt(policy: Policy) -> None:
     rows = np.flatnonzero(np.frombuffer(residency.rows.mask, np.uint8) >> tier & 1)
     if len(rows):
         last_access_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[rows]
-        depth = np.frombuffer(residency.rows.depth, np.uint32)[rows].astype(np.int64)
-        if (last_access_ns == last_access_ns[0]).all():  # a start: sorting numbers is cheaper than sorting by columns
-            bits = len(rows).bit_length()
-            order = np.sort((depth.max() - depth) << bits | np.arange(len(rows))) & (1 << bits) - 1
+        height = np.frombuffer(residency.rows.depth, np.uint32)[rows]
+        np.subtract(height.max(), height, out=height)
+        if (last_access_ns == last_access_ns[0]).all():  # a start: few small numbers, which are sorted in linear time
+            shallow = height.astype(np.uint16) if height.max() <= np.iinfo(np.uint16).max else height
+            order = np.argsort(shallow, kind="stable")
         else:
-            order = np.lexsort((-depth, last_access_ns))
+            order = np.lexsort((height, last_access_ns))
         policy.adopt(rows[order])

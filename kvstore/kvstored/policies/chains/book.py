@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +29,16 @@ from kvstored.residency import ResidencyView
 
 NS = 1e-9
 NOBODY, UNKNOWN = -1, -2  # not owned: new; there before the policy was
+_BRANCH_MIN = 2  # blocks of others
 _SHARED_FAN = 4  # a block that so many different blocks follow belongs to no session
 SHARED_TAU_S = 300.0
 _DECAY = 0.9995  # of the tables' counts, a request
-_RENEW_MIN = 25  # requests
-_RENEW_SHARE = 40  # the tables are renewed when a fortieth more requests have been seen
+_RENEW_MIN, _RENEW_MAX = 25, 500  # requests
+_RENEW_SHARE = 20  # the tables are renewed when a twentieth more requests have been seen,
+_OVERDUE = 500  # at the latest so many requests after that
 _GHOST_MIN = 4096
-_GHOST_RATIO = 10
+_GHOST_RATIO = 10  # of the tier's blocks,
+_GHOST_MANY = 1 << 18  # but no more than this, or than the tier's blocks
 _SLOTS_SLACK = 1024
 _TYPES_MAX = 7
 _GAP_MAX = 64
@@ -43,10 +47,36 @@ FAR_FROM_END = 4  # so many blocks from the end of its chain and more, blocks ar
 _ENDS = (0, 1, 2, FAR_FROM_END)  # distances from the end of a chain that share an estimate: 0, 1, 2 to 3, 4 and more
 
 
+class _Path(NamedTuple):
+    """Where a request's blocks lie: rows, then those that are missing. The first `known` had an owner; where they end,
+    `chain` owned the block, which `fan` others follow. `pivot` is its row, or -1.
+    """
+
+    at: npt.NDArray[np.int64]
+    before: npt.NDArray[np.int32]  # owners
+    lost: list[tuple[int, int]]  # what the ghost knows of those that are missing: owner, fan
+    known: int
+    first: int  # depth of the first
+    pivot: int
+    chain: int
+    fan: int
+
+
+def ghost_limit(rows: int) -> int:
+    """How many keys a ghost's generation holds for a tier of so many blocks."""
+    return max(_GHOST_MIN, min(_GHOST_RATIO * rows, max(_GHOST_MANY, rows)))
+
+
 class ChainBook:
     """See the module."""
 
-    def __init__(self, residency: ResidencyView, ladders: Sequence[Ladder], *, forgets: bool = True) -> None:
+    def __init__(
+        self,
+        residency: ResidencyView,
+        ladders: Sequence[Ladder],
+        *,
+        forgets: bool = True,
+    ) -> None:
         self.residency = residency
         self.chains = ChainTable()
         self.tables = HazardTables(ladders)
@@ -55,6 +85,7 @@ class ChainBook:
         self.fan = bytearray()
         self.shared = array("d")  # touches by other chains, decayed
         self.shared_s = array("d")
+        self.asked = 0  # blocks, by all requests so far
         self.requests = 0
         self.returns = 0
         self.features: list[Features] = []  # by slot
@@ -62,9 +93,11 @@ class ChainBook:
         self._end_counts = [[value * 10.0, 10.0] for value in self.end_reuse]
         self._ghosts: list[ChainGhost] = []
         self._last_unused = -1
+        self._most_rows = 0
         self._types: dict[str, int] = {}
         self._running: dict[int, tuple[int, int]] = {}  # requests whose answer is awaited: chain, order
-        self._renew_at = _RENEW_MIN
+        self._promised: dict[int, int] = {}  # chains of which blocks are missing that may be stored next: their order
+        self._renewed, self._renew_at = 0, _RENEW_MIN
         self._collect_at = _SLOTS_SLACK
 
     def grow(self, rows: int) -> None:
@@ -97,10 +130,14 @@ class ChainBook:
         if key is not None:
             ghost.remember(key, chain, self.fan[row])
             if ghost.room <= 0:
-                ghost.turn_over(max(_GHOST_MIN, _GHOST_RATIO * rows_here))
+                ghost.turn_over(ghost_limit(rows_here))
+        if rows_here > self._most_rows:
+            self._most_rows = rows_here
         tails = self.chains.tail
         if tails[chain] == row:
-            tails[chain] = self._next_above(row, chain)
+            above = self.residency.rows.parent[row]
+            is_ours = 0 <= above < len(self.owner) and self.owner[above] == chain
+            tails[chain] = above if is_ours else self._next_above(row, chain)
         return chain
 
     def _next_above(self, row: int, chain: int) -> int:
@@ -126,37 +163,26 @@ class ChainBook:
     # Requests
 
     def used(
-        self, rows: Sequence[int], tenant: int, order: int, now_s: float, context: RequestContext | None = None
+        self,
+        rows: Sequence[int],
+        tenant: int,
+        order: int,
+        now_s: float,
+        context: RequestContext | None = None,
+        missing: Sequence[bytes] = (),
+        parent: int = -1,
     ) -> int:
-        """One request used `rows` (head first); the chain that owns them now."""
-        residency, chains = self.residency, self.chains
-        at = np.array(rows, dtype=np.int64)
-        owners = np.frombuffer(self.owner, np.int32)
-        before = owners[at]
-        count = len(rows)
-        fresh = before < 0
-        known = int(fresh.argmax())
-        if known == 0 and not fresh[0]:
-            known = count
-        first = residency.rows.depth[rows[0]]
-        pivot = rows[known - 1] if known else -1
-        if pivot < 0 and first:
-            pivot = residency.rows.parent[rows[0]]
-            if pivot >= len(self.owner) or (pivot >= 0 and self.owner[pivot] < 0):
-                pivot = -1
-        chain = self.owner[pivot] if pivot >= 0 else -1
-        reach = first + known  # how many blocks of the request's path are known
-        length = first + count
-        if chain >= 0 and not known and reach >= chains.length[chain]:
-            return self._extend(chain, at, length, order, now_s)
-        prev = -1
-        if pivot >= 0:
-            if (reach >= 2 or known == count) and self.fan[pivot] < _SHARED_FAN:
-                prev = chain
-            if known < count and self.fan[pivot] < FAN_MAX:
-                self.fan[pivot] += 1
-        if prev >= 0 and not (chains.live[prev] and reach >= chains.length[prev] - 1):
-            prev = -1
+        """One request used `rows` (head first); the chain that owns them now. It owns the blocks `missing` after them
+        as well, as far as the ghost goes: as if they had come and left. Without `rows`, `missing` continue `parent`.
+        """
+        chains, here = self.chains, len(rows)
+        path = self._path(rows, missing, parent, tenant)
+        at, known, count = path.at, path.known, len(path.before)
+        self.asked += count
+        reach, length = path.first + known, path.first + count
+        if path.chain >= 0 and not known and reach >= chains.length[path.chain]:
+            return self._extend(path.chain, at, length, order, now_s, missing, tenant)
+        prev = self._continued(path)
         turn, gap_s, text = 1, 0.0, None
         if prev >= 0:
             turn, gap_s = chains.turn[prev] + 1, now_s - chains.used_s[prev]
@@ -169,21 +195,24 @@ class ChainBook:
             text = context.input_tokens
         # Chains all of whose rows are taken over have none any more.
         if known:
-            whole = before[:known]
+            whole = path.before[: min(known, here)]
             tails = chains.ints(chains.tail)
             ended = whole[tails[whole] == at[:known]]
             tails[ended] = -1
             del tails
         slot = prev if prev >= 0 and chains.tail[prev] < 0 else chains.take()
-        owners[at] = slot
-        del owners
+        np.frombuffer(self.owner, np.int32)[at] = slot
+        for key, (_, fan) in zip(missing, path.lost, strict=True):
+            self._ghosts[tenant].remember(key, slot, fan)
         features = features_of(
-            is_continued=prev >= 0, new_blocks=count - known, length=length, turn=turn, gap_s=gap_s,
-            text_tokens=text,
+            is_continued=prev >= 0, is_branch=reach >= _BRANCH_MIN, new_blocks=count - known, length=length, turn=turn,
+            gap_s=gap_s, text_tokens=text,
             is_answer_awaited=context is not None and context.is_answered_later,
             type_number=self._types.setdefault(context.kind, min(len(self._types), _TYPES_MAX)) if context else 0,
         )  # fmt: skip
-        self._set(slot, features, rows[-1], length, order, now_s)
+        self._set(slot, features, rows[-1] if here else -1, length, order, now_s)
+        if missing:
+            self._promise(slot, tenant, order)
         chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot] = turn, tenant, count - known
         chains.tokens[slot] = -1 if context is None else context.input_tokens
         if context is not None and context.is_answered_later:
@@ -193,33 +222,126 @@ class ChainBook:
         self._count_request(now_s)
         return slot
 
+    def _path(self, rows: Sequence[int], missing: Sequence[bytes], parent: int, tenant: int) -> _Path:
+        """What is known of a request's blocks before it came."""
+        columns, here = self.residency.rows, len(rows)
+        at = np.array(rows, dtype=np.int64)
+        before = np.frombuffer(self.owner, np.int32)[at]
+        lost: list[tuple[int, int]] = []
+        if missing:
+            recall = self._ghosts[tenant].recall
+            lost = [recall(key) for key in missing]
+            before = np.concatenate([before, np.array([chain for chain, _ in lost], np.int32)])
+        fresh = before < 0
+        known = int(fresh.argmax())
+        if known == 0 and not fresh[0]:
+            known = len(before)
+        if here:
+            first, parent = columns.depth[rows[0]], columns.parent[rows[0]]
+        else:
+            first = columns.depth[parent] + 1 if parent >= 0 else 0
+        pivot = rows[min(known, here) - 1] if known and here else -1
+        if not known and first:
+            pivot = parent
+            if pivot >= len(self.owner) or (pivot >= 0 and self.owner[pivot] < 0):
+                pivot = -1
+        if known > here:  # where the known part ends there is no row any more
+            chain, fan = lost[known - here - 1]
+        else:
+            chain, fan = (self.owner[pivot], self.fan[pivot]) if pivot >= 0 else (-1, 0)
+        return _Path(at, before, lost, known, first, pivot, chain, fan)
+
+    def _continued(self, path: _Path) -> int:
+        """The chain that the request continues, or -1; counts those that follow the last known block."""
+        known, count, chain, chains = path.known, len(path.before), path.chain, self.chains
+        if chain < 0:
+            return -1
+        reach = path.first + known
+        if known < count and path.fan < FAN_MAX:
+            if known > len(path.at):
+                path.lost[known - len(path.at) - 1] = chain, path.fan + 1
+            else:
+                self.fan[path.pivot] += 1
+        is_own = (reach >= 2 or known == count) and path.fan < _SHARED_FAN
+        return chain if is_own and chains.live[chain] and reach >= chains.length[chain] - 1 else -1
+
     def answered(self, number: int, output_tokens: int, now_s: float, hint: int = 0) -> int:
         """The request has ended; its chain, or -1 when that is another request's by now."""
         chain, order = self._running.pop(number, (-1, 0))
         chains = self.chains
         if chain < 0 or chains.order[chain] != order or not chains.live[chain]:
             return -1
-        chains.tokens[chain] += output_tokens
+        self.ended(chain, output_tokens, now_s, hint)
+        return chain
+
+    def ended(self, chain: int, output_tokens: int, now_s: float, hint: int) -> None:
+        """The request that used the chain last has ended with an answer (0: of unknown length)."""
+        chains = self.chains
+        if output_tokens and chains.tokens[chain] >= 0:
+            chains.tokens[chain] += output_tokens
         now_bin, reached = bin_of(now_s - chains.used_s[chain]), chains.bin[chain]
         if reached < now_bin:
             self.tables.passed(chains.cell[chain], reached, now_bin)
             chains.bin[chain] = now_bin
-        self.features[chain] = features = with_answer(self.features[chain], output_tokens, hint)
+        before = self.features[chain]
+        features = with_answer(before, output_tokens, hint) if output_tokens else before._replace(hint=hint)
+        self.features[chain] = features
         chains.cell[chain] = self.tables.cell(features)  # its rank follows with the next look at all
-        return chain
 
-    def _extend(self, chain: int, at: npt.NDArray[np.int64], length: int, order: int, now_s: float) -> int:
-        """The same request goes on: what it missed, or its answer, has been stored."""
+    def is_promised(self, chain: int) -> bool:
+        """Whether blocks that the chain's last request missed may be stored yet."""
+        return chain >= 0 and self._promised.get(chain) == self.chains.order[chain]
+
+    def owner_of(self, key: bytes, tenant: int) -> int:
+        """The chain of a block that is not in the tier, as far as is known, or -1."""
+        return self._ghosts[tenant].recall(key)[0]
+
+    def _promise(self, chain: int, tenant: int, order: int) -> None:
+        self._promised.pop(chain, None)
+        self._promised[chain] = order
+        if len(self._promised) > _RUNNING_MAX:
+            del self._promised[next(iter(self._promised))]
+        ghost = self._ghosts[tenant]
+        if ghost.room <= 0:
+            ghost.turn_over(ghost_limit(self._most_rows))
+
+    def filled(self, rows: Sequence[int], chain: int) -> int:
+        """Of `rows`, which have just been stored, the leading ones that the chain's request had missed: how many."""
+        owner = self.owner
+        count = next((at for at, row in enumerate(rows) if owner[row] != chain), len(rows))
+        self._ghosts[self.chains.tenant[chain]].room += count  # they are counted when they leave
+        tails, depth = self.chains.tail, self.residency.rows.depth
+        last = rows[count - 1]
+        if tails[chain] < 0 or depth[last] > depth[tails[chain]]:
+            tails[chain] = last
+            self.chains.blocked[chain] = 0
+        return count
+
+    def _extend(
+        self,
+        chain: int,
+        at: npt.NDArray[np.int64],
+        length: int,
+        order: int,
+        now_s: float,
+        missing: Sequence[bytes],
+        tenant: int,
+    ) -> int:
+        """The same request goes on: what it missed, or its answer, has been stored, or is about to be."""
         chains = self.chains
         np.frombuffer(self.owner, np.int32)[at] = chain
-        chains.new_blocks[chain] += len(at)
+        for key in missing:
+            self._ghosts[tenant].remember(key, chain, 0)
+        chains.new_blocks[chain] += len(at) + len(missing)
         kind, _, _, turn, answer, gap, text, hint, type_number = self.features[chain]
         fresh = features_of(
-            is_continued=bool(kind), new_blocks=chains.new_blocks[chain], length=length, turn=1, gap_s=0.0,
+            is_continued=False, new_blocks=chains.new_blocks[chain], length=length, turn=1, gap_s=0.0,
             text_tokens=None, type_number=type_number,
         )  # fmt: skip
-        features = fresh._replace(turn=turn, answer=answer, gap=gap, text=text, hint=hint)
-        self._set(chain, features, int(at[-1]), length, order, now_s)
+        features = fresh._replace(kind=kind, turn=turn, answer=answer, gap=gap, text=text, hint=hint)
+        self._set(chain, features, int(at[-1]) if len(at) else chains.tail[chain], length, order, now_s)
+        if missing:
+            self._promise(chain, tenant, order)
         return chain
 
     def _set(self, slot: int, features: Features, tail: int, length: int, order: int, now_s: float) -> None:
@@ -287,12 +409,18 @@ class ChainBook:
 
     def _count_request(self, now_s: float) -> None:
         self.requests += 1
+        if self.requests >= self._renew_at + _OVERDUE:  # nobody asks
+            self.renew_if_due(now_s)
+
+    def renew_if_due(self, now_s: float) -> None:
+        """Let what has been seen count. Asked for before the chains are ranked."""
         if self.requests < self._renew_at:
             return
-        step = max(_RENEW_MIN, self.requests // _RENEW_SHARE)
-        self._renew_at = self.requests + step
+        passed = self.requests - self._renewed
+        self._renewed = self.requests
+        self._renew_at = self.requests + min(max(_RENEW_MIN, self.requests // _RENEW_SHARE), _RENEW_MAX)
         self._age(now_s)
-        self.tables.renew(self._decay**step)
+        self.tables.renew(self._decay**passed)
         if self.chains.in_use >= self._collect_at:
             self._collect()
             self._collect_at = 2 * self.chains.in_use + _SLOTS_SLACK

@@ -3,7 +3,8 @@
 Worth is uses to be had a second of holding one more block: the rank of the chain, times the chance that its next
 request goes as far as this block, plus the touches that others give it. Rows age all the time, so the order is made
 anew now and then: then the least worth are drawn into a heap, and the others wait above its ceiling. In between only
-what was used, or lost a block, is looked at again.
+what was used, or lost a block, is looked at again. The more chains there are, the rarer the draws, so that what they
+cost a request does not grow with the tier.
 
 Owns the heap. Never changes residency.
 """
@@ -21,8 +22,9 @@ from kvstored.residency import ResidencyView
 
 _LEFTOVER = 1e-9  # what is left of a chain that another one has continued
 _LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of all
-_FRESH_S = 1.0
-_FRESH_REQUESTS = 4
+_STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as many as an eighth of all chains,
+_STALE_S, _STALE_MAX_S, _STALE_CHAINS = 1.0, 30.0, 64  # and after a second for so many chains, that being at least one
+_STALE_ASKED = 256  # and so many blocks asked for, which share what a draw costs
 _LATE_S = 30.0
 _SLACK = 1024
 _NEVER_S = -1e18
@@ -46,13 +48,14 @@ class Candidates:
         self._heap: list[Entry] = []
         self._ceiling = -1.0
         self._numbers = 0
-        self._drawn_s = _NEVER_S
-        self._drawn_requests = 0
+        self._stale_s = _NEVER_S  # when the draw is stale, if not before:
+        self._stale_asked = 0
+        self._looks_left = 0  # after so many more looks
 
     def first(self, now_s: float, exclude: Container[int]) -> int:
         """The row that goes first, or -1 when none of the chains' tails may leave and is not excluded."""
         book = self._book
-        if now_s - self._drawn_s >= _FRESH_S or book.requests - self._drawn_requests >= _FRESH_REQUESTS:
+        if self._looks_left <= 0 or (now_s >= self._stale_s and book.asked >= self._stale_asked):
             self._draw(now_s)
         heap, entry, tails = self._heap, book.chains.entry, book.chains.tail
         skipped: list[Entry] = []
@@ -94,11 +97,18 @@ class Candidates:
         worth = base * book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
         return worth + book.shared_rate(row, now_s) if book.shared[row] else worth
 
+    def worth_of_new(self, chain: int, depth: int) -> float:
+        """Of a block of the chain's that is not here, in that depth."""
+        chains = self._book.chains
+        distance = max(0, chains.length[chain] - depth - 1)
+        return chains.base[chain] * self._book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
+
     def look_at(self, chain: int, now_s: float) -> None:
         """The chain's tail or rank is another one."""
         book = self._book
         worth = self.worth(chain, now_s)
         self._numbers += 1
+        self._looks_left -= 1
         book.chains.entry[chain] = self._numbers
         if worth <= self._ceiling:
             entry = (worth, book.chains.order[chain], chain, self._numbers)
@@ -109,16 +119,19 @@ class Candidates:
                 heappush(heap, entry)
                 if len(heap) > 4 * book.chains.in_use + _SLACK:  # nobody has asked for long
                     heap.clear()
-                    self._ceiling, self._drawn_s = -1.0, _NEVER_S
+                    self._ceiling, self._looks_left = -1.0, 0
 
     def _draw(self, now_s: float) -> None:
         book = self._book
         chains = book.chains
-        self._drawn_s, self._drawn_requests = now_s, book.requests
+        book.renew_if_due(now_s)
         tails = chains.ints(chains.tail)
         eligible = (tails >= 0) & ~chains.flags(chains.blocked)
         eligible &= chains.ints(chains.tenant) == self._tenant
         slots = np.flatnonzero(eligible)
+        self._looks_left = max(_STALE_LOOKS, len(slots) // _STALE_SHARE)
+        self._stale_s = now_s + min(max(_STALE_S, len(slots) / _STALE_CHAINS), _STALE_MAX_S)
+        self._stale_asked = book.asked + _STALE_ASKED
         rows = tails[slots]
         cells = chains.ints(chains.cell)[slots].astype(np.int64)
         base = book.tables.ranks(cells, bins_of(now_s - chains.floats(chains.used_s)[slots]))

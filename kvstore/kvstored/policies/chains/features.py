@@ -19,7 +19,7 @@ AWAITED = -1  # will be known later
 
 
 class Features(NamedTuple):
-    """Of one use of a chain. `kind`: 0 new, 1 continued."""
+    """Of one use of a chain. `kind`: 0 new, 1 continued, 2 new but for two blocks or more of others."""
 
     kind: int
     new_blocks: int
@@ -42,10 +42,11 @@ def features_of(
     text_tokens: int | None,
     type_number: int,
     is_answer_awaited: bool = False,
+    is_branch: bool = False,
 ) -> Features:
     """`gap_s`: since the chain was used before; `text_tokens`: what the user added; the answer is not known yet."""
     return Features(
-        int(is_continued),
+        1 if is_continued else 2 if is_branch else 0,
         bisect_right(_NEW_BLOCKS, new_blocks),
         bisect_right(_LENGTH, length),
         bisect_right(_TURNS, turn),

@@ -48,13 +48,20 @@ class LruGuard:
             self._mask = mask
             self._held = OrderedDict((name, None) for name in self._held if not name[1][-1] & mask)
 
-    def used(self, tenant: int, keys: Sequence[bytes | None], rows: Sequence[int], fresh: int) -> None:
-        """A request used the blocks `keys[row]` of `rows`; the last `fresh` were missing."""
+    def used(
+        self,
+        tenant: int,
+        keys: Sequence[bytes | None],
+        rows: Sequence[int],
+        fresh: int,
+        missing: Sequence[bytes] = (),
+    ) -> None:
+        """A request used the blocks `keys[row]` of `rows`; the last `fresh` were missing, and `missing` still are."""
         held, mask = self._held, self._mask
         hits = ours = 0
-        last = len(rows) - fresh
-        for at in range(len(rows) - 1, -1, -1):
-            key = keys[rows[at]]
+        last, count = len(rows) - fresh, len(rows)
+        for at in range(count + len(missing) - 1, -1, -1):
+            key = keys[rows[at]] if at < count else missing[at - count]
             if key is None or key[-1] & mask:
                 continue
             name = (tenant, key)

@@ -21,7 +21,7 @@ from kvstored.policies.chains.features import AWAITED, Features
 from kvstored.policies.chains.gittins import BINS, EDGES_S, WIDTHS_S, Floats, ranks
 
 Ints = npt.NDArray[np.int64]
-_CELLS_MAX = 8192
+_CELLS_MAX = 4096
 _STEPS_MAX = 6  # of a ladder: the root and five features
 _SHRINK_FIRST, _SHRINK = 15.0, 30.0  # how many exposures of its own a step needs to weigh as much as the one above
 _LEAST, _MOST = 1e-7, 0.999
@@ -101,6 +101,8 @@ class HazardTables:
             self._set_path(found, number, features)
         self._told[found] = self._mixed[found] = FLAT
         self._hint_of[found] = min(max(features.hint, 0), _HINTS_MAX)
+        if features.hint > 0:  # what comes is held against what is foretold without it, not against a guess
+            self._make(np.array([found]))
         return found
 
     def _set_path(self, cell: int, number: int, features: Features) -> None:
@@ -133,7 +135,9 @@ class HazardTables:
     def returned(self, cell: int, at_bin: int) -> None:
         self.evidence += np.log(np.maximum(self._told[cell, :, at_bin], _LEAST))
         self._hinted[self._hint_of[cell]] += (self._mixed[cell, at_bin], 1.0)
-        self._counts[self._paths[cell].reshape(-1), :, at_bin] += 1.0
+        counts, places = self._counts.reshape(-1), self._paths[cell].reshape(-1) * (2 * BINS) + at_bin
+        counts[places] += 1.0
+        counts[places + BINS] += 1.0
 
     def renew(self, factor: float) -> None:
         """Decay the counts; ranks asked for from now on are made anew."""

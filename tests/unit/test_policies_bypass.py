@@ -1,0 +1,163 @@
+"""What the daemon tells a policy that a whole request would: what a get missed, what is about to come, what an engine
+expects; and that the chain policy turns the same into the same decisions, bypass among them.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clock import ManualClock
+from kvstored.policies import ChainHint, create
+from kvstored.policies.chain_hazard import ChainHazard
+from kvstored.simulator.replay import Replay, ReplaySettings
+from kvstored.simulator.trace import Op, Trace, TraceBuilder
+from kvstored.verbs.hints import DUE_MAX_MS, Hints
+from tests.reference.blocks import Shelf, key
+
+S = 1_000_000_000
+SESSION: Any = SimpleNamespace(
+    tenant_id=0, fingerprint=Fingerprint("m", "w", groups=(LayerGroup(0, layers=(0,), bytes_per_token_per_layer=8),))
+)
+
+
+def chats_and_strays(ops: tuple[Op, ...], requests: int = 1200) -> Trace:
+    """Sessions that go on until they end, and prompts that nobody asks for again; each request as `ops`."""
+    chance, at_us = random.Random(4), 0
+    fresh = iter(range(10**7))
+    builder = TraceBuilder("made", "made", 64)
+    chats: list[list[int]] = [[next(fresh) for _ in range(3)] for _ in range(16)]
+    for _ in range(requests):
+        at_us += round(chance.expovariate(1 / 1.5) * 1e6) + 1
+        if chance.random() < 0.6:
+            blocks = chance.choice(chats)
+            blocks += [next(fresh) for _ in range(chance.randrange(1, 3))]
+            if len(blocks) > 16:
+                blocks[:] = [next(fresh) for _ in range(3)]
+        else:
+            blocks = [next(fresh) for _ in range(20)]
+        for op in ops:
+            builder.add(1000 * at_us, list(blocks), op=op)
+    return builder.build()
+
+
+@pytest.mark.parametrize("capacity", [60, 120])
+def test_a_get_and_a_put_are_worth_what_a_whole_request_is(capacity: int) -> None:
+    whole = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings(ChainHazard.name, capacity)).run()
+    apart = Replay(chats_and_strays((Op.GET, Op.PUT)), ReplaySettings(ChainHazard.name, capacity)).run()
+    lru = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings("lru", capacity)).run()
+    assert apart.evicted["bypassed"] > 100
+    assert apart.hits.sum() > 0.95 * whole.hits.sum()
+    assert apart.hits.sum() > 1.1 * lru.hits.sum()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "fifo", "arc", "s3-fifo"])
+def test_who_ranks_no_chains_declines_nothing(policy: str) -> None:
+    trace = chats_and_strays((Op.GET, Op.PUT), requests=200)
+    assert Replay(trace, ReplaySettings(policy, 60)).run().evicted["bypassed"] == 0
+
+
+def test_what_was_declined_is_remembered_as_evicted() -> None:
+    shelf = Shelf()
+    shelf.residency.pass_by(0, key(3), 5)
+    absence = shelf.residency.why_missing(0, key(3))
+    assert (absence.cause.name, absence.accesses) == ("EVICTED", 1)
+
+
+def in_force(shelf: Shelf) -> ChainHazard:
+    policy = create(ChainHazard.name, shelf.residency, 0)
+    assert isinstance(policy, ChainHazard)
+    policy.requests_min = policy.returns_min = 0  # type: ignore[misc]
+    return policy
+
+
+def test_a_block_that_nobody_announced_is_not_declined() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    rows = shelf.chain(1, 2, 3)
+    assert not policy.declines(0, key(9), 0, rows[-1], S)
+
+
+def test_a_chain_is_not_displaced_by_its_own_continuation() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    rows = shelf.chain(1, 2, 3)
+    shelf.residency.request_run(0, rows, [key(4), key(5)], 2 * S)
+    assert policy.next_victim(2 * S) == rows[-1]
+    assert policy.declines(0, key(5), 4, rows[-1], 2 * S)
+
+
+def hints_over(shelf: Shelf, policy: ChainHazard, now_ns: int) -> Hints:
+    unused: Any = None
+    return Hints(
+        shelf.residency, unused, unused, ManualClock(now_ns), max_keys=8, lease_ttl_ms=1000, prefetch_budget_bytes=0,
+        policies=[policy],
+    )  # fmt: skip
+
+
+def test_a_queued_request_keeps_its_chain() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    first = shelf.chain(1, 2, 3)
+    shelf.now_ns = S
+    shelf.chain(11, 12, 13)
+    assert policy.next_victim(300 * S) == first[-1]
+    keys = b"".join(map(key, (1, 2, 3)))
+    reply = hints_over(shelf, policy, 300 * S).hint(SESSION, pb.Hint(set=pb.KeySet(keys=keys), due_in_ms=2000))
+    assert reply.known_blocks == 3
+    assert policy.next_victim(300 * S) not in first
+
+
+@pytest.mark.parametrize(
+    "told", [ChainHint(will_continue=0.95), ChainHint(next_step=1), ChainHint(will_continue=0.0, answer_tokens=40)]
+)
+def test_what_is_told_becomes_a_feature_of_the_chain(told: ChainHint) -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    rows = shelf.chain(1, 2, 3)
+    policy.told(0, rows[-1], key(3), told, 2 * S)
+    features = policy._book.features[policy._book.owner[rows[-1]]]
+    expected = 1 + min(int(told.will_continue * 5), 4) if told.will_continue is not None else 5 + told.next_step
+    assert features.hint == expected
+    assert (features.answer > 0) == (told.answer_tokens > 0)
+
+
+def test_a_hint_about_what_is_unknown_changes_nothing() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    policy.told(0, -1, key(7), ChainHint(will_continue=0.5, due_ns=S), S)
+    assert policy.next_victim(S) == -1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"will_continue": 1.5}, "from 0 to 1"),
+        ({"will_continue": float("nan")}, "from 0 to 1"),
+        ({"due_in_ms": DUE_MAX_MS + 1}, "due_in_ms"),
+        ({"set": pb.KeySet()}, "last key"),
+        ({"set": pb.KeySet(keys=key(1) * 9)}, "limit is 8"),
+        ({"set": pb.KeySet(group=4, keys=key(1))}, "layer group 4"),
+    ],
+)
+def test_a_hint_that_makes_no_sense_is_refused(fields: dict[str, Any], words: str) -> None:
+    shelf = Shelf()
+    with pytest.raises(KVStoreError, match=words) as caught:
+        hints_over(shelf, in_force(shelf), S).hint(SESSION, pb.Hint(**{"set": pb.KeySet(keys=key(1)), **fields}))
+    assert caught.value.kind in (ErrorKind.INVALID, ErrorKind.TOO_LARGE)
+
+
+def test_a_next_step_of_a_later_release_is_none() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    shelf.chain(1, 2, 3)
+    hint = pb.Hint(set=pb.KeySet(keys=key(3)))
+    hint.MergeFromString(bytes((4 << 3, 99)))  # next_step = 99
+    hints_over(shelf, policy, S).hint(SESSION, hint)
+    assert policy._book.features[policy._book.owner[2]].hint <= 0
