@@ -51,6 +51,11 @@ class BenchDaemon:
                 return int(line.split()[1]) * 1024
         raise RuntimeError(f"process {self.pid} has no resident memory: it has ended")
 
+    def processor_s(self) -> float:
+        """What its threads have used of all processors, in ticks of the kernel's clock."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def admin(self, method: str, request: Any) -> Any:
         """One call of the Admin service."""
         target, options = f"unix:{self.socket_dir}/admin.sock", (("grpc.use_local_subchannel_pool", 1),)

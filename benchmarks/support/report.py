@@ -17,7 +17,11 @@ AT_MOST, AT_LEAST = "<=", ">="
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. `target` bounds its ratio to the baseline; None for a figure that only informs."""
+    """One figure. `target` bounds its ratio to the baseline; None for a figure that only informs.
+
+    Where it was measured in the same run: `possible` is what the figure would be if nothing were done but what
+    `possible_name` says, which no code can leave out; `memcpy`, the speed of one thread's copy of the same bytes.
+    """
 
     name: str
     value: float
@@ -26,10 +30,22 @@ class Row:
     baseline_name: str
     bound: str = AT_MOST
     target: float | None = None
+    possible: float | None = None
+    possible_name: str = ""
+    memcpy: float | None = None
 
     @property
     def ratio(self) -> float:
         return self.value / self.baseline
+
+    @property
+    def ceiling(self) -> float | None:
+        """The ratio that is possible at all; None where that was not measured."""
+        return None if self.possible is None else self.possible / self.baseline
+
+    @property
+    def baseline_of_memcpy(self) -> float | None:
+        return None if self.memcpy is None else self.baseline / self.memcpy
 
     @property
     def met(self) -> bool | None:
@@ -39,8 +55,12 @@ class Row:
         return self.ratio <= self.target if self.bound == AT_MOST else self.ratio >= self.target
 
     def as_json(self) -> dict[str, object]:
-        numbers = {"value": self.value, "baseline": self.baseline, "ratio": self.ratio}
-        return {**asdict(self), **{name: significant(number) for name, number in numbers.items()}, "met": self.met}
+        numbers = {
+            "value": self.value, "baseline": self.baseline, "ratio": self.ratio, "possible": self.possible,
+            "ceiling": self.ceiling, "memcpy": self.memcpy, "baseline_of_memcpy": self.baseline_of_memcpy,
+        }  # fmt: skip
+        told = {name: significant(number) for name, number in numbers.items() if number is not None}
+        return {**asdict(self), **told, "met": self.met}
 
 
 def within(name: str, value: float, unit: str, limit: float) -> Row:
@@ -69,10 +89,13 @@ def main(measure: Measure, about: str) -> int:
 
 def table(objects: Sequence[dict[str, object]]) -> str:
     """Rows as `Row.as_json` gives them, for people."""
-    lines = [("", "measured", "baseline", "ratio", "target", ""), *(_cells(fields) for fields in objects)]
+    head = ("", "measured", "baseline", "ratio", "target", "", "possible")
+    lines = [head, *(_cells(fields) for fields in objects)]
+    if not any(line[-1] for line in lines[1:]):
+        lines = [line[:-1] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [
-        [cell.ljust(width) if column in (0, 2) else cell.rjust(width) for column, (cell, width) in enumerate(cells)]
+        [cell.ljust(width) if column in (0, 2, 6) else cell.rjust(width) for column, (cell, width) in enumerate(cells)]
         for cells in (zip(line, widths, strict=True) for line in lines)
     ]
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
@@ -93,4 +116,15 @@ def _cells(fields: dict[str, object]) -> tuple[str, ...]:
         f"{fields['ratio']:.2f}x",
         "" if target is None else f"{fields.get('bound', '')} {target}x",
         verdict,
+        _possible(fields),
     )
+
+
+def _possible(fields: dict[str, object]) -> str:
+    """The ratio that is possible at all, and how much of memcpy's speed the baseline has already."""
+    told = []
+    if fields.get("ceiling") is not None:
+        told.append(f"{fields['ceiling']:.2f}x by {fields['possible_name']}")
+    if fields.get("baseline_of_memcpy") is not None:
+        told.append(f"the baseline is {fields['baseline_of_memcpy']:.2f} of memcpy")
+    return "; ".join(told)

@@ -22,6 +22,7 @@ from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock
 from kvstore_tiers.nvme.repair import repair_directory
 from kvstore_tiers.testing.driving import block, finish, get, put
 from kvstored.cli import EXIT_DAMAGE, EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
+from tests.reference.examples import examples
 
 CAPACITY_BYTES = 3 << 20
 PAYLOAD_BYTES = 10_000
@@ -275,7 +276,7 @@ def inflict(directory: Path, kind: str, where: int, amount: int) -> None:
             slab.write_bytes(raw)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(wounds())
 def test_any_damage_is_mended(filled: Path, inflicted: list[tuple[str, int, int]]) -> None:
     with tempfile.TemporaryDirectory(prefix="kvr-") as temporary:

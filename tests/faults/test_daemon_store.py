@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -99,10 +100,15 @@ def test_a_put_that_nobody_waits_for_any_more_never_mixes_with_the_next_one() ->
     with running_daemon(*settings, failpoints="host.before-copy=delay:0.05") as daemon:
         blocks = (1 << 20) // SLOT
         with daemon.connect(MODEL) as session:
-            for conversation in (1, 2):  # a third would be one silence too many for its link
-                payloads = payloads_of(conversation, blocks, MODEL)
-                given_up = session.put(tokens_of(conversation, blocks), payloads=payloads, deadline_s=0.05)
-                assert given_up.stored_blocks == 0
+            assert session.put(tokens_of(3, 1), payloads=payloads_of(3, 1, MODEL)).stored_blocks == 1, "it has its loan"
+            with daemon.frozen():
+                session._clock = lambda: 0.0  # however slow this machine is, all of it is sent
+                payloads = payloads_of(1, blocks, MODEL)
+                given_up = session.put(tokens_of(1, blocks), payloads=payloads, deadline_s=0.05)
+                assert given_up.statuses == ["failed"] * blocks
+                session._clock = time.monotonic
+            # A third would be one silence too many for its link.
+            session.put(tokens_of(2, blocks), payloads=payloads_of(2, blocks, MODEL), deadline_s=0.05)
             receipt = session.put(tokens_of(9, blocks), payloads=payloads_of(9, blocks, MODEL), deadline_s=30)
             assert receipt.statuses == ["stored"] * blocks
             for conversation in (1, 2, 9):
@@ -116,7 +122,7 @@ def test_a_client_whose_streams_break_cannot_pile_up_stores() -> None:
     """What a broken stream left under way counts against the client until it has ended."""
     settings = ("nvme.enabled=false", "host.copy_threads=1", "limits.inflight_per_client=3")
     with (
-        running_daemon(*settings, failpoints="host.before-copy=delay:0.3") as daemon,
+        running_daemon(*settings, failpoints="host.before-copy=delay:3@1-1") as daemon,
         RawClient(daemon.socket_dir, MODEL) as raw,
     ):
         loan = raw.ask(lend=pb.Lend()).lend

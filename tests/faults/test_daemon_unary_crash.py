@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import grpc
 import pytest
 
@@ -45,7 +47,25 @@ def test_an_early_answer_does_not_say_durable_too_soon() -> None:
         assert names(stored.statuses) == ["STORED"] * 2
         assert list(stored.durability) == [kv.DURABILITY_PENDING] * 2
         assert client.lookup(chain).usable_blocks == 2
-        assert list(client.put(chain, payloads_of(1, 2, MODEL)).durability) == [kv.DURABILITY_VOLATILE] * 2
+        again = client.put(chain, payloads_of(1, 2, MODEL), answer_early=True)
+        assert names(again.statuses) == ["PRESENT"] * 2
+        assert list(again.durability) == [kv.DURABILITY_PENDING] * 2
+
+
+def test_what_was_stored_without_durability_is_made_durable_by_a_put_that_asks_for_it() -> None:
+    with running_daemon() as daemon:
+        target = f"unix:{daemon.socket_dir}/unary.sock"
+        chain, payloads = by_tokens(MODEL, tokens_of(1, 3)), payloads_of(1, 3, MODEL)
+        with unary_client(target) as client:
+            stored = client.put(chain, payloads, durability=kv.DURABILITY_MODE_NONE)
+            assert list(stored.durability) == [kv.DURABILITY_VOLATILE] * 3
+            again = client.put(chain, payloads, durability=kv.DURABILITY_MODE_ALWAYS, answer_early=True)
+            assert names(again.statuses) == ["PRESENT"] * 3
+            assert list(again.durability) == [kv.DURABILITY_DURABLE] * 3
+        daemon.kill9()
+        daemon.restart()
+        with unary_client(target) as client:
+            assert list(client.get(chain).payloads) == [payload.tobytes() for payload in payloads]
 
 
 @pytest.mark.parametrize("method", ["Put", "Get"])
@@ -56,14 +76,21 @@ def test_a_caller_that_hangs_up_leaves_nothing(method: str) -> None:
         for round_ in range(20):
             daemon.drop("host")
             if method == "Get":
-                call = client.stub.Get.future(pb.UnaryGetRequest(chain=stored))
+                begin, request = client.stub.Get.future, pb.UnaryGetRequest(chain=stored)
             else:
                 payloads = [payload.tobytes() for payload in payloads_of(2 + round_, 8, MODEL)]
                 chain = by_tokens(MODEL, tokens_of(2 + round_, 8))
-                call = client.stub.Put.future(pb.UnaryPutRequest(chain=chain, payloads=payloads))
-            call.cancel()
-            with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
-                call.result()
+                begin, request = client.stub.Put.future, pb.UnaryPutRequest(chain=chain, payloads=payloads)
+            if round_ % 2:
+                with daemon.frozen(), pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
+                    call = begin(request)
+                    call.cancel()
+                    call.result()
+            else:  # at whatever point it is, or after its end
+                call = begin(request)
+                call.cancel()
+                with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):
+                    call.result()
         assert eventually(lambda: daemon.status().leases == 0 and daemon.status().reservations == 0)
         assert list(client.get(stored).payloads) == [payload.tobytes() for payload in payloads_of(1, 8, MODEL)]
         assert "Traceback" not in daemon.log

@@ -299,7 +299,7 @@ def test_an_interrupt_gives_the_memory_back(daemon: RunningDaemon) -> None:
     holder = holder_pid(daemon.state_dir)
     assert daemon.process is not None
     daemon.process.send_signal(signal.SIGINT)
-    assert daemon.process.wait(30) == 0
+    assert daemon.process.wait(60) == 0
     assert eventually(lambda: not Path(f"/proc/{holder}").exists())
     daemon.restart()
     assert daemon.status().blocks == 0

@@ -111,7 +111,7 @@ def test_mistakes_are_one_line(directory: Path, capsys: pytest.CaptureFixture[st
     assert main(["inspect", str(directory), "slot", "one"]) == EXIT_USAGE
     assert main(["inspect", str(directory), "slot", "1:9999"]) == EXIT_FAILED
     assert main(["inspect", str(directory), "slot", "7:0"]) == EXIT_FAILED
-    assert main(["inspect", str(directory), "block", "xyz"]) == EXIT_FAILED
+    assert main(["inspect", str(directory), "block", "xyz"]) == EXIT_USAGE
     assert main(["inspect", str(directory), "block", "000000"]) == EXIT_FAILED
     captured = capsys.readouterr()
     assert len(captured.err.splitlines()) == 6 and "Traceback" not in captured.err

@@ -33,7 +33,7 @@ def daemon() -> Iterator[RunningDaemon]:
 @pytest.fixture
 def session(daemon: RunningDaemon) -> Iterator[Session]:
     """Four blocks are stored, and the index is mapped."""
-    with daemon.connect(deadline_s=0.2) as connected:
+    with daemon.connect() as connected:
         connected.put(TOKENS, payloads=payloads_of(1, 4, MODEL), wait="settled")
         assert eventually(lambda: connected.probe(tokens_of(1, 5)).reason == "absent")
         yield connected

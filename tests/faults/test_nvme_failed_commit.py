@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -54,6 +55,16 @@ def medium(monkeypatch: pytest.MonkeyPatch) -> Medium:
 
 def open_tier(path: Path) -> NvmeTier:
     return NvmeTier.open(path, 3 << 20, slab_bytes=512 << 10, io_threads=1)
+
+
+def test_nothing_is_durable_in_a_file_that_was_removed(tmp_path: Path) -> None:
+    with closing(open_tier(tmp_path / "nvme")) as tier:
+        put(tier, *block(1, 5000))
+        assert finish(tier.sync).ok
+        shutil.rmtree(tmp_path / "nvme")
+        assert put(tier, *block(2, 5000)) is not None, "an open file takes it all the same"
+        outcome = finish(tier.sync)
+        assert outcome.errno == errno.ENOENT and "removed" in outcome.message
 
 
 @pytest.mark.parametrize("failures", [1, 2])

@@ -18,7 +18,7 @@ from kvstored.scrub.worker import Settings
 from tests.reference.hanging_daemon import LIMIT_VARIABLE, HangingDaemon
 from tests.reference.running_daemon import ended_with, model, payloads_of, tokens_of
 
-FAR_S = 30.0
+FAR_S = 60.0
 
 
 def test_a_daemon_on_a_disk_that_hangs_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_a_short_run_of_everything(place: Path) -> None:
 
 
 def test_what_was_not_asked_for_is_null_with_a_reason(place: Path) -> None:
-    result = run(place, "--seed", "4", "--seconds", "4", "--only", "corruption")
+    result = run(place, "--seed", "4", "--seconds", "120", "--only", "corruption", "--stop-at", "corruption=50")
     assert result["corruptions"] > 20 and result["served_wrong"] == 0
     assert result["kills"] is None and "not asked for" in result["kills_why_null"]
 

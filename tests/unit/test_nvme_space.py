@@ -14,6 +14,7 @@ from kvstore_tiers.nvme.check import bytes_used, check_directory
 from kvstore_tiers.nvme.directory import TierDirectory, allocated_bytes
 from kvstore_tiers.nvme.space import SlabSpace
 from kvstore_tiers.testing.driving import block, finish, put
+from tests.reference.examples import examples
 
 CAPACITY_BYTES = 12 << 20
 SMALL_BYTES, LARGE_BYTES = 1, 100_000
@@ -64,7 +65,7 @@ def test_a_smaller_capacity_costs_slabs_and_a_smaller_index(tmp_path: Path) -> N
 sizes = st.sampled_from([8192, 12_288, 65_536, 1 << 20])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), sizes), max_size=12))
 def test_the_sum_never_exceeds_the_capacity(tmp_path_factory: object, steps: list[tuple[bool, int]]) -> None:
     """Slots of one size are taken until there are none, or all of them are given back."""

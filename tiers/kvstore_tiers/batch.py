@@ -7,6 +7,7 @@ Invariant: the outcomes are handed over once, in the order of the transfers, whe
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvstore_tiers.base import Outcome, OutcomeKind
@@ -14,18 +15,24 @@ from kvstore_tiers.threads import Transfer, deliver, run_transfer
 
 
 class Batch:
-    """Transfers in interleaved parts, each run by one thread; whoever ends the last part hands over all outcomes."""
+    """Transfers that up to `parts` threads take one by one, so that a thread that comes late, or loses its core, holds
+    up one transfer and not its share of all; whoever ends the last part hands over all outcomes."""
 
     def __init__(self, transfers: Sequence[Transfer], parts: int, done: Callable[[Sequence[Outcome]], None]) -> None:
         self._transfers = transfers
-        self._parts = parts
         self._done = done
         self._outcomes = [Outcome(OutcomeKind.CANCELLED, message="the tier is closed")] * len(transfers)
+        self._left = deque(range(len(transfers)))
         self._parts_left = parts
         self._ending = threading.Lock()
 
-    def run(self, number: int) -> None:
-        for position in range(number, len(self._transfers), self._parts):
+    def run(self) -> None:
+        left = self._left
+        while left:
+            try:
+                position = left.popleft()
+            except IndexError:  # another thread took the last one just now
+                break
             self._outcomes[position] = run_transfer(self._transfers[position])
         self.end_part()
 

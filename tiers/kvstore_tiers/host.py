@@ -274,8 +274,8 @@ class HostTier(Tier):
             transfers.append(partial(self._copies.store, self.slot_segment(slot), header, segments))
         parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
         batch = Batch(transfers, parts, done)
-        for number in range(parts):
-            if not self._threads.post(partial(batch.run, number)):
+        for _ in range(parts):
+            if not self._threads.post(batch.run):
                 batch.end_part()
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:

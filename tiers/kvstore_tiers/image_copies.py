@@ -14,7 +14,7 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.base import Outcome, OutcomeKind, Segment
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import image_header, stamp_header
-from kvstore_tiers.segments import checksum_at, gather, scatter, total_bytes
+from kvstore_tiers.segments import checksum_at, gather, gather_and_checksum, scatter, total_bytes
 
 
 class ImageCopies:
@@ -27,8 +27,10 @@ class ImageCopies:
     def store(self, target: Segment, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
         with self._counters.watch() as count:
             failpoints.hit("host.before-copy")
-            gather(target.address + HEADER_BYTES, segments)
-            checksum = header.checksum or checksum_at(target.address + HEADER_BYTES, header.payload_bytes)
+            payload = target.address + HEADER_BYTES
+            if header.checksum:
+                gather(payload, segments)
+            checksum = header.checksum or gather_and_checksum(payload, segments, header.payload_bytes)
             failpoints.hit("host.before-header")
             stored = stamp_header(target, header, checksum)
             return count.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore_tiers.recovered import RecoveredBlocks, as_words
 from kvstored.lifecycle import CopyState, Step, advance
-from kvstored.residency.cold import ColdKeys
+from kvstored.residency.cold import ColdKeys, KeyTable
 
 if TYPE_CHECKING:
     from kvstored.residency.index import Residency
@@ -30,82 +30,75 @@ Column = npt.NDArray[Any]
 
 def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[Kind], now_ns: int) -> list[int]:
     """See `Residency.adopt`."""
-    tenants = np.array([kind.tenant for kind in kinds], np.int64)[blocks.origin] if kinds else np.empty(0, np.int64)
     fits = np.ones(len(blocks), dtype=bool)
-    fits[_known(residency, blocks, tenants)] = False
-    while True:
-        chosen = np.flatnonzero(fits)
-        ours = blocks if len(chosen) == len(blocks) else blocks.take(chosen)
-        parents = _parents(ours, tenants[chosen])
-        linked = np.flatnonzero(parents >= 0)
-        twisted = linked[ours.depth[linked] <= ours.depth[parents[linked]]]
-        if not len(twisted):
+    fits[_known(residency, blocks, kinds)] = False
+    ours = blocks if fits.all() else blocks.take(fits)
+    while len(ours):
+        crowds = _by_tenant(ours, kinds)
+        parents, hanging = _parents(ours, crowds)
+        twisted = parents >= 0
+        twisted &= ours.depth <= ours.depth[parents]  # of no parent: that of the last block, which counts for nothing
+        if not twisted.any():
+            _enter(residency, tier, ours, kinds, crowds, parents, hanging, now_ns)
             break
-        fits[chosen[twisted]] = False
-    if len(ours):
-        _enter(residency, tier, ours, kinds, parents, tenants[chosen], now_ns)
+        fits[np.flatnonzero(fits)[twisted]] = False
+        ours = blocks.take(fits)
     left_out: list[int] = np.flatnonzero(~fits).tolist()
     return left_out
 
 
-def _known(residency: Residency, blocks: RecoveredBlocks, tenants: Column) -> Column:
+class _Crowd:
+    """The blocks of one tenant, by position (None: all there are), to be found by key."""
+
+    def __init__(self, tenant: int, keys: Column, members: Column | None) -> None:
+        self.tenant = tenant
+        self.members = members
+        self.table = KeyTable(keys, members)
+
+
+def _by_tenant(blocks: RecoveredBlocks, kinds: Sequence[Kind]) -> list[_Crowd]:
+    """The tenants that have blocks here."""
+    present = _distinct(blocks.origin)
+    tenants = sorted({kinds[origin].tenant for origin in present})
+    if len(tenants) == 1:
+        return [_Crowd(tenants[0], blocks.key, None)]
+    owner = np.array([kind.tenant for kind in kinds], np.int32)[blocks.origin]
+    return [_Crowd(tenant, blocks.key, np.flatnonzero(owner == tenant)) for tenant in tenants]
+
+
+def _known(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[Kind]) -> Column:
     """Positions of blocks that have a row already."""
     found = [np.empty(0, np.int64)]
     for number, index in enumerate(residency.tenants):
         if not (index.readable or index.unreadable or index.cold_blocks):
             continue
-        ours = np.flatnonzero(tenants == number)
-        keys = blocks.key[ours]
-        there = _matches(keys, ours, as_words(b"".join((*index.readable, *index.unreadable))))
-        found.append(there[there >= 0])
+        theirs = np.array([kind.tenant == number for kind in kinds], bool)
+        ours = np.flatnonzero(theirs[blocks.origin])
+        keys, hot = blocks.key[ours], as_words(b"".join((*index.readable, *index.unreadable)))
+        found.append(ours[KeyTable(hot).find_each(hot, keys) >= 0])
         if index.cold is not None:
             found.append(ours[index.cold.find_each(keys) >= 0])
     return np.concatenate(found)
 
 
-def _parents(blocks: RecoveredBlocks, tenants: Column) -> Column:
-    """The position of each block's parent, or -1."""
-    found = np.full(len(blocks), _NONE, np.int32)
-    if not len(blocks):
-        return found
-    follows = (blocks.parent[1:] == blocks.key[:-1]).all(axis=1) & (tenants[1:] == tenants[:-1])
-    found[1:][follows] = np.flatnonzero(follows)  # blocks of a chain mostly lie one behind the other
-    left = np.flatnonzero((found < 0) & blocks.parent.any(axis=1))
-    for tenant in _distinct(tenants[left]):
-        ours, asked = np.flatnonzero(tenants == tenant), left[tenants[left] == tenant]
-        found[asked] = _matches(blocks.key[ours], ours, blocks.parent[asked])
-    return found
-
-
-def _matches(keys: Column, positions: Column, wanted: Column) -> Column:
-    """The position of each wanted key, or -1."""
-    heads, order = _by_head(keys)
-    asked_heads, asked = _by_head(wanted)
-    first = np.empty(len(wanted), np.int64)
-    bits = max(len(keys), len(wanted)).bit_length()
-    first[asked] = np.searchsorted(heads >> np.uint64(bits), asked_heads >> np.uint64(bits))  # walks memory once
-    heads, wanted_heads = heads >> np.uint64(bits), wanted[:, 0] >> np.uint64(bits)
-    found = np.full(len(wanted), _NONE, np.int64)
-    left = np.arange(len(wanted))
-    while len(left):  # one turn, but for keys that begin alike
-        left = left[first[left] < len(order)]
-        left = left[heads[first[left]] == wanted_heads[left]]
-        there = order[first[left]]
-        equal = (keys[there] == wanted[left]).all(axis=1)
-        found[left[equal]] = positions[there[equal]]
-        left = left[~equal]
-        first[left] += 1
-    return found
-
-
-def _by_head(keys: Column) -> tuple[Column, Column]:
-    """The first words of keys but for some low bits, in order, and the positions they come from.
-
-    Positions travel in the low bits: sorting numbers is eight times as fast as sorting positions by numbers.
-    """
-    bits = np.uint64(len(keys).bit_length())
-    ordered = np.sort(keys[:, 0] >> bits << bits | np.arange(len(keys), dtype=np.uint64))
-    return ordered, (ordered & (np.uint64(1) << bits) - np.uint64(1)).astype(np.int64)
+def _parents(blocks: RecoveredBlocks, crowds: Sequence[_Crowd]) -> tuple[Column, Column]:
+    """The position of each block's parent, or -1; and the positions of blocks that have one which is not here."""
+    keys, wanted, count = blocks.key, blocks.parent, len(blocks)
+    found = np.full(count, _NONE, np.int32)
+    follows = wanted[1:, 0] == keys[:-1, 0]  # blocks of a chain mostly lie one behind the other
+    follows &= wanted[1:, 1] == keys[:-1, 1]
+    if len(crowds) > 1:
+        owner = np.empty(count, np.int32)
+        for crowd in crowds:
+            owner[crowd.members] = crowd.tenant
+        follows &= owner[1:] == owner[:-1]
+    np.copyto(found[1:], np.arange(count - 1, dtype=np.int32), where=follows)
+    left = np.flatnonzero(found < 0)
+    left = left[wanted[left].any(axis=1)]
+    for crowd in crowds:
+        asked = left if crowd.members is None else left[owner[left] == crowd.tenant]
+        found[asked] = crowd.table.find_each(keys, wanted[asked])
+    return found, left[found[left] < 0]
 
 
 def _distinct(numbers: Column) -> list[int]:
@@ -119,8 +112,9 @@ def _enter(
     tier: int,
     blocks: RecoveredBlocks,
     kinds: Sequence[Kind],
+    crowds: Sequence[_Crowd],
     parents: Column,
-    tenants: Column,
+    hanging: Column,
     now_ns: int,
 ) -> None:
     rows, copies = residency.rows, residency.copies[tier]
@@ -143,41 +137,45 @@ def _enter(
     fill(copies.container, np.uint32, blocks.container)
     fill(copies.offset, np.uint64, blocks.offset)
     fill(copies.nbytes, np.uint32, blocks.nbytes)
-    fill(copies.generation, np.uint32, blocks.generation.astype(np.uint32))
+    fill(copies.generation, np.uint32, blocks.generation)
     copies.blocks += count
-    linked = parents >= 0
-    children = np.bincount(parents[linked], minlength=count)
-    fill(rows.parent, np.int32, np.where(linked, parents + first, _NONE))
+    children = np.bincount(parents + 1, minlength=count + 1)[1:]
+    fill(rows.parent, np.int32, np.where(parents >= 0, parents + first, _NONE) if first else parents)
     fill(rows.links, np.uint32, children)
     fill(copies.kids, np.uint32, children)
     for origin in _distinct(blocks.origin):
         residency.tenants[kinds[origin].tenant].fingerprints.add(kinds[origin].fingerprint_id)
-    for tenant in _distinct(tenants):
-        held = np.flatnonzero(tenants == tenant)
-        copies.bytes_by_tenant[tenant] += int(blocks.nbytes[held].sum())
-        _make_findable(residency, tenant, (held + first).astype(np.int32))
-    _link_to_others(residency, tier, blocks, parents, tenants, first)
+    for crowd in crowds:
+        sizes = blocks.nbytes if crowd.members is None else blocks.nbytes[crowd.members]
+        copies.bytes_by_tenant[crowd.tenant] += int(sizes.sum())
+        _make_findable(residency, crowd, first, count)
+    _link_to_others(residency, tier, blocks, kinds, hanging, first)
     residency.tell_adopted(range(first, first + count), tier, now_ns)
 
 
-def _make_findable(residency: Residency, tenant: int, members: Column) -> None:
-    rows, index = residency.rows, residency.tenants[tenant]
+def _make_findable(residency: Residency, crowd: _Crowd, first: int, count: int) -> None:
+    rows, index = residency.rows, residency.tenants[crowd.tenant]
+    members = np.arange(count) if crowd.members is None else crowd.members
     index.cold_blocks += len(members)
-    before = [] if index.cold is None else [index.cold.members()]
-    index.cold = ColdKeys(rows, np.concatenate([*before, members]))
+    if index.cold is None:
+        crowd.table.move(first)
+        index.cold = ColdKeys(rows, crowd.table)
+    else:
+        every = np.concatenate([index.cold.members(), (members + first).astype(np.int32)])
+        index.cold = ColdKeys(rows, KeyTable(as_words(rows.cold_keys), every))
     if len(index.ghost):
-        for row in members.tolist():
+        for row in (members + first).tolist():
             rows.accesses[row] = index.ghost.accesses(rows.cold_key(row))
 
 
 def _link_to_others(
-    residency: Residency, tier: int, blocks: RecoveredBlocks, parents: Column, tenants: Column, first: int
+    residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[Kind], hanging: Column, first: int
 ) -> None:
     """Blocks whose parents are not among them: those hang on rows that were there before, or on placeholders."""
     rows, kids = residency.rows, residency.copies[tier].kids
-    for position in np.flatnonzero((parents < 0) & blocks.parent.any(axis=1)).tolist():
-        row = first + position
-        parent = residency.row_to_hang_on(int(tenants[position]), blocks.parent_of(position), row)
+    for position in hanging.tolist():
+        row, tenant = first + position, kinds[int(blocks.origin[position])].tenant
+        parent = residency.row_to_hang_on(tenant, blocks.parent_of(position), row)
         rows.parent[row] = parent
         rows.links[parent] += 1
         kids[parent] += 1

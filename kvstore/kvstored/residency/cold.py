@@ -5,7 +5,8 @@ others, and is found by open addressing over row numbers: 24 bytes a block, thre
 changes a cold row wakes it first: its key moves to the tenant's dictionary, and all else is as if it had always been
 there.
 
-Owns the table of one tenant. Entries are never taken out: a row that is awake, or gone, or another block's is no longer
+Owns the table of one tenant (`KeyTable` is the bare one, of positions in a column of keys). Entries are never taken
+out: a row that is awake, or gone, or another block's is no longer
 cold, and the table looks at that. The hash is multiply-shift under a random odd multiplier, over key bytes that are
 themselves a digest; a tenant who forges keys makes its own lookups slower, nobody else's.
 """
@@ -28,26 +29,94 @@ _WORD_BITS = 32
 _WORD_MASK = (1 << _WORD_BITS) - 1
 _HEADS_A_KEY = KEY_BYTES * 8 // _WORD_BITS
 _NOTHING = -1
+_PLACES = 1 << 14
+_NO_PLACES = bytes([0xFF]) * (4 * _PLACES)  # a piece of an empty table
 
 Column = npt.NDArray[Any]
 
 
+class KeyTable:
+    """Finds positions in a column of keys by key, many at a time: those of `members`, all when it is None. It does not
+    keep the column, which is shown to it each time."""
+
+    __slots__ = ("multiplier", "places", "shift", "table")
+
+    def __init__(self, keys: Column, members: Column | None = None) -> None:
+        count = len(keys) if members is None else len(members)
+        bits = max(1, count.bit_length() + _FILL_BITS)
+        self.multiplier = secrets.randbits(_WORD_BITS) | 1
+        self.shift = _WORD_BITS - min(bits, _WORD_BITS)
+        self.table = self._filled(keys[:, 0] if members is None else keys[members, 0], members)
+        self.places = np.frombuffer(self.table, np.int32)
+
+    def move(self, first: int) -> None:
+        """Let it name positions that are `first` higher."""
+        if first:
+            self.places[self.places != _NOTHING] += np.int32(first)
+
+    def find_each(
+        self, keys: Column, wanted: Column, may_be: Callable[[Column], Sequence[bool]] | None = None
+    ) -> Column:
+        """The position in `keys`, or -1, of each of `wanted` (shape (n, 2), little-endian words). `may_be` says which
+        of some positions with the key that was wanted count."""
+        found = np.full(len(wanted), _NOTHING, np.int32)
+        left, places = np.arange(len(wanted)), self._homes(wanted[:, 0])
+        while len(left):
+            there = self.places[places]
+            here = there != _NOTHING
+            if not here.all():
+                left, places, there = left[here], places[here], there[here]
+            ours, theirs = keys[there], wanted[left]
+            equal = (ours[:, 0] == theirs[:, 0]) & (ours[:, 1] == theirs[:, 1])
+            if may_be is not None:
+                equal[equal] = may_be(there[equal])
+            found[left[equal]] = there[equal]
+            left, places = left[~equal], places[~equal] + 1
+        return found
+
+    def _homes(self, heads: Column) -> Column:
+        """Where the search of each key begins, by its first word."""
+        words = heads.astype(np.uint32)  # the low half
+        words *= np.uint32(self.multiplier)
+        words >>= np.uint32(self.shift)
+        return words.astype(np.int64)
+
+    def _filled(self, heads: Column, members: Column | None) -> array[int]:
+        """Linear probing without probing: in the order of their homes, each goes behind the one before, or to its home
+        if that is later. The table ends with an empty place, so no search wraps.
+        """
+        ordered = self._homes(heads)
+        numbers = np.arange(len(ordered))
+        bits = max(1, len(ordered).bit_length())
+        ordered <<= bits
+        ordered |= numbers
+        ordered.sort()
+        order = (ordered & (1 << bits) - 1).astype(np.int32)
+        ordered >>= bits
+        ordered -= numbers
+        np.maximum.accumulate(ordered, out=ordered)
+        ordered += numbers
+        length = max(1 << _WORD_BITS - self.shift, int(ordered[-1]) + 1 if len(ordered) else 0) + 1
+        table = array("i")
+        for begin in range(0, length, _PLACES):
+            table.frombytes(_NO_PLACES[: 4 * (length - begin)])
+        np.frombuffer(table, np.int32)[ordered] = order if members is None else members[order]
+        return table
+
+
 class ColdKeys:
-    """The cold rows `members` of one tenant, to be found by key."""
+    """The cold rows of one tenant, to be found by key: those in `table`, whose positions are rows."""
 
-    __slots__ = ("_multiplier", "_places", "_rows", "_shift", "_table")
+    __slots__ = ("_all", "_multiplier", "_rows", "_shift", "_table")
 
-    def __init__(self, rows: Rows, members: Column) -> None:
-        self._rows = rows
-        bits = max(1, len(members).bit_length() + _FILL_BITS)
-        self._multiplier = secrets.randbits(_WORD_BITS) | 1
-        self._shift = _WORD_BITS - min(bits, _WORD_BITS)
-        self._table = self._filled(members)
-        self._places = np.frombuffer(self._table, np.int32)
+    def __init__(self, rows: Rows, table: KeyTable) -> None:
+        self._rows, self._all = rows, table
+        self._multiplier, self._shift, self._table = table.multiplier, table.shift, table.table
 
     def members(self) -> Column:
         """The rows that have a place here."""
-        found: Column = self._places[self._places != _NOTHING]
+        places = self._all.places
+        found: Column = places[places != _NOTHING]
         return found
 
     def get(self, key: bytes) -> int:
@@ -96,39 +165,8 @@ class ColdKeys:
     def find_each(self, keys: Column) -> Column:
         """The cold row, or -1, of each of `keys` (shape (n, 2), little-endian words)."""
         mask, awake = self._rows.mask, self._rows.keys
-        ours = np.frombuffer(self._rows.cold_keys, "<u8").reshape(-1, 2)
-        found = np.full(len(keys), _NOTHING, np.int32)
-        left, places = np.arange(len(keys)), self._homes(keys)
-        while len(left):
-            there = self._places[places]
-            here = there != _NOTHING
-            left, places, there = left[here], places[here], there[here]
-            equal = (ours[there] == keys[left]).all(axis=1)
-            equal[equal] = [bool(mask[row]) and awake[row] is None for row in there[equal].tolist()]
-            found[left[equal]] = there[equal]
-            left, places = left[~equal], places[~equal] + 1
-        return found
 
-    def _homes(self, keys: Column) -> Column:
-        """Where each key's search begins."""
-        words = (keys[:, 0] & np.uint64(_WORD_MASK)).astype(np.uint32)
-        words *= np.uint32(self._multiplier)
-        return (words >> np.uint32(self._shift)).astype(np.int64)
+        def is_cold(rows: Column) -> list[bool]:
+            return [bool(mask[row]) and awake[row] is None for row in rows.tolist()]
 
-    def _filled(self, members: Column) -> array[int]:
-        """Linear probing without probing: in the order of their homes, each goes behind the one before, or to its home
-        if that is later. The table ends with an empty place, so no search wraps.
-        """
-        keys = np.frombuffer(self._rows.cold_keys, "<u8").reshape(-1, 2)[members]
-        homes = self._homes(keys)
-        count = len(homes)
-        position_bits = max(1, count.bit_length())
-        ordered = np.sort(homes << position_bits | np.arange(count))
-        order = ordered & (1 << position_bits) - 1
-        ordered >>= position_bits
-        ordered -= np.arange(count)
-        places = np.maximum.accumulate(ordered) + np.arange(count)
-        length = max(1 << _WORD_BITS - self._shift, int(places[-1]) + 1 if count else 0) + 1
-        table = np.full(length, _NOTHING, np.int32)
-        table[places] = members[order]
-        return array("i", table.tobytes())
+        return self._all.find_each(np.frombuffer(self._rows.cold_keys, "<u8").reshape(-1, 2), keys, is_cold)

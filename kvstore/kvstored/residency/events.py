@@ -21,6 +21,11 @@ class TierListener(Protocol):
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
         """`rows`, in chain order (head first), all resident here, were used together."""
 
+    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        """`accessed`, by a request that asked for the blocks `missing` after them, which no tier has; `rows` may be
+        empty.
+        """
+
     def removed(self, row: int) -> None:
         """`row` has left this tier; the row number may be used again for another block."""
 
@@ -40,6 +45,9 @@ class NobodyListens:
         pass
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        pass
+
+    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
         pass
 
     def removed(self, row: int) -> None:

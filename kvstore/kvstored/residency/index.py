@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.recovered import RecoveredBlocks
-from kvstored.lifecycle import CopyState, Step, advance
+from kvstored.lifecycle import Cause, CopyState, Step, advance
 from kvstored.residency.adoption import adopt
 from kvstored.residency.events import NobodyListens, PresenceListener, TierListener
 from kvstored.residency.removal import Removal
@@ -260,6 +260,23 @@ class Residency(Removal):
                 listener.accessed(rows, now_ns)
             elif somewhere & bit:
                 listener.accessed([row for row in rows if mask[row] & bit], now_ns)
+
+    def request_run(self, tenant: int, rows: Sequence[int], missing: Sequence[bytes], now_ns: int) -> None:
+        """`touch_run` of what a request found, which asked for the blocks `missing` after it as well."""
+        if not missing:
+            self.touch_run(rows, now_ns)
+            return
+        last_access_ns, accesses, mask = self.rows.last_access_ns, self.rows.accesses, self.rows.mask
+        for row in rows:
+            last_access_ns[row] = now_ns
+            accesses[row] = min(accesses[row] + 1, _ACCESSES_MAX)
+        for tier, listener in enumerate(self._listeners):
+            listener.requested([row for row in rows if mask[row] >> tier & 1], missing, tenant, now_ns)
+
+    def pass_by(self, tenant: int, key: bytes, now_ns: int) -> None:
+        """A block that was to be stored is not worth its room: as if it had been stored, used and evicted at once."""
+        ghost = self.tenants[tenant].ghost
+        ghost.remember(key, Cause.EVICTED, now_ns, ghost.accesses(key) + 1)
 
     def touch(self, row: int, now_ns: int) -> None:
         """An access of one block."""

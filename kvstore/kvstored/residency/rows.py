@@ -65,7 +65,11 @@ class Rows:
 
     def _add(self, more: int) -> None:
         """Columns for `more` rows, all zeros."""
-        self.keys.extend([None] * more)
+        if self.keys:
+            self.keys.extend([None] * more)
+        else:  # no second list of a million
+            self.keys.append(None)
+            self.keys *= more
         self.mask.extend(bytes(more))
         self.filling.extend(bytes(more))
         for column in (self.parent, self.links, self.kind, self.depth, self.payload_bytes):
@@ -81,7 +85,8 @@ class Rows:
         """
         first, count = self.capacity, len(packed_keys) // KEY_BYTES
         self._add(count)
-        self.cold_keys = b"".join((self.cold_keys.ljust(first * KEY_BYTES, b"\0"), packed_keys))
+        before = self.cold_keys.ljust(first * KEY_BYTES, b"\0")
+        self.cold_keys = before + packed_keys if before else packed_keys  # no second copy of a million
         self.live += count
         return first
 

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from kvstore_tiers.nvme.errors import DirectoryError, DirectoryInUse, DirectoryUnusable, FormatUnsupported
-from kvstore_tiers.nvme.tier import NvmeTier
+
+if TYPE_CHECKING:
+    from kvstore_tiers.nvme.tier import NvmeTier
 
 __all__ = ["DirectoryError", "DirectoryInUse", "DirectoryUnusable", "FormatUnsupported", "NvmeTier"]
+
+
+def __getattr__(name: str) -> Any:
+    """The tier when it is asked for: what is read ahead of it begins before NumPy and LMDB are there."""
+    if name == "NvmeTier":
+        from kvstore_tiers.nvme.tier import NvmeTier
+
+        return NvmeTier
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

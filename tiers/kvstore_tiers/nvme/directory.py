@@ -13,17 +13,24 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from kvstore_tiers.nvme.errors import DirectoryInUse, DirectoryUnusable, FormatUnsupported
 from kvstore_tiers.nvme.layout import FORMAT_VERSION
+from kvstore_tiers.nvme.lock_mark import LockMark
 
 _FORMAT_KEY = "format_version"
+_LOOK_S = 0.02  # who only looks at the lock (reading_ahead.py) has it for a small part of this
 
 
 class TierDirectory:
-    """An opened, locked directory. `create=False` neither makes nor writes anything but the lock (for the checker)."""
+    """An opened, locked directory. `create=False` neither makes nor writes anything but the lock (for the checker).
+    `former` is the mark of who had it before.
+    """
+
+    former: LockMark
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = True) -> None:
         self.path = Path(path)
@@ -101,12 +108,15 @@ class TierDirectory:
 
     def _lock(self) -> int:
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        is_ours = _locked(fd)
+        if not is_ours:
+            time.sleep(_LOOK_S)
+            is_ours = _locked(fd)
+        if not is_ours:
             holder = os.pread(fd, 32, 0).strip()
             os.close(fd)
-            raise DirectoryInUse(str(self.path), int(holder) if holder.isdigit() else 0) from None
+            raise DirectoryInUse(str(self.path), int(holder) if holder.isdigit() else 0)
+        self.former = LockMark.of(fd)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         return fd
@@ -127,6 +137,14 @@ class TierDirectory:
 
     def _write_format(self, path: Path) -> None:
         write_durably(path, f"{_FORMAT_KEY}: {FORMAT_VERSION}\n")
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ that was committed is in it, and an index without a seal that holds (a crash, fl
 does not checksum its pages, and a damaged one can take the process down with it.
 The seal also says that no record waits to be synced. So it is gone before a record changes; its bytes are kept, since a
 large index is checked, opened and rebuilt by a thread of its own, a slice at a time, while commits only leave a note.
+Before each transaction its file is looked at: one that somebody else wrote to, or cut, is never touched again.
 Invariants: the file never exceeds the budget it was given (LMDB's map size); a failure of LMDB disables the index
 until the next start, and nothing else; an index of a newer format is refused, not deleted; what is committed while it
 is rebuilt is newer than what it is rebuilt from, and stays; an index whose mending did not end is not sealed.
@@ -25,7 +26,7 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.heap import trim
 from kvstore_tiers.nvme.directory import sync_directory
 from kvstore_tiers.nvme.errors import FormatUnsupported
-from kvstore_tiers.nvme.index_database import delete_database, open_database, refuse_newer
+from kvstore_tiers.nvme.index_database import delete_database, look_of, open_database, refuse_newer
 from kvstore_tiers.nvme.index_mending import Commit, Entry, IndexColumns, PackedEntries, PendingChanges, packed
 from kvstore_tiers.nvme.index_seal import PLACE, VALUE, seal_holds, told_seal, write_seal
 from kvstore_tiers.nvme.slab import Location
@@ -57,6 +58,7 @@ class KeyIndex:
         self._closing = threading.Event()
         self._mender: threading.Thread | None = None
         self._environment: lmdb.Environment | None = None
+        self._as_left = (0, 0, 0)  # how the database looked after our last change
         self._is_opened = False
         self._is_whole = True  # it says what the records say, but for commits that are yet to come
         self._blocks_at_opening = 0
@@ -134,31 +136,29 @@ class KeyIndex:
     def get(self, key: bytes) -> Location | None:
         """Where the block is, as of the last commit."""
         self._mended.wait()
-        with self._opened():
-            if self._environment is None:
-                return None
-            with self._environment.begin(db=self._blocks) as transaction:
-                raw = transaction.get(key)
+        raw = None
+        with self._opened(), self._transaction() as transaction:
+            if transaction is not None:
+                raw = transaction.get(key, db=self._blocks)
         return Location(*VALUE.unpack(raw)) if raw else None
 
     def entries(self) -> Iterator[Entry]:
         """All blocks in key order."""
         self._mended.wait()
-        with self._opened():
-            if self._environment is None:
-                return
-            with self._environment.begin(db=self._blocks) as transaction:
-                for key, raw in transaction.cursor():
+        with self._opened(), self._transaction() as transaction:
+            if transaction is not None:
+                for key, raw in transaction.cursor(self._blocks):
                     yield bytes(key), Location(*VALUE.unpack(raw))
 
     def reasons(self) -> dict[tuple[int, int], str]:
         """Why slots were quarantined, by (slab, slot)."""
         self._mended.wait()
-        with self._opened():
-            if self._environment is None:
-                return {}
-            with self._environment.begin(db=self._quarantine) as transaction:
-                return {PLACE.unpack(place): bytes(why).decode() for place, why in transaction.cursor()}
+        found: dict[tuple[int, int], str] = {}
+        with self._opened(), self._transaction() as transaction:
+            if transaction is not None:
+                for place, why in transaction.cursor(self._quarantine):
+                    found[PLACE.unpack(place)] = bytes(why).decode(errors="replace")
+        return found
 
     # -- changing ----------------------------------------------------------------------------------------------------
 
@@ -188,15 +188,10 @@ class KeyIndex:
             if self._is_waiting:
                 self._pending.commits.append(commit)
                 return
-        with self._opened():
-            if self._environment is None:
-                return
-            try:
-                with self._environment.begin(write=True) as transaction:
-                    self._enter(transaction, commit)
-                    failpoints.hit("nvme.before-index-commit")
-            except (lmdb.Error, OSError) as error:
-                self._disable(error)
+        with self._opened(), self._transaction(write=True) as transaction:
+            if transaction is not None:
+                self._enter(transaction, commit)
+                failpoints.hit("nvme.before-index-commit")
 
     def close(self, *, vouch: bool = True) -> None:
         """Close, and seal the index if it is whole and the caller vouches that all records are synced. Idempotent.
@@ -213,6 +208,7 @@ class KeyIndex:
                     write_seal(self._path, seal)
                 return
             environment, self._environment = self._environment, None
+            vouch = vouch and self._is_as_left()
             try:
                 environment.sync(True)
             except lmdb.Error as error:
@@ -271,10 +267,10 @@ class KeyIndex:
     def _begin_mending(self, is_right: bool) -> None:
         """Under both locks: empty it if it is wrong, and enter the commits that only left a note."""
         self._fit_map()
-        if self._environment is None:
-            return
         self.is_fresh = self.is_fresh or not is_right
-        with self._environment.begin(write=True) as transaction:
+        with self._transaction(write=True) as transaction:
+            if transaction is None:
+                return
             if not is_right:
                 transaction.drop(self._blocks, delete=False)
                 for key, value in self._pending.newer.items():
@@ -287,20 +283,17 @@ class KeyIndex:
     def _fill(self, entries: PackedEntries, first: int, last: int) -> bool:
         """Enter what the blocks from `first` to `last` say, but for what commits know better."""
         with self._lock:
-            if self._environment is None:
-                return False
-            try:
-                with self._environment.begin(write=True) as transaction, transaction.cursor(self._blocks) as cursor:
+            with self._transaction(write=True) as transaction:
+                if transaction is None:
+                    return False
+                with transaction.cursor(self._blocks) as cursor:
                     for begin in range(first, last, _MEND_STEP):
                         part = entries.part(begin, min(begin + _MEND_STEP, last))
                         with self._noting:
                             part = self._pending.without_older(part)
                         cursor.putmulti(part)
                         time.sleep(0)  # lets whoever waits for the GIL have it
-            except (lmdb.Error, OSError) as error:
-                self._disable(error)
-                return False
-        return True
+            return self._environment is not None
 
     # -- the database ------------------------------------------------------------------------------------------------
 
@@ -314,6 +307,36 @@ class KeyIndex:
         with self._lock:
             self._open_once()
             yield
+
+    @contextmanager
+    def _transaction(self, *, write: bool = False) -> Iterator[lmdb.Transaction | None]:
+        """Under the lock; None where the index is off. What fails in it switches the index off, and ends there."""
+        begun = self._begun(write)
+        if begun is None:
+            yield None
+            return
+        try:
+            with begun as transaction:
+                yield transaction
+            if write:
+                self._as_left = look_of(self._path)
+        except (lmdb.Error, OSError) as error:
+            self._disable(error)
+
+    def _is_as_left(self) -> bool:
+        try:
+            return look_of(self._path) == self._as_left
+        except OSError:
+            return False
+
+    def _begun(self, write: bool) -> lmdb.Transaction | None:
+        try:
+            if self._environment is not None and not self._is_as_left():
+                raise OSError("somebody else changed its file")
+            return None if self._environment is None else self._environment.begin(write=write)
+        except (lmdb.Error, OSError) as error:
+            self._disable(error)
+            return None
 
     def _open_once(self) -> None:
         """Under the lock."""
@@ -367,6 +390,7 @@ class KeyIndex:
 
     def _open(self) -> lmdb.Environment:
         environment, self._blocks, self._quarantine, self._meta = open_database(self._path, self._budget_bytes)
+        self._as_left = look_of(self._path)
         return environment
 
     def _disable(self, error: Exception) -> None:

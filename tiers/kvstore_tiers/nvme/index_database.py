@@ -52,6 +52,15 @@ def open_database(path: Path, budget_bytes: int) -> tuple[lmdb.Environment, Any,
     return environment, blocks, quarantine, meta
 
 
+def look_of(path: Path) -> tuple[int, int, int]:
+    """What tells whether anybody wrote to the database, cut it or replaced it; LMDB itself changes it in commits alone.
+
+    Raises OSError.
+    """
+    status = (path / "data.mdb").stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def delete_database(path: Path) -> None:
     for name in ("data.mdb", "lock.mdb"):
         (path / name).unlink(missing_ok=True)

@@ -31,6 +31,10 @@ class NotThere(Exception):
     """What was asked for is not in this directory; the message says what is."""
 
 
+class NotAKey(NotThere):
+    """What was asked for is not the form of a key: in no directory would it be."""
+
+
 @dataclass
 class Report:
     """`facts` in the order in which people read them; `slots` has one more such list for each slot it is about."""
@@ -138,10 +142,10 @@ class Inspector:
                         yield number, index, header
 
     def _resolve(self, digits: str, *, every_slot: bool = False) -> bytes:
-        """The key that begins with these hex digits. Raises NotThere, also when there are several."""
+        """The key that begins with these hex digits. Raises NotAKey, or NotThere, also when there are several."""
         text = digits.lower()
         if not MIN_DIGITS <= len(text) <= 2 * KEY_BYTES or set(text) - set("0123456789abcdef"):
-            raise NotThere(f"a key is {2 * KEY_BYTES} hex digits, or its first {MIN_DIGITS} or more, not {digits!r}")
+            raise NotAKey(f"a key is {2 * KEY_BYTES} hex digits, or its first {MIN_DIGITS} or more, not {digits!r}")
         if len(text) == 2 * KEY_BYTES:
             return bytes.fromhex(text)
         keys = {record_header(place.record).key for place in self._places() if place.is_sound}

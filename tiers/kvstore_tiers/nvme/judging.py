@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_tiers.nvme.layout import RECORD_BYTES, RECORD_MAGIC_WORD, RecordState
+from kvstore_tiers.nvme.reading_ahead import ReadAhead
 from kvstore_tiers.nvme.record_checksums import BATCH_RECORDS, RECORD_WORDS, RecordChecksums
 from kvstore_tiers.nvme.slab import Slab
 from kvstore_tiers.recovered import BlockOrigin
@@ -75,9 +76,7 @@ class LiveBlocks:
     def move_to(self, place: LiveBlocks) -> None:
         """Copy to columns that may overlap these."""
         for column in fields(self):
-            ours, theirs = getattr(self, column.name), getattr(place, column.name)
-            if ours.ctypes.data != theirs.ctypes.data:
-                np.copyto(theirs, ours)
+            np.copyto(getattr(place, column.name), getattr(self, column.name))
 
     @staticmethod
     def joined(parts: Sequence[LiveBlocks]) -> LiveBlocks:
@@ -145,8 +144,11 @@ class Origins:
         return [BlockOrigin(raw[32:48], raw[:32], int.from_bytes(raw[48:], "little")) for raw in self._numbers]
 
 
-def judge_slabs(slabs: Sequence[Slab], origins: Origins) -> tuple[list[JudgedSlab], LiveBlocks]:
-    """Judge all records of `slabs`: what they say, and all live blocks of them in a row.
+def judge_slabs(
+    slabs: Sequence[Slab], origins: Origins, ahead: ReadAhead | None = None
+) -> tuple[list[JudgedSlab], LiveBlocks]:
+    """Judge all records of `slabs`, some of which may have been read `ahead`: what they say, and all live blocks of
+    them in a row.
 
     Raises OSError when the medium fails.
     """
@@ -156,7 +158,7 @@ def judge_slabs(slabs: Sequence[Slab], origins: Origins) -> tuple[list[JudgedSla
     begins: list[int] = []  # of each slab's first slot, in `every`
     told: list[Future[list[JudgedSlab]]] = []
 
-    def judge(slab: Slab, first: int, records: Array, room: LiveBlocks, buffer: memoryview) -> list[JudgedSlab]:
+    def judge(slab: Slab, first: int, records: Array, room: LiveBlocks, buffer: memoryview | None) -> list[JudgedSlab]:
         if not hasattr(scratch, "checksums"):
             scratch.checksums = RecordChecksums()
         try:
@@ -165,10 +167,11 @@ def judge_slabs(slabs: Sequence[Slab], origins: Origins) -> tuple[list[JudgedSla
                 for begin, piece in _batches(records)
             ]
         finally:
-            reader.give_back(buffer)
+            if buffer is not None:
+                reader.give_back(buffer)
 
     slots = 0
-    with ThreadPoolExecutor(judges, "nvme-judge") as threads, _Reader(slabs, judges + _SPARE_BUFFERS) as reader:
+    with ThreadPoolExecutor(judges, "nvme-judge") as threads, _Reader(slabs, ahead, judges + _SPARE_BUFFERS) as reader:
         for slab, first, records, buffer in reader:
             room = every.part(slice(slots, slots + len(records)))
             told.append(threads.submit(judge, slab, first, records, room, buffer))
@@ -181,12 +184,14 @@ def judge_slabs(slabs: Sequence[Slab], origins: Origins) -> tuple[list[JudgedSla
 def _in_a_row(told: list[list[JudgedSlab]], ends: list[int], every: LiveBlocks) -> tuple[list[JudgedSlab], LiveBlocks]:
     """The pieces of each slab as one, and their live blocks moved together: each piece had room for all its slots."""
     judged: list[JudgedSlab] = []
-    first = end = 0
+    first = end = room = 0
     for last in ends:
         begin, pieces = end, [piece for part in told[first:last] for piece in part]
         for piece in pieces:
+            if end != room:
+                piece.live.move_to(every.part(slice(end, end + len(piece.live))))
             end += len(piece.live)
-            piece.live.move_to(every.part(slice(end - len(piece.live), end)))
+            room += len(piece.states)
         judged.append(_joined(pieces, every.part(slice(begin, end))))
         first = last
     return judged, every.part(slice(end))
@@ -259,13 +264,19 @@ def _joined(pieces: list[JudgedSlab], live: LiveBlocks) -> JudgedSlab:
     )
 
 
-class _Reader:
-    """Yields (slab, first slot, records, their buffer) of all slabs in order; buffers are to be given back."""
+_Piece = tuple[Slab, int, int, memoryview, memoryview | None]  # with its first slot, how many, bytes, and the buffer
 
-    def __init__(self, slabs: Sequence[Slab], buffers: int) -> None:
+
+class _Reader:
+    """Yields (slab, first slot, records, their buffer) of all slabs in order; buffers are to be given back. What was
+    read ahead has none.
+    """
+
+    def __init__(self, slabs: Sequence[Slab], ahead: ReadAhead | None, buffers: int) -> None:
         self._slabs = slabs
+        self._ahead = ahead
         self._empty: SimpleQueue[memoryview | None] = SimpleQueue()
-        self._full: SimpleQueue[tuple[Slab, int, int, memoryview] | BaseException | None] = SimpleQueue()
+        self._full: SimpleQueue[_Piece | BaseException | None] = SimpleQueue()
         most = min(READ_RECORDS, max((slab.superblock.slots for slab in slabs), default=0))
         for _ in range(buffers):
             self._empty.put(memoryview(mmap.mmap(-1, max(mmap.PAGESIZE, _whole_pages(most * RECORD_BYTES)))))
@@ -282,13 +293,13 @@ class _Reader:
     def give_back(self, buffer: memoryview) -> None:
         self._empty.put(buffer)
 
-    def __iter__(self) -> Iterator[tuple[Slab, int, Array, memoryview]]:
+    def __iter__(self) -> Iterator[tuple[Slab, int, Array, memoryview | None]]:
         while (told := self._full.get()) is not None:
             if isinstance(told, BaseException):
                 raise told
-            slab, first, count, buffer = told
-            records = np.frombuffer(buffer, "<u8", count * RECORD_WORDS).reshape(count, RECORD_WORDS)
-            yield slab, first, records, buffer
+            slab, first, count, raw, buffer = told
+            del told  # what was read ahead goes when it is judged
+            yield slab, first, np.frombuffer(raw, "<u8", count * RECORD_WORDS).reshape(count, RECORD_WORDS), buffer
 
     def _read_all(self) -> None:
         try:
@@ -297,13 +308,17 @@ class _Reader:
                     for soon in self._slabs[position : position + 2 * READ_AHEAD_SLABS]:
                         soon.file.expect_records()
                 slots = slab.superblock.slots
+                known = None if self._ahead is None else self._ahead.take(slab.number, slots * RECORD_BYTES)
                 for first in range(0, slots, READ_RECORDS):
+                    count = min(READ_RECORDS, slots - first)
+                    if known is not None:
+                        self._full.put((slab, first, count, known[first * RECORD_BYTES :], None))
+                        continue
                     buffer = self._empty.get()
                     if buffer is None:
                         return
-                    count = min(READ_RECORDS, slots - first)
                     slab.file.read_records_into(buffer[: _whole_pages(count * RECORD_BYTES)], first)
-                    self._full.put((slab, first, count, buffer))
+                    self._full.put((slab, first, count, buffer, buffer))
             self._full.put(None)
         except BaseException as error:  # handed to who waits for it
             self._full.put(error)

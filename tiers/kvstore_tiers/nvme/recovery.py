@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from kvstore_tiers.nvme.layout import (
     pack_record,
     record_header,
 )
+from kvstore_tiers.nvme.reading_ahead import ReadAhead
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.nvme.slab_file import SlabFile
 from kvstore_tiers.nvme.space import SlabSpace
@@ -88,7 +90,10 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
 class Recovery:
     """One pass over the slabs that `open_slabs` opened."""
 
-    def __init__(self, space: SlabSpace, index: KeyIndex, report: RecoveryReport) -> None:
+    def __init__(
+        self, space: SlabSpace, index: KeyIndex, report: RecoveryReport, ahead: ReadAhead | None = None
+    ) -> None:
+        self._ahead = ahead
         self._space = space
         self._index = index
         self._report = report
@@ -99,7 +104,7 @@ class Recovery:
 
         Raises OSError when the medium fails.
         """
-        judged, live = judge_slabs(list(self._space.slabs.values()), self._origins)
+        judged, live = judge_slabs(list(self._space.slabs.values()), self._origins, self._ahead)
         for one in judged:
             self._report.last_sequence = max(self._report.last_sequence, one.last_sequence)
             self._report.damaged_records += one.damaged
@@ -195,10 +200,12 @@ def _columns(judged: list[JudgedSlab], live: LiveBlocks, origins: Origins) -> Re
     counts = [len(one.live) for one in judged]
     geometries = [one.slab.superblock for one in judged]
 
-    def spread(values: list[int]) -> Array:
-        return np.repeat(np.array(values, np.uint64), counts)
+    def spread(values: list[int], kind: type[np.unsignedinteger[Any]] = np.uint64) -> Array:
+        return np.repeat(np.array(values, kind), counts)
 
     sizes = spread([geometry.slot_bytes for geometry in geometries])
+    offsets = live.slots * sizes
+    offsets += spread([geometry.slots_offset for geometry in geometries])
     return RecoveredBlocks(
         origins.named(),
         key=live.key,
@@ -206,8 +213,8 @@ def _columns(judged: list[JudgedSlab], live: LiveBlocks, origins: Origins) -> Re
         origin=live.origin,
         depth=live.depth,
         payload_bytes=live.payload_bytes,
-        container=spread([geometry.number for geometry in geometries]).astype(np.uint32),
-        offset=spread([geometry.slots_offset for geometry in geometries]) + live.slots * sizes,
+        container=spread([geometry.number for geometry in geometries], np.uint32),
+        offset=offsets,
         nbytes=sizes,
         generation=live.generation,
     )

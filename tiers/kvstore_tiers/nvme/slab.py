@@ -293,11 +293,11 @@ class Slab:
 
     def adopt(self, states: bytes, generations: Column, payload_bytes: Column) -> None:
         """Take over what recovery found, a SlotState, a generation and a payload length a slot."""
-        self.states = bytearray(states)
-        self.generations = _column(generations)
-        self.payload_bytes = _column(payload_bytes)
+        self.states[:] = states
         taken = np.frombuffer(states, np.uint8) != SlotState.FREE
-        self.recorded = _column(np.where(taken, np.asarray(generations), 0))
+        np.frombuffer(self.generations, np.uint64)[:] = generations
+        np.frombuffer(self.payload_bytes, np.uint64)[:] = payload_bytes
+        np.multiply(generations, taken, out=np.frombuffer(self.recorded, np.uint64))
         self.in_use = int(np.count_nonzero(taken))
         self._returned = array("I", np.flatnonzero(~taken)[::-1].astype(np.uint32).tobytes())
         self._untouched = len(states)
@@ -385,7 +385,3 @@ class Slab:
             return None
         header = record_header(raw) if record_holds(raw, self.superblock.record_seed(index)) else None
         return header if header and header.generation == self.recorded[index] else None
-
-
-def _column(values: Column) -> array[int]:
-    return array("Q", np.ascontiguousarray(values, np.uint64).tobytes())

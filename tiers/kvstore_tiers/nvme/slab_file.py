@@ -41,6 +41,7 @@ class SlabFile:
         self.superblock = superblock
         self.slot_fd, self.direct = open_direct(path, require_direct=require_direct)
         self._record_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._has_names = os.fstat(self._record_fd).st_nlink > 0  # some file systems do not count them
 
     @classmethod
     def create(cls, directory: TierDirectory, superblock: Superblock, *, require_direct: bool = False) -> SlabFile:
@@ -154,8 +155,13 @@ class SlabFile:
             os.pwrite(self._record_fd, run, SUPERBLOCK_BYTES + first * RECORD_BYTES)
 
     def sync(self) -> None:
-        """Make slots and records that were written durable."""
+        """Make slots and records that were written durable.
+
+        Raises OSError when the file was removed: no start would find what is in it, however well it was synced.
+        """
         os.fdatasync(self._record_fd)
+        if self._has_names and not os.fstat(self._record_fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "removed while it was in use", str(self.path))
 
     def close(self) -> None:
         """Idempotent."""

@@ -44,6 +44,7 @@ from kvstore_tiers.nvme.io import SlotIO
 from kvstore_tiers.nvme.journal import Journal
 from kvstore_tiers.nvme.layout import record_header, record_holds
 from kvstore_tiers.nvme.probe import probe_medium, require_place
+from kvstore_tiers.nvme.reading_ahead import ReadAhead
 from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, SlabSpace
@@ -108,8 +109,10 @@ class NvmeTier(Tier):
         quarantine_slots: int = DEFAULT_QUARANTINE_SLOTS,
         clock: Callable[[], float] = time.monotonic,
         name: str = "nvme",
+        ahead: ReadAhead | None = None,
     ) -> NvmeTier:
-        """Lock and open a directory, made if need be. `recover` then tells what is in it.
+        """Lock and open a directory, made if need be. `recover` then tells what is in it. `ahead`: records of it that
+        were read meanwhile.
 
         Raises DirectoryInUse when another process has it, FormatUnsupported when a newer version wrote it,
         DirectoryUnusable when it cannot hold a tier of this size, with or without direct I/O as required.
@@ -125,13 +128,17 @@ class NvmeTier(Tier):
             space = SlabSpace(opened, capacity_bytes, slab_bytes, require_direct=require_direct)
             report = open_slabs(opened, space, require_direct=require_direct)
             index = KeyIndex(opened.index, space.index_budget_bytes)
-            recovered = Recovery(space, index, report).run()
+            still_holds = ahead is not None and ahead.is_of(opened.path, opened.former)
+            recovered = Recovery(space, index, report, ahead if still_holds else None).run()
         except OSError as error:
             opened.close()
             raise DirectoryUnusable(f"{directory} cannot be read: {error}") from error
         except BaseException:
             opened.close()
             raise
+        finally:
+            if ahead is not None:
+                ahead.close()
         return cls(
             opened,
             space,
