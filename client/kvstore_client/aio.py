@@ -92,6 +92,10 @@ class AsyncSession:
         """As `Session.prefetch`."""
         return await self._call(partial(self._session.prefetch, tokens, **options))
 
+    async def hint(self, tokens: TokenIds | None = None, **options: Any) -> int:
+        """As `Session.hint`."""
+        return await self._call(partial(self._session.hint, tokens, **options))
+
     async def touch(self, tokens: TokenIds | None = None, **options: Any) -> int:
         """As `Session.touch`."""
         return await self._call(partial(self._session.touch, tokens, **options))

@@ -30,6 +30,14 @@ class Batch:
         if extent is not None:
             self.use.extents.append(extent)
 
+    def add_run(self, blocks: Sequence[int], extent: Extent, slot_bytes: int) -> None:
+        """`add` of blocks that lie one behind the other from the extent's first byte."""
+        extents = [extent] * len(blocks)
+        self.blocks += blocks
+        self.places += range(extent.offset, extent.offset + len(blocks) * slot_bytes, slot_bytes)
+        self.extents += extents
+        self.use.extents += extents
+
 
 def names_of(chain: Chain, blocks: Sequence[int]) -> tuple[bytes, bytes]:
     """Packed keys and parents of blocks of a chain."""

@@ -93,8 +93,8 @@ class Handshake:
             return None
         try:
             if not self._index_asked:
-                self._index_asked = True
                 self._send(wire.ClientPacket(lookup_index=wire.LookupIndexRequest()), deadline)
+                self._index_asked = True  # not before: it may have come too late to send anything
             while self._index is None:
                 if timeout_s <= 0 and not self._has_packet():
                     return None

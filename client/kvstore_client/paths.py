@@ -14,6 +14,7 @@ DEFAULT_DIRECTORY = Path("/run/kvstored")
 HANDSHAKE_SOCKET = "handshake.sock"
 DATA_SOCKET = "data.sock"
 ADMIN_SOCKET = "admin.sock"
+UNARY_SOCKET = "unary.sock"
 MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path less its final zero
 
 
@@ -22,7 +23,7 @@ def socket_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
     if chosen is None:
         chosen = os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT_DIRECTORY
     path = Path(chosen)
-    if path.name in (HANDSHAKE_SOCKET, DATA_SOCKET, ADMIN_SOCKET):
+    if path.name in (HANDSHAKE_SOCKET, DATA_SOCKET, ADMIN_SOCKET, UNARY_SOCKET):
         path = path.parent
     return path.absolute()
 

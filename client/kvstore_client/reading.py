@@ -95,6 +95,7 @@ class Reader:
         verify: bool,
         prefault: bool,
         promote: bool,
+        prompt_tokens: int = 0,
     ) -> Lease:
         """A lease on the leading blocks of a chain that could be had within the deadline, or without promotion."""
         started = self._clock()
@@ -104,6 +105,7 @@ class Reader:
                 set=key_set(self._fingerprint, group, keys.packed),
                 max_wait_ms=max(1, int(deadline_s * WAIT_SHARE * 1000)),
                 mapped_only=not promote,
+                prompt_tokens=prompt_tokens,
             )
         )
 

@@ -31,8 +31,8 @@ class PutReceipt:
 
     statuses: "stored", "present" (was there already), "throttled" (no room for it or for the block before it, which
     it could not be reached without, or the deadline came first), "failed".
-    durability: what the daemon promised: "durable", "volatile", "pending" (not yet said); "volatile" for
-    blocks that this put did not store. `reason` says in words why blocks were throttled or failed.
+    durability: what the daemon promised: "durable", "volatile", "pending" (not yet said), also of blocks that were
+    there already; "volatile" where it said nothing. `reason` says in words why blocks were throttled or failed.
     """
 
     def __init__(self, blocks: int, reason: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -46,6 +46,13 @@ from kvstore_proto.identity import BlockKeys, TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 DEFAULT_DEADLINE_S = 0.25
+MAX_DUE_S = 24 * 3600.0
+NextStep = Literal["tool_call", "end_of_turn", "closed"]
+NEXT_STEPS: dict[str, wire.NextStep.ValueType] = {
+    "tool_call": wire.NEXT_STEP_TOOL_CALL,
+    "end_of_turn": wire.NEXT_STEP_END_OF_TURN,
+    "closed": wire.NEXT_STEP_CLOSED,
+}
 DEFAULT_CONNECT_TIMEOUT_S = 0.5
 DEFAULT_PUT_DEADLINE_S = 5.0
 WAKE_YIELD_S = 5e-5  # lets the sending thread have the GIL: a busy caller would keep it until its own next wait
@@ -178,6 +185,7 @@ class Session:
                     verify=verify,
                     prefault=self._prefault if prefault is None else prefault,
                     promote=promote,
+                    prompt_tokens=0 if tokens is None else len(tokens),
                 )
             else:
                 lease = Lease()
@@ -211,8 +219,8 @@ class Session:
         `wait`:
         "published" returns when other clients can find the blocks, "settled" when their durability is decided
         too.
-        `durability`: "default" (the tenant's), "none", "batch" or "always". `payload_bytes` is needed only
-        for functions in a group whose fingerprint leaves the size open.
+        `durability`: "default" (the tenant's), "none", "batch" or "always"; it holds for blocks that are there
+        already, too. `payload_bytes` is needed only for functions in a group whose fingerprint leaves the size open.
         """
         layers = self._group(group)
         if durability not in DURABILITY_MODES:
@@ -267,6 +275,54 @@ class Session:
         if isinstance(answer, str):
             return Prefetched()
         return Prefetched(answer.prefetch.resident_blocks, answer.prefetch.scheduled_blocks)
+
+    def hint(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: BlockKeys | None = None,
+        will_continue: float | None = None,
+        due_in_s: float | None = None,
+        next_step: NextStep | None = None,
+        answer_tokens: int = 0,
+        group: int | None = None,
+    ) -> int:
+        """Say what is expected of this chain, so that the daemon keeps what will be needed. Returns how many of its
+        leading blocks are stored; 0 as well when nobody heard it.
+
+        Best said when a request ends, of its prompt and answer: `will_continue`, a probability from 0 to 1; or
+        `next_step`, why the engine stopped; and `answer_tokens`. `due_in_s` is for a request that waits in a queue: it
+        will use the chain in about that time. What each is worth is learnt from what follows.
+        """
+        if will_continue is not None and not 0.0 <= will_continue <= 1.0:
+            raise invalid(f"will_continue must be from 0 to 1, got {will_continue}")
+        if due_in_s is not None and not 0.0 <= due_in_s <= MAX_DUE_S:
+            raise invalid(f"due_in_s must be from 0 to {MAX_DUE_S:.0f} seconds, got {due_in_s}")
+        if next_step is not None and next_step not in NEXT_STEPS:
+            raise invalid(f"next_step {next_step!r} is unknown; known: {', '.join(NEXT_STEPS)}")
+        if not 0 <= answer_tokens < 1 << 32:
+            raise invalid(f"answer_tokens must be from 0 to 4,294,967,295, got {answer_tokens}")
+        layers, connection = self._group(group), self._link.current()
+        if connection is None:
+            return 0
+        named = connection.chains.chain(tokens, keys, layers.group_id).keys
+        if not named.packed:
+            return 0
+        last = named[max(0, len(named) - connection.max_keys) :]
+        told = wire.Hint(
+            set=key_set(self.fingerprint, layers, last.packed),
+            will_continue=will_continue,
+            due_in_ms=None if due_in_s is None else round(due_in_s * 1000),
+            next_step=NEXT_STEPS[next_step] if next_step is not None else wire.NEXT_STEP_UNSPECIFIED,
+            answer_tokens=answer_tokens,
+        )
+        try:
+            answer = self._asker.ask(connection, wire.Request(hint=told), self._deadline_s)
+        except (
+            KVStoreError
+        ):  # what is told was checked above: it is a daemon of the first release, which knows no hints
+            return 0
+        return 0 if isinstance(answer, str) else answer.hint.known_blocks
 
     def touch(self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None) -> int:
         """Count an access, as if the blocks had been read. Returns how many the daemon knows."""

@@ -140,19 +140,19 @@ class Put:
             return False
         staging = self._connection.staging
         assert staging is not None, "a loan without staging"
-        count, first = extent.users, self._todo[0]
+        count, first, written = extent.users, self._todo[0], 0
         tokens = order.chain.tokens_of_run(order.first_block + first, count)
-        unwritten = Use([extent] * count)
         try:
             write_tokens(staging[extent.offset : extent.offset + extent.nbytes], count, tokens)
             for place in range(extent.offset, extent.offset + extent.nbytes, size):
                 if self._clock() >= self._deadline:
                     return False
-                write_payload(staging, place, order.payloads[self._todo[0]], order.payload_bytes)
-                unwritten.extents.pop()
-                batch.add(self._todo.popleft(), place, extent)
+                write_payload(staging, place, order.payloads[first + written], order.payload_bytes)
+                written += 1
         finally:
-            self._loan.end(unwritten)
+            batch.add_run([self._todo.popleft() for _ in range(written)], extent, size)
+            if written < count:
+                self._loan.end(Use([extent] * (count - written)))
         return True
 
     def _run_length(self, batch: Batch) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from kvstore_client.put_order import PENDING_PATIENCE_S
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
+_DECIDED = frozenset({wire.COMMIT_STATUS_STORED, wire.COMMIT_STATUS_PRESENT})
+
 
 class Undecided:
     """`gave_up`: there was a block that another client was writing for longer than we wait for that."""
@@ -26,6 +28,8 @@ class Undecided:
 
     def answered(self, blocks: Sequence[int], statuses: bytes, now: float, deadline: float) -> list[int]:
         """Positions in `blocks` of those that are to be sent again; the others are decided."""
+        if not self._blocks and not self._pending_since and _DECIDED.issuperset(statuses):
+            return []  # the common case: each of them once, none of them again
         again: list[int] = []
         for position, (block, status) in enumerate(zip(blocks, statuses, strict=False)):
             if status != wire.COMMIT_STATUS_AGAIN:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from kvstore_proto.identity import HASHES
@@ -123,8 +123,9 @@ def parse_fingerprint(canonical: bytes) -> Fingerprint:
     except (ValueError, RecursionError) as error:
         raise FingerprintError(f"fingerprint is not JSON in UTF-8: {error}") from None
     try:
-        raw["groups"] = tuple(_parse_group(group) for group in raw["groups"])
-        return Fingerprint(**_typed(Fingerprint, raw))
+        whole = _typed(Fingerprint, raw, "groups")
+        whole["groups"] = tuple(_parse_group(group) for group in whole["groups"])
+        return Fingerprint(**whole)
     except FingerprintError:
         raise
     except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
@@ -132,15 +133,26 @@ def parse_fingerprint(canonical: bytes) -> Fingerprint:
 
 
 def _parse_group(raw: Any) -> LayerGroup:
-    raw = dict(raw)
-    raw["layers"] = tuple(int(layer) for layer in raw["layers"])
-    return LayerGroup(**_typed(LayerGroup, raw))
+    group = _typed(LayerGroup, raw, "layers")
+    group["layers"] = tuple(int(layer) for layer in group["layers"])
+    return LayerGroup(**group)
 
 
-def _typed(kind: type, raw: dict[str, Any]) -> dict[str, Any]:
+def _typed(kind: type, raw: Any, needed: str) -> dict[str, Any]:
+    """The fields of a JSON object that is to become a `kind`: none unknown, none missing that must be there."""
+    what = f"fingerprint has a wrong shape: {'it' if kind is Fingerprint else 'a layer group'}"
+    if not isinstance(raw, dict):
+        raise FingerprintError(f"{what} must be a JSON object, got {type(raw).__name__}")
     declared = {item.name: item.type for item in fields(kind)}
+    required = [item.name for item in fields(kind) if item.default is item.default_factory is MISSING]
+    for name in (*required, needed):
+        if name not in raw:
+            raise FingerprintError(f"{what} has no field {name!r}")
+    for name in raw:
+        if name not in declared:
+            raise FingerprintError(f"{what} has a field {name!r} that nobody knows; known: {', '.join(declared)}")
     for name, value in raw.items():
         wanted = {"str": str, "int": int}.get(str(declared.get(name)))
         if wanted is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
             raise FingerprintError(f"{name} must be {wanted.__name__}, got {type(value).__name__}")
-    return raw
+    return dict(raw)

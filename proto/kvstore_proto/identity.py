@@ -23,6 +23,7 @@ import xxhash
 KEY_BYTES = 16
 NO_PARENT = bytes(KEY_BYTES)
 NO_EXTRA = b""
+_INT32_END = 1 << 31
 _ROOT_LABEL = b"kvstore.v1 root\0"
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
@@ -92,8 +93,19 @@ def root_key(tenant_secret: bytes, fingerprint_digest: bytes, group_id: int) -> 
 
 
 def pack_tokens(tokens: TokenIds) -> bytes:
-    """Token ids as little-endian int32, the form that is hashed and that lies in a block's header."""
-    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    """Token ids as little-endian int32, the form that is hashed and that lies in a block's header.
+
+    Raises OverflowError, ValueError or TypeError for what is none: a cast would give other tokens' keys.
+    """
+    if isinstance(tokens, np.ndarray) and tokens.dtype != np.int32:
+        if tokens.size and tokens.dtype.kind not in "iu":
+            raise TypeError(f"an array of {tokens.dtype}")
+        if tokens.size and not (tokens.min() >= -_INT32_END and tokens.max() < _INT32_END):
+            raise OverflowError("an id does not fit 32 bits")
+    packed = np.ascontiguousarray(tokens, dtype="<i4")
+    if packed.shape[-1] != packed.size:
+        raise ValueError(f"several runs at once, in shape {packed.shape}")
+    return packed.tobytes()
 
 
 def chain(

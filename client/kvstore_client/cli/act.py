@@ -8,7 +8,7 @@ import re
 from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.exit_codes import FAILED, OK, USAGE, CommandError
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.units import human_bytes, human_count
+from kvstore_client.cli.units import human_blocks, human_bytes, human_count
 from kvstore_proto.v1 import admin_pb2 as wire
 
 MIN_FINGERPRINT_DIGITS = 8
@@ -20,7 +20,7 @@ def drop(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     )
     reply = admin.call("Drop", request, wire.DropReply, longer_s=arguments.wait)
     place = "all tiers" if arguments.all else arguments.tier
-    lines = [f"dropped {human_count(reply.dropped_blocks)} blocks ({human_bytes(reply.dropped_bytes)}) from {place}"]
+    lines = [f"dropped {human_blocks(reply.dropped_blocks)} ({human_bytes(reply.dropped_bytes)}) from {place}"]
     if reply.written_back_blocks:
         lines.append(f"{human_count(reply.written_back_blocks)} of them were written to a slower tier first")
     if reply.kept_blocks:
@@ -34,7 +34,7 @@ def drop(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 def flush(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     request = wire.FlushRequest(timeout_ms=int(arguments.wait * 1000))
     reply = admin.call("Flush", request, wire.FlushReply, longer_s=arguments.wait)
-    text = f"wrote {human_count(reply.written_blocks)} blocks"
+    text = f"wrote {human_blocks(reply.written_blocks)}"
     if reply.pending_blocks:
         left = human_count(reply.pending_blocks)
         text += f"; {left} are still pending after {arguments.wait:g} s (--wait gives more)"
@@ -62,7 +62,7 @@ def shutdown(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 
 def invalidate(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
-    digest = arguments.fingerprint.lower()
+    digest = arguments.fingerprint.lower().rpartition(":")[2]  # listings show MODEL:DIGEST
     if not re.fullmatch(rf"[0-9a-f]{{{MIN_FINGERPRINT_DIGITS},64}}", digest):
         raise CommandError(
             USAGE,
@@ -74,7 +74,7 @@ def invalidate(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     if not reply.fingerprints:
         return Output(f"no stored fingerprint begins with {digest}", reply, FAILED)
     names = ", ".join(reply.fingerprints)
-    text = f"removed {human_count(reply.blocks)} blocks ({human_bytes(reply.bytes)}) of {names}"
+    text = f"removed {human_blocks(reply.blocks)} ({human_bytes(reply.bytes)}) of {names}"
     if reply.kept_blocks:
         text += f"; {human_count(reply.kept_blocks)} under lease go when their leases end"
     return Output(text, reply)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NoReturn
@@ -68,22 +70,37 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
 }
 
 
+class _WrongUsage(Exception):
+    """Of the command `program`, which may be a subcommand."""
+
+    def __init__(self, program: str, message: str) -> None:
+        super().__init__(message)
+        self.program = program
+
+
 class _Parser(argparse.ArgumentParser):
-    """argparse with our exit code, and the way to help in the message."""
+    """argparse that leaves it to `parse` to say what is wrong."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {message}\ntry: {self.prog} --help\n")
+        raise _WrongUsage(self.prog, message)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Exits with status 2 and one clear line on wrong usage."""
+    """Exits with status 2 and one clear line on wrong usage, and a document besides where --json is among the words."""
+    words = sys.argv[1:] if argv is None else argv
     parser = build_parser()
-    arguments = parser.parse_args(argv)
-    if arguments.command == "drop":
-        _check_drop(parser, arguments)
-    if arguments.command == "quarantine":
-        _check_quarantine(parser, arguments)
-    check_data_arguments(parser, arguments)
+    try:
+        arguments = parser.parse_args(words)
+        _check_text(parser, arguments)
+        if arguments.command == "drop":
+            _check_drop(parser, arguments)
+        if arguments.command == "quarantine":
+            _check_quarantine(parser, arguments)
+        check_data_arguments(parser, arguments)
+    except _WrongUsage as wrong:
+        if "--json" in words:
+            print(json.dumps({"error": str(wrong), "exit_code": USAGE}))
+        parser.exit(USAGE, f"{wrong.program}: {wrong}\ntry: {wrong.program} --help\n")
     return arguments
 
 
@@ -117,7 +134,11 @@ def build_parser() -> argparse.ArgumentParser:
     _top_options(made["top"])
     _doctor_options(made["doctor"])
     made["report"].add_argument(
-        "-o", "--output", default="kvstored-report.html", metavar="FILE", help="where to (default: %(default)s)"
+        "-o",
+        "--output",
+        default="kvstored-report.html",
+        metavar="FILE",
+        help="where to; - is standard output (default: %(default)s)",
     )
     made["ping"].add_argument("--count", type=_count, default=10, metavar="N", help="messages (default: %(default)s)")
     return parser
@@ -202,6 +223,16 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="the daemon's configuration, for when it does not answer")
     parser.add_argument("--state-dir", metavar="DIR", help="its state directory, for when it does not answer")
     parser.add_argument("--no-disk-test", action="store_true", help="do not write and read a temporary file")
+
+
+def _check_text(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """What the daemon is asked for is UTF-8; a path may be any bytes."""
+    words = [getattr(arguments, "tenant", ""), *getattr(arguments, "keys", []), *getattr(arguments, "places", [])]
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            parser.error(f"{arguments.command}: {word!r} is not valid UTF-8")
 
 
 def _check_drop(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

@@ -133,7 +133,8 @@ def _put_options(parser: argparse.ArgumentParser) -> None:
         "--durability",
         choices=("default", "none", "batch", "always"),
         default="default",
-        help="none: DRAM only; batch, always: on NVMe before the command ends (default: the tenant's)",
+        help="none: DRAM only; batch, always: on NVMe before the command ends, also what is stored already "
+        "(default: the tenant's)",
     )
     parser.add_argument(
         "--block-size",

@@ -7,17 +7,18 @@ moved, so explaining a block does not change it. For tokens that are stored unde
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.connecting import open_session
-from kvstore_client.cli.exit_codes import UNREACHABLE, CommandError
+from kvstore_client.cli.exit_codes import UNREACHABLE, USAGE, CommandError
 from kvstore_client.cli.explaining import render_chain, render_misses
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.plain import plain
-from kvstore_client.cli.target import Target, find_target, read_fingerprint
+from kvstore_client.cli.target import Target, find_target, fingerprint_digits, read_fingerprint
 from kvstore_client.objects import object_tokens
 from kvstore_client.session import Session
 from kvstore_proto.fingerprint import parse_fingerprint
@@ -27,6 +28,7 @@ from kvstore_proto.v1 import admin_pb2 as wire
 PAGE_KEYS: Final = 1024
 OBJECT_PAGE_BLOCKS: Final = 64
 MAX_OTHER_FINGERPRINTS: Final = 32
+_KEY: Final = re.compile("[0-9a-fA-F]{6,32}")
 STORED, MISSING = "stored", "missing"
 NEVER_STORED, OTHER_FINGERPRINT = "never_stored", "other_fingerprint"
 
@@ -50,6 +52,11 @@ def _explain_keys(directory: Path, admin: AdminSocket, arguments: argparse.Names
     fingerprint = arguments.fingerprint or ""
     if Path(fingerprint).is_file():
         fingerprint = read_fingerprint(directory, arguments).digest().hex()
+    elif fingerprint:
+        fingerprint = fingerprint_digits(fingerprint)
+    wrong = next((key for key in arguments.keys if not _KEY.fullmatch(key)), None)
+    if wrong is not None:
+        raise CommandError(USAGE, f"explain: a key is 32 hex digits, or its first 6 or more, got {wrong!r}")
     request = wire.ExplainRequest(
         keys=arguments.keys,
         tenant=arguments.tenant,

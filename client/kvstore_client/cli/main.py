@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from kvstore_client.cli.arguments import parse
 from kvstore_client.cli.bench import bench
 from kvstore_client.cli.delete import delete
 from kvstore_client.cli.doctor.command import doctor
-from kvstore_client.cli.exit_codes import OK, CommandError
+from kvstore_client.cli.exit_codes import FAILED, OK, CommandError
 from kvstore_client.cli.explain import explain
 from kvstore_client.cli.get import get
 from kvstore_client.cli.output import Output
@@ -61,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     --json).
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines are not for operators
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no arrows shows a question mark, not a traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     arguments = parse(argv)
     try:
         output = _run(arguments)
@@ -74,8 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `kvctl blocks | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return OK
+    except OSError as error:  # what a command has not told better itself: a full disk behind a redirection
+        _write_no_more()
+        place = f": {error.filename}" if error.filename else ""
+        print(f"kvctl: {error.strerror or error}{place}", file=sys.stderr)
+        return FAILED
 
 
 def _run(arguments: argparse.Namespace) -> Output:
@@ -84,6 +93,11 @@ def _run(arguments: argparse.Namespace) -> Output:
         return _BY_DIRECTORY[arguments.command](directory, arguments)
     with AdminSocket(directory, arguments.timeout) as admin:
         return _COMMANDS[arguments.command](admin, arguments)
+
+
+def _write_no_more() -> None:
+    """What standard output still holds is lost; without this the interpreter would try once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

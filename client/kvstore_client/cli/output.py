@@ -25,4 +25,4 @@ class Output:
         if not as_json:
             return self.text
         document = plain(self.reply) if isinstance(self.reply, Message) else self.reply
-        return json.dumps(document, indent=2, ensure_ascii=False)
+        return json.dumps(document, indent=2)  # in ASCII: the same document whatever the terminal's encoding

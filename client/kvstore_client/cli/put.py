@@ -96,9 +96,10 @@ class _Stored:
             "stored_bytes": self.nbytes,
             **facts,
         }
+        known = self.blocks + self.present
+        how = "durable" if self.durable == known else "volatile" if not self.durable else "partly durable"
         if not self.blocks:
-            return Output(f"{label}: stored already, {human_blocks(self.present)}", reply)
-        how = "durable" if self.durable == self.blocks else "volatile" if not self.durable else "partly durable"
+            return Output(f"{label}: stored already, {human_blocks(self.present)}, {how}", reply)
         text = f"{label}: stored {human_blocks(self.blocks)} ({human_bytes(self.nbytes)}), {how}"
         if self.present:
             text += f"; {human_count(self.present)} were there already"

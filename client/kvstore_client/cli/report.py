@@ -9,6 +9,7 @@ import argparse
 import os
 import platform
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +20,7 @@ from kvstore_client.cli import scales
 from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.charts import Chart, Curve, draw
 from kvstore_client.cli.dashboard import hit_ratios
-from kvstore_client.cli.exit_codes import FAILED, CommandError
+from kvstore_client.cli.exit_codes import FAILED, USAGE, CommandError
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.past import Past, known
 from kvstore_client.cli.snapshot import Snapshot, take
@@ -32,20 +33,28 @@ _PACKAGES = ("kvstored", "grpcio", "protobuf", "numpy", "lmdb", "xxhash")
 
 
 def report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
-    """Writes `arguments.output`. Raises CommandError."""
+    """Writes `arguments.output`, or to standard output. Raises CommandError."""
+    to_stdout = arguments.output == "-"
+    if to_stdout and arguments.json:
+        raise CommandError(USAGE, "report --json says on standard output what it did: name a file for the page")
     shot = take(admin, since_s=0.0, settings=True)
     coarse_s = max(shot.history.resolutions_s)
     coarse = admin.call("History", wire.HistoryRequest(resolution_s=coarse_s), wire.HistoryReply)
-    text = document(shot, Past(coarse))
+    html = document(shot, Past(coarse)).encode()
     path = Path(arguments.output)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(FAILED, f"cannot write {path}: {error.strerror or error}; choose another -o FILE") from None
-    size = path.stat().st_size
+    if to_stdout:
+        sys.stdout.buffer.write(html)
+        sys.stdout.flush()
+    else:
+        try:
+            path.write_bytes(html)
+        except OSError as error:
+            raise CommandError(
+                FAILED, f"cannot write {path}: {error.strerror or error}; choose another -o FILE"
+            ) from None
     samples = {str(shot.history.resolution_s): len(shot.history.at_s), str(coarse_s): len(coarse.at_s)}
-    said = f"wrote {path} ({human_bytes(size)}): " + ", ".join(f"{n} samples of {s} s" for s, n in samples.items())
-    return Output(said, {"path": str(path.absolute()), "bytes": size, "samples": samples})
+    said = f"wrote {path} ({human_bytes(len(html))}): " + ", ".join(f"{n} samples of {s} s" for s, n in samples.items())
+    return Output(said, {"path": str(path.absolute()), "bytes": len(html), "samples": samples}, aside=to_stdout)
 
 
 def document(shot: Snapshot, coarse: Past) -> str:

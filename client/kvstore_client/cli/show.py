@@ -88,6 +88,7 @@ def tiers(admin: AdminSocket, _: argparse.Namespace) -> Output:
     ]
     parts = [render_table(columns, rows, empty="no tiers are configured")]
     parts.extend(f"{tier.name} holds: {_by_use(tier.used_by)}" for tier in reply.tiers if tier.used_by)
+    parts.extend(f"{tier.name} expects: {_by_class(tier)}" for tier in reply.tiers if tier.residency_bytes)
     budget = budget_line(admin.call("Status", wire.StatusRequest(), wire.StatusReply))
     parts.extend([f"nvme writes: {budget}"] if budget else [])
     return Output("\n".join(parts), reply)
@@ -207,6 +208,15 @@ def _lanes(reply: wire.StatusReply) -> str:
 
 def _progress(done_bytes: int, total_bytes: int) -> str:
     return f"{human_bytes(done_bytes)} of {human_bytes(total_bytes)} ({human_share(done_bytes, total_bytes)})"
+
+
+def _by_class(tier: wire.TierStatus) -> str:
+    """How soon the tier's policy expects to need what it holds."""
+    parts = [
+        f"{name} {human_count(tier.residency[name])} blocks, {human_bytes(tier.residency_bytes[name])}"
+        for name in ("hot", "warm", "cold")
+    ]
+    return "; ".join(parts) + (f" (by {tier.policy})" if tier.policy else "")
 
 
 def _by_use(used_by: Mapping[str, int]) -> str:

@@ -113,6 +113,16 @@ def _token(word: str, where: str) -> int:
     return token
 
 
+def fingerprint_digits(given: str) -> str:
+    """The digits of --fingerprint DIGEST, or of MODEL:DIGEST as listings show it."""
+    digits = given.rpartition(":")[2]
+    if not _DIGEST.fullmatch(digits):
+        raise CommandError(
+            USAGE, f"--fingerprint {given}: neither a file nor a hex digest of 8 to 64 digits (`kvctl --json tenants`)"
+        )
+    return digits
+
+
 def read_fingerprint(directory: Path, arguments: argparse.Namespace) -> Fingerprint:
     """From a file with the canonical JSON, or, by its digest, from what the daemon has seen."""
     given = arguments.fingerprint
@@ -125,10 +135,7 @@ def read_fingerprint(directory: Path, arguments: argparse.Namespace) -> Fingerpr
             raise CommandError(USAGE, f"--fingerprint {given}: {error.strerror}") from None
         except FingerprintError as error:
             raise CommandError(USAGE, f"--fingerprint {given}: {error}") from None
-    if not _DIGEST.fullmatch(given):
-        raise CommandError(
-            USAGE, f"--fingerprint {given}: neither a file nor a hex digest of 8 to 64 digits (`kvctl --json tenants`)"
-        )
+    given = fingerprint_digits(given)
     with AdminSocket(directory, arguments.timeout) as admin:
         reply = admin.call("Explain", wire.ExplainRequest(fingerprint=given), wire.ExplainReply)
     if not reply.fingerprints or not reply.fingerprints[0].canonical:

@@ -102,6 +102,7 @@ class DaemonProcess:
     def frozen(self) -> Iterator[None]:
         """Stopped by SIGSTOP inside the block: its sockets accept, and nobody answers."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)  # returns once its last thread has stopped
         try:
             yield
         finally:

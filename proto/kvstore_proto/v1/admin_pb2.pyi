@@ -369,6 +369,22 @@ class TierStatus(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class ResidencyBytesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
@@ -386,6 +402,8 @@ class TierStatus(google.protobuf.message.Message):
     ERRORS_FIELD_NUMBER: builtins.int
     USED_BY_FIELD_NUMBER: builtins.int
     RESIDENCY_FIELD_NUMBER: builtins.int
+    RESIDENCY_BYTES_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
     name: builtins.str
     kind: builtins.str
     path: builtins.str
@@ -403,13 +421,18 @@ class TierStatus(google.protobuf.message.Message):
     demoted_blocks: builtins.int
     quarantined_blocks: builtins.int
     errors: builtins.int
+    policy: builtins.str
     @property
     def used_by(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """blocks, staging, reservations, limbo, quarantine, index, in_flight"""
 
     @property
     def residency(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """hot, warm, cold"""
+        """blocks that are hot, warm, cold"""
+
+    @property
+    def residency_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """the same in bytes of slots"""
 
     def __init__(
         self,
@@ -431,8 +454,10 @@ class TierStatus(google.protobuf.message.Message):
         errors: builtins.int = ...,
         used_by: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         residency: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        residency_bytes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        policy: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes_read", b"bytes_read", "bytes_written", b"bytes_written", "capacity_bytes", b"capacity_bytes", "demoted_blocks", b"demoted_blocks", "errors", b"errors", "evicted_blocks", b"evicted_blocks", "hits", b"hits", "kind", b"kind", "name", b"name", "path", b"path", "promoted_blocks", b"promoted_blocks", "quarantined_blocks", b"quarantined_blocks", "residency", b"residency", "state", b"state", "used_by", b"used_by", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes_read", b"bytes_read", "bytes_written", b"bytes_written", "capacity_bytes", b"capacity_bytes", "demoted_blocks", b"demoted_blocks", "errors", b"errors", "evicted_blocks", b"evicted_blocks", "hits", b"hits", "kind", b"kind", "name", b"name", "path", b"path", "policy", b"policy", "promoted_blocks", b"promoted_blocks", "quarantined_blocks", b"quarantined_blocks", "residency", b"residency", "residency_bytes", b"residency_bytes", "state", b"state", "used_by", b"used_by", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___TierStatus = TierStatus
 

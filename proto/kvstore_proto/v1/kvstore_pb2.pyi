@@ -276,6 +276,32 @@ COMMIT_STATUS_AGAIN: CommitStatus.ValueType  # 8
 """Store: send it again, a moment later, as it is: another client is storing the"""
 global___CommitStatus = CommitStatus
 
+class _NextStep:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _NextStepEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_NextStep.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    NEXT_STEP_UNSPECIFIED: _NextStep.ValueType  # 0
+    NEXT_STEP_TOOL_CALL: _NextStep.ValueType  # 1
+    """a tool answers"""
+    NEXT_STEP_END_OF_TURN: _NextStep.ValueType  # 2
+    """a person answers"""
+    NEXT_STEP_CLOSED: _NextStep.ValueType  # 3
+    """nothing: the session is over"""
+
+class NextStep(_NextStep, metaclass=_NextStepEnumTypeWrapper):
+    """Why the engine stopped: what would have to happen before the chain is continued."""
+
+NEXT_STEP_UNSPECIFIED: NextStep.ValueType  # 0
+NEXT_STEP_TOOL_CALL: NextStep.ValueType  # 1
+"""a tool answers"""
+NEXT_STEP_END_OF_TURN: NextStep.ValueType  # 2
+"""a person answers"""
+NEXT_STEP_CLOSED: NextStep.ValueType  # 3
+"""nothing: the session is over"""
+global___NextStep = NextStep
+
 @typing.final
 class Request(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -294,6 +320,7 @@ class Request(google.protobuf.message.Message):
     DELETE_FIELD_NUMBER: builtins.int
     LEND_FIELD_NUMBER: builtins.int
     STORE_FIELD_NUMBER: builtins.int
+    HINT_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """chosen by the client, unique among its requests in flight; 0 is refused"""
     deadline_ms: builtins.int
@@ -324,6 +351,8 @@ class Request(google.protobuf.message.Message):
     def store(self) -> global___Store:
         """answered by `commit`"""
 
+    @property
+    def hint(self) -> global___Hint: ...
     def __init__(
         self,
         *,
@@ -341,10 +370,11 @@ class Request(google.protobuf.message.Message):
         delete: global___Delete | None = ...,
         lend: global___Lend | None = ...,
         store: global___Store | None = ...,
+        hint: global___Hint | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "deadline_ms", b"deadline_ms", "delete", b"delete", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend", "store"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "deadline_ms", b"deadline_ms", "delete", b"delete", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint"] | None: ...
 
 global___Request = Request
 
@@ -365,6 +395,7 @@ class Response(google.protobuf.message.Message):
     TOUCH_FIELD_NUMBER: builtins.int
     DELETE_FIELD_NUMBER: builtins.int
     LEND_FIELD_NUMBER: builtins.int
+    HINT_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     @property
     def error(self) -> global___Error: ...
@@ -390,6 +421,8 @@ class Response(google.protobuf.message.Message):
     def delete(self) -> global___DeleteReply: ...
     @property
     def lend(self) -> global___LendReply: ...
+    @property
+    def hint(self) -> global___HintReply: ...
     def __init__(
         self,
         *,
@@ -406,10 +439,11 @@ class Response(google.protobuf.message.Message):
         touch: global___TouchReply | None = ...,
         delete: global___DeleteReply | None = ...,
         lend: global___LendReply | None = ...,
+        hint: global___HintReply | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend", "hint"] | None: ...
 
 global___Response = Response
 
@@ -699,10 +733,13 @@ class Acquire(google.protobuf.message.Message):
     SET_FIELD_NUMBER: builtins.int
     MAX_WAIT_MS_FIELD_NUMBER: builtins.int
     MAPPED_ONLY_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     max_wait_ms: builtins.int
     """how long to wait for promotion; 0 = the daemon's default"""
     mapped_only: builtins.bool
     """lease what is mapped already; promote nothing, wait for nothing"""
+    prompt_tokens: builtins.int
+    """of the whole prompt, with those that fill no block; 0 = not told"""
     @property
     def set(self) -> global___KeySet: ...
     def __init__(
@@ -711,9 +748,10 @@ class Acquire(google.protobuf.message.Message):
         set: global___KeySet | None = ...,
         max_wait_ms: builtins.int = ...,
         mapped_only: builtins.bool = ...,
+        prompt_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["set", b"set"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["mapped_only", b"mapped_only", "max_wait_ms", b"max_wait_ms", "set", b"set"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mapped_only", b"mapped_only", "max_wait_ms", b"max_wait_ms", "prompt_tokens", b"prompt_tokens", "set", b"set"]) -> None: ...
 
 global___Acquire = Acquire
 
@@ -897,6 +935,63 @@ class TouchReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["expires_in_ms", b"expires_in_ms", "renewed", b"renewed", "touched", b"touched"]) -> None: ...
 
 global___TouchReply = TouchReply
+
+@typing.final
+class Hint(google.protobuf.message.Message):
+    """What the engine expects of a chain, for the daemon's policies: what to keep. Nothing is moved, nothing is promised, and
+    what is not known is left out. A daemon of 0.1 does not know this request and answers INVALID.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SET_FIELD_NUMBER: builtins.int
+    WILL_CONTINUE_FIELD_NUMBER: builtins.int
+    DUE_IN_MS_FIELD_NUMBER: builtins.int
+    NEXT_STEP_FIELD_NUMBER: builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: builtins.int
+    will_continue: builtins.float
+    """0 to 1: how likely a later request continues it"""
+    due_in_ms: builtins.int
+    """a request that is queued, or foreseen, uses it in about that time"""
+    next_step: global___NextStep.ValueType
+    answer_tokens: builtins.int
+    """of the request that has just ended; 0 = not told"""
+    @property
+    def set(self) -> global___KeySet:
+        """the chain, or its last keys: the last one names it"""
+
+    def __init__(
+        self,
+        *,
+        set: global___KeySet | None = ...,
+        will_continue: builtins.float | None = ...,
+        due_in_ms: builtins.int | None = ...,
+        next_step: global___NextStep.ValueType = ...,
+        answer_tokens: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_due_in_ms", b"_due_in_ms", "_will_continue", b"_will_continue", "due_in_ms", b"due_in_ms", "set", b"set", "will_continue", b"will_continue"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_due_in_ms", b"_due_in_ms", "_will_continue", b"_will_continue", "answer_tokens", b"answer_tokens", "due_in_ms", b"due_in_ms", "next_step", b"next_step", "set", b"set", "will_continue", b"will_continue"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_due_in_ms", b"_due_in_ms"]) -> typing.Literal["due_in_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_will_continue", b"_will_continue"]) -> typing.Literal["will_continue"] | None: ...
+
+global___Hint = Hint
+
+@typing.final
+class HintReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KNOWN_BLOCKS_FIELD_NUMBER: builtins.int
+    known_blocks: builtins.int
+    def __init__(
+        self,
+        *,
+        known_blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["known_blocks", b"known_blocks"]) -> None: ...
+
+global___HintReply = HintReply
 
 @typing.final
 class Delete(google.protobuf.message.Message):

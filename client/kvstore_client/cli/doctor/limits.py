@@ -86,7 +86,7 @@ def _limits(around: Surroundings) -> tuple[str, dict[str, tuple[str, str]]]:
         whose = "the daemon"
     else:
         text = around.read(around.proc / "self/limits")
-        whose = "this login (no daemon answers)"
+        whose = "this login (the daemon's are not known)"
     found: dict[str, tuple[str, str]] = {}
     for line in (text or "").splitlines()[1:]:
         name, values = line[:26].strip(), line[26:].split()

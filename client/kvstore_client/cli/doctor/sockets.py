@@ -1,4 +1,4 @@
-"""The socket directory and the three sockets: there, not open to everybody, not stale, open to this user."""
+"""The socket directory and the sockets in it: there, not open to everybody, not stale, open to this user."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvstore_client.paths import (
     DATA_SOCKET,
     HANDSHAKE_SOCKET,
     MAX_SOCKET_PATH_BYTES,
+    UNARY_SOCKET,
     explain_unreachable,
 )
 
@@ -24,6 +25,7 @@ _KINDS = {
     HANDSHAKE_SOCKET: socket.SOCK_SEQPACKET,
     DATA_SOCKET: socket.SOCK_STREAM,
     ADMIN_SOCKET: socket.SOCK_STREAM,
+    UNARY_SOCKET: socket.SOCK_STREAM,
 }
 _PROBE_S = 2.0
 
@@ -61,7 +63,8 @@ def sockets(around: Surroundings) -> Iterator[Finding]:
     if not os.access(around.socket_dir, os.X_OK):
         return
     for name in _KINDS:
-        yield _socket(around, name)
+        if name != UNARY_SOCKET or around.settings.flag("unary.enabled"):
+            yield _socket(around, name)
 
 
 def _socket(around: Surroundings, name: str) -> Finding:
@@ -97,6 +100,8 @@ def _socket(around: Surroundings, name: str) -> Finding:
         else:
             advice = _join(group)
         seen = f"{seen}: closed to user {user_name(around.uid)}"
+        if name == UNARY_SOCKET:
+            return ok(name, f"{seen}; it is for the daemon's user alone")
         if name == ADMIN_SOCKET:
             return warn(name, f"{seen}; engines do not need it, kvctl does", advice)
         return fail(name, seen, advice)
