@@ -27,6 +27,7 @@ from kvstore_tiers.heap import trim
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.directory import make_directory
 from kvstore_tiers.nvme.errors import DirectoryError
+from kvstore_tiers.nvme.reading_ahead import ReadAhead
 from kvstored import __version__
 from kvstored.assembly import Store, make_residency
 from kvstored.clock import NS_PER_MS, Clock, SystemClock
@@ -39,7 +40,7 @@ from kvstored.dataplane.staging import StagingPool
 from kvstored.degraded.memory import MemoryWatch
 from kvstored.degraded.pressure import HostSizer
 from kvstored.exits import EXIT_HANGS
-from kvstored.instance import AlreadyRunning, InstanceLock
+from kvstored.instance import AlreadyRunning, InstanceLock, who_else_can_change
 from kvstored.integrity import Integrity
 from kvstored.maintenance import Maintenance
 from kvstored.movement.completions import CompletionQueue
@@ -88,18 +89,18 @@ class StartupError(Exception):
     """The daemon cannot start; the message says why and what to do."""
 
 
-def run(config: Config) -> int:
-    """Serve until SIGTERM, SIGINT or a shutdown request. Raises StartupError."""
+def run(config: Config, ahead: ReadAhead | None = None) -> int:
+    """Serve until SIGTERM, SIGINT or a shutdown request, with what was read `ahead` of NVMe. Raises StartupError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
     _raise_descriptor_limit()
-    return asyncio.run(_serve(config))
+    return asyncio.run(_serve(config, ahead))
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, ahead: ReadAhead | None) -> int:
     stop_wanted = asyncio.Event()
     loop = asyncio.get_running_loop()
-    daemon = Daemon(config, SystemClock(), stop_wanted.set)
+    daemon = Daemon(config, SystemClock(), stop_wanted.set, ahead)
 
     def interrupted() -> None:
         """By somebody at a terminal, who wants the memory back; a service manager sends SIGTERM."""
@@ -119,8 +120,11 @@ async def _serve(config: Config) -> int:
 class Daemon:
     """One running daemon. `on_shutdown` is called when an operator asks it to stop."""
 
-    def __init__(self, config: Config, clock: Clock, on_shutdown: Callable[[], None]) -> None:
+    def __init__(
+        self, config: Config, clock: Clock, on_shutdown: Callable[[], None], ahead: ReadAhead | None = None
+    ) -> None:
         self.config = config
+        self._ahead = ahead
         self._clock = clock
         self._on_shutdown = on_shutdown
         self._stack = contextlib.AsyncExitStack()
@@ -262,6 +266,7 @@ class Daemon:
             io_threads=nvme.io_threads,
             require_direct=nvme.require_direct,
             quarantine_slots=nvme.quarantine_slots,
+            ahead=self._ahead,
         )
         self._stack.callback(tier.close)
         recovered = recover_blocks(tier, residency, self._tenants, self._clock)
@@ -277,6 +282,7 @@ class Daemon:
             default_mode=config.durability.mode,
         )  # fmt: skip
         intake.may_come_again = store.promoter.may_come_again
+        self._intake = intake
         put = Put(
             intake, residency, self._sessions, clock, store.counters, max_keys=limits.max_keys,
             max_block_bytes=limits.max_block_bytes, reservation_ttl_ms=limits.reservation_ttl_ms,
@@ -289,11 +295,12 @@ class Daemon:
         get = Get(
             residency, store.leases, store.promoter, clock, store.counters, store.flows, self._misses,
             store.dram_check, max_keys=limits.max_keys, leases_per_client=limits.leases_per_client,
-            lease_ttl_ms=limits.lease_ttl_ms, wait_ms=movement.acquire_wait_ms,
+            lease_ttl_ms=limits.lease_ttl_ms, wait_ms=movement.acquire_wait_ms, policies=store.policies,
         )  # fmt: skip
         hints = Hints(
             residency, store.leases, store.promoter, clock, max_keys=limits.max_keys,
             lease_ttl_ms=limits.lease_ttl_ms, prefetch_budget_bytes=movement.prefetch_budget_bytes,
+            policies=store.policies,
         )  # fmt: skip
         self._stack.push_async_callback(self._settle, intake)
         look_up = LookUp(residency, store.promoter, store.counters, store.flows, self._misses, limits.max_keys)
@@ -397,12 +404,10 @@ class Daemon:
 
     async def _listen_unary(self, path: Path, health: Health) -> None:
         lifetime, config, store = self.lifetime, self.config, self._store
-        writeback = store.writeback
         assert lifetime is not None
         calls = InlineCalls(
             self._verbs, self._delete, store.residency, store.host, self._completions, store.counters,
-            writeback.is_durable if writeback is not None else lambda row: False,
-            message_bytes=config.unary.message_bytes,
+            self._intake, message_bytes=config.unary.message_bytes,
         )  # fmt: skip
         limit = unary.CallLimit(config.unary.calls)
         doors = UnaryDoors(
@@ -493,6 +498,8 @@ def _make_state_dir(path: Path) -> None:
         raise StartupError(
             f"cannot make state directory {path}: {error.strerror}; set daemon.state_dir to a writable place"
         ) from None
+    if (others := who_else_can_change(path)) is not None:
+        raise StartupError(f"state directory {path} {others}: with the secret in it, blocks and keys are theirs")
     if not os.access(path, os.W_OK | os.X_OK):
         raise StartupError(f"state directory {path} is not writable by uid {os.geteuid()}")
 

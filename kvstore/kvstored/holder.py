@@ -25,18 +25,16 @@ import resource
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 
-from kvstored.passing import receive_packet, send_packet
+from kvstored.passing import is_of_our_user, receive_packet, send_packet
 
 LOOK_S = 1.0  # between two looks at whether there is still reason to live
 DEFAULT_LINGER_S = 600.0
 ANSWER_TIMEOUT_S = 10.0
 MAX_NAME_BYTES = 64
 MAX_DESCRIPTORS = 65_536
-_UCRED = struct.Struct("3i")
 
 
 class Holder:
@@ -92,8 +90,7 @@ class Holder:
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
-                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-                if _UCRED.unpack(credentials)[1] not in (os.geteuid(), 0):
+                if not is_of_our_user(connection):
                     connection.close()
                     continue
                 self._connections.add(connection)

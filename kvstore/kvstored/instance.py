@@ -1,4 +1,4 @@
-"""One daemon for one state directory: a lock file that holds the owner's pid.
+"""One daemon for one state directory, which nobody else may change: a lock file that holds the owner's pid.
 
 The kernel drops the lock with its holder, so a crash leaves nothing to clean up.
 """
@@ -8,11 +8,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 
 class AlreadyRunning(Exception):
     """Another daemon owns the directory; the message names its pid."""
+
+
+def who_else_can_change(directory: Path) -> str | None:
+    """Why what lies in a directory is not ours alone to replace, and the cure; None when it is."""
+    status = directory.stat()
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to uid {status.st_uid} and must be ours or root's (chown it)"
+    if status.st_mode & stat.S_IWOTH:
+        return "can be written by everybody (chmod 700 it, or name a directory below it)"
+    return None
 
 
 class InstanceLock:

@@ -7,8 +7,18 @@ not wait waits, and a descriptor that must not be inherited is. Imports the stan
 from __future__ import annotations
 
 import array
+import os
 import socket
+import struct
 from collections.abc import Sequence
+
+_UCRED = struct.Struct("3i")
+
+
+def is_of_our_user(connection: socket.socket) -> bool:
+    """Whether the other end of a Unix socket belongs to our user or root, by the kernel's word. Raises OSError."""
+    _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return uid in (os.geteuid(), 0)
 
 
 def send_packet(sock: socket.socket, packet: bytes, descriptors: Sequence[int] = (), flags: int = 0) -> None:

@@ -24,7 +24,8 @@ def parse_size(text: str | int, whole_bytes: int = 0) -> int:
     else:
         match = _SIZE.match(str(text))
         if match is None:
-            raise ValueError(f"{text!r} is not a size; write 4096, '64MiB', '1.5GiB' or '25%'")
+            forms = ["4096", "'64MiB'", "'1.5GiB'"] + ["'25%'"] * bool(whole_bytes)
+            raise ValueError(f"{text!r} is not a size; write {', '.join(forms[:-1])} or {forms[-1]}")
         amount, unit = float(match[1]), match[2].lower()
     if unit == "%":
         if not whole_bytes:

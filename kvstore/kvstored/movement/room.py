@@ -11,8 +11,9 @@ does).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum
+from typing import Final, Protocol
 
 from kvstore_tiers.base import Slot, Tier, TierState
 from kvstored.clock import Clock
@@ -24,6 +25,15 @@ from kvstored.telemetry import Counters, Flows
 
 SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
 MAX_EVICTIONS = 4096  # for one allocation
+
+
+class Bypass(Enum):
+    """Instead of a slot: the policy would rather keep what would have to go for it."""
+
+    BYPASSED = "bypassed"
+
+
+BYPASSED: Final = Bypass.BYPASSED
 
 
 class Demoter(Protocol):
@@ -92,8 +102,17 @@ class Room:
                 return None
         return self._tier.allocate(nbytes, self._owner(tenant))
 
+    def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
+        """Blocks `keys`, which continue row `parent`, are about to ask for room."""
+        self._policy.arriving(tenant, parent, keys, self._clock.monotonic_ns())
+
     async def allocate(self, nbytes: int, tenant: int) -> Slot | None:
         """A slot, evicting for it what the policy names; None when nothing (more) may go."""
+        slot = await self.allocate_for(None, nbytes, tenant)
+        return None if slot is BYPASSED else slot
+
+    async def allocate_for(self, newcomer: tuple[bytes, int] | None, nbytes: int, tenant: int) -> Slot | Bypass | None:
+        """As `allocate`, for the block of this key and depth: BYPASSED when the policy would rather keep its victim."""
         if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
             return None  # it takes nothing, however much is evicted
         stuck: set[int] = set()
@@ -104,7 +123,10 @@ class Room:
             confined = self._confined(nbytes, tenant)
             row = self.cut_off.next(self._policy, stuck, confined) if self.cut_off is not None else -1
             if row < 0:
-                row = self._policy.next_victim(self._clock.monotonic_ns(), exclude=stuck, tenant=confined)
+                now_ns = self._clock.monotonic_ns()
+                row = self._policy.next_victim(now_ns, exclude=stuck, tenant=confined)
+                if row >= 0 and newcomer is not None and self._policy.declines(tenant, *newcomer, row, now_ns):
+                    return BYPASSED
             if row < 0:
                 if not await self.demoter.progress():
                     return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
@@ -89,6 +90,7 @@ class WriteBack:
         )  # fmt: skip
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._next_end: asyncio.Future[None] | None = None  # of any write, while somebody waits for it
 
     # What others ask
 
@@ -106,6 +108,23 @@ class WriteBack:
 
     def is_durable(self, row: int) -> bool:
         return self._residency.has(row, NVME) and self._residency.token(row) not in self._commit.pending
+
+    def are_durable(self, rows: Sequence[int]) -> list[bool]:
+        """What may be promised of each: as `is_durable`, and nothing of a medium that is gone."""
+        if not self.gate.breaker.serves_reads:
+            return [False] * len(rows)
+        has, pending = self._residency.has, self._commit.pending
+        if not pending:
+            return [has(row, NVME) for row in rows]
+        return [has(row, NVME) and self._residency.token(row) not in pending for row in rows]
+
+    def settled(self, row: int) -> asyncio.Future[bool] | None:
+        """What says whether a block that is on its way becomes durable; None when it is not. Hurries nothing."""
+        token = self._residency.token(row)
+        write = self._waiting.get(token) or self._running.get(token)
+        if write is not None:
+            return write.settled
+        return self._throttle.pending.get(token) or self._commit.pending.get(token)
 
     def is_on_its_way(self, row: int) -> bool:
         """Whether the block will be durable if nothing goes wrong."""
@@ -190,10 +209,11 @@ class WriteBack:
     async def progress(self) -> bool:
         """Wait until a write has ended, starting those that still gather; False when there is nothing to wait for."""
         self._start_batch()
-        writes = [write.written for write in self._running.values()]
-        if not writes:
+        if not self._running:
             return False
-        await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
+        if self._next_end is None:  # one for all who wait: hundreds of promotions may, for as many writes
+            self._next_end = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._next_end)
         return True
 
     async def flush(self, timeout_s: float) -> int:
@@ -340,3 +360,6 @@ class WriteBack:
             write.written.set_result(written)
         if not written and not write.settled.done():
             write.settled.set_result(False)
+        if self._next_end is not None:
+            self._next_end.set_result(None)
+            self._next_end = None

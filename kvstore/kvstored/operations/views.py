@@ -92,7 +92,7 @@ class Views:
             prefault_total_bytes=total_bytes,
             counters=parts.counters.snapshot(),
             config_path=parts.config.source,
-            warnings=[*parts.modes.sentences(), *self._tier_messages()],
+            warnings=[*parts.modes.sentences(), *self._other_tier_messages()],
         )
         for item in parts.modes.all():
             reply.degraded.add(
@@ -126,9 +126,12 @@ class Views:
             )
         return reply
 
-    def _tier_messages(self) -> list[str]:
-        reports = (tier.statistics() for tier in self._parts.tiers)
-        return [report.message for report in reports if report.message]
+    def _other_tier_messages(self) -> list[str]:
+        """What tiers say of themselves, where no degraded mode says it already."""
+        parts = self._parts
+        told = {item.part for item in parts.modes.all()}
+        reports = [(name, tier.statistics()) for name, tier in zip(parts.residency.tiers, parts.tiers, strict=True)]
+        return [f"{name}: {report.message}" for name, report in reports if report.message and name not in told]
 
     def _state_of(self, position: int) -> str:
         """What the daemon makes of a tier, where that is worse than what the tier says itself."""
@@ -163,6 +166,8 @@ class Views:
                 errors=report.errors,
                 used_by=used_by,
                 residency={kind.value: count for kind, count in policy.class_counts(now_ns).items()},
+                residency_bytes={kind.value: nbytes for kind, nbytes in policy.class_bytes(now_ns).items()},
+                policy=policy.name,
             )
         return reply
 

@@ -16,6 +16,8 @@ from kvstored.rpc import health
 from kvstored.tenants import Tenant
 from kvstored.tenants.tokens import Tokens
 
+KIND_METADATA = "kvstored-error-kind"
+RETRY_METADATA = "kvstored-retry-after-ms"
 _SCHEME = "bearer "
 
 
@@ -77,10 +79,16 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
         return await continuation(details)
 
 
+async def end_with(context: Any, error: KVStoreError) -> None:
+    """End a call with the status of its error, and its kind for machines in the trailing metadata."""
+    trailing = ((KIND_METADATA, error.kind.name), (RETRY_METADATA, str(error.retry_after_ms)))
+    await context.abort(grpc.StatusCode[error.kind.grpc_status], error.message, trailing)
+
+
 def _refusing(error: KVStoreError) -> Any:
     """A handler that answers without reading: one of a unary call would be given the whole message first."""
 
     async def refuse(_: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode[error.kind.grpc_status], error.message)
+        await end_with(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -25,6 +25,7 @@ from kvstored.verbs import Verbs
 
 log = logging.getLogger(__name__)
 TOKEN_METADATA = "kvstored-session-bin"
+LAST_REPLY_S = 1.0  # for a reply to go out before a stream ends; then the client gets no status
 
 
 class SessionService(kvstore_pb2_grpc.KVStoreServicer):
@@ -52,8 +53,10 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
         task = asyncio.current_task()
         assert task is not None
 
+        ending: list[asyncio.Task[None]] = []
+
         def ended() -> None:
-            task.cancel()
+            ending.append(asyncio.create_task(stream.end(task)))
 
         session.on_close.append(ended)
         try:
@@ -64,7 +67,7 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
                 raise  # the client's side ended it, or the server stops
             try:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the session has ended")
-            except grpc.aio.InternalError:  # a reply was on its way out: then the stream just breaks off
+            except grpc.aio.InternalError:  # a reply still is on its way out, to a client that does not read
                 raise asyncio.CancelledError from None
         finally:
             stream.close()
@@ -103,6 +106,8 @@ class _Stream:
             if request is grpc.aio.EOF:
                 await self._finish_tasks()
                 return
+            if self._session.closed:
+                continue  # what comes while `end` waits is not begun
             reply = self._begin(request)
             if reply is not None:
                 await self._send(request.request_id, reply)
@@ -112,6 +117,13 @@ class _Stream:
             return await self._context.read()
         except Exception as error:  # gRPC names the end of a stream in several ways
             raise _StreamOver from error
+
+    async def end(self, serving: asyncio.Task[Any]) -> None:
+        """Cancel `serving`, but no write: gRPC does not end a stream while a reply is on its way out."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_REPLY_S):
+                await self._writing.acquire()  # for good: nothing more is written
+        serving.cancel()
 
     def close(self) -> None:
         for task in self._tasks:

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import grpc
-
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
@@ -20,15 +18,13 @@ from kvstored.dataplane.inline import InlineBlocks
 from kvstored.dataplane.reception import Reception
 from kvstored.dataplane.sessions import Session
 from kvstored.operations.lifetime import Lifetime, State
-from kvstored.rpc.callers import Callers
+from kvstored.rpc.callers import Callers, end_with
 from kvstored.tenants import Tenant
 from kvstored.verbs.inline import InlineCalls
 from kvstored.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
 
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStoreUnary"].full_name
-KIND_METADATA = "kvstored-error-kind"
-RETRY_METADATA = "kvstored-retry-after-ms"
 Reply = TypeVar("Reply")
 
 
@@ -114,11 +110,11 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
             work.add_done_callback(self._ended)
             return await asyncio.shield(work)
         except KVStoreError as error:
-            await _abort(context, error)
+            await end_with(context, error)
         except Exception:
             log.exception("a unary call failed")
             message = "the call failed inside the daemon; its log has the details"
-            await _abort(context, KVStoreError(ErrorKind.INTERNAL, message))
+            await end_with(context, KVStoreError(ErrorKind.INTERNAL, message))
         raise AssertionError("abort returned")
 
     async def _work(
@@ -138,8 +134,3 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         self._under_way.discard(work)
         if not work.cancelled():
             work.exception()  # nobody may be left to ask for it
-
-
-async def _abort(context: Any, error: KVStoreError) -> None:
-    trailing = ((KIND_METADATA, error.kind.name), (RETRY_METADATA, str(error.retry_after_ms)))
-    await context.abort(grpc.StatusCode[error.kind.grpc_status], error.message, trailing)

@@ -13,6 +13,7 @@ COUNTERS = {
     "stored_bytes": "payload bytes of those",
     "present_blocks": "puts of blocks that were there already",
     "throttled_blocks": "puts refused for want of room",
+    "bypassed_blocks": "puts refused by the policy: worth less than what would have had to go",
     "durable_blocks": "blocks answered durable",
     "promoted_blocks": "blocks moved up for an acquire or a prefetch",
     "promoted_bytes": "bytes of those",

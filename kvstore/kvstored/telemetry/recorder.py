@@ -33,7 +33,8 @@ _FLUSH_S = 1.0
 @dataclass(frozen=True, slots=True)
 class Event:
     """One request. `keys` are packed and in chain order; `parent` is that of the first of them. `found`: blocks that
-    were readable, or that were stored. `block_tokens` of the client's fingerprint."""
+    were readable, or, of those that were put, stored. `block_tokens` of the client's fingerprint; `prompt_tokens`: 0 is
+    not told."""
 
     op: str
     at_ns: int
@@ -43,6 +44,7 @@ class Event:
     keys: bytes
     parent: bytes
     found: int
+    prompt_tokens: int = 0
 
 
 class Recorder:
@@ -120,6 +122,8 @@ class Recorder:
             "t": round((event.at_ns - self._started_ns) / 1e9, 6),
             "op": event.op, "n": event.tenant, "c": event.client, "b": event.block_tokens, "f": event.found,
         }  # fmt: skip
+        if event.prompt_tokens:
+            told["i"] = event.prompt_tokens
         if before:
             told["p"] = before.hex()
         if new < len(keys):

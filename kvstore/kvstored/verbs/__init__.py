@@ -1,5 +1,5 @@
 """What a client can ask for: lookup, put (lend, store; reserve, commit, abort), get (acquire, release), hints
-(prefetch, touch) and delete.
+(prefetch, touch, hint) and delete.
 
 Each verb is a class over the parts it needs; this door sends a request to its verb. `quick` answers without waiting for
 bytes to move, or says (None) that the request must run as a task through `slow`.
@@ -49,6 +49,8 @@ class Verbs:
             return pb.Response(abort=self._put.abort(session, request.abort))
         if op == "touch":
             return pb.Response(touch=self._hints.touch(session, request.touch))
+        if op == "hint":
+            return pb.Response(hint=self._hints.hint(session, request.hint))
         if op == "prefetch":
             return pb.Response(prefetch=self._hints.prefetch(session, request.prefetch))
         if op == "ping":

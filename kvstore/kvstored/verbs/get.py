@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.dataplane.leases import LeaseTable
@@ -18,14 +19,18 @@ from kvstored.lifecycle import Cause, miss_reason
 from kvstored.movement.dram_check import DramCheck
 from kvstored.movement.lane import Priority
 from kvstored.movement.promote import Promoter
+from kvstored.policies import Policy, RequestContext
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows, RecentMisses
 from kvstored.tiering import HOST, NVME
 from kvstored.verbs.validate import keys_of, known_group
 
+MISSING_MAX = 1024  # keys that policies are told of; they take up to a microsecond for each
+
 
 class Get:
-    """See the module. `lease_ttl_ms` is what a new lease gets; `wait_ms` bounds a wait that names no bound."""
+    """See the module. `lease_ttl_ms` is what a new lease gets; `wait_ms` bounds a wait that names no bound. `policies`
+    hear how long a prompt is, if the engine says so."""
 
     def __init__(
         self,
@@ -42,7 +47,9 @@ class Get:
         leases_per_client: int,
         lease_ttl_ms: int,
         wait_ms: int,
+        policies: Sequence[Policy] = (),
     ) -> None:
+        self._policies = policies
         self._residency = residency
         self._leases = leases
         self._promoter = promoter
@@ -55,6 +62,7 @@ class Get:
         self._leases_per_client = leases_per_client
         self._lease_ttl_ms = lease_ttl_ms
         self._wait_ms = wait_ms
+        self._requests = 0
 
     def acquire_mapped(self, session: Session, request: pb.Acquire) -> pb.AcquireReply | None:
         """The lease, when every block of the run is mapped already or only those are wanted; None when something must
@@ -138,10 +146,22 @@ class Get:
             )
         return self._promoter.reachable_run(self._residency.find_run(session.tenant_id, request.set.keys))
 
-    def _touch(self, tokens: Sequence[int], now_ns: int) -> None:
-        """Count an access of those blocks that are still there."""
-        rows = (self._residency.current(token) for token in tokens)
-        self._residency.touch_run([row for row in rows if row >= 0], now_ns)
+    def _touch(
+        self, tenant: int, tokens: Sequence[int], missing: Sequence[bytes], prompt_tokens: int, now_ns: int
+    ) -> None:
+        """Count an access of those blocks that are still there, by a request that wanted `missing` too."""
+        rows = [row for row in map(self._residency.current, tokens) if row >= 0]
+        if prompt_tokens and (rows or missing):
+            self._requests += 1
+            for policy in self._policies:
+                if missing or any(self._residency.has(row, policy.tier) for row in rows):  # else another request's
+                    policy.expect(RequestContext(self._requests, prompt_tokens))
+        self._residency.request_run(tenant, rows, missing, now_ns)
+
+    def _missing(self, session: Session, request: pb.Acquire, found: int) -> list[bytes]:
+        """The keys of the request after the first `found`; none where a block is there that just cannot be had."""
+        keys = split_keys(request.set.keys[found * KEY_BYTES : (found + MISSING_MAX) * KEY_BYTES])
+        return keys if keys and self._residency.find(session.tenant_id, keys[0]) < 0 else []
 
     def _mapped_run(self, tokens: Sequence[int]) -> int:
         """How many leading blocks are (still) there and mapped."""
@@ -169,16 +189,18 @@ class Get:
                 self._flows.missed(session.tenant_id, cause, keys - len(rows))
                 self._misses.note("get", session, missing, cause, len(rows), keys)
         self._counters.add("acquires")
+        now_ns, tokens = self._clock.monotonic_ns(), [residency.token(row) for row in rows]
+        # The policy hears of it once the reply is on its way: for 64 blocks that is a tenth of the client's wait.
+        lacking = self._missing(session, request, len(rows))
+        asyncio.get_running_loop().call_soon(
+            self._touch, session.tenant_id, tokens, lacking, request.prompt_tokens, now_ns
+        )
         if not rows:
             return reply
-        now_ns = self._clock.monotonic_ns()
         slots = residency.slots(rows, HOST)
-        tokens = [residency.token(row) for row in rows]
         lease = self._leases.grant(
             session.session_id, session.tenant_id, tokens, slots, now_ns + self._lease_ttl_ms * NS_PER_MS
         )
-        # The policy hears of it once the reply is on its way: for 64 blocks that is a tenth of the client's wait.
-        asyncio.get_running_loop().call_soon(self._touch, tokens, now_ns)
         reply.lease_id = lease.lease_id
         reply.expires_in_ms = self._lease_ttl_ms
         reply.arena_ids.extend([slot.container for slot in slots])

@@ -1,19 +1,27 @@
-"""Hints: prefetch what will be needed, touch what was used elsewhere. A hint is never waited for and never an error."""
+"""Hints: prefetch what will be needed, touch what was used elsewhere, tell policies what an engine expects. A hint is
+never waited for; only one that makes no sense is an error.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.dataplane.leases import LeaseTable
 from kvstored.dataplane.sessions import Session
 from kvstored.movement.promote import Promoter
+from kvstored.policies import ChainHint, Policy
 from kvstored.residency import Residency
 from kvstored.tiering import HOST
 from kvstored.verbs.validate import keys_of, known_group
 
+DUE_MAX_MS = 24 * 3600 * 1000
+
 
 class Hints:
-    """See the module."""
+    """See the module. `policies` are told, one a tier."""
 
     def __init__(
         self,
@@ -25,7 +33,9 @@ class Hints:
         max_keys: int,
         lease_ttl_ms: int,
         prefetch_budget_bytes: int,
+        policies: Sequence[Policy] = (),
     ) -> None:
+        self._policies = policies
         self._residency = residency
         self._leases = leases
         self._promoter = promoter
@@ -42,7 +52,11 @@ class Hints:
         residency = self._residency
         budget_bytes = min(request.budget_bytes or self._prefetch_budget_bytes, self._prefetch_budget_bytes)
         reply = pb.PrefetchReply()
-        for row in residency.find_run(session.tenant_id, request.set.keys):
+        rows = residency.find_run(session.tenant_id, request.set.keys)
+        if rows and request.in_ms:
+            due_ns = self._clock.monotonic_ns() + min(request.in_ms, DUE_MAX_MS) * NS_PER_MS
+            self._tell(session, rows[-1], residency.key(rows[-1]), ChainHint(due_ns=due_ns))
+        for row in rows:
             if residency.has(row, HOST):
                 reply.resident_blocks += 1
                 continue
@@ -51,6 +65,30 @@ class Hints:
                 break
             reply.scheduled_blocks += 1
         return reply
+
+    def hint(self, session: Session, request: pb.Hint) -> pb.HintReply:
+        """Tell the policies. Raises KVStoreError for a hint that cannot be meant so."""
+        keys = keys_of(request.set.keys, self._max_keys)
+        known_group(session, request.set.group)
+        if not keys:
+            raise KVStoreError(ErrorKind.INVALID, "a hint names a chain by its last key, got none")
+        if request.HasField("will_continue") and not 0.0 <= request.will_continue <= 1.0:  # nor NaN
+            raise KVStoreError(ErrorKind.INVALID, f"will_continue must be from 0 to 1, got {request.will_continue:g}")
+        if request.due_in_ms > DUE_MAX_MS:
+            raise KVStoreError(ErrorKind.INVALID, f"due_in_ms must be at most {DUE_MAX_MS}, got {request.due_in_ms}")
+        due_ns = None
+        if request.HasField("due_in_ms"):
+            due_ns = self._clock.monotonic_ns() + request.due_in_ms * NS_PER_MS
+        told = ChainHint(
+            request.will_continue if request.HasField("will_continue") else None, due_ns,
+            request.next_step if request.next_step in pb.NextStep.values() else 0, request.answer_tokens,
+        )  # fmt: skip
+        self._tell(session, self._residency.find(session.tenant_id, keys[-1]), keys[-1], told)
+        return pb.HintReply(known_blocks=len(self._residency.find_run(session.tenant_id, request.set.keys)))
+
+    def _tell(self, session: Session, row: int, key: bytes, told: ChainHint) -> None:
+        for policy in self._policies:
+            policy.told(session.tenant_id, row, key, told, self._clock.monotonic_ns())
 
     def touch(self, session: Session, request: pb.Touch) -> pb.TouchReply:
         """Count an access of the leading run, and renew leases."""

@@ -9,7 +9,7 @@ up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -31,7 +31,9 @@ from kvstored.telemetry import Counters
 from kvstored.tiering import HOST
 from kvstored.verbs import Verbs
 from kvstored.verbs.delete import Delete, Fate
+from kvstored.verbs.intake import Intake
 from kvstored.verbs.naming import NamedBlocks
+from kvstored.verbs.settling import all_settled, durability_of
 
 RETRY_AFTER_MS = 10
 _KEY_OVERHEAD_BYTES = 48  # of an answer, a key: its status, its reason, itself, its payload's tag and length
@@ -55,7 +57,7 @@ _OF_FATE = {
 
 
 class InlineCalls:
-    """See the module. `is_durable(row)` is the write-back's word; `message_bytes` bounds an answer."""
+    """See the module. `message_bytes` bounds an answer."""
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class InlineCalls:
         host: HostTier,
         completions: CompletionQueue,
         counters: Counters,
-        is_durable: Callable[[int], bool],
+        intake: Intake,
         *,
         message_bytes: int,
     ) -> None:
@@ -75,7 +77,7 @@ class InlineCalls:
         self._host = host
         self._completions = completions
         self._counters = counters
-        self._is_durable = is_durable
+        self._intake = intake
         self._message_bytes = message_bytes
         self._reading: set[asyncio.Task[list[tuple[Bytes, Outcome]]]] = set()
 
@@ -107,9 +109,11 @@ class InlineCalls:
             raise KVStoreError(
                 ErrorKind.INVALID, f"{len(request.payloads)} payloads for {len(blocks)} blocks: one a block"
             )
-        reply = unary.UnaryPutReply(durability=[pb.DURABILITY_VOLATILE] * len(blocks))
+        reply, durability = unary.UnaryPutReply(), bytearray(len(blocks))
+        mode = self._intake.mode(session, request.durability)
         try:
             reserved = self._reserve(session, blocks, request.payloads, reply)
+            settling = self._intake.present.settle(self._present(session, blocks, reply), mode, durability)
             commit = pb.Commit(reservation_ids=list(reserved.values()), durability=request.durability)
             async with aclosing(self._verbs.slow(session, "commit", pb.Request(commit=commit))) as answers:
                 async for answer in answers:
@@ -120,16 +124,16 @@ class InlineCalls:
             self._quick(
                 session, abort=pb.Abort(reservation_ids=list(session.reservations))
             )  # passes over what is being committed
-        for position, status, durability in zip(reserved, committed.statuses, committed.durability, strict=True):
+        for position, status, said in zip(reserved, committed.statuses, committed.durability, strict=True):
             reply.statuses[position] = _OF_COMMIT.get(status, unary.KEY_STATUS_MISS)
-            reply.durability[position] = pb.Durability.ValueType(durability)
-        for position, status in enumerate(reply.statuses):
-            if status == unary.KEY_STATUS_PRESENT:
-                row = self._residency.find(session.tenant_id, blocks.keys[position])
-                if row >= 0 and self._is_durable(row):
-                    reply.durability[position] = pb.DURABILITY_DURABLE
-            elif status in (unary.KEY_STATUS_THROTTLED, unary.KEY_STATUS_PENDING):
-                reply.retry_after_ms = RETRY_AFTER_MS
+            durability[position] = said
+        if mode == pb.DURABILITY_MODE_ALWAYS or not request.answer_early:
+            await all_settled(settling.values())
+        for position, settled in settling.items():
+            durability[position] = durability_of(settled)
+        reply.durability.extend(map(pb.Durability.ValueType, durability))
+        if unary.KEY_STATUS_THROTTLED in reply.statuses or unary.KEY_STATUS_PENDING in reply.statuses:
+            reply.retry_after_ms = RETRY_AFTER_MS
         return reply
 
     async def get(self, session: Session, blocks: NamedBlocks, request: unary.UnaryGetRequest) -> unary.UnaryGetReply:
@@ -224,6 +228,14 @@ class InlineCalls:
                 reserved[position] = answer.reservation_ids[0]
             reply.statuses.append(_OF_RESERVE.get(answer.statuses[0], unary.KEY_STATUS_REFUSED))
         return reserved
+
+    def _present(self, session: Session, blocks: NamedBlocks, reply: unary.UnaryPutReply) -> list[tuple[int, int]]:
+        """The place and the row of each block that was stored before."""
+        return [
+            (position, self._residency.find(session.tenant_id, blocks.keys[position]))
+            for position, status in enumerate(reply.statuses)
+            if status == unary.KEY_STATUS_PRESENT
+        ]
 
     def _that_fit(self, session: Session, blocks: NamedBlocks, request: unary.UnaryGetRequest) -> int:
         """How many leading blocks are here and go into one answer. Raises KVStoreError when not even the first does."""

@@ -19,17 +19,21 @@ from kvstore_tiers.host import HostTier
 from kvstored.clock import Clock
 from kvstored.dataplane.sessions import Session, StagedBlock
 from kvstored.movement.completions import CompletionQueue
-from kvstored.movement.room import Room
+from kvstored.movement.room import BYPASSED, Room
 from kvstored.movement.writeback import WriteBack
 from kvstored.residency import CyclicChainError, Residency
 from kvstored.telemetry import Counters
 from kvstored.tiering import HOST
 from kvstored.verbs.filling import Filler, Filling, Part
+from kvstored.verbs.present import Present
 from kvstored.verbs.settling import Settling
 
 log = logging.getLogger(__name__)
-PART_BYTES = 32 * 2**20
-PART_BLOCKS, HASHES_A_PART = 32, 1024  # each at most half a millisecond of the control thread
+# A part's copies run while the next part begins and the one before is published; the first is smaller, so that they
+# start early. None is more than half a millisecond of the control thread.
+FIRST_PART_BYTES, PART_BYTES = 4 * 2**20, 32 * 2**20
+PART_BLOCKS, HASHES_A_PART = 32, 1024
+ANNOUNCED_MAX = 1024  # of a piece of a chain; a policy takes up to a microsecond for each
 _MODES = {
     "none": pb.DURABILITY_MODE_NONE,
     "batch": pb.DURABILITY_MODE_BATCH,
@@ -58,6 +62,7 @@ class Intake:
         self._host = host
         self._room = room
         self._writeback = writeback
+        self.present = Present(residency, writeback)
         self._filler = Filler(residency, host, completions, clock, counters)
         self._clock = clock
         self._counters = counters
@@ -95,13 +100,14 @@ class Intake:
         parts: list[Part] = []
         began = 0
         mistake: Exception | None = None
-        if not session.beginning:
-            parts.append(Part())
-            try:
+        try:
+            self._announce(session, taken)
+            if not session.beginning:
+                parts.append(Part())
                 began = self._begin_blocks(session, taken, 0, self._part_end(session, taken, 0), statuses, parts[0])
                 self._filler.start_copies(session, parts[0])
-            except Exception as error:
-                mistake = error
+        except Exception as error:
+            mistake = error
         session.beginning += 1
         task = asyncio.create_task(self._take_all(session, taken, began, statuses, mode, parts, mistake))
         self._running.add(task)
@@ -124,7 +130,7 @@ class Intake:
             try:
                 if mistake is not None:
                     raise mistake
-                await self._begin_rest(session, taken, began, statuses, parts)
+                await self._begin_rest(session, taken, began, statuses, mode, parts)
             finally:
                 session.beginning -= 1
             for part in parts:
@@ -138,7 +144,7 @@ class Intake:
         return settling
 
     async def _begin_rest(
-        self, session: Session, taken: Taken, began: int, statuses: bytearray, parts: list[Part]
+        self, session: Session, taken: Taken, began: int, statuses: bytearray, mode: int, parts: list[Part]
     ) -> None:
         if began == len(taken):
             return
@@ -146,7 +152,7 @@ class Intake:
             while began < len(taken):
                 await asyncio.sleep(0)  # others on the loop have their turn
                 parts.append(Part())
-                began = await self._begin_part(session, taken, began, statuses, parts[-1])
+                began = await self._begin_part(session, taken, began, statuses, mode, parts[-1])
                 self._filler.start_copies(session, parts[-1])
 
     def _part_end(self, session: Session, taken: Taken, began: int) -> int:
@@ -154,19 +160,26 @@ class Intake:
         if began == len(taken):
             return began
         hashes = session.fingerprint.block_tokens // session.fingerprint.engine_block_tokens
-        most = min(PART_BLOCKS, HASHES_A_PART // hashes, PART_BYTES // taken[began][1].nbytes)
+        part_bytes = PART_BYTES if began else FIRST_PART_BYTES
+        most = min(PART_BLOCKS, HASHES_A_PART // hashes, part_bytes // taken[began][1].payload_bytes)
         return min(began + max(most, 1), len(taken))
 
-    async def _begin_part(self, session: Session, taken: Taken, began: int, statuses: bytearray, part: Part) -> int:
+    async def _begin_part(
+        self, session: Session, taken: Taken, began: int, statuses: bytearray, mode: int, part: Part
+    ) -> int:
         """Begin one more part, making room where there is none; how many blocks have begun then."""
-        end = self._part_end(session, taken, began)
+        end, tenant = self._part_end(session, taken, began), session.tenant_id
         while began < end:
             position, block = taken[began]
             slot = None
             if self._refusal(session, block) is None:
-                slot = self._room.allocate_now(block.nbytes, session.tenant_id)
+                slot = self._room.allocate_now(block.nbytes, tenant)
                 if slot is None:
-                    slot = await self._room.allocate(block.nbytes, session.tenant_id)
+                    found = await self._room.allocate_for(self._newcomer(session, block, mode), block.nbytes, tenant)
+                    if found is BYPASSED:
+                        began = self._pass_by(tenant, taken, began, statuses)
+                        continue
+                    slot = found
                 if slot is None:
                     statuses[position] = pb.COMMIT_STATUS_THROTTLED
                     self._counters.add("throttled_blocks")
@@ -174,6 +187,36 @@ class Intake:
                     continue
             began = self._begin_blocks(session, taken, began, end, statuses, part, slot)
         return began
+
+    def _announce(self, session: Session, taken: Taken) -> None:
+        """Tell the policy which blocks are coming, a piece of a chain at a time."""
+        first = 0
+        for at in range(1, len(taken) + 1):
+            if at == len(taken) or taken[at][1].parent != taken[at - 1][1].key:
+                if self._refusal(session, taken[first][1]) is None:
+                    parent = self._residency.find_any(session.tenant_id, taken[first][1].parent)
+                    coming = taken[first : min(at, first + ANNOUNCED_MAX)]
+                    self._room.announce(session.tenant_id, parent, [block.key for _, block in coming])
+                first = at
+
+    def _newcomer(self, session: Session, block: StagedBlock, mode: int) -> tuple[bytes, int] | None:
+        """What the policy may decline: nothing that is to be written to NVMe, which takes it from its place in DRAM."""
+        if self._writeback is not None and mode != pb.DURABILITY_MODE_NONE:
+            return None
+        parent = self._residency.find_any(session.tenant_id, block.parent)
+        return block.key, self._residency.depth(parent) + 1 if parent >= 0 else 0
+
+    def _pass_by(self, tenant: int, taken: Taken, began: int, statuses: bytearray) -> int:
+        """The policy would rather keep what is here than block `began`: nor do those come that continue it."""
+        now_ns = self._clock.monotonic_ns()
+        while True:
+            position, block = taken[began]
+            statuses[position] = pb.COMMIT_STATUS_THROTTLED
+            self._residency.pass_by(tenant, block.key, now_ns)
+            self._counters.add("bypassed_blocks")
+            began += 1
+            if began == len(taken) or taken[began][1].parent != block.key:
+                return began
 
     def _begin_blocks(
         self,

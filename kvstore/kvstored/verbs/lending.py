@@ -85,13 +85,13 @@ class Lending:
         taken: list[tuple[int, StagedBlock]] = []
         rows = self._residency.find_each(session.tenant_id, request.keys)
         writers, tenant, writer = self._intake.writers, session.tenant_id, session.session_id
-        present = 0
+        present: list[tuple[int, int]] = []
         for position, (key, parent, extra, offset, row) in enumerate(
             zip(keys, parents, extras, offsets, rows, strict=True)
         ):
             if row >= 0 and not self._intake.may_come_again(row):
                 statuses[position] = pb.COMMIT_STATUS_PRESENT
-                present += 1
+                present.append((position, row))
             elif key in (parent, NO_PARENT):
                 continue
             elif (tenant, key) in writers:
@@ -102,8 +102,10 @@ class Lending:
                 writers[tenant, key] = writer
                 block = StagedBlock(key, parent, extra, request.group, request.payload_bytes, offset, nbytes)
                 taken.append((position, block))
+        durability, settling = bytearray(len(keys)), Settling()
         if present:
-            self._counters.add("present_blocks", present)
+            self._counters.add("present_blocks", len(present))
+            settling = self._intake.present.settle(present, mode, durability)
 
         def end(task: asyncio.Task[Settling]) -> None:
             for _, block in taken:
@@ -113,7 +115,7 @@ class Lending:
 
         taking = self._intake.take_in(session, taken, statuses, mode, end)
         session.copying.add(taking)
-        return answers(taking, statuses, mode)
+        return answers(taking, statuses, durability, settling, mode)
 
 
 async def _refused(reply: pb.CommitReply) -> AsyncGenerator[pb.CommitReply, None]:

@@ -1,7 +1,8 @@
 """Put in two steps: reserve staging, let the client write, commit. What the first release's clients speak.
 
 Owns reservations and their end; what becomes of a committed block is the intake's. Invariants: one commit, one
-reservation, once; a reservation is committed, aborted, or lapses.
+reservation, once; a reservation is committed, aborted, or lapses. A block that is there already is not reserved, and
+stays as durable as it is: durability is asked for with the commit, which does not name it.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Put:
         taking = self._intake.take_in(
             session, taken, statuses, mode, lambda _: self._drop_all(session, [block for _, block in taken])
         )
-        return answers(taking, statuses, mode)
+        return answers(taking, statuses, bytearray(count), {}, mode)
 
     def _drop_all(self, session: Session, reservations: Sequence[Reservation]) -> None:
         for reservation in reservations:

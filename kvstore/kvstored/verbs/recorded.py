@@ -15,6 +15,8 @@ from kvstored.dataplane.sessions import Session
 from kvstored.telemetry.recorder import Event, Recorder
 from kvstored.verbs import Verbs
 
+_OFFERED = (pb.COMMIT_STATUS_STORED, pb.COMMIT_STATUS_THROTTLED, pb.COMMIT_STATUS_ORPHANED)
+
 
 class RecordedVerbs(Verbs):
     """`verbs` answer; see `Verbs`."""
@@ -65,30 +67,33 @@ class RecordedVerbs(Verbs):
     def _note_acquire(self, session: Session, asked: pb.Acquire, reply: pb.AcquireReply) -> None:
         """A `peek` leaves more in slower tiers: another acquire, for all of them, may follow."""
         op = "peek" if reply.blocks < reply.resident_blocks else "get"
-        self._note(op, session, asked.set.keys, NO_PARENT, max(reply.blocks, reply.resident_blocks))
+        found = max(reply.blocks, reply.resident_blocks)
+        self._note(op, session, asked.set.keys, NO_PARENT, found, asked.prompt_tokens)
 
     def _note_stored(self, session: Session, blocks: Sequence[tuple[bytes, bytes]], statuses: bytes) -> None:
-        """One event for each piece of a chain."""
+        """One event for each piece of a chain, with what found no room, or was not worth it."""
         keys: list[bytes] = []
         first_parent = NO_PARENT
+        stored = 0
         for (key, parent), status in zip(blocks, statuses, strict=False):
-            if status != pb.COMMIT_STATUS_STORED:
+            if status not in _OFFERED or (status == pb.COMMIT_STATUS_ORPHANED and keys[-1:] != [parent]):
                 continue
             if keys and keys[-1] != parent:
-                self._note("put", session, b"".join(keys), first_parent, len(keys))
-                keys = []
+                self._note("put", session, b"".join(keys), first_parent, stored)
+                keys, stored = [], 0
             if not keys:
                 first_parent = parent
             keys.append(key)
+            stored += status == pb.COMMIT_STATUS_STORED
         if keys:
-            self._note("put", session, b"".join(keys), first_parent, len(keys))
+            self._note("put", session, b"".join(keys), first_parent, stored)
 
-    def _note(self, op: str, session: Session, keys: bytes, parent: bytes, found: int) -> None:
+    def _note(self, op: str, session: Session, keys: bytes, parent: bytes, found: int, prompt_tokens: int = 0) -> None:
         if len(keys) < KEY_BYTES:
             return
         self._recorder.note(
             Event(
                 op, self._clock.monotonic_ns(), session.tenant_id, session.session_id,
-                session.fingerprint.block_tokens, bytes(keys), parent, found,
+                session.fingerprint.block_tokens, bytes(keys), parent, found, prompt_tokens,
             )
         )  # fmt: skip

@@ -15,31 +15,32 @@ Settling = dict[int, asyncio.Future[bool]]
 
 
 async def answers(
-    taking: asyncio.Task[Settling], statuses: bytearray, mode: int
+    taking: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: int
 ) -> AsyncGenerator[pb.CommitReply, None]:
-    """One reply when the blocks are published; a second, final one when pending ones have settled."""
+    """One reply when the blocks are published; a second, final one when pending ones have settled. `durability` and
+    `present` say what is known, and what will be, of blocks that were stored before."""
     settling = await asyncio.shield(taking)
+    settling |= present
     if mode == pb.DURABILITY_MODE_ALWAYS:
-        await _all(settling.values())
-    durability = bytearray([pb.DURABILITY_VOLATILE] * len(statuses))
+        await all_settled(settling.values())
     for position, settled in settling.items():
-        durability[position] = _durability(settled)
+        durability[position] = durability_of(settled)
     final = pb.DURABILITY_PENDING not in durability
     yield pb.CommitReply(statuses=bytes(statuses), durability=bytes(durability), final=final)
     if not final:
-        await _all(settling.values())
+        await all_settled(settling.values())
         for position, settled in settling.items():
-            durability[position] = _durability(settled)
+            durability[position] = durability_of(settled)
         yield pb.CommitReply(statuses=bytes(statuses), durability=bytes(durability), final=True)
 
 
-async def _all(futures: Iterable[asyncio.Future[bool]]) -> None:
+async def all_settled(futures: Iterable[asyncio.Future[bool]]) -> None:
     waiting = [future for future in futures if not future.done()]
     if waiting:
         await asyncio.wait(waiting)
 
 
-def _durability(settled: asyncio.Future[bool]) -> int:
+def durability_of(settled: asyncio.Future[bool]) -> pb.Durability.ValueType:
     if not settled.done():
         return pb.DURABILITY_PENDING
     return pb.DURABILITY_DURABLE if settled.result() else pb.DURABILITY_VOLATILE

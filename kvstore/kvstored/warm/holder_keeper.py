@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from kvstored.holder import MAX_DESCRIPTORS
-from kvstored.passing import receive_packet, send_packet
+from kvstored.passing import is_of_our_user, receive_packet, send_packet
 from kvstored.warm.keeper import Keeper, KeeperError
 
 log = logging.getLogger(__name__)
@@ -136,15 +136,18 @@ class HolderKeeper(Keeper):
         return f"/proc/self/fd/{self._directory}/{HOLDER_SOCKET}"
 
     def _connect(self) -> socket.socket | None:
-        """A connection to the holder of a former daemon; None when there is none."""
+        """A connection to the holder of a former daemon; None when there is none, or when another user listens there,
+        who would be given every arena."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             connection.settimeout(_ANSWER_TIMEOUT_S)
             connection.connect(self._near_path())
+            if is_of_our_user(connection):
+                return connection
         except OSError:
-            connection.close()
-            return None
-        return connection
+            pass
+        connection.close()
+        return None
 
     def _start(self) -> socket.socket:
         """Listen, let a new process answer, and connect: nothing waits until that process runs."""
