@@ -1,6 +1,7 @@
 """How long does a lookup of 64 keys take: on an idle daemon, and beside two clients at full put and get load?
 
-Baselines: idle, an empty stream echo of the same run, interleaved; beside the load, the idle lookup. The load moves
+Baselines: idle, an empty stream echo of the same run, interleaved; beside the load, the idle lookup, and as what is
+possible an empty echo beside the same load, to a server that does nothing else. The load moves
 some 450 blocks of 1 MiB a second each way, and every put has to evict; the keys looked up are leased, so they stay.
 
 Expected: the lookup itself is 64 dictionary hits, so the echo dominates; beside load, the control thread waits for a
@@ -21,7 +22,7 @@ from support.blocks import MIB, model, payloads, tokens_of
 from support.daemon import BenchDaemon, bench_daemon
 from support.echo import EchoClient, echo
 from support.load import full_load
-from support.report import AT_MOST, Row, main, progress, within
+from support.report import AT_MOST, Row, main, progress
 from support.timing import median, percentile, time_each
 
 from kvstore_client import BlockKeys, Session
@@ -30,6 +31,8 @@ from kvstore_proto.v1 import admin_pb2
 KEYS = 64
 SMALL_BLOCK_BYTES = 4096
 WARM_UP = 200
+LIMIT_MS = 5.0
+ECHO_BESIDE = "an empty echo beside the load"
 SETTINGS = (
     "host.capacity=160MiB", "host.staging=40MiB", "host.arena=16MiB", "host.prefault_ahead=16MiB",
     "nvme.capacity=512MiB", "nvme.slab=64MiB", "limits.staging_per_client=16MiB", "limits.lease_ttl_ms=120000",
@@ -46,14 +49,20 @@ def measure(quick: bool) -> list[Row]:
             with session.get(keys=keys) as held:  # a lease, so that the storm cannot evict what is looked up
                 assert len(held) == KEYS
                 idle, echoes = _idle(session, keys, floor, rounds=3 if quick else 8)
-                busy = _beside_load(daemon, session, keys, seconds=2.0 if quick else 8.0)
+                busy, echoes_busy = _beside_load(daemon, session, keys, floor, seconds=2.0 if quick else 8.0)
     ms = 1e3
     return [
         Row("lookup_64_idle_p50", median(idle) * ms, "ms", median(echoes) * ms, "stream echo", AT_MOST, 2.0),
         Row("lookup_64_idle_p99", percentile(idle, 99) * ms, "ms", percentile(echoes, 99) * ms, "stream echo"),
-        Row("lookup_64_load_p50", median(busy) * ms, "ms", median(idle) * ms, "idle lookup", AT_MOST, 4.0),
-        within("lookup_64_load_p99", percentile(busy, 99) * ms, "ms", 5.0),
-    ]
+        Row(
+            "lookup_64_load_p50", median(busy) * ms, "ms", median(idle) * ms, "idle lookup", AT_MOST, 4.0,
+            median(echoes_busy) * ms, ECHO_BESIDE,
+        ),
+        Row(
+            "lookup_64_load_p99", percentile(busy, 99) * ms, "ms", LIMIT_MS, "limit", AT_MOST, 1.0,
+            percentile(echoes_busy, 99) * ms, ECHO_BESIDE,
+        ),
+    ]  # fmt: skip
 
 
 def _idle(session: Session, keys: BlockKeys, floor: EchoClient, rounds: int) -> tuple[list[float], list[float]]:
@@ -68,13 +77,17 @@ def _idle(session: Session, keys: BlockKeys, floor: EchoClient, rounds: int) -> 
     return lookups, echoes
 
 
-def _beside_load(daemon: BenchDaemon, session: Session, keys: BlockKeys, seconds: float) -> list[float]:
+def _beside_load(
+    daemon: BenchDaemon, session: Session, keys: BlockKeys, floor: EchoClient, seconds: float
+) -> tuple[list[float], list[float]]:
     with full_load(daemon.socket_dir, MIB):
         time_each(lambda: _look_up(session, keys), WARM_UP)
         before, started = _counters(daemon), time.perf_counter()
         lookups: list[float] = []
+        echoes: list[float] = []
         while time.perf_counter() < started + seconds:
             lookups += time_each(lambda: _look_up(session, keys), 50)
+            echoes += time_each(floor.ping, 25)
         elapsed_s, after = time.perf_counter() - started, _counters(daemon)
     rates = {
         name: (after[name] - before[name]) / elapsed_s for name in ("stored_blocks", "acquired_blocks", "evictions")
@@ -82,7 +95,7 @@ def _beside_load(daemon: BenchDaemon, session: Session, keys: BlockKeys, seconds
     progress("load: " + ", ".join(f"{rate:.0f} {name.replace('_', ' ')}/s" for name, rate in rates.items()))
     if rates["evictions"] < rates["stored_blocks"] / 2:
         raise RuntimeError(f"no eviction storm: {rates}")
-    return lookups
+    return lookups, echoes
 
 
 def _look_up(session: Session, keys: BlockKeys) -> None:

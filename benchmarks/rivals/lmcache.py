@@ -29,6 +29,7 @@ from support.timing import median, percentile
 
 from rivals.contender import WORKERS, Command, Contender, ContenderError, contender, server
 from rivals.environments import LMCACHE
+from rivals.limits import ECHO, LIMITS, Copies, copies, echoes, of_copies
 from rivals.turns import Action, Samples, best_of, take_turns
 
 SHAPE = "(2,512,16,8,64):float16:8"
@@ -61,8 +62,10 @@ def compare(quick: bool) -> list[Row]:
             theirs: Command = [LMCACHE.bin("python"), WORKERS / "lmcache_client.py", rpc_url, http_url, mode, SHAPE]
             contenders[name] = stack.enter_context(contender(name, theirs, QUIET))
         daemon.wait_prefaulted(arenas_mib << 20)
-        requests = _Requests(contenders)
-        fresh = take_turns(requests.each(requests.store), rounds, warm_up=1)
+        alone, echo = stack.enter_context(copies()), stack.enter_context(echoes())
+        alone.prepare(1, REQUEST_MIB << 20)
+        requests = _Requests(contenders, echo, alone)
+        fresh = take_turns(requests.stores(), rounds, warm_up=1)
         requests.forget()
         _touch(contenders[next(iter(MODES))], http_url, requests=2 * (rounds + WARM_UP + sequences) + 4)
         rows = _rows(requests, rounds, 40 if quick else 100, _own_tool(rpc_url, http_url, sequences))
@@ -71,10 +74,10 @@ def compare(quick: bool) -> list[Row]:
 
 def _rows(requests: _Requests, rounds: int, lookups: int, tool: dict[str, Samples]) -> list[Row]:
     """The tool's figures are a rival's like any other; its lookups come after a pause, 0.2 s."""
-    stored = take_turns(requests.each(requests.store), rounds, WARM_UP)
-    retrieved = take_turns(requests.each(requests.retrieve), rounds, WARM_UP)
-    busy = take_turns(requests.each(partial(requests.ask_many, "lookup", lookups)), rounds)
-    calm = take_turns(requests.each(requests.look_up_after_pause), rounds * 10)
+    stored = take_turns(requests.stores(), rounds, WARM_UP)
+    retrieved = take_turns(requests.retrievals(), rounds, WARM_UP)
+    busy = take_turns(requests.lookups(partial(requests.ask_many, "lookup", lookups)), rounds)
+    calm = take_turns(requests.lookups(requests.look_up_after_pause), rounds * 10)
     rows = [
         *lookup_rows("lookup_8_blocks", busy),
         *lookup_rows("lookup_8_blocks_after_a_pause", {**calm, **tool["lookup"]}),
@@ -89,10 +92,11 @@ def _rows(requests: _Requests, rounds: int, lookups: int, tool: dict[str, Sample
 
 
 class _Requests:
-    """Which requests each contender has stored; new ones for stores, those for everything else."""
+    """Which requests each contender has stored; new ones for stores, those for everything else. Beside them go the
+    limits: the copies alone beside stores and retrievals, an empty echo beside lookups."""
 
-    def __init__(self, contenders: dict[str, Contender]) -> None:
-        self._contenders = contenders
+    def __init__(self, contenders: dict[str, Contender], echo: Contender, alone: Copies) -> None:
+        self._contenders, self._echo, self._alone = contenders, echo, alone
         self._numbers = count(1)
         self.forget()
 
@@ -101,6 +105,15 @@ class _Requests:
 
     def each(self, action: Callable[[str, int], Sequence[float]]) -> dict[str, Action]:
         return {name: partial(action, name) for name in self._contenders}
+
+    def stores(self) -> dict[str, Action]:
+        return {**self.each(self.store), **self._alone.beside("put", REQUEST_MIB << 20)}
+
+    def retrievals(self) -> dict[str, Action]:
+        return {**self.each(self.retrieve), **self._alone.beside("get", REQUEST_MIB << 20)}
+
+    def lookups(self, action: Callable[[str, int], Sequence[float]]) -> dict[str, Action]:
+        return {**self.each(action), ECHO: partial(action, ECHO)}
 
     def store(self, name: str, turn: int) -> list[float]:
         number = next(self._numbers)
@@ -112,6 +125,8 @@ class _Requests:
 
     def ask_many(self, operation: str, times: int, name: str, turn: int) -> list[float]:
         """Seconds of each of so many lookups or probes, back to back; none of a probe that this version lacks."""
+        if name == ECHO:
+            return list(self._echo.ask(operation, number=0, times=times))
         return list(self._contenders[name].ask(operation, number=self._known(name, turn), times=times) or [])
 
     def look_up_after_pause(self, name: str, turn: int) -> list[float]:
@@ -124,11 +139,12 @@ class _Requests:
 
 def lookup_rows(name: str, samples: Samples, target: float = 0.2) -> list[Row]:
     """p50 and p99 in ms against the rival where its median is best, the same one in both."""
-    best = best_of(samples, [key for key in samples if key != OURS])
+    best = best_of(samples, [key for key in samples if key != OURS and key not in LIMITS])
     return [
         Row(
             f"{name}_p{percent}", percentile(samples[OURS], percent) * 1e3, "ms",
             percentile(samples[best], percent) * 1e3, best, AT_MOST, target,
+            percentile(samples[ECHO], percent) * 1e3 if ECHO in samples else None, ECHO if ECHO in samples else "",
         )
         for percent in (50, 99)
     ]  # fmt: skip
@@ -143,7 +159,8 @@ def speed_rows(name: str, samples: Samples) -> list[Row]:
     for mode, slug in MODES.items():
         best = best_of(samples, [key for key in samples if key.startswith(mode)])
         ours, theirs = gb / median(samples[OURS]), gb / median(samples[best])
-        rows.append(Row(f"{name}_vs_{slug}", ours, "GB/s", theirs, best, AT_LEAST, 3.0))
+        limits = of_copies(samples, gb)
+        rows.append(Row(f"{name}_vs_{slug}", ours, "GB/s", theirs, best, AT_LEAST, 3.0, **limits))
     return rows
 
 

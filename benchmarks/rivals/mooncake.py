@@ -15,6 +15,7 @@ from support.report import Row
 
 from rivals.contender import WORKERS, Command, contender
 from rivals.environments import MOONCAKE, in_network_namespace
+from rivals.limits import copies
 from rivals.values import OURS, SIZES_MIB, VALUES, WARM_UP, arenas_mib, compare_values
 
 NAME = "Mooncake TCP"
@@ -36,4 +37,6 @@ def compare(quick: bool) -> list[Row]:
             OURS: stack.enter_context(contender(OURS, ours)),
             NAME: stack.enter_context(contender(NAME, in_network_namespace(command), QUIET)),
         }
-        return compare_values(contenders, rounds, ready=partial(daemon.wait_prefaulted, mib << 20, timeout_s=120))
+        alone = stack.enter_context(copies())
+        ready = partial(daemon.wait_prefaulted, mib << 20, timeout_s=120)
+        return compare_values(contenders, alone, rounds, ready)

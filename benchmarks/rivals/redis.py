@@ -19,6 +19,7 @@ from support.report import Row
 
 from rivals.contender import WORKERS, Command, ContenderError, contender, server
 from rivals.environments import REDIS, redis_server
+from rivals.limits import copies
 from rivals.values import OURS, arenas_mib, compare_values
 
 STYLES = {"redis MSET/MGET": "multi", "redis pipeline": "pipeline"}
@@ -39,7 +40,9 @@ def compare(quick: bool) -> list[Row]:
         for name, style in STYLES.items():
             theirs: Command = [REDIS.bin("python"), WORKERS / "redis_client.py", path, style]
             contenders[name] = stack.enter_context(contender(name, theirs))
-        return compare_values(contenders, rounds, ready=partial(daemon.wait_prefaulted, mib << 20, timeout_s=120))
+        alone = stack.enter_context(copies())
+        ready = partial(daemon.wait_prefaulted, mib << 20, timeout_s=120)
+        return compare_values(contenders, alone, rounds, ready)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Put and get of batches of 64 values, the comparison that Mooncake and redis share.
 
+Beside each ratio stands the one that the copies alone would reach (`limits`).
+
 Every put is of new names, from arrays in the client's memory; every get ends with the bytes in the client's memory, and
 they are compared. Both sides' memory has been touched before: ours by the daemon's prefault, a rival's by a pass that
 was put and removed again. Nobody has to evict.
@@ -14,6 +16,7 @@ from support.report import AT_LEAST, Row, progress
 from support.timing import median
 
 from rivals.contender import Contender
+from rivals.limits import Copies, of_copies
 from rivals.turns import Samples, best_of, take_turns
 
 VALUES = 64
@@ -28,7 +31,9 @@ def arenas_mib(rounds: int) -> int:
     return sum((rounds + WARM_UP + 1) * (VALUES + 4) * size for size in SIZES_MIB) + 256
 
 
-def compare_values(contenders: dict[str, Contender], rounds: int, ready: Callable[[], None]) -> list[Row]:
+def compare_values(
+    contenders: dict[str, Contender], copies: Copies, rounds: int, ready: Callable[[], None]
+) -> list[Row]:
     """`ready` waits for our daemon's prefault, which starts when the first client that writes has connected."""
     rows: list[Row] = []
     rivals = [name for name in contenders if name != OURS]
@@ -37,11 +42,17 @@ def compare_values(contenders: dict[str, Contender], rounds: int, ready: Callabl
             one.ask("prepare", values=VALUES, value_bytes=size_mib << 20)
     ready()
     for size_mib in SIZES_MIB:
+        copies.prepare(VALUES, size_mib << 20)
         for name in rivals:
             _touch(contenders[name], size_mib, rounds + WARM_UP)
         puts, gets = (
             take_turns(
-                {name: partial(_timed, one, verb, size_mib) for name, one in contenders.items()}, rounds, WARM_UP
+                {
+                    **{name: partial(_timed, one, verb, size_mib) for name, one in contenders.items()},
+                    **copies.beside(verb, size_mib << 20),
+                },
+                rounds,
+                WARM_UP,
             )
             for verb in ("put", "get")
         )
@@ -61,7 +72,8 @@ def speed_row(name: str, samples: Samples, rivals: Sequence[str], size_mib: int)
     gb = VALUES * size_mib * (1 << 20) / 1e9
     progress(f"{name}: " + ", ".join(f"{key} {median(seconds) * 1e3:.1f} ms" for key, seconds in samples.items()))
     label = f"{name}_vs_{best.split()[0].lower()}"
-    return Row(label, gb / median(samples[OURS]), "GB/s", gb / median(samples[best]), best, AT_LEAST, FASTER)
+    ours, theirs = gb / median(samples[OURS]), gb / median(samples[best])
+    return Row(label, ours, "GB/s", theirs, best, AT_LEAST, FASTER, **of_copies(samples, gb))
 
 
 def _timed(one: Contender, operation: str, size_mib: int, number: int) -> list[float]:
