@@ -1,24 +1,31 @@
-"""What holds for every test: hypothesis without timing rules, since the machines are shared and noisy; and no daemon
-may leave a damaged directory behind, whichever helper of the tests ran it.
+"""What holds for every test: hypothesis without timing rules, since the machines are shared and noisy; no daemon may
+leave a damaged directory behind, whichever helper of the tests ran it; and the client's suite of connectors starts its
+processes as quickly as the other tests do.
 """
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore_client.testing.daemon import DaemonProcess
+from tests.reference import examples, forked
 from tests.reference.running_daemon import assert_no_damage
 
-settings.register_profile(
-    "shared-machine",
-    deadline=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.load_profile("shared-machine")
+
+def pytest_configure(config: pytest.Config) -> None:
+    examples.is_thorough = config.option.markexpr != "not slow"
+    settings.register_profile(
+        "shared-machine",
+        deadline=None,
+        max_examples=examples.examples(60),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    settings.load_profile("shared-machine")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,4 +44,13 @@ def no_daemon_leaves_damage() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DaemonProcess, "_clean", checked_clean)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_clients_suite_forks_too() -> Iterator[None]:
+    quick = SimpleNamespace(Popen=forked.popen, TimeoutExpired=subprocess.TimeoutExpired)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvstore_client.testing.daemon.subprocess", quick)
+        patch.setattr("kvstore_client.testing.process.subprocess", quick)
         yield

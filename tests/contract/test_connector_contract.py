@@ -60,11 +60,12 @@ def test_the_suite_finds_a_mistake(mistake: str, case: str) -> None:
 
 
 def test_an_engine_that_hangs_or_dies_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore_client.testing.process.PATIENCE_S", 0.5)
     setting = EngineSetting(None)
     hangs = EngineProcess(TestMockEngine.engine, setting)
     os.kill(hangs.pid, signal.SIGSTOP)
-    with pytest.raises(EngineFailed, match="hangs"):
+    os.waitid(os.P_PID, hangs.pid, os.WSTOPPED)
+    with monkeypatch.context() as patch, pytest.raises(EngineFailed, match="hangs"):
+        patch.setattr("kvstore_client.testing.process.PATIENCE_S", 0.1)
         hangs.restore([1, 2, 3])
     dies = EngineProcess(TestMockEngine.engine, setting)
     os.kill(dies.pid, signal.SIGKILL)

@@ -205,6 +205,9 @@ def test_classes_are_told_apart_and_counted(name: str) -> None:
     assert sum(counts.values()) == len(policy) == 42
     for kind in ResidencyClass:
         assert counts[kind] == sum(policy.residency_class(row, 1) is kind for row in old + new)
+    nbytes = policy.class_bytes(1)
+    assert nbytes == {kind: count * BLOCK_BYTES for kind, count in counts.items()}
+    assert Policy.class_bytes(policy, 1) == nbytes, "by definition"
 
 
 def test_it_does_not_stumble_over_the_same_blocks_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,14 +61,15 @@ def test_the_loop_turns_while_a_call_waits(daemon: RunningDaemon) -> None:
         count = 0
         async with await connected(daemon) as session:
             with daemon.frozen():
-                waiting = asyncio.create_task(session.lookup(tokens_of(1, 1), deadline_s=0.2))
-                while not waiting.done():
+                waiting = asyncio.create_task(session.lookup(tokens_of(1, 1), deadline_s=60.0))
+                while not waiting.done() and count < 20:
                     count += 1
                     await asyncio.sleep(0.001)
-            assert (await waiting).reason == "deadline"
+                assert not waiting.done(), "the daemon cannot have answered"
+            assert (await waiting).reason != "deadline"
         return count
 
-    assert asyncio.run(turns()) > 10
+    assert asyncio.run(turns()) == 20
 
 
 def test_a_cancelled_get_leaves_no_lease(daemon: RunningDaemon) -> None:
@@ -96,7 +97,7 @@ def test_after_close_calls_say_that_the_session_is_closed(daemon: RunningDaemon)
     async def close() -> None:
         session = await connected(daemon, threads=1)
         with daemon.frozen():
-            asked = [asyncio.create_task(session.lookup(tokens_of(1, 1), deadline_s=0.2)) for _ in range(4)]
+            asked = [asyncio.create_task(session.lookup(tokens_of(1, 1), deadline_s=60.0)) for _ in range(4)]
             await asyncio.sleep(0.05)
             await session.close()
         ended = await asyncio.gather(*asked, return_exceptions=True)

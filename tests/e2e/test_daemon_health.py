@@ -29,7 +29,7 @@ def health_of(daemon: RunningDaemon, name: str) -> Iterator[Any]:
 
 def check(daemon: RunningDaemon, name: str, service: str = "") -> int:
     with health_of(daemon, name) as stub:
-        return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status)
+        return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60).status)
 
 
 @pytest.mark.parametrize("name", SOCKETS)
@@ -40,7 +40,7 @@ def test_a_drain_is_told_and_its_undoing(name: str) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             check(daemon, name, "no.such.Service")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service="kvstore.v1.KVStore"), timeout=20)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="kvstore.v1.KVStore"), timeout=60)
         assert next(watch).status == SERVING
         daemon.ask("Drain", admin_pb2.DrainRequest(timeout_ms=100))
         assert next(watch).status == NOT_SERVING
@@ -52,13 +52,13 @@ def test_a_drain_is_told_and_its_undoing(name: str) -> None:
 
 def test_a_stop_is_told_before_the_sockets_close() -> None:
     with running_daemon("nvme.enabled=false") as daemon, health_of(daemon, "unary") as stub:
-        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert next(watch).status == SERVING
         daemon.ask("Shutdown", admin_pb2.ShutdownRequest(now=True))
         assert next(watch).status == NOT_SERVING
         with pytest.raises(grpc.RpcError):
             next(watch)
-        assert daemon.process is not None and daemon.process.wait(20) == 0
+        assert daemon.process is not None and daemon.process.wait(60) == 0
 
 
 def test_unary_calls_are_new_work() -> None:

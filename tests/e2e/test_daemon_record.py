@@ -65,7 +65,7 @@ def test_a_chain_that_was_written_is_not_written_again(recording: Path) -> None:
 
 def test_token_ids_are_nowhere(recording: Path) -> None:
     text = gzip.decompress(recording.read_bytes()).decode()
-    keys = {"t", "op", "n", "c", "b", "f", "p", "k", "format", "version"}
+    keys = {"t", "op", "n", "c", "b", "f", "i", "p", "k", "format", "version"}
     assert {key for line in text.splitlines() for key in json.loads(line)} <= keys
     tokens = tokens_of(1, 1)
     assert bytes(int(token) & 0xFF for token in tokens).hex() not in text

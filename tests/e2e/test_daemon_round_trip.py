@@ -26,7 +26,8 @@ MODEL = model()
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[RunningDaemon]:
-    with running_daemon() as running:
+    """As a user starts it."""
+    with running_daemon(as_a_command=True) as running:
         yield running
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import Fingerprint
-from kvstore_client.cli.exit_codes import FAILED, UNREACHABLE
+from kvstore_client.cli.exit_codes import FAILED, UNREACHABLE, USAGE
 from kvstore_client.cli.main import main
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.kvctl import Kvctl
@@ -110,16 +110,16 @@ def test_a_key_is_told_with_the_blocks_before_it(kvctl: Kvctl) -> None:
 
 def test_keys_that_are_none_or_several_are_said_to_be(kvctl: Kvctl) -> None:
     put(kvctl.daemon, 1, 1)
-    for given, said in [
-        ("abc", "a key is 32 hex digits, or its first 6 or more, got 'abc'"),
-        ("nonsense", "got 'nonsense'"),
-        ("0" * 33, "a key is 32 hex digits"),
-        ("000000", "no block begins with 000000"),
+    for given, said, exit_code in [
+        ("abc", "a key is 32 hex digits, or its first 6 or more, got 'abc'", USAGE),
+        ("nonsense", "got 'nonsense'", USAGE),
+        ("0" * 33, "a key is 32 hex digits", USAGE),
+        ("000000", "no block begins with 000000", FAILED),
     ]:
-        wrong = kvctl(["explain", given], exit_code=FAILED)
+        wrong = kvctl(["explain", given], exit_code=exit_code)
         assert said in wrong.err and wrong.err.count("\n") == 1
     assert "no tenant 'nobody'" in kvctl("explain 00000000 --tenant nobody", exit_code=FAILED).err
-    assert "first 8 digits" in kvctl("explain 00000000 --fingerprint 12", exit_code=FAILED).err
+    assert "8 to 64 digits" in kvctl("explain 00000000 --fingerprint 12", exit_code=USAGE).err
     unknown = kvctl.json(["explain", "0" * 32])
     assert (unknown["blocks"][0]["state"], unknown["cause"]) == ("missing", "never_stored")
 

@@ -168,7 +168,7 @@ class Terminal:
             except OSError:
                 break
         os.close(self._here)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 @pytest.mark.parametrize("way", ["q", "interrupt", "terminate"])
@@ -277,6 +277,18 @@ def test_the_report_is_one_page_that_needs_nothing_else(
     for wanted in ("Settings in use", "capacity_bytes", "32.0 MiB", "Versions", "grpcio", str(daemon.nvme_dir)):
         assert wanted in text
     assert "test model" in text, "the models of a tenant"
+
+
+def test_a_report_goes_to_standard_output_alone(
+    daemon: RunningDaemon, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--socket-dir", str(daemon.socket_dir), "report", "-o", "-"]) == 0
+    printed = capfdbinary.readouterr()
+    assert printed.out.startswith(b"<!doctype html>") and printed.out.rstrip().endswith(b"</html>")
+    assert printed.err.startswith(b"wrote - (")
+    assert main(["--socket-dir", str(daemon.socket_dir), "report", "--json", "-o", "-"]) == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_report_as_json_and_to_where_nobody_may_write(

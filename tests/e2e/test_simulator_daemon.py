@@ -1,51 +1,126 @@
 """A recorded trace, replayed at the daemon's own capacity: the same hits and the same bytes, evictions and all.
 
-One client, one request at a time, DRAM only, so that nothing depends on when a transfer ends.
+One client, one request at a time, and a clock that stands still meanwhile, so that nothing depends on when a copy or a
+transfer ends.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from kvstore_proto.arena import slot_bytes
+from kvstored.config import load_config
 from kvstored.simulator.readers import ReadOptions, read_trace
+from kvstored.simulator.recorded_store import replay_recorded
 from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Op
-from tests.reference.running_daemon import eventually, model, payloads_of, running_daemon, tokens_of
+from kvstored.simulator.trace import Op, Trace
+from tests.reference.clocked_daemon import ClockedDaemon, clocked_daemon
+from tests.reference.running_daemon import model, payloads_of, tokens_of
 from tests.reference.traces import sessions
 
 MODEL = model()
-SMALL_DRAM = ("nvme.enabled=false", "host.capacity=5MiB", "host.staging=1MiB", "host.arena=1MiB")
+SMALL_DRAM = ("host.capacity=4MiB", "host.staging=1MiB", "host.arena=1MiB")
+
+
+def some_requests() -> list[list[int]]:
+    """Sessions that go on, and between them prompts that nobody asks for again."""
+    made: list[list[int]] = []
+    for number, chain in enumerate(sessions(3, 180, prompts=2, live=30)):
+        made.append(chain[:12])
+        if number % 2 == 0:
+            made.append(list(range(10**6 + 20 * number, 10**6 + 20 * number + 9)))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def one_message_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a put that takes long is sent in parts, which overlap as the machine's load has it."""
+    monkeypatch.setattr("kvstore_client.storing.SEND_EVERY_S", 60.0)
+
+
+@dataclass
+class Lived:
+    """What a daemon did, by its own counters, and the most blocks that each tier held."""
+
+    counters: dict[str, int]
+    most_blocks: list[int]
+
+
+def live(daemon: ClockedDaemon, requests: Sequence[Sequence[int]]) -> Lived:
+    """An engine's requests: get what is there, put what is not."""
+    chance = random.Random(5)
+    held: list[int] = []
+    with daemon.connect() as session:
+        for chain in requests:
+            daemon.clock.advance(ns=1000 * round(chance.expovariate(0.2) * 1e6))
+            tokens = [token for block in chain for token in tokens_of(block, 1)]
+            with session.get(tokens) as lease:
+                found = lease.blocks
+            daemon.settle()
+            if found < len(chain):
+                payloads = [payloads_of(block, 1, MODEL)[0] for block in chain]
+                session.put(tokens, payloads=payloads, wait="settled")
+                daemon.settle()
+            now = daemon.ask(lambda store: [store.residency.tier_blocks(tier) for tier in range(len(store.tiers))])
+            held = [max(pair) for pair in zip(held or now, now, strict=True)]
+    return Lived(daemon.ask(lambda store: store.counters.snapshot()), held)
+
+
+def recorded_hits(path: Path) -> list[int]:
+    with gzip.open(path, "rt") as lines:
+        return [int(row["f"]) for row in map(json.loads, list(lines)[1:]) if row["op"] == "get"]
+
+
+def hits_of(trace: Trace, hits: Sequence[int]) -> list[int]:
+    return [int(count) for count, op in zip(hits, trace.ops, strict=True) if op == Op.GET]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "fifo"])
+@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "fifo", "chain-hazard"])
 def test_the_simulator_hits_what_the_daemon_hit(policy: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
-    requests = [chain[:12] for chain in sessions(3, 300, prompts=2, live=40)]
-    with running_daemon(*SMALL_DRAM, f"daemon.record={path}", f"host.policy={policy}") as daemon:
-        held = 0
-        with daemon.connect() as session:
-            for chain in requests:
-                tokens = [token for block in chain for token in tokens_of(block, 1)]
-                with session.get(tokens) as lease:
-                    found = lease.blocks
-                assert eventually(lambda: daemon.status().leases == 0)
-                if found < len(chain):
-                    payloads = [payloads_of(block, 1, MODEL)[0] for block in chain]
-                    session.put(tokens, payloads=payloads, wait="settled")
-                held = max(held, daemon.tiers()["host"].blocks)
-        counters = dict(daemon.status().counters)
-    with gzip.open(path, "rt") as lines:
-        live = [int(row["f"]) for row in map(json.loads, list(lines)[1:]) if row["op"] != "put"]
+    with clocked_daemon(*SMALL_DRAM, "nvme.enabled=false", f"daemon.record={path}", f"host.policy={policy}") as daemon:
+        lived = live(daemon, some_requests())
     trace = read_trace(path, "kvstored", ReadOptions(as_recorded=True), lambda done, total: None)
-    result = Replay(trace, ReplaySettings(policy, held)).run()
-    simulated = [int(hits) for hits, op in zip(result.hits, trace.ops, strict=True) if op == Op.GET]
+    result = Replay(trace, ReplaySettings(policy, lived.most_blocks[0])).run()
+    counters = lived.counters
     assert counters["evicted_blocks"] > 50, "the tier was full most of the time"
-    assert simulated == live
-    assert sum(live) == counters["acquired_blocks"]
+    assert hits_of(trace, result.hits) == recorded_hits(path)
+    assert sum(recorded_hits(path)) == counters["acquired_blocks"]
     assert result.stored_blocks == counters["stored_blocks"]
     assert result.evicted["evicted"] == counters["evicted_blocks"]
+    assert result.evicted["bypassed"] == counters["bypassed_blocks"]
+    assert (counters["bypassed_blocks"] > 0) == (policy == "chain-hazard")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "chain-hazard"])
+def test_what_moves_between_two_tiers_is_what_the_daemon_moved(policy: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    chosen = (*SMALL_DRAM, "nvme.slab=1MiB", f"host.policy={policy}", f"nvme.policy={policy}", "nvme.admission=always")
+    with clocked_daemon(*chosen, "nvme.capacity=12MiB", f"daemon.record={path}") as daemon:
+        lived = live(daemon, some_requests())
+    trace = read_trace(path, "kvstored", ReadOptions(as_recorded=True), lambda done, total: None)
+    block = slot_bytes(MODEL.payload_bytes())
+    dram, nvme = (blocks * block for blocks in lived.most_blocks)
+    config = load_config(None, chosen)
+    config = replace(
+        config, host=replace(config.host, capacity_bytes=dram), nvme=replace(config.nvme, capacity_bytes=nvme)
+    )
+    simulated = replay_recorded(trace, config, block)
+    assert hits_of(trace, simulated.hits) == recorded_hits(path)
+    assert lived.counters["promoted_bytes"] > 0 and lived.counters["evicted_blocks"] > 50
+    for told in ("stored_blocks", "written_back_bytes", "evicted_blocks"):
+        assert simulated.counters[told] == pytest.approx(lived.counters[told], rel=0.02), told
+    moved, lived_moved = (
+        sum(counters[name] for name in ("written_back_bytes", "promoted_bytes"))
+        for counters in (simulated.counters, lived.counters)
+    )
+    assert moved == pytest.approx(lived_moved, rel=0.02)

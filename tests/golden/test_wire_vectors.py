@@ -147,6 +147,21 @@ VECTORS: dict[str, tuple[Message, str]] = {
         ),
         "080e6a0a0a020708120200001801",
     ),
+    "hint": (
+        pb.Request(
+            request_id=15,
+            hint=pb.Hint(
+                set=pb.KeySet(group=1, keys=KEYS), will_continue=0.0, due_in_ms=1500, next_step=pb.NEXT_STEP_TOOL_CALL,
+                answer_tokens=300,
+            ),
+        ),
+        "080fb201330a2408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f150000000018dc0b200128ac02",
+    ),
+    "hinted": (pb.Response(request_id=15, hint=pb.HintReply(known_blocks=2)), "080fb201020802"),
+    "acquire_of_a_prompt": (
+        pb.Request(request_id=16, acquire=pb.Acquire(set=pb.KeySet(keys=KEYS[:16]), prompt_tokens=77)),
+        "08107a160a121210000102030405060708090a0b0c0d0e0f204d",
+    ),
 }  # fmt: skip
 
 

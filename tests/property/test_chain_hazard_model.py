@@ -7,6 +7,7 @@ from hypothesis.stateful import invariant
 
 from kvstored.policies.chain_hazard import ChainHazard
 from tests.property.test_policies_model import HOST, AnyPolicy
+from tests.reference.examples import examples
 
 
 class ChainsFromTheStart(AnyPolicy):
@@ -37,6 +38,6 @@ class ChainsGuarded(AnyPolicy):
 
 
 for _machine in (ChainsFromTheStart, ChainsGuarded):
-    _machine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+    _machine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=50, deadline=None)
 TestChains = ChainsFromTheStart.TestCase
 TestChainsGuarded = ChainsGuarded.TestCase

@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvstore_client.loan import Extent, Loan, Use
 from kvstore_proto.v1 import kvstore_pb2 as wire
+from tests.reference.examples import examples
 
 PAGE = 4096
 PAGES = 24
@@ -135,5 +136,5 @@ class LoanMachine(RuleBasedStateMachine):
         assert whole is not None and whole.offset == START, "given back, it is one extent again"
 
 
-LoanMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+LoanMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestLoan = LoanMachine.TestCase

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstored.clock import NS_PER_S
 from kvstored.endurance.budget import DAY_S, BurstBudget, Moment, SavedBudget, Verdict
+from tests.reference.examples import examples
 
 RATES = st.sampled_from([1 << 20, 16 << 20, 1 << 30])
 
@@ -94,5 +95,5 @@ class Budget(RuleBasedStateMachine):
             assert self.spent_bytes + self.budget.left_bytes(self.now_ns) <= earned + 64
 
 
-Budget.TestCase.settings = settings(max_examples=300, stateful_step_count=60)
+Budget.TestCase.settings = settings(max_examples=examples(300), stateful_step_count=60)
 TestBudget = Budget.TestCase

@@ -12,6 +12,7 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.verbs.lookup import usable_blocks as usable_blocks_of_the_daemon
 from tests.property.test_residency_model import BLOCKS, TIERS, ResidencyAgainstModel
 from tests.reference.blocks import key
+from tests.reference.examples import examples
 from tests.reference.index_memory import image_of, index_over, key_of, reader_of, run_of, table_of
 
 HOST, NVME = pb.TIER_CODE_HOST, pb.TIER_CODE_NVME
@@ -21,7 +22,7 @@ change = st.tuples(st.integers(0, KEYS - 1), st.sampled_from([ABSENT, HOST, NVME
 changes = st.lists(change, max_size=120) | st.lists(change, min_size=30, max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(buckets=st.sampled_from([1, 2, 8]), seed=st.integers(0, 2**64 - 1), steps=changes)
 def test_what_is_told_is_so_and_what_is_there_is_never_called_absent(
     buckets: int, seed: int, steps: list[tuple[int, int]]
@@ -49,7 +50,7 @@ def test_what_is_told_is_so_and_what_is_there_is_never_called_absent(
     table.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(before=changes, after=changes, new_words=st.sets(st.integers(0, BUCKET_BYTES // 8 - 1)))
 def test_a_torn_read_is_unknown_or_one_of_the_two_states(
     before: list[tuple[int, int]], after: list[tuple[int, int]], new_words: set[int]
@@ -112,7 +113,7 @@ def _told(reader: object, block_key: bytes) -> int:
 
 
 assert TIERS == ("host", "nvme")
-IndexFollowsResidency.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+IndexFollowsResidency.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestIndexFollowsResidency = IndexFollowsResidency.TestCase
 
 

@@ -14,6 +14,7 @@ from kvstored.lifecycle import Cause
 from kvstored.policies import POLICIES, create
 from kvstored.residency import check
 from tests.reference.blocks import Shelf, key, pack
+from tests.reference.examples import examples
 
 HOST, NVME = 0, 1
 # A small forest: block n's parent.
@@ -180,10 +181,10 @@ TestArc = _machine_of("arc").TestCase
 TestWTinyLfu = _machine_of("w-tinylfu").TestCase
 TestGdsf = _machine_of("gdsf").TestCase
 for _case in (TestFifo, TestSieve, TestS3Fifo, TestArc, TestWTinyLfu, TestGdsf):
-    _case.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+    _case.settings = settings(max_examples=examples(25), stateful_step_count=40, deadline=None)
 
 for _machine in (PolicyAgainstNaive, LfuAgainstNaive):
-    _machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+    _machine.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 TestLru = PolicyAgainstNaive.TestCase
 TestLfu = LfuAgainstNaive.TestCase
 
@@ -234,7 +235,7 @@ def trace(seed: int, requests: int) -> list[list[int]]:
     return made
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 10**6), capacity=st.integers(1, 120))
 def test_lru_hits_are_those_of_a_plain_lru(seed: int, capacity: int) -> None:
     requests = trace(seed, 60)

@@ -14,6 +14,7 @@ from kvstore_tiers.recovered import as_columns
 from kvstored.lifecycle import BY_CHOICE, Cause
 from kvstored.residency import CyclicChainError, Kind, check
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
+from tests.reference.examples import examples
 
 TIERS = ("host", "nvme")
 BLOCKS = 8
@@ -243,5 +244,5 @@ class ResidencyAgainstModel(RuleBasedStateMachine):
                 assert self.residency.why_missing(tenant, key(number)).cause is cause
 
 
-ResidencyAgainstModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ResidencyAgainstModel.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestResidency = ResidencyAgainstModel.TestCase

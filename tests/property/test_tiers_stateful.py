@@ -15,9 +15,14 @@ from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.testing import tier_state_machine
 from kvstore_tiers.wrap.faulty import FaultyTier
+from tests.reference.examples import examples
 
 QUICK = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=examples(25),
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
 )
 NVME_CAPACITY_BYTES = (512 << 10) + (256 << 10)
 

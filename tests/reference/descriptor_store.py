@@ -64,19 +64,23 @@ class ServiceManager:
             )
         for descriptor in passed:
             os.close(descriptor)
-        assert self.ready.wait(30.0), log.read_text()
+        assert self.ready.wait(60.0), log.read_text()
 
     def kill9(self) -> None:
         assert self.process is not None
         self.process.kill()
         self.process.wait()
+        self._catch_up()
 
     def stop(self) -> int:
         assert self.process is not None
         self.process.terminate()
-        return self.process.wait(30)
+        status = self.process.wait(60)
+        self._catch_up()
+        return status
 
     def names(self) -> list[str]:
+        self._catch_up()
         return sorted(name for name, _ in self.stored)
 
     def forget(self) -> None:
@@ -84,6 +88,16 @@ class ServiceManager:
         for _, descriptor in self.stored:
             os.close(descriptor)
         self.stored.clear()
+
+    def _catch_up(self) -> None:
+        """Return when all is read that was sent until now: a barrier of our own."""
+        here, there = os.pipe()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.connect(str(self._path))
+            socket.send_fds(sender, [b"BARRIER=1"], [there])
+        os.close(there)
+        os.read(here, 1)
+        os.close(here)
 
     def __enter__(self) -> ServiceManager:
         self._reader.start()

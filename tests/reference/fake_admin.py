@@ -53,6 +53,9 @@ REPLIES: dict[str, Any] = {
                 used_bytes=1 << 30,
                 blocks=1024,
                 used_by={"blocks": 1 << 30, "limbo": 0},
+                residency={"hot": 24, "warm": 0, "cold": 1000},
+                residency_bytes={"hot": 24 << 20, "cold": 1000 << 20},
+                policy="chain-hazard",
             ),
             pb.TierStatus(name="nvme", state="full", capacity_bytes=8 << 30, used_bytes=8 << 30, path="/var/kv"),
         ]

@@ -79,6 +79,7 @@ class FakeDaemon:
         self.log: list[str] = []
         self.released: list[int] = []
         self.aborted: list[int] = []
+        self.hints: list[pb.Hint] = []
         self.commit_sizes: list[int] = []
         self.stores: list[pb.Store] = []
         self.streams_opened = 0
@@ -359,6 +360,10 @@ class FakeDaemon:
     def _prefetch(self, client: Client, prefetch: pb.Prefetch) -> pb.PrefetchReply:
         return pb.PrefetchReply(resident_blocks=self._leading(prefetch.set)[1])
 
+    def _hint(self, client: Client, hint: pb.Hint) -> pb.HintReply:
+        self.hints.append(hint)
+        return pb.HintReply(known_blocks=self._leading(hint.set)[1])
+
     def _touch(self, client: Client, touch: pb.Touch) -> pb.TouchReply:
         renewed = sum(lease in client.leases for lease in touch.lease_ids)
         known = sum(key in self.blocks for key in split_keys(touch.set.keys))
@@ -388,7 +393,7 @@ class _Servicer(kvstore_pb2_grpc.KVStoreServicer):
                 yield response
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for what another thread will bring about; fails when it does not."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -11,7 +11,7 @@ def held_memory(state_dir: Path, prefix: str = "a") -> dict[str, int]:
     """Descriptors by name, of names that begin so ("a": arenas); the caller's to close."""
     held: dict[str, int] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(10.0)
+        connection.settimeout(60)
         connection.connect(str(state_dir / "holder.sock"))
         connection.send(b"L")
         while True:

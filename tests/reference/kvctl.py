@@ -24,7 +24,7 @@ class Kvctl:
     def __call__(self, command: str | list[str], *, exit_code: int = OK) -> Any:
         words = command.split() if isinstance(command, str) else command
         self.capture.readouterr()
-        code = main(["--socket-dir", str(self.daemon.socket_dir), "--timeout", "20", *words])
+        code = main(["--socket-dir", str(self.daemon.socket_dir), "--timeout", "60", *words])
         printed = self.capture.readouterr()
         assert code == exit_code, (words, printed.out[-500:], printed.err)
         return SimpleNamespace(out=printed.out.decode(errors="replace"), bytes=printed.out, err=printed.err.decode())

@@ -23,7 +23,7 @@ from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2_grpc
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 60.0
 Result = TypeVar("Result")
 
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ import numpy.typing as npt
 import kvstore_client
 from kvstore_client import Fingerprint, LayerGroup, Session
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
+from tests.reference.forked import ForkedProcess, popen
 
 MIB = 1 << 20
-READY_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 60.0
+PATIENCE_S = 60.0  # a machine that is short of time is no failure
 SMALL = (
     "host.capacity=32MiB",
     "host.staging=8MiB",
@@ -62,7 +65,8 @@ class RunningDaemon:
         self.settings = settings
         self.failpoints = failpoints
         self.config = config
-        self.process: subprocess.Popen[bytes] | None = None
+        self.as_a_command = False  # forked is quicker: see `forked`
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self.is_spoilt = False  # set by a test that leaves a directory damaged on purpose
 
     @property
@@ -91,7 +95,8 @@ class RunningDaemon:
             listener.bind(str(notify_path))
             listener.settimeout(0.1)
             with open(self.directory / "log", "ab") as log:
-                self.process = subprocess.Popen(self.command(), env=environment, stdout=log, stderr=log)
+                start = subprocess.Popen if self.as_a_command else popen
+                self.process = start(self.command(), env=environment, stdout=log, stderr=log)
             deadline = time.monotonic() + READY_TIMEOUT_S
             while time.monotonic() < deadline:
                 try:
@@ -107,7 +112,7 @@ class RunningDaemon:
         self.process.kill()
         self.process.wait()
 
-    def wait_killed(self, timeout_s: float = 20.0) -> None:
+    def wait_killed(self, timeout_s: float = PATIENCE_S) -> None:
         """Wait for an armed failpoint to kill the daemon."""
         assert self.process is not None
         assert self.process.wait(timeout_s) == -signal.SIGKILL, self.log
@@ -121,6 +126,7 @@ class RunningDaemon:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)  # returns once its last thread has stopped
         try:
             yield
         finally:
@@ -152,7 +158,7 @@ class RunningDaemon:
         ) as channel:
             yield admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
 
-    def ask(self, method: str, request: Any, timeout_s: float = 30.0) -> Any:
+    def ask(self, method: str, request: Any, timeout_s: float = PATIENCE_S) -> Any:
         with self.admin() as stub:
             return getattr(stub, method)(request, timeout=timeout_s)
 
@@ -168,17 +174,22 @@ class RunningDaemon:
         return reply
 
     def connect(self, fingerprint: Fingerprint | None = None, **options: Any) -> Session:
-        """A session that insists on an answer; staging small enough for many of them."""
-        settings: dict[str, Any] = {"required": True, "deadline_s": 20.0, "connect_timeout_s": 10.0}
+        """A session that insists on an answer and gives its puts time; staging small enough for many of them."""
+        settings: dict[str, Any] = {"required": True, "deadline_s": 20.0, "connect_timeout_s": 30.0}
         settings["staging_bytes"] = 2 * MIB
-        return kvstore_client.connect(self.socket_dir, fingerprint=fingerprint or model(), **(settings | options))
+        session = kvstore_client.connect(self.socket_dir, fingerprint=fingerprint or model(), **(settings | options))
+        session.put = partial(session.put, deadline_s=PATIENCE_S)  # type: ignore[method-assign]
+        return session
 
 
 @contextmanager
-def running_daemon(*settings: str, failpoints: str = "", config: Path | None = None) -> Iterator[RunningDaemon]:
+def running_daemon(
+    *settings: str, failpoints: str = "", config: Path | None = None, as_a_command: bool = False
+) -> Iterator[RunningDaemon]:
     """A daemon in a fresh directory (a short path: socket names are limited to 107 bytes), stopped and checked."""
     with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
         daemon = RunningDaemon(Path(directory), *settings, failpoints=failpoints, config=config)
+        daemon.as_a_command = as_a_command
         with ended_with(daemon):
             daemon.start()
             yield daemon
@@ -238,11 +249,12 @@ def holds(lease: kvstore_client.Lease, expected: Sequence[npt.NDArray[np.uint8]]
     )
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    """Whether `condition` comes true in time; looks every few milliseconds."""
-    deadline = time.monotonic() + timeout_s
+def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
+    """Whether `condition` comes true in time; looks every few milliseconds at first."""
+    deadline, pause_s = time.monotonic() + timeout_s, 0.005
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.005)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, 0.1)  # asking costs the daemon and the test more than waiting does
     return True

@@ -98,6 +98,46 @@ def test_each_mode_of_a_rival_is_judged_where_its_median_is_best() -> None:
     assert (second.baseline_name, second.met) == (server, True)
 
 
+def test_beside_a_ratio_stands_what_the_copies_alone_would_reach() -> None:
+    limits, lmcache, report = load("rivals.limits"), load("rivals.lmcache"), load("support.report")
+    engine, server = lmcache.MODES
+    samples = {"kvstored": [0.02], engine: [0.03], server: [0.06], limits.COPIES: [0.015], limits.MEMCPY: [0.012]}
+
+    first, second = lmcache.speed_rows("store", samples)
+
+    assert (first.baseline_name, second.baseline_name) == (engine, server), "a limit is no rival"
+    assert (first.ratio, first.ceiling) == (pytest.approx(1.5), pytest.approx(2.0))
+    assert (second.ceiling, second.baseline_of_memcpy) == (pytest.approx(4.0), pytest.approx(0.2))
+    shown = report.table([first.as_json(), report.within("other", 1.0, "ms", 2.0).as_json()])
+    assert "possible" in shown and "2.00x by the copies alone; the baseline is 0.40 of memcpy" in shown
+    assert "possible" not in report.table([report.within("other", 1.0, "ms", 2.0).as_json()])
+
+
+def test_beside_a_lookup_stands_an_empty_echo() -> None:
+    limits = load("rivals.limits")
+
+    middle, _ = load("rivals.lmcache").lookup_rows(
+        "lookup", {"kvstored": [0.003], "rival": [0.01], limits.ECHO: [0.002]}
+    )
+
+    assert (middle.baseline_name, middle.ratio, middle.ceiling) == ("rival", pytest.approx(0.3), pytest.approx(0.2))
+
+
+def test_the_copies_alone_are_asked_for_like_any_contender() -> None:
+    limits = load("rivals.limits")
+
+    with limits.copies() as alone:
+        alone.prepare(4, 1 << 16)
+        seconds = {
+            f"{name} of a {operation}": action(turn)
+            for operation in ("put", "get")
+            for name, action in alone.beside(operation, 1 << 16).items()
+            for turn in range(3)
+        }
+
+    assert len(seconds) == 4 and all(one > 0 for (one,) in seconds.values())
+
+
 def test_a_lookup_is_judged_by_both_percentiles_of_the_same_rival() -> None:
     samples = {"kvstored": [0.001] * 98 + [0.5] * 2, "rival": [0.01] * 100, "worse": [0.02] * 100}
 

@@ -60,6 +60,13 @@ def test_a_chain_knows_parents_and_tokens_of_each_block() -> None:
     assert chain.tokens_of(1) == np.array([4, 5, 6, 7], "<i4").tobytes()
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint16, ">i4"])
+def test_any_array_of_whole_numbers_gives_the_same_keys(dtype: str) -> None:
+    tokens = list(range(8))
+    for given_tokens in (np.array(tokens, dtype), np.array([tokens], dtype), np.array(tokens * 2, dtype)[:8]):
+        assert KeyChains(FINGERPRINT, ROOTS).chain(given_tokens, None, 0).keys == plain_keys(tokens, ROOTS[0])
+
+
 def test_keys_instead_of_tokens_have_no_token_ids() -> None:
     keys = plain_keys(list(range(8)), ROOTS[0])
     chain = KeyChains(FINGERPRINT, ROOTS).chain(None, keys, 0)
@@ -75,6 +82,10 @@ def test_keys_instead_of_tokens_have_no_token_ids() -> None:
         ([1], None, 9, "no layer group 9"),
         ([1 << 40], None, 0, "int32"),
         (["a"], None, 0, "int32"),
+        (np.array([1, (1 << 32) + 5]), None, 0, "does not fit 32 bits"),
+        (np.array([1 << 31], np.uint32), None, 0, "does not fit 32 bits"),
+        (np.array([1.5, 2.5]), None, 0, "array of float64"),
+        (np.zeros((2, 8), np.int32), None, 0, "several runs at once"),
         (None, b"x" * 16, 0, "wrap packed bytes in BlockKeys"),
     ],
 )

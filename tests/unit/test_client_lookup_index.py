@@ -160,9 +160,13 @@ def send(theirs: socket.socket, packet: hs.DaemonPacket, with_descriptor: bool =
         os.close(descriptor)
 
 
-def test_answers_that_come_late_or_for_another_asker_find_their_way(ends: tuple[Handshake, socket.socket]) -> None:
+def test_answers_that_come_late_or_for_another_asker_find_their_way(
+    ends: tuple[Handshake, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
     handshake, theirs = ends
-    assert handshake.request_index(0.0) is None
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore_client.handshake.NO_WAIT_S", 60.0)
+        assert handshake.request_index(0.0) is None
     assert handshake.request_index(0.001) is None
     assert hs.ClientPacket.FromString(theirs.recv(1000)).WhichOneof("packet") == "lookup_index"
     with pytest.raises(BlockingIOError):
@@ -170,7 +174,7 @@ def test_answers_that_come_late_or_for_another_asker_find_their_way(ends: tuple[
     assert handshake.request_arena(3, 0.001) is None
     send(theirs, hs.DaemonPacket(lookup_index=hs.LookupIndexGrant(size_bytes=8192)))
     send(theirs, hs.DaemonPacket(arena=hs.ArenaGrant(arena_id=3, size_bytes=4096)))
-    arena = handshake.request_arena(3, 1.0)
+    arena = handshake.request_arena(3, 60.0)
     assert arena is not None and arena.size_bytes == 4096
     grant = handshake.request_index(0.0)
     assert grant is not None and grant.size_bytes == 8192
@@ -178,13 +182,28 @@ def test_answers_that_come_late_or_for_another_asker_find_their_way(ends: tuple[
     os.close(arena.descriptor)
 
 
+def test_an_index_that_there_was_no_time_to_ask_for_is_asked_for_later(
+    ends: tuple[Handshake, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handshake, theirs = ends
+    send(theirs, hs.DaemonPacket(lookup_index=hs.LookupIndexGrant(reason="none")), with_descriptor=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore_client.handshake.NO_WAIT_S", -1.0)  # we stood still for as long as it takes
+        assert handshake.request_index(-1.0) is None
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1000, socket.MSG_DONTWAIT)
+    assert handshake.request_index(60.0) == GrantedIndex(0, -1, "none")
+    asked = theirs.recv(1000, socket.MSG_DONTWAIT)
+    assert hs.ClientPacket.FromString(asked).WhichOneof("packet") == "lookup_index"
+
+
 def test_an_arena_that_comes_while_the_index_is_awaited_is_kept(ends: tuple[Handshake, socket.socket]) -> None:
     handshake, theirs = ends
     assert handshake.request_arena(3, 0.001) is None
     send(theirs, hs.DaemonPacket(arena=hs.ArenaGrant(arena_id=3, size_bytes=4096)))
     send(theirs, hs.DaemonPacket(lookup_index=hs.LookupIndexGrant(reason="none")), with_descriptor=False)
-    assert handshake.request_index(1.0) == GrantedIndex(0, -1, "none")
-    arena = handshake.request_arena(3, 1.0)
+    assert handshake.request_index(60.0) == GrantedIndex(0, -1, "none")
+    arena = handshake.request_arena(3, 60.0)
     assert arena is not None
     os.close(arena.descriptor)
 
@@ -192,11 +211,11 @@ def test_an_arena_that_comes_while_the_index_is_awaited_is_kept(ends: tuple[Hand
 def test_a_refusal_or_an_end_is_no_index(ends: tuple[Handshake, socket.socket]) -> None:
     handshake, theirs = ends
     send(theirs, hs.DaemonPacket(refused=pb.Error(kind=pb.ERROR_KIND_INVALID)), with_descriptor=False)
-    assert handshake.request_index(1.0) is None
+    assert handshake.request_index(60.0) is None
     theirs.close()
-    assert handshake.request_index(1.0) is None
+    assert handshake.request_index(60.0) is None
     handshake.close()
-    assert handshake.request_index(1.0) is None
+    assert handshake.request_index(60.0) is None
 
 
 # Sessions

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +38,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 def open_session(daemon: FakeDaemon, **options: object) -> Session:
-    settings: dict[str, object] = {"deadline_s": 5.0, "connect_timeout_s": 10.0, "required": True} | options
+    settings: dict[str, object] = {"deadline_s": 30.0, "connect_timeout_s": 30.0, "required": True} | options
     return kvstore_client.connect(daemon.directory, fingerprint=FINGERPRINT, **settings)  # type: ignore[arg-type]
 
 
@@ -102,6 +104,35 @@ def test_keys_serve_instead_of_tokens(session: Session) -> None:
     assert session.prefetch(keys=keys, in_s=1.5).resident_blocks == 2
     with session.get(TOKENS) as lease:  # stored without token ids: cannot be verified against any
         assert (len(lease), lease.reason) == (0, "verify_failed")
+
+
+def test_a_hint_says_what_was_given_and_nothing_else(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    keys = session.keys(TOKENS)
+    assert keys is not None
+    assert session.hint(TOKENS, will_continue=0.0, answer_tokens=120) == len(keys)
+    assert session.hint(keys=keys, next_step="tool_call", due_in_s=1.5) == len(keys)
+    first, second = daemon.hints
+    assert first.set.keys == keys.packed
+    assert first.HasField("will_continue") and first.will_continue == 0.0 and first.answer_tokens == 120
+    assert not first.HasField("due_in_ms") and first.next_step == pb.NEXT_STEP_UNSPECIFIED
+    assert not second.HasField("will_continue") and second.due_in_ms == 1500
+    assert second.next_step == pb.NEXT_STEP_TOOL_CALL
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"will_continue": 1.1}, "will_continue"),
+        ({"will_continue": float("nan")}, "will_continue"),
+        ({"due_in_s": -1.0}, "due_in_s"),
+        ({"next_step": "lunch"}, "tool_call, end_of_turn, closed"),
+        ({"answer_tokens": -1}, "answer_tokens"),
+    ],
+)
+def test_a_hint_that_makes_no_sense_is_a_mistake(session: Session, told: dict[str, Any], words: str) -> None:
+    with pytest.raises(KVStoreError, match=words):
+        session.hint(TOKENS, **told)
 
 
 def test_leases_are_given_back_together_and_on_errors(daemon: FakeDaemon, session: Session) -> None:
@@ -176,7 +207,9 @@ def test_commits_are_in_sub_batches_so_that_copies_overlap(daemon: FakeDaemon, s
 
 def test_a_put_without_room_is_throttled_by_its_deadline(daemon: FakeDaemon, session: Session) -> None:
     daemon.knobs.throttle_all = True
-    receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=1.0)  # long enough to be answered on a busy machine
+    looks = itertools.count()
+    session._clock = lambda: next(looks) * 0.5
+    receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=20.0)
     assert receipt.statuses == ["throttled"] * 12
     assert "room" in receipt.reason
 
@@ -186,8 +219,10 @@ def test_a_put_without_room_is_throttled_also_when_its_last_question_is_not_answ
 ) -> None:
     daemon.knobs.throttle_all = True
     daemon.knobs.silent_after = {"reserve": 2}
-    receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=1.0)
-    assert daemon.log.count("reserve") == 3
+    times_s = (0.0, 0.0, 9.8, 10.0)  # the first two have as long as they need
+    session._clock = lambda: times_s[min(daemon.log.count("reserve"), 3)]
+    receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=10.0)
+    assert daemon.log.count("reserve") >= 3
     assert receipt.statuses == ["throttled"] * 12
     assert "room" in receipt.reason
 

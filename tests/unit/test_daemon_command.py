@@ -8,6 +8,15 @@ import sys
 
 import pytest
 
+from kvstored.cli import EXIT_USAGE, main
+
+
+def test_settings_are_checked_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the defaults would be taken for what a file says."""
+    assert main(["config", "--set", "host.capacity=4GiB"]) == EXIT_USAGE
+    printed = capsys.readouterr()
+    assert not printed.out and "--check" in printed.err
+
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full (Linux)")
 def test_a_full_disk_behind_a_redirection_is_one_line() -> None:

@@ -35,7 +35,7 @@ def test_many_threads_many_completions_each_once_and_in_order_of_a_thread() -> N
         threads = [threading.Thread(target=work, args=(mine,)) for mine in posts]
         for thread in threads:
             thread.start()
-        await asyncio.wait_for(queue.drained(), 20)
+        await asyncio.wait_for(queue.drained(), 60)
         for thread in threads:
             thread.join()
         assert queue.outstanding == 0
@@ -61,7 +61,7 @@ def test_a_handler_that_raises_does_not_take_those_behind_it_along() -> None:
         posts = [queue.to_loop(broken), queue.to_loop(lambda _: ran.append("whole"))]
         for post in posts:
             post(DONE)
-        await asyncio.wait_for(queue.drained(), 10)
+        await asyncio.wait_for(queue.drained(), 60)
         assert ran == ["broken", "whole"]
         assert [str(error) for error in reported] == ["a broken invariant"]
 
@@ -79,7 +79,7 @@ def test_a_completion_may_start_another_and_drained_waits_for_it_too() -> None:
                 queue.to_loop(lambda _: next_one(number + 1))(DONE)
 
         queue.to_loop(lambda _: next_one(0))(DONE)
-        await asyncio.wait_for(queue.drained(), 10)
+        await asyncio.wait_for(queue.drained(), 60)
         assert ran == [0, 1, 2, 3, 4, 5]
 
     asyncio.run(run())

@@ -139,6 +139,8 @@ def test_sizes_that_are_none(text: str | int) -> None:
 def test_a_percentage_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="percentage"):
         parse_size("10%")
+    with pytest.raises(ValueError, match=r"4096, '64MiB' or '1\.5GiB'$"):
+        parse_size("lots")  # and it is not proposed either
 
 
 @given(st.integers(0, 1 << 50))

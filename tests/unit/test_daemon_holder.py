@@ -74,7 +74,7 @@ def has_ended(pid: int) -> bool:
 @contextmanager
 def connected(place: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(10.0)
+        connection.settimeout(60)
         connection.connect(str(place / "holder.sock"))
         yield connection
 
@@ -322,7 +322,7 @@ def test_other_users_are_not_answered(place: Path, keeper: HolderKeeper) -> None
 import os, socket
 os.setgid(65534); os.setuid(65534)
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-connection.settimeout(10)
+connection.settimeout(60)
 connection.connect({str(place / "holder.sock")!r})
 try:
     connection.send(b"L")
@@ -332,6 +332,31 @@ except ConnectionError:
 """
     done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "b''\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_another_users_holder_is_given_nothing(place: Path) -> None:
+    """Where others may write into the directory they could put a socket there and wait for arenas."""
+    place.chmod(0o777)
+    program = f"""
+import os, socket
+os.setgid(65534); os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind({str(place / "holder.sock")!r})
+listener.listen()
+print("listens", flush=True)
+connection, _ = listener.accept()
+print(connection.recv(64))
+"""
+    command = [sys.executable, "-S", "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None and stranger.stdout.readline() == "listens\n"
+        keeper = HolderKeeper(place, 60.0)
+        try:
+            assert stranger.stdout.readline() == "b''\n", "it hears nothing but the end"
+            assert eventually(lambda: holder_pid(place) not in (0, stranger.pid)), "we have one of our own"
+        finally:
+            keeper.close(forget=True)
 
 
 def test_off_keeps_nothing(place: Path) -> None:

@@ -129,6 +129,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -
     [
         ("residency", "insert", 1),
         ("residency", "insert", 4),
+        ("room", "announce", 1),
         ("room", "allocate_now", 4),
         ("host", "write_many", 1),
         ("staging", "tokens_at", 1),
@@ -154,6 +155,27 @@ def test_a_mistake_while_blocks_begin_leaves_nothing(
         assert await store.store(KEYS) == [STORED] * BLOCKS
         store.assert_nothing_left(BLOCKS)
         assert (await store.lending.lend(store.session, pb.Lend())).loan == 2
+
+    run(tmp_path, test)
+
+
+def test_copies_start_with_the_first_few_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run while the others get their slots, which wait for nothing but their turn on the loop."""
+    monkeypatch.setattr(intake, "FIRST_PART_BYTES", 2 * PAYLOAD_BYTES)
+
+    async def test(store: Store) -> None:
+        host, started = store.small.store.host, []
+        write_many = host.write_many
+
+        def writing(writes: Sequence[Any], done: Any) -> None:
+            started.append(len(writes))
+            write_many(writes, done)
+
+        monkeypatch.setattr(host, "write_many", writing)
+        replies = store.begin(KEYS)
+        assert started == [2], "before anybody waits for an answer"
+        assert [list(reply.statuses) async for reply in replies] == [[STORED] * BLOCKS]
+        assert started == [2, BLOCKS - 2]
 
     run(tmp_path, test)
 

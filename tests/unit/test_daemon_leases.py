@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore_tiers.base import Slot
 from kvstored.clock import ManualClock
 from kvstored.dataplane.leases import LeaseTable
+from tests.reference.examples import examples
 
 SLOT_BYTES = 8192
 TTL_NS = 1000
@@ -193,5 +194,5 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.table.limbo_bytes(0) == len(self.in_limbo) * SLOT_BYTES
 
 
-LeaseMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+LeaseMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestLeaseMachine = LeaseMachine.TestCase

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstored.instance import AlreadyRunning, InstanceLock
+from kvstored.instance import AlreadyRunning, InstanceLock, who_else_can_change
 from kvstored.notify import notify, watchdog_interval_s
 from kvstored.sockets import SocketError, clear_stale, listen_seqpacket, prepare_directory
 
@@ -52,6 +52,22 @@ def test_a_directory_that_everybody_can_write_is_refused(place: Path) -> None:
     with pytest.raises(SocketError, match="written by everybody"):
         prepare_directory(place / "open", "")
     assert mode(place / "open") == 0o1777
+
+
+def test_a_directory_is_ours_where_nobody_else_may_change_it(place: Path) -> None:
+    assert who_else_can_change(place) is None
+    place.chmod(0o755)
+    assert who_else_can_change(place) is None
+    place.chmod(0o1777)
+    assert "by everybody" in str(who_else_can_change(place))
+    place.chmod(0o700)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a directory to another user")
+def test_a_directory_of_another_user_is_not_ours(place: Path) -> None:
+    (place / "theirs").mkdir()
+    os.chown(place / "theirs", 65534, -1)
+    assert "uid 65534" in str(who_else_can_change(place / "theirs"))
 
 
 def test_a_path_that_no_socket_can_have_is_refused(place: Path) -> None:
@@ -138,7 +154,7 @@ def test_systemd_is_told_over_its_socket(place: Path, monkeypatch: pytest.Monkey
     assert not notify("READY=1")
     for address in (str(place / "n"), f"@kvstored-test-{os.getpid()}"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-            manager.settimeout(5)
+            manager.settimeout(60)
             manager.bind(address.replace("@", "\0"))
             monkeypatch.setenv("NOTIFY_SOCKET", address)
             assert notify("READY=1", "STATUS=serving")

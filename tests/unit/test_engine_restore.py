@@ -240,7 +240,7 @@ def test_nothing_is_read_from_the_pool_after_finish(session: MemorySession) -> N
 
     def slow_gather(block_ids: Sequence[int], dest: Bytes) -> None:
         entered.set()
-        assert go.wait(10)
+        assert go.wait(60)
         gather(block_ids, dest)
 
     pool.gather_block = slow_gather  # type: ignore[method-assign]
@@ -249,7 +249,7 @@ def test_nothing_is_read_from_the_pool_after_finish(session: MemorySession) -> N
     writer = BlockStore(session, pool)
     writer.begin(table, 0)
     writer.advance(tokens)  # returns although the put hangs
-    assert entered.wait(10)
+    assert entered.wait(60)
     assert not session.blocks
     threading.Timer(0.05, go.set).start()
     assert writer.finish().stored == 1

@@ -17,7 +17,7 @@ from kvstored.movement.group_commit import GroupCommit
 from kvstored.telemetry import Counters
 
 DONE, FAILED = Outcome(OutcomeKind.DONE), Outcome(OutcomeKind.FAILED, message="refused")
-FAR_S = 20.0
+FAR_S = 60.0
 
 
 class Scene:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,10 @@ def admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAdmin
         ("status", ["state            serving", "up               2 h 3 min", "1,234,567", "nvme>host"]),
         ("status", ["1.0 GiB of 4.0 GiB (25 %)", "warning: memlock limit is low", "9.9 (protocol 1)"]),
         ("tiers", ["host  ok", "25 %", "100 %", "/var/kv", "host holds: blocks 1.0 GiB"]),
+        (
+            "tiers",
+            ["host expects: hot 24 blocks, 24.0 MiB; warm 0 blocks, 0 B; cold 1,000 blocks, 1000.0 MiB (by chain"],
+        ),
         ("tenants", ["uid-1000", "75 %", "none"]),
         ("drop --tier host", ["dropped 7 blocks (7.0 MiB) from host", "kept 2", "--discard"]),
         ("drop --all --yes", ["from all tiers"]),
@@ -126,14 +131,61 @@ def test_requests_carry_what_was_asked(admin: FakeAdmin) -> None:
         (["quarantine", "list", "1:4096"], "takes nothing further"),
     ],
 )
+@pytest.mark.parametrize("as_json", [False, True])
 def test_wrong_usage_is_status_2_and_no_request(
-    admin: FakeAdmin, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    admin: FakeAdmin, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str, as_json: bool
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--json"] if as_json else arguments)
+    assert ended.value.code == USAGE
+    printed = capsys.readouterr()
+    assert said in printed.err
+    if as_json:
+        document = json.loads(printed.out)
+        assert said.strip() in document["error"] and document["exit_code"] == USAGE
+    else:
+        assert not printed.out
+    assert not admin.requests
+
+
+@pytest.mark.parametrize(
+    "arguments", [["blocks", "--tenant", "\udcff"], ["explain", "\udcff"], ["quarantine", "release", "\udcff"]]
+)
+def test_what_is_not_utf_8_is_wrong_usage(
+    admin: FakeAdmin, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == USAGE
-    assert said in capsys.readouterr().err
+    assert "not valid UTF-8" in capsys.readouterr().err
     assert not admin.requests
+
+
+@pytest.mark.parametrize("command", ["status", "status --json", "blocks --limit 1"])
+def test_a_full_disk_behind_a_redirection_is_one_line(admin: FakeAdmin, command: str) -> None:
+    ended = _redirected(command, "/dev/full")
+    assert ended.returncode == FAILED
+    assert ended.stderr == "kvctl: No space left on device\n"
+
+
+def test_a_terminal_without_our_letters_gets_others(admin: FakeAdmin) -> None:
+    admin.replies["Status"] = pb.StatusReply(state="serving", config_path="/tmp/für mich.toml")
+    for command in ("status", "status --json"):
+        ended = _redirected(command, "/dev/null", PYTHONIOENCODING="ascii")
+        assert (ended.returncode, ended.stderr) == (OK, "")
+
+
+def _redirected(command: str, path: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-m", "kvstore_client.cli.main", *command.split()]
+    with open(path, "w") as out:
+        return subprocess.run(run, stdout=out, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+
+
+def test_a_fingerprint_is_taken_as_listings_show_it(admin: FakeAdmin) -> None:
+    assert main(["invalidate", "llama:abababab"]) == OK
+    assert [request.fingerprint for request in admin.requests if isinstance(request, pb.InvalidateRequest)] == [
+        "abababab"
+    ]
 
 
 def test_a_fingerprint_that_is_none_is_wrong_usage(admin: FakeAdmin, capsys: pytest.CaptureFixture[str]) -> None:

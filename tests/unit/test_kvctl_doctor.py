@@ -92,6 +92,25 @@ def test_live_sockets_are_fine(around: Surroundings, listening: dict[str, socket
     assert is_clean(found) and all("somebody listens" in finding.seen for finding in found)
 
 
+def test_the_socket_of_unary_calls_is_looked_at_where_there_should_be_one(
+    around: Surroundings, listening: dict[str, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around = replace(around, settings=Settings("", {**around.settings.values, "unary.enabled": "True"}))
+    missing = only(sockets.sockets(around), "unary.sock")
+    assert missing.level is Level.FAIL and "does not exist" in missing.seen
+    path = around.socket_dir / "unary.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
+        bound.bind(str(path))
+        bound.listen()
+        path.chmod(0o666)
+        assert "open to everybody" in only(sockets.sockets(around), "unary.sock").seen
+        path.chmod(0o600)
+        assert "somebody listens" in only(sockets.sockets(around), "unary.sock").seen
+        monkeypatch.setattr(sockets, "_connect", lambda path, kind: PermissionError(13, "Permission denied"))
+        closed = only(sockets.sockets(around), "unary.sock")
+        assert closed.level is Level.OK and "daemon's user alone" in closed.seen
+
+
 def test_a_stale_socket_is_told_from_one_that_is_not_there(
     around: Surroundings, listening: dict[str, socket.socket]
 ) -> None:

@@ -82,6 +82,23 @@ def test_unknown_and_mistyped_fields_are_refused() -> None:
         parse_fingerprint(json.dumps({**raw, "block_tokens": "64"}).encode())
 
 
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"[]", "it must be a JSON object, got list"),
+        (b"{}", "it has no field 'model_name'"),
+        (b'{"model_name":"m","weights_digest":"w"}', "it has no field 'groups'"),
+        (b'{"model_name":"m","weights_digest":"w","groups":[{"group_id":0}]}', "a layer group has no field 'layers'"),
+        (b'{"model_name":"m","weights_digest":"w","groups":[3]}', "a layer group must be a JSON object, got int"),
+        (b'{"model_name":"m","weights_digest":"w","groups":[],"colour":1}', "a field 'colour' that nobody knows"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_named(raw: bytes, said: str) -> None:
+    with pytest.raises(FingerprintError, match="wrong shape") as caught:
+        parse_fingerprint(raw)
+    assert said in str(caught.value)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -50,7 +50,7 @@ def test_new_names_are_saved_on_another_thread(tmp_path: Path, monkeypatch: pyte
             await asyncio.sleep(0)
         task.cancel()
 
-    asyncio.run(asyncio.wait_for(until_saved(), 30))
+    asyncio.run(asyncio.wait_for(until_saved(), 60))
     tenants.close()
     assert writers and threading.main_thread() not in writers
     later = opened(tmp_path)

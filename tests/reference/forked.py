@@ -1,0 +1,170 @@
+"""Programs of ours forked from a process that has imported them: Python and its imports cost 0.4 s of CPU a start.
+
+Owns one such process a program, which ends with the tests' own, and the handing over: what is forked is a child of the
+tests' process and runs as `python -m PROGRAM` would; nothing of it has run before the fork.
+Never does: stand in for any part of a program. That the commands themselves start is proved by those tests that start
+them as a user does (`RunningDaemon(as_a_command=True)`, the wheel's tests, the examples').
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+PROGRAMS = {"kvstored": "kvstored.daemon", "kvstore_client.testing.child": "kvstore_client.session"}
+"""What can be forked, and what of it is imported before."""
+_PR_SET_CHILD_SUBREAPER = 36
+_LONGEST_ORDER = 1 << 18
+_MOST_DESCRIPTORS = 8
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ForkedProcess:
+    """What tests need of `subprocess.Popen`, for a child that was adopted."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._wait(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None:
+            end = select.poll()
+            end.register(self._ended, select.POLLIN)
+            if end.poll(None if timeout_s is None else timeout_s * 1000):
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                os.close(self._ended)
+        return self.returncode
+
+
+def popen(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdout: IO[bytes] | None = None,
+    stderr: IO[bytes] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """As `subprocess.Popen`: forked where it is one of `PROGRAMS`, else started."""
+    if list(command[:2]) != [sys.executable, "-m"] or command[2] not in PROGRAMS:
+        return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, pass_fds=pass_fds)
+    connection, _ = _server(command[2], os.getpid())
+    order = [list(command[3:]), dict(env), os.getcwd(), list(pass_fds)]
+    outputs = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
+    _adopt_orphans(True)  # only until the one between it and the server has ended
+    try:
+        socket.send_fds(connection, [json.dumps(order).encode()], [*outputs, *pass_fds])
+        pid = int(connection.recv(64))
+    finally:
+        _adopt_orphans(False)
+    return ForkedProcess(pid)
+
+
+@functools.cache
+def _server(program: str, pid: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """This process's server of a program and the connection to it, with which it ends."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, program, str(theirs.fileno())],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+    return ours, process
+
+
+def _adopt_orphans(is_on: bool) -> None:
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _serve(connection: socket.socket) -> list[str] | None:
+    """Forks as ordered. Returns None at the end, and in each child its arguments."""
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_ORDER, _MOST_DESCRIPTORS)
+        if not order:
+            return None
+        arguments, environment, directory, passed = json.loads(order)
+        told, tells = os.pipe()
+        between = os.fork()
+        if between == 0:
+            child = os.fork()
+            if child == 0:
+                connection.detach()
+                _take_over(environment, directory, descriptors, passed)
+                return list(arguments)
+            os.write(tells, str(child).encode())
+            os._exit(0)
+        pid = os.read(told, 64)
+        for descriptor in (told, tells, *descriptors):
+            os.close(descriptor)
+        os.waitpid(between, 0)  # from here on its child is the tests'
+        connection.send(pid)
+
+
+def _take_over(environment: Mapping[str, str], directory: str, descriptors: list[int], passed: list[int]) -> None:
+    """Become what a process is that was started so: its outputs, the descriptors it was passed, and no others."""
+    wanted = [1, 2, *passed]
+    above = max(wanted) + 1
+    kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
+    os.closerange(3, above)
+    for descriptor, number in zip(kept, wanted, strict=True):
+        os.dup2(descriptor, number)
+    os.closerange(above, max(kept) + 1)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[:0] = paths
+
+
+def _main(program: str, connection: socket.socket) -> None:
+    importlib.import_module(PROGRAMS[program])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a tester's Ctrl-C is for pytest
+    arguments = _serve(connection)
+    if arguments is None:
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    failpoints = sys.modules.get("kvstore_tiers.failpoints")
+    if failpoints is not None:  # read from the environment when it was imported
+        failpoints.arm(os.environ.get(failpoints.ENVIRONMENT, ""))
+    sys.argv[1:] = arguments
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
