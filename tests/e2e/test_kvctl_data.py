@@ -106,9 +106,17 @@ def test_an_object_survives_the_daemon_when_it_was_called_durable(tmp_path: Path
         kvctl = Kvctl(daemon, capfdbinary)
         put = kvctl(["put", "--name", "kept", "--durability", "always", str(tmp_path / "in")])
         assert "durable" in put.out
+        early = ["put", "--name", "late", "--durability", "none", str(tmp_path / "in")]
+        assert "stored 1 block" in kvctl(early).out
+        assert "already, 1 block, volatile" in kvctl(early).out
+        late = ["put", "--name", "late", "--durability", "always", str(tmp_path / "in")]
+        assert "already, 1 block, durable" in kvctl(late).out
+        said = kvctl.json(late)
+        assert (said["stored_blocks"], said["present_blocks"], said["durable_blocks"]) == (0, 1, 1)
         daemon.kill9()
         daemon.restart()
         assert kvctl("get --name kept").bytes == data
+        assert kvctl("get --name late").bytes == data
 
 
 def test_a_pipe_is_read_to_its_end(kvctl: Kvctl, stdin: Callable[[bytes], None]) -> None:

@@ -31,10 +31,11 @@ LEASE_TTL_MS = 300
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[RunningDaemon]:
-    """DRAM for some 180 blocks of 68 KiB; leases end soon; limbo takes eight blocks."""
+    """DRAM for some 180 blocks of 68 KiB; leases end soon; limbo takes eight blocks. What is put is stored:
+    lru declines nothing."""
     with running_daemon(
         "host.capacity=16MiB", "host.staging=4MiB", "nvme.enabled=false", f"limits.lease_ttl_ms={LEASE_TTL_MS}",
-        "limits.reservation_ttl_ms=60000", f"limits.limbo_per_tenant={8 * 68 * 1024}",
+        "limits.reservation_ttl_ms=60000", "host.policy=lru", f"limits.limbo_per_tenant={8 * 68 * 1024}",
     ) as running:  # fmt: skip
         yield running
 

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvstore_client import Session
@@ -17,6 +19,7 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.running_daemon import (
     RunningDaemon,
     ended_with,
+    eventually,
     holds,
     model,
     payloads_of,
@@ -120,6 +123,34 @@ def test_killed_again_and_again_while_writing_and_evicting() -> None:
                 found = sum(session.lookup(tokens_of(number, BLOCKS)).blocks for number in range(100 * life + 100))
                 assert found > 100
                 must_be_sound(session, {last}, {last, *range(100 * life, 100 * life + 50)})
+
+
+def test_what_was_stored_without_durability_is_there_once_a_put_that_asked_for_it_was_answered(
+    daemon: RunningDaemon,
+) -> None:
+    """By another client, which the lookup index shows that the blocks are there, and which names them alone."""
+    written: list[int] = []
+
+    def fill(destination: npt.NDArray[np.uint8]) -> None:
+        written.append(len(destination))
+
+    with daemon.connect(MODEL) as first, daemon.connect(MODEL) as second:
+        for conversation in (1, 2):
+            payloads = payloads_of(conversation, BLOCKS, MODEL)
+            receipt = first.put(tokens_of(conversation, BLOCKS), payloads=payloads, durability="none", wait="settled")
+            assert receipt.durability == ["volatile"] * BLOCKS
+        assert eventually(lambda: second.probe(tokens_of(1, BLOCKS)).blocks == BLOCKS)
+        receipt = second.put(tokens_of(1, BLOCKS), payloads=[fill] * BLOCKS, durability="always")
+        assert receipt.statuses == ["present"] * BLOCKS and not written
+        assert receipt.durability == ["durable"] * BLOCKS
+        assert first.put(tokens_of(2, BLOCKS), payloads=payloads, durability="none").durability == ["volatile"] * BLOCKS
+        daemon.kill9()
+    daemon.restart()
+    with daemon.connect(MODEL) as session:
+        must_be_sound(session, {1}, {1, 2})
+        assert session.lookup(tokens_of(2, BLOCKS)).blocks == 0, "nobody asked for more"
+        receipt = session.put(tokens_of(1, BLOCKS), payloads=payloads_of(1, BLOCKS, MODEL), durability="none")
+        assert receipt.statuses == ["present"] * BLOCKS and receipt.durability == ["durable"] * BLOCKS
 
 
 # Damage

@@ -14,6 +14,7 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.failures import ERRORS_IN_A_ROW
 from kvstore_tiers.wrap.faulty import Fault, gone
 from kvstored.degraded import Mode
+from kvstored.endurance import Verdict
 from kvstored.movement import group_commit
 from kvstored.movement.refusals import Refusal
 from kvstored.tiering import HOST, NVME
@@ -163,9 +164,11 @@ async def test_batch_leaves_what_is_not_admitted_and_always_insists(client: Clie
 
 @over_a_client("nvme.endurance_bytes_per_day=1MiB", "nvme.endurance_wait_ms=0")
 async def test_what_the_budget_has_no_room_for_stays_volatile(client: Client, _: pytest.MonkeyPatch) -> None:
-    number = 1
-    while await client.small.is_durable(number, mode="always"):
-        number += 1
+    charge, verdict = client.small.store.endurance.charge, Verdict.GRANTED
+    while verdict in (Verdict.GRANTED, Verdict.LEASING):
+        verdict = charge(client.store.session.tenant_id, 4096)
+        if verdict is Verdict.LEASING:
+            await client.small.settle()
     await client.store_volatile()
     for mode in (BATCH, ALWAYS):
         assert (await client.said(mode))[-1] == [VOLATILE] * BLOCKS

@@ -184,8 +184,22 @@ def test_where_the_superblock_says_how_many_slots_there_are(directory: Path) -> 
 def test_who_only_looks_is_in_nobody_s_way(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(directory / "lock", "rb", buffering=0) as looker:
         fcntl.flock(looker, fcntl.LOCK_SH)
-        with pytest.raises(DirectoryInUse), opened(directory):
+        naps: list[float] = []
+        monkeypatch.setattr(time, "sleep", naps.append)
+        with pytest.raises(DirectoryInUse, match="another process"), opened(directory):
             pass  # it looks for longer than anybody does
-        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(looker, fcntl.LOCK_UN))
+        assert sum(naps) >= 0.5
+
+        def sleep(_: float) -> None:
+            naps.append(0)
+            if len(naps) == 10:  # it had lost its core meanwhile
+                fcntl.flock(looker, fcntl.LOCK_UN)
+
+        naps.clear()
+        monkeypatch.setattr(time, "sleep", sleep)
         with opened(directory) as tier:
             assert recovered(tier) == set(BLOCKS)
+            naps.clear()
+            with pytest.raises(DirectoryInUse, match=f"process {os.getpid()}"), opened(directory):
+                pass
+            assert not naps, "who has it keeps it: that is said at once"

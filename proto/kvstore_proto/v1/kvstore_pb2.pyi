@@ -198,7 +198,8 @@ class _DurabilityModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     DURABILITY_MODE_ALWAYS: _DurabilityMode.ValueType  # 3
     """written and synced before the answer"""
 
-class DurabilityMode(_DurabilityMode, metaclass=_DurabilityModeEnumTypeWrapper): ...
+class DurabilityMode(_DurabilityMode, metaclass=_DurabilityModeEnumTypeWrapper):
+    """What a put asks for; a Store for those of its blocks, too, that are there already."""
 
 DURABILITY_MODE_DEFAULT: DurabilityMode.ValueType  # 0
 """what the tenant is configured for"""
@@ -682,7 +683,7 @@ class CommitReply(google.protobuf.message.Message):
     statuses: builtins.bytes
     """CommitStatus, one byte a reservation"""
     durability: builtins.bytes
-    """Durability, one byte a reservation"""
+    """Durability, one byte a reservation; of PRESENT blocks too, where a Store is answered"""
     final: builtins.bool
     def __init__(
         self,

@@ -22,7 +22,7 @@ from kvstore_tiers.nvme.layout import FORMAT_VERSION
 from kvstore_tiers.nvme.lock_mark import LockMark
 
 _FORMAT_KEY = "format_version"
-_LOOK_S = 0.02  # who only looks at the lock (reading_ahead.py) has it for a small part of this
+_LOOK_S, _LOOKS = 0.02, 50  # who only looks at the lock (reading_ahead.py) has it for microseconds, if not interrupted
 
 
 class TierDirectory:
@@ -108,14 +108,16 @@ class TierDirectory:
 
     def _lock(self) -> int:
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        is_ours = _locked(fd)
-        if not is_ours:
-            time.sleep(_LOOK_S)
-            is_ours = _locked(fd)
-        if not is_ours:
+        looks = 0
+        while not _locked(fd, fcntl.LOCK_EX):
             holder = os.pread(fd, 32, 0).strip()
-            os.close(fd)
-            raise DirectoryInUse(str(self.path), int(holder) if holder.isdigit() else 0)
+            is_looked_at = _locked(fd, fcntl.LOCK_SH)  # by who will not keep it, so that no holder is named there
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            if not is_looked_at or looks == _LOOKS:
+                os.close(fd)
+                raise DirectoryInUse(str(self.path), int(holder) if holder.isdigit() and not is_looked_at else 0)
+            looks += 1
+            time.sleep(_LOOK_S)
         self.former = LockMark.of(fd)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -139,9 +141,9 @@ class TierDirectory:
         write_durably(path, f"{_FORMAT_KEY}: {FORMAT_VERSION}\n")
 
 
-def _locked(fd: int) -> bool:
+def _locked(fd: int, how: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
