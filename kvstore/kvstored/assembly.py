@@ -92,10 +92,10 @@ class Store:
 
     def _make_policies(self) -> list[Policy]:
         host, nvme = self.config.host, self.config.nvme
-        chosen = [(host.policy, host.ttl_s), (nvme.policy, nvme.ttl_s)][: len(self.tiers)]
+        chosen = [(host.policy, host.ttl_s, host.keep_worth), (nvme.policy, nvme.ttl_s, 0.0)][: len(self.tiers)]
         return [
-            create(name, self.residency, position, PolicySettings(ttl_s=ttl_s or None))
-            for position, (name, ttl_s) in enumerate(chosen)
+            create(name, self.residency, position, PolicySettings(ttl_s or None, keep_worth))
+            for position, (name, ttl_s, keep_worth) in enumerate(chosen)
         ]
 
     def _make_rooms(self) -> list[Room]:
@@ -142,8 +142,9 @@ class Store:
     def _make_writeback(self, nvme: Tier, breaker: TierBreaker) -> WriteBack:
         config, lane = self.config, self.mover.lanes[writeback.LANE]
         gate = WriteGate(
-            self.residency, create_admission(config.nvme.admission, self.residency, NVME), self.endurance, breaker,
-            Refusals(self.counters),
+            self.residency,
+            create_admission(config.nvme.admission, self.residency, NVME, self.policies[HOST]),
+            self.endurance, breaker, Refusals(self.counters),
             lambda: lane.statistics(self.clock.monotonic_ns()).service_bytes_per_s, self.clock,
             throttle_ms=config.nvme.endurance_wait_ms,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import POLICIES, Policy, PolicySettings, ResidencyClass, Share, create
+from kvstored.policies import POLICIES, Policy, PolicySettings, ResidencyClass, Share, create, has_worth
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 
 S = 1_000_000_000
@@ -246,6 +246,24 @@ def test_expiry_is_about_those_who_may_leave(name: str, ttl_s: float | None) -> 
         shelf.residency.remove(row, Cause.EXPIRED, 12 * S)
         assert policy.expired(12 * S, 10) == old[:1]
     assert policy.expired(12 * S, 0) == []
+
+
+def test_what_is_kept_by_worth_leaves_leaves_first(name: str) -> None:
+    shelf = Shelf(tenants=2)
+    policy = create(name, shelf.residency, HOST, PolicySettings(keep_worth=1e9))
+    policy.requests_min = policy.returns_min = 0  # type: ignore[attr-defined]  # of those that learn
+    rows = [shelf.chain(0, 1, tenant=tenant) for tenant in (0, 1)]
+    pinned = shelf.chain(5, 6)
+    shelf.residency.pin(pinned[-1])
+    left = 0
+    while found := policy.expired(S, 10):
+        assert found == policy.expired(S, 10), "asking changes nothing"
+        for row in found:
+            shelf.residency.remove(row, Cause.EXPIRED, S)
+        left += len(found)
+    assert left == (4 if has_worth(name) else 0)
+    assert policy.next_victim(S) == (-1 if has_worth(name) else rows[0][-1])
+    assert (policy.worth(pinned[0], S) is None) != has_worth(name)
 
 
 @pytest.mark.parametrize("kind", ["policy", "admission"])

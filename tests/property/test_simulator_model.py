@@ -11,7 +11,7 @@ from kvstored.policies import ADMISSIONS, POLICIES
 from kvstored.residency import check
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.reuse import NEVER, curves, reuse_distances
-from kvstored.simulator.trace import Trace
+from kvstored.simulator.trace import Op, Trace, TraceBuilder
 from tests.reference.traces import Requests, plain_hits, sessions, trace_of
 
 seeds = st.integers(0, 10**6)
@@ -69,6 +69,30 @@ def test_reuse_distances_say_what_lru_hits(seed: int, capacity: int) -> None:
     distances = reuse_distances(trace)
     expected = sum(hits(trace, "lru", capacity))
     assert int(((distances != NEVER) & (distances < capacity)).sum()) == expected
+
+
+@given(seed=seeds, capacity=st.integers(60, 120))
+def test_a_put_after_its_request_changes_no_distance(seed: int, capacity: int) -> None:
+    """As in a recording, with room for the longest chain: LRU hits the same, and nothing but requests is counted."""
+    requests = sessions(seed, 60)
+    builder = TraceBuilder("made", "made", 64)
+    for at, blocks in enumerate(requests):
+        for op, kind in ((Op.REQUEST, "request"), (Op.PUT, "put")):
+            builder.add(at * 10**9, blocks, tenant=blocks[0] % 2, kind=kind, op=op, space=blocks[0] % 2)
+    trace = builder.build()
+    plain = trace_of(requests, tenants=2)
+    expected = [curve for curve in curves(plain, reuse_distances(plain)) if curve.kind is None]
+    assert curves(trace, reuse_distances(trace)) == expected
+    counted = np.repeat(trace.ops == Op.REQUEST, np.diff(trace.starts))
+    distances = reuse_distances(trace)[counted]
+    assert int(((distances != NEVER) & (distances < capacity)).sum()) == sum(hits(trace, "lru", capacity))
+
+
+def test_reads_alone_have_no_distances() -> None:
+    builder = TraceBuilder("made", "made", 64)
+    builder.add(0, [1, 2], op=Op.GET)
+    with pytest.raises(ValueError, match="leave out --as-recorded"):
+        reuse_distances(builder.build())
 
 
 @given(seed=seeds)

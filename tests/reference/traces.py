@@ -55,12 +55,12 @@ def write_mooncake(path: Path, requests: Requests, *, every_ms: int = 1000) -> N
             out.write(json.dumps(row) + "\n")
 
 
-def write_claude_code(path: Path, sessions_count: int, seed: int = 1) -> None:
-    """Sessions of 64-token ids that grow; each session has ids of its own."""
+def write_claude_code(path: Path, sessions_count: int, seed: int = 1, *, tokens: int = 0) -> None:
+    """Sessions of 64-token ids that grow, by `tokens` more at the start; each session has ids of its own."""
     chance = random.Random(seed)
     with gzip.open(path, "wt") as out:
         for number in range(sessions_count):
-            length, at_s, reqs = chance.randrange(10, 40), 0.0, []
+            length, at_s, reqs = chance.randrange(10, 40) + tokens // 64, 0.0, []
             for _ in range(chance.randrange(1, 8)):
                 reqs.append([at_s, length * 64, 50, chance.choice("ns"), 1.0, [1, length]])
                 at_s += chance.randrange(1, 60)

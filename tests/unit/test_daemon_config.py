@@ -67,6 +67,9 @@ def test_staging_is_at_most_a_quarter_of_the_capacity() -> None:
         ("nvme.io_threads=2.5", "must be int"),
         ("host.ttl_s=nan", "host.ttl_s must be"),
         ("host.ttl_s=-1", "host.ttl_s must be"),
+        ("host.keep_worth=-1", "host.keep_worth must be 0"),
+        ("host.keep_worth=inf", "host.keep_worth must be 0"),
+        ("host.keep_worth=often", "host.keep_worth must be int"),
         ("movement.prefetch_quiet_ms=-1", "must not be negative"),
         ("durability.batch_blocks=0", "durability.batch_blocks must be more than 0"),
         ("daemon.state_dir=5", "daemon.state_dir must be str"),
@@ -153,3 +156,9 @@ def test_a_size_shown_is_close_to_the_size_read(nbytes: int) -> None:
 def test_an_index_has_a_size_that_can_be(slots: int) -> None:
     assert load_config(None, [*FIXED, "index.slots=0"]).index.slots == 0
     assert "index.slots must be 0 (no index) to 100000000" in mistake(f"index.slots={slots}")
+
+
+def test_a_worth_to_keep_is_for_policies_that_have_one() -> None:
+    assert load_config(None, ["host.keep_worth=2.5"]).host.keep_worth == 2.5
+    with pytest.raises(ConfigError, match=r"means nothing to host.policy lfu-ttl.*chain-hazard, or host.ttl_s"):
+        load_config(None, ["host.policy=lfu-ttl", "host.keep_worth=4"])

@@ -2,7 +2,9 @@
 
 from kvstored.lifecycle import Cause
 from kvstored.movement.prefix import MAX_PATH_BLOCKS, missing_path
-from kvstored.policies import create_admission
+from kvstored.policies import Policy, PolicySettings, create, create_admission
+from kvstored.policies.base import WARM_WORTH
+from kvstored.policies.chain_hazard import ChainHazard
 from tests.reference.blocks import Shelf
 
 
@@ -34,6 +36,69 @@ def test_a_parent_follows_its_child() -> None:
     assert not admission.admit(parent, 1)
     shelf.residency.attach(child, 1, shelf.slot(), 1)
     assert admission.admit(parent, 1)
+
+
+# By worth
+
+
+def knowing(shelf: Shelf, keep_worth: float = 0.0) -> Policy:
+    policy = create(ChainHazard.name, shelf.residency, 0, PolicySettings(None, keep_worth))
+    policy.requests_min = policy.returns_min = 0  # type: ignore[attr-defined]
+    return policy
+
+
+LATE = 7200 * 1_000_000_000
+
+
+def test_by_worth_admits_what_is_warm_and_refuses_what_is_cold() -> None:
+    shelf = Shelf("host", "nvme")
+    policy = knowing(shelf)
+    admission = create_admission("worth", shelf.residency, 1, policy)
+    row = shelf.chain(0)[0]
+    warm, cold = policy.worth(row, 1), policy.worth(row, LATE)
+    assert warm is not None and cold is not None and warm >= WARM_WORTH > cold
+    assert admission.admit(row, 1) and not admission.admit(row, LATE)
+    shelf.chain(0)
+    assert not admission.admit(row, LATE), "used twice, and still nothing to come back for"
+    assert admission.judges_by_worth(row, LATE)
+
+
+def test_by_worth_asks_for_what_the_tier_above_is_kept_by() -> None:
+    shelf = Shelf("host", "nvme")
+    row = shelf.chain(0)[0]
+    for keep_worth, admitted in ((1e6, False), (1e-6, True)):
+        again = Shelf("host", "nvme")
+        policy = knowing(again, keep_worth)
+        row = again.chain(0)[0]
+        assert create_admission("worth", again.residency, 1, policy).admit(row, LATE) == admitted
+
+
+def test_by_worth_keeps_prefixes_whole() -> None:
+    shelf = Shelf("host", "nvme")
+    admission = create_admission("worth", shelf.residency, 1, knowing(shelf))
+    parent, child = shelf.chain(0, 1)
+    assert not admission.admit(parent, LATE)
+    shelf.residency.attach(child, 1, shelf.slot(), 1)
+    assert admission.admit(parent, LATE)
+
+
+def test_without_a_worth_it_is_second_touch() -> None:
+    shelf = Shelf("host", "nvme")
+    row = shelf.chain(0)[0]
+    lru, learning = create("lru", shelf.residency, 0), create(ChainHazard.name, shelf.residency, 0)
+    judges = [create_admission("worth", shelf.residency, 1, above) for above in (None, lru, learning)]
+    assert not any(judge.admit(row, 1) or judge.judges_by_worth(row, 1) for judge in judges)
+    shelf.chain(0)
+    assert all(judge.admit(row, 1) for judge in judges)
+
+
+def test_a_block_that_has_left_the_tier_above_is_judged_by_its_uses() -> None:
+    shelf = Shelf("host", "nvme")
+    admission = create_admission("worth", shelf.residency, 1, knowing(shelf))
+    row = shelf.chain(0)[0]
+    shelf.residency.attach(row, 1, shelf.slot(), 1)
+    shelf.residency.detach(row, 0)
+    assert not admission.judges_by_worth(row, 1) and not admission.admit(row, 1)
 
 
 # What has to be written with a block

@@ -14,10 +14,12 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clock import ManualClock
+from kvstored.lifecycle import Cause
 from kvstored.policies import ChainHint, create
 from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
+from kvstored.verbs.get import MISSING_MAX, Get
 from kvstored.verbs.hints import DUE_MAX_MS, Hints
 from tests.reference.blocks import Shelf, key
 
@@ -84,6 +86,14 @@ def test_a_block_that_nobody_announced_is_not_declined() -> None:
     assert not policy.declines(0, key(9), 0, rows[-1], S)
 
 
+def test_a_tenant_that_is_new_to_the_tier_is_not_declined_unheard() -> None:
+    """Its blocks may be known: on NVMe alone, after a start."""
+    shelf = Shelf(tenants=3)
+    policy = in_force(shelf)
+    rows = shelf.chain(1, 2, 3)
+    assert not policy.declines(2, key(9), 0, rows[-1], S)
+
+
 def test_a_chain_is_not_displaced_by_its_own_continuation() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
@@ -91,6 +101,35 @@ def test_a_chain_is_not_displaced_by_its_own_continuation() -> None:
     shelf.residency.request_run(0, rows, [key(4), key(5)], 2 * S)
     assert policy.next_victim(2 * S) == rows[-1]
     assert policy.declines(0, key(5), 4, rows[-1], 2 * S)
+
+
+def get_over(shelf: Shelf, policy: ChainHazard) -> Get:
+    unused: Any = None
+    return Get(
+        shelf.residency, unused, unused, ManualClock(0), unused, unused, unused, unused, max_keys=1,
+        leases_per_client=1, lease_ttl_ms=1, wait_ms=1, policies=[policy],
+    )  # fmt: skip
+
+
+def test_a_prompt_s_length_is_not_taken_for_another_request_s() -> None:
+    """Of a request whose blocks are elsewhere, the tier's policy does not hear."""
+    shelf = Shelf("host", "nvme", tenants=2)
+    policy = in_force(shelf)
+    below = shelf.chain(1, 2, tier=1)
+    get = get_over(shelf, policy)
+    get._touch(0, [shelf.residency.token(row) for row in below], [], 777, S)
+    shelf.chain(11, 12, tenant=1)
+    assert policy._book.chains.tokens[policy._book.owner[shelf.residency.find(1, key(12))]] == -1
+    get._touch(0, [shelf.residency.token(row) for row in below], [key(3)], 777, S)
+    assert policy._book.chains.tokens[policy._book.owner_of(key(3), 0)] == 777
+
+
+def test_policies_are_told_of_so_many_missing_blocks_and_no_more() -> None:
+    """What they do for each keeps everybody waiting."""
+    shelf = Shelf()
+    request = pb.Acquire(set=pb.KeySet(keys=b"".join(key(number) for number in range(MISSING_MAX + 50))))
+    missing = get_over(shelf, in_force(shelf))._missing(SESSION, request, 20)
+    assert missing == [key(number) for number in range(20, 20 + MISSING_MAX)]
 
 
 def hints_over(shelf: Shelf, policy: ChainHazard, now_ns: int) -> Hints:
@@ -133,6 +172,23 @@ def test_a_hint_about_what_is_unknown_changes_nothing() -> None:
     policy = in_force(shelf)
     policy.told(0, -1, key(7), ChainHint(will_continue=0.5, due_ns=S), S)
     assert policy.next_victim(S) == -1
+
+
+def test_a_hint_about_another_tenant_s_block_does_nothing_and_tells_nothing() -> None:
+    shelf = Shelf(tenants=2)
+    policy = in_force(shelf)
+    theirs = shelf.chain(1, 2, 3, tenant=1)
+    book = policy._book
+    chain = book.owner[theirs[-1]]
+    before = book.features[chain]
+    keys = b"".join(map(key, (1, 2, 3)))
+    hint = pb.Hint(set=pb.KeySet(keys=keys), will_continue=0.99, due_in_ms=1, answer_tokens=50)
+    reply = hints_over(shelf, policy, 2 * S).hint(SESSION, hint)
+    assert reply == pb.HintReply()
+    for row in reversed(theirs):
+        shelf.residency.remove(row, Cause.EVICTED, 3 * S)  # now a ghost of theirs knows it, and none of ours
+    assert hints_over(shelf, policy, 4 * S).hint(SESSION, hint) == reply
+    assert (book.features[chain], book.chains.due_s[chain]) == (before, 0.0)
 
 
 @pytest.mark.parametrize(

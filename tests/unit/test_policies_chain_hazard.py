@@ -13,15 +13,14 @@ from kvstored.lifecycle import Cause
 from kvstored.policies import Policy, RequestContext, ResidencyClass, Share, create
 from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.policies.chains import prior
-from kvstored.policies.chains.book import ghost_limit
 from kvstored.policies.chains.features import Features, features_of, with_answer
-from kvstored.policies.chains.ghost import ChainGhost
+from kvstored.policies.chains.ghost import SHARDS, ChainGhost, ghost_limit
 from kvstored.policies.chains.gittins import BINS, EDGES_S, bin_of, bins_of, ranks
 from kvstored.policies.chains.guard import LruGuard
 from kvstored.policies.chains.hazards import HazardTables, Ladder
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace, TraceBuilder
-from tests.reference.blocks import BLOCK_BYTES, Shelf
+from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 
 S = 1_000_000_000
 NAME = ChainHazard.name
@@ -79,13 +78,13 @@ def test_it_is_deterministic() -> None:
 
 
 def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstored.policies.chains.book._GHOST_MIN", 100)
-    monkeypatch.setattr("kvstored.policies.chains.book._SLOTS_SLACK", 50)
+    monkeypatch.setattr("kvstored.policies.chains.ghost._GHOST_MIN", 100)
+    monkeypatch.setattr("kvstored.policies.chains.collector._SLACK", 50)
     replay, _ = replayed(mixed_trace(3000), 100)
     assert isinstance(replay.policy, ChainHazard)
     book = replay.policy._book
     assert len(book._ghosts[0]) <= 2 * 10 * (100 + 40)
-    assert book.chains.in_use < 1500
+    assert book.chains.in_use < 2500
 
 
 def test_without_evidence_it_is_lru() -> None:
@@ -133,9 +132,9 @@ def test_a_branch_is_told_from_a_new_chain_and_from_a_continued_one() -> None:
     assert kind_after(0, 1, 2, 3, 4, 5, 6) == 1
 
 
-def test_learning_does_not_wait_for_ever_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is room nobody asks for a victim: what was seen still comes to count, and is bounded."""
-    monkeypatch.setattr("kvstored.policies.chains.book._OVERDUE", 40)
+def test_learning_does_not_wait_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is room nobody asks for a victim: what was seen still comes to count, step by step."""
+    monkeypatch.setattr("kvstored.policies.chains.upkeep._LATE", 4)
     shelf = Shelf()
     policy = in_force(shelf)
     assert isinstance(policy, ChainHazard)
@@ -143,13 +142,8 @@ def test_learning_does_not_wait_for_ever_to_be_asked(monkeypatch: pytest.MonkeyP
     for number in range(200):
         shelf.now_ns += S
         shelf.chain(number)
-        assert book.requests - book._renewed <= 25 + 40
-    before = book._renewed
-    for number in range(200, 230):
-        shelf.now_ns += S
-        shelf.chain(number)
-    policy.next_victim(shelf.now_ns)
-    assert book._renewed == book.requests > before
+        assert book.requests - book.learning.renewed <= 25 + 40
+    assert book.learning.renewed > 100
 
 
 def test_draws_are_rare_and_follow_what_is_used() -> None:
@@ -259,8 +253,12 @@ def test_the_ladder_that_foretells_better_is_believed() -> None:
             else:
                 tables.passed(cell, 0, 12)
         if round_ % 25 == 0:
+            while tables.fold():
+                pass
             tables.renew(1.0)
-            tables.ranks(np.array(cells), np.zeros(2, dtype=np.int64))
+            tables.want(np.array(cells, dtype=np.int32))
+            while tables.make():
+                pass
     fine, coarse = tables.weights()
     assert fine > 0.9 > coarse
     first, second = tables.ranks(np.array(cells), np.zeros(2, dtype=np.int64))
@@ -268,13 +266,17 @@ def test_the_ladder_that_foretells_better_is_believed() -> None:
 
 
 def test_the_ghost_forgets_the_oldest_generation() -> None:
-    ghost = ChainGhost(10)
-    ghost.remember(b"a", 5, 2)
-    ghost.turn_over(10)
-    assert ghost.recall(b"a") == (5, 2)
-    assert ghost.chains().tolist() == [5]
-    ghost.turn_over(10)
-    assert ghost.recall(b"a") == (-1, 0)
+    forgotten: list[int] = []
+    ghost = ChainGhost(2 * SHARDS, lambda chains: forgotten.extend(chains.tolist()))
+    keys = [bytes([number, 7]) for number in range(6)]  # of one shard, whose generations hold two and one more
+    for number, name in enumerate(keys[:3]):
+        ghost.remember(name, number, number)
+    assert [ghost.recall(name) for name in keys[:4]] == [(0, 0), (1, 1), (2, 2), (-1, 0)]
+    assert sorted(ghost.chains(7).tolist()) == [0, 1, 2]
+    for number, name in enumerate(keys[3:], start=3):
+        ghost.remember(name, number, 0)
+    assert [ghost.recall(name)[0] for name in keys] == [-1, -1, -1, 3, 4, 5]
+    assert forgotten == [0, 1, 2]
 
 
 def test_the_ghost_of_a_large_tier_is_no_larger_than_the_tier() -> None:
@@ -299,6 +301,22 @@ def test_the_guard_calls_lru_when_lru_would_hit_more_and_tries_again() -> None:
     assert not guard.is_lru_ahead
 
 
+def test_the_guard_is_bounded_where_the_tier_is_never_full() -> None:
+    """Whatever is asked for in vain; and what it holds when the tier is full at last is what LRU would."""
+    guard = LruGuard()
+    for first in range(0, 20_000, 100):
+        missing = [bytes(15 - 2) + number.to_bytes(3, "big") for number in range(first, first + 100)]
+        guard.used(0, [], (), 0, missing)
+    assert len(guard._held) <= 2048
+    for rows in range(0, 8192, 64):
+        guard.resize(rows, is_full=False)
+        guard.used(0, [], (), 0, [bytes(8) + number.to_bytes(8, "big") for number in range(rows, rows + 64)])
+        assert len(guard._held) <= 2048
+    guard.resize(8192)
+    guard.used(0, [], (), 0, [])
+    assert sorted(guard._held) == [(0, number.to_bytes(16, "big")) for number in range(0, 8192, 8)]
+
+
 def test_the_guard_samples_a_large_tier() -> None:
     guard = LruGuard()
     guard.resize(100_000)
@@ -317,3 +335,61 @@ def test_the_shipped_model_has_a_card_and_fits_the_bins() -> None:
     assert [table.order for table in prior.read(json.loads(text))] == [table.order for table in tables]
     with pytest.raises(ValueError, match="refit"):
         prior.read({"format": 0})
+
+
+def test_blocks_that_wait_for_their_use_cost_no_request_a_look_at_all_of_them() -> None:
+    """As those that a prefetch has brought, of which there may be many before the tier is full."""
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    for number in range(2000):
+        shelf.store(number)
+    assert len(policy._fresh) < 600
+    assert policy.next_victim(S) == shelf.residency.find(0, key(0))
+
+
+def test_a_block_that_went_before_its_use_is_forgotten() -> None:
+    """Its row is another block's next."""
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    for row in reversed(shelf.chain(1, 2)):
+        shelf.residency.remove(row, Cause.EVICTED, S)
+    row = shelf.store(1)  # the ghost knows whose it was
+    shelf.residency.remove(row, Cause.DROPPED, S)
+    assert policy._fresh == []
+    assert shelf.store(7) == row
+    assert policy._fresh == [row]
+
+
+def test_a_chain_s_number_that_becomes_another_tenant_s_names_none_of_its_blocks_to_the_first() -> None:
+    shelf = Shelf(tenants=2)
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    book = policy._book
+    rows = shelf.chain(1, 2)
+    chain = book.owner[rows[0]]
+    assert policy.next_victim(S, tenant=0) == rows[-1]  # it is among the candidates
+    for row in reversed(rows):
+        shelf.residency.remove(row, Cause.EVICTED, S)
+    stale = book.chains.entry[chain]
+    theirs = shelf.chain(11, 12, tenant=1)
+    book.chains.tenant[chain], book.chains.tail[chain] = 1, theirs[-1]  # it was free, and was taken
+    policy._candidates[1].look_at(chain, 1.0)
+    while book.chains.entry[chain] < stale:
+        policy._candidates[1].look_at(chain, 1.0)
+    assert policy.next_victim(S, tenant=0) == -1
+
+
+def test_who_goes_first_of_one_tenant_stays_when_another_is_asked() -> None:
+    shelf = Shelf(tenants=2)
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    shelf.chain(1, 2)
+    theirs = shelf.chain(11, 12, tenant=1)
+    entry, chain = policy._book.chains.entry, policy._book.owner[theirs[-1]]
+    assert policy.next_victim(S, tenant=1) == theirs[-1]
+    valid = entry[chain]
+    assert valid
+    policy.next_victim(S, tenant=0)
+    assert entry[chain] == valid

@@ -7,16 +7,25 @@ evictions must be the same.
 from __future__ import annotations
 
 import random
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from importlib import import_module
 
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import create
+from kvstored.policies import POLICIES, create
 from tests.reference.blocks import Shelf, key
 
 Evictions = list[tuple[int, ...]]  # what each request made leave
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_cites_its_paper_and_says_where_it_is_a_bad_choice(name: str) -> None:
+    told = " ".join((import_module(POLICIES[name].partition(":")[0]).__doc__ or "").split())
+    assert re.search(r"\b(19|20)\d\d\b", told), "a paper has its year"
+    assert re.search("bad choice", told, re.IGNORECASE)
 
 
 def ours(policy_name: str, requests: Iterable[int], capacity: int) -> Evictions:

@@ -115,6 +115,21 @@ def test_a_time_to_live_expires(chat: Path, capsys: pytest.CaptureFixture[str]) 
     assert brief["hits"] < lasting["hits"]
 
 
+def test_a_worth_to_keep_frees_room(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text("storage_usd_per_gib_hour = 0.01\ncompute_usd_per_hour = 3.0\ncompute_flops_per_s = 4e14\n")
+    arguments = (chat, "--format", "mooncake", "--policy", "lru,best", "--capacity", "1", "--cost", prices)
+    everything = report(capsys, *arguments)["rows"][-2:]
+    lru, best = report(capsys, *arguments, "--keep-worth", "60")["rows"][-2:]
+    assert (lru["hits"], lru["held_blocks_mean"]) == (everything[0]["hits"], everything[0]["held_blocks_mean"])
+    assert everything[1]["evictions"]["expired"] == 0 < best["evictions"]["expired"]
+    assert 0 < best["held_blocks_mean"] < everything[1]["held_blocks_mean"] <= best["capacity_blocks"]
+    assert best["cost"]["held_usd"] < best["cost"]["storage_usd"] == everything[1]["cost"]["storage_usd"]
+    assert main(["simulate", *map(str, arguments), "--keep-worth", "60"]) == 0
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert heading.split()[-6:] == ["EXPIRED", "HELD", "NET", "NET", "OF", "HELD"]
+
+
 def test_agents_sessions_are_drawn_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_claude_code(tmp_path / "a.gz", 12)
     common = (
@@ -180,10 +195,22 @@ def test_prices_say_what_is_won(chat: Path, tmp_path: Path, capsys: pytest.Captu
         (["--format", "mooncake", "--part", "third"], "first-half, second-half"),
         (["--format", "mooncake", "--ttl-s", "-1"], "cannot be negative"),
         (["--format", "mooncake", "--ttl-s", "inf"], "nor above"),
+        (["--format", "mooncake", "--keep-worth", "-1"], "0 \\(never\\) or more"),
+        (["--format", "mooncake", "--keep-worth", "nan"], "0 \\(never\\) or more"),
+        (["--format", "mooncake", "--keep-worth", "4", "--policy", "lru,lfu-ttl"], "means nothing to lru, lfu-ttl"),
         (["--format", "mooncake", "--window-s", "nan"], "cannot be negative"),
         (["--format", "mooncake", "--ghosts", "0"], "--ghosts must be at least 1"),
         (["--format", "mooncake", "--cost", "/nowhere.toml"], "cannot read /nowhere.toml: No such file"),
+        (["--format", "mooncake,kvstored"], "--format mooncake,kvstored: one of mooncake"),
+        (["--format", "mooncake", "--mode", "replay,timing"], "--mode replay,timing: one of replay, timing"),
+        (["--format", "mooncake", "--model", "llama-3.1-8b,llama-3.2-1b"], "--model .*: one of "),
+        (["--format", "mooncake", "--capacity", "1e300"], "at most 1e.12 blocks"),
+        (["--format", "mooncake", "--capacity", ""], "numbers above 0"),
+        (["--format", "mooncake", "--policy", ""], "'' is unknown"),
+        (["--format", "mooncake", "--seed", "-1"], "--seed -1: 0 or more"),
+        (["--format", "mooncake", "--warm"], "name the part too"),
         (["--format", "claude-code"], "not a Claude Code session"),
+        (["--format", "claude-code", "--group-tokens", "-64"], "multiple of 64"),
         (["--format", "claude-code", "--group-tokens", "100"], "multiple of 64"),
     ],
 )
@@ -194,6 +221,24 @@ def test_a_mistake_gets_one_line(
     told = capsys.readouterr().err
     assert told.count("\n") == 1
     assert re.search(message, told)
+
+
+def test_blocks_that_the_index_cannot_hold_are_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_claude_code(tmp_path / "a.gz", 1, tokens=64 * 10_000)
+    common = ["simulate", str(tmp_path / "a.gz"), "--format", "claude-code", "--group-tokens", "640000"]
+    for mode in ("replay", "timing"):
+        assert main([*common, "--mode", mode]) == 2
+        assert "a block of this trace and model is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("price", ["nan", "inf", "-1"])
+def test_a_price_is_a_number_that_json_has(
+    chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], price: str
+) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text(f"storage_usd_per_gib_hour = {price}\ncompute_usd_per_hour = 3.0\ncompute_flops_per_s = 4e14\n")
+    assert main(["simulate", str(chat), "--format", "mooncake", "--cost", str(prices)]) == 2
+    assert "storage_usd_per_gib_hour must be a number from 0 to" in capsys.readouterr().err
 
 
 def test_a_price_table_with_other_keys_is_refused(
@@ -207,7 +252,49 @@ def test_a_price_table_with_other_keys_is_refused(
 
 def test_a_plot_that_cannot_be_written_is_a_failure(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(chat), "--format", "mooncake", "--plot", "/nowhere/page.html"]) == 1
-    assert "cannot write /nowhere/page.html" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "cannot write /nowhere/page.html: No such file" in told.err and told.out == "", "said before the replay"
+    assert main(["simulate", str(chat), "--format", "mooncake", "--plot", str(chat.parent)]) == 1
+    assert "Is a directory" in capsys.readouterr().err
+
+
+def test_a_plot_does_not_overwrite_the_trace(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = chat.read_bytes()
+    assert main(["simulate", str(chat), "--format", "mooncake", "--plot", str(chat)]) == 2
+    assert "would overwrite what is read" in capsys.readouterr().err
+    assert chat.read_bytes() == before
+
+
+def test_no_two_lines_of_a_chart_look_alike_and_what_ships_stands_out(chat: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    arguments = ["--format", "mooncake", "--policy", "all", "--admission", "always,second-touch", "--capacity", "9,30"]
+    assert main(["simulate", str(chat), *arguments, "--plot", str(page)]) == 0
+    figure = page.read_text().split("<figure>")[1]
+    looks = re.findall(r'<polyline class="([^"]*)" [^>]*><title>([^<]*)', figure)
+    assert len(looks) == 2 + 2 * len(POLICIES) == len({look for look, _ in looks})
+    assert [name for look, name in looks if "strong" in look] == ["chain-hazard"]
+    swatches = re.findall(r'<line class="([^"]*)"[^>]*/></svg>([^<]*)<', figure.split("legend")[1])
+    assert swatches == looks, "the legend shows each line as it is drawn"
+
+
+def test_a_trace_may_have_any_name_and_the_output_any_encoding(chat: Path, tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"chat-\xff.jsonl.gz")
+    odd.write_bytes(chat.read_bytes())
+    command = [sys.executable, "-m", "kvstored", "simulate", str(odd), "--format", "mooncake", "--policy", "lru"]
+    plain = dict(os.environ, PYTHONIOENCODING="ascii:strict")
+    for shape in (["--json"], ["--csv"], ["--plot", str(tmp_path / "page.html")]):
+        made = subprocess.run([*command, *shape], env=plain, capture_output=True, timeout=60)
+        assert (made.returncode, made.stderr) == (0, b"")
+        if shape == ["--json"]:
+            assert "engine→host" in json.loads(made.stdout)["rows"][0]["bytes_by_lane"]
+
+
+def test_standard_streams_may_be_closed(chat: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    command = f'"{sys.executable}" -m kvstored simulate "{chat}" --format mooncake --policy lru --plot "{page}"'
+    made = subprocess.run(f"{command} >&- 2>&-", shell=True, timeout=60)
+    assert made.returncode == 0
+    assert page.read_text().endswith("</html>\n")
 
 
 def test_a_full_disk_behind_standard_output_is_a_failure(

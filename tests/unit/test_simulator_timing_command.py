@@ -59,7 +59,7 @@ def test_rows_compare_orchestrated_with_the_baselines(chat: Path, capsys: pytest
 def test_tables_csv_and_page(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     shown = run(capsys, chat, *COMMON, *TIERS, "--without", "all", "--plot", page)
-    for heading in (r"^PLAN +POLICY +TTFT P50", r"^PLAN +LANE +BYTES", r"^PLAN +TIER +BLOCKS, MEAN"):
+    for heading in (r"^PLAN +POLICY +TTFT P50", r"^PLAN +POLICY +LANE +BYTES", r"^PLAN +POLICY +TIER +BLOCKS, MEAN"):
         assert re.search(heading, shown, re.MULTILINE)
     for part in ("prefetch", "overlap", "weigh", "write-behind"):
         assert f"without {part} " in shown
@@ -68,6 +68,16 @@ def test_tables_csv_and_page(chat: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "<script" not in text and "http" not in text and "nan" not in text
     rows = list(csv.DictReader(io.StringIO(run(capsys, chat, *COMMON, *TIERS, "--policy", "lru", "--csv"))))
     assert float(rows[-1]["ttft_s.p99"]) > 0 and rows[-1]["plan"] == "orchestrated"
+
+
+def test_rows_of_one_plan_can_be_told_apart(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    crossed = ("--policy", "lru,fifo", "--admission", "always,second-touch", "--plot", page)
+    shown = run(capsys, chat, *COMMON, *TIERS, *crossed)
+    for name in ("lru", "lru, second-touch", "fifo", "fifo, second-touch"):
+        lines = [line for line in shown.splitlines() if re.match(f"orchestrated +{name}  ", line)]
+        assert len(lines) == 1 + 5 + 3, "its latency, its lanes, its tiers"
+    assert "<h2>orchestrated, fifo, second-touch, over time</h2>" in page.read_text()
 
 
 def test_profiles_and_tiers_can_be_chosen(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from kvstore_proto.v1 import admin_pb2 as wire
 _SENTENCES: Final[Mapping[str, str]] = {
     "never_stored": "never stored (or so long ago that the daemon has forgotten; a restart forgets too)",
     "evicted": "evicted for want of room",
-    "expired": "expired: idle for longer than its tier's ttl_s",
+    "expired": "expired: idle for longer than its tier's ttl_s, or worth less than host.keep_worth",
     "quota": "evicted because its tenant was at its own maximum",
     "other_fingerprint": "its tenant has stored nothing under this fingerprint",
     "corrupt": "its bytes on NVMe failed verification; they are quarantined and the block is to be computed again",
@@ -24,6 +24,7 @@ _SENTENCES: Final[Mapping[str, str]] = {
 # Why a stored block is not on NVMe.
 _VOLATILE: Final[Mapping[str, str]] = {
     "admission": "volatile: not worth a write yet, it was used once (nvme.admission)",
+    "worth": "volatile: chains like its own do not bring enough to be worth a write (nvme.admission)",
     "scarce": "volatile: the endurance budget is scarce, and it was used once",
     "budget": "volatile: the endurance budget was spent (nvme.endurance_bytes_per_day)",
     "share": "volatile: the endurance budget is scarce, and its tenant has had its portion",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 
 from kvstored import __version__
@@ -29,6 +31,7 @@ exit status: 0 all is well; 1 it failed (the message says how); 2 a mistake in t
 
 
 def main(argv: list[str] | None = None) -> int:
+    _mend_streams()
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -42,6 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:  # what a command has not told better itself: a full disk behind a redirection
         print(f"kvstored: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _mend_streams() -> None:
+    """Output that was closed before the start goes nowhere; letters that its encoding lacks are spelled out."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lives
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,8 +5,10 @@ a machine would have made of it, which is `simulate_timing`.
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from kvstored.simulator.trace import Trace
 
 _SECONDS_MAX = 1e9
+_BLOCKS_MAX = 1e12
 _CAPACITY, _POLICY = "0.01,0.05,0.1", "lru,best"
 _REPLAY_ONLY = ("capacity", "hints", "cost", "reuse_distance")
 _EXAMPLES = """\
@@ -29,6 +32,7 @@ examples:
   kvstored simulate chat.jsonl.gz --format mooncake --part second-half --reuse-distance --json
   kvstored simulate agents.jsonl.gz --format claude-code --window-s 3600 --seed 7 --plot agents.html
   kvstored simulate mine.jsonl.gz --format kvstored --as-recorded --cost prices.toml
+  kvstored simulate chat.jsonl.gz --format mooncake --policy best --keep-worth 4 --cost prices.toml
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --profile h100 --devices 4 --plot timing.html
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --profile h200 --tiers dram=128GiB,cxl --speed 0.5
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --without prefetch,overlap,weigh,write-behind
@@ -61,6 +65,10 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     simulate.add_argument("--policy", metavar="LIST", help=f"or all (default {_POLICY}; in mode timing best)")
     simulate.add_argument("--admission", default="always", metavar="LIST", help="or all (default always)")
     simulate.add_argument("--ttl-s", type=float, default=0.0, help="blocks idle for longer expire (default 0: never)")
+    simulate.add_argument(
+        "--keep-worth", type=float, default=0.0, metavar="USES",
+        help="chains expected to bring fewer uses an hour of holding a block expire (default 0: never; best alone)",
+    )  # fmt: skip
     simulate.add_argument("--ghosts", type=int, default=65_536, help="forgotten keys remembered for each tenant")
     simulate.add_argument(
         "--hints", metavar="LIST",
@@ -103,16 +111,34 @@ def _add_reading(simulate: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        (mode,) = _names("--mode", arguments.mode, ("replay", "timing"), every=())
+        mode = _name("--mode", arguments.mode, ("replay", "timing"))
         others = simulate_timing.OPTIONS if mode == "replay" else _REPLAY_ONLY
         for option in others:
             if getattr(arguments, option) not in (None, False):
                 raise ValueError(f"--{option.replace('_', '-')} is nothing to mode {mode}; leave it out")
+        _check_plot(arguments)
     except ValueError as error:
         return mistake(str(error))
+    except OSError as error:
+        return failure(f"cannot write {arguments.plot}: {error.strerror}")
     if mode == "timing":
         return simulate_timing.simulate(arguments, _read, _policies)
     return _replay(arguments)
+
+
+def _check_plot(arguments: argparse.Namespace) -> None:
+    """Before a long replay, not after it. Raises ValueError with one line; OSError."""
+    plot = arguments.plot
+    if plot is None:
+        return
+    if plot.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not plot.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    if plot.exists() and any(
+        other and other.exists() and plot.samefile(other) for other in (arguments.trace, arguments.cost)
+    ):
+        raise ValueError(f"--plot {plot} would overwrite what is read")
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -150,7 +176,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise OSError(error.errno, f"cannot write the result: {error.strerror}") from None
     if arguments.plot is not None:
         try:
-            arguments.plot.write_text(_page(study, rows, found), encoding="utf-8")
+            arguments.plot.write_text(_page(study, rows, found), encoding="utf-8", errors="xmlcharrefreplace")
         except OSError as error:
             return failure(f"cannot write {arguments.plot}: {error.strerror}")
     return EXIT_OK
@@ -164,7 +190,7 @@ def _study(arguments: argparse.Namespace, progress: Any) -> Study:
     from kvstored.simulator.worth import load_prices, models
 
     policies, admissions = _policies(arguments, _POLICY, (Clairvoyant.name, UNBOUNDED))
-    capacities = _capacities(arguments.capacity or _CAPACITY)
+    capacities = _capacities(_CAPACITY if arguments.capacity is None else arguments.capacity)
     if arguments.ghosts < 1:
         raise ValueError("--ghosts must be at least 1")
     prices = None if arguments.cost is None else load_prices(arguments.cost)
@@ -172,6 +198,7 @@ def _study(arguments: argparse.Namespace, progress: Any) -> Study:
     return Study(
         trace, capacities, policies, admissions, models()[arguments.model], arguments.ttl_s or None, arguments.ghosts,
         count_from, prices, NO_HINTS if arguments.hints is None else parse_hints(arguments.hints, arguments.seed),
+        arguments.keep_worth,
     )  # fmt: skip
 
 
@@ -179,27 +206,48 @@ def _policies(
     arguments: argparse.Namespace, default: str, more: tuple[str, ...] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Policies and admissions that were asked for. Raises ValueError with one line."""
-    from kvstored.policies import ADMISSIONS, BEST, POLICIES
+    from kvstored.policies import ADMISSIONS, BEST, POLICIES, has_worth, resolve
 
-    policies = _names("--policy", arguments.policy or default, (*POLICIES, BEST, *more), every=tuple(POLICIES))
+    policies = _names(
+        "--policy",
+        default if arguments.policy is None else arguments.policy,
+        (*POLICIES, BEST, *more),
+        every=tuple(POLICIES),
+    )
+    if not 0 <= arguments.keep_worth < float("inf"):
+        raise ValueError(f"--keep-worth {arguments.keep_worth:g}: uses an hour, 0 (never) or more, such as 4")
+    if arguments.keep_worth and not any(has_worth(resolve(name)) for name in policies if resolve(name) in POLICIES):
+        raise ValueError(f"--keep-worth means nothing to {', '.join(policies)}: no worth is known there; add best")
     return policies, _names("--admission", arguments.admission, ADMISSIONS, every=tuple(ADMISSIONS))
 
 
 def _read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
     """The part of the trace to look at, and the first request that counts; options of it and `--model` are right then.
     Raises ValueError (TraceError) with one line; OSError."""
+    from kvstored.config.parse import MAX_BLOCK_BYTES
+    from kvstored.config.sizes import show_size
     from kvstored.simulator.readers import FORMATS, ReadOptions, read_trace
     from kvstored.simulator.worth import models
 
-    (format_name,) = _names("--format", arguments.format, FORMATS, every=())
-    _names("--model", arguments.model, models(), every=())
+    format_name = _name("--format", arguments.format, FORMATS)
+    _name("--model", arguments.model, models())
     if not all(0 <= seconds <= _SECONDS_MAX for seconds in (arguments.ttl_s, arguments.window_s)):
         raise ValueError(f"--ttl-s and --window-s cannot be negative, nor above {_SECONDS_MAX:.0e} seconds")
+    if arguments.seed < 0:
+        raise ValueError(f"--seed {arguments.seed}: 0 or more")
+    if arguments.warm and arguments.part == "all":
+        raise ValueError("--warm replays what comes before a --part; name the part too")
     options = ReadOptions(
         arguments.seed, arguments.window_s, arguments.sessions, arguments.group_tokens, arguments.as_recorded
     )
     source = Path("/dev/stdin") if str(arguments.trace) == "-" else arguments.trace
-    return _part(read_trace(source, format_name, options, progress), arguments)
+    trace = read_trace(source, format_name, options, progress)
+    block_bytes = models()[arguments.model].kv_bytes_per_token * trace.block_tokens
+    if block_bytes > MAX_BLOCK_BYTES:
+        raise ValueError(
+            f"a block of this trace and model is {show_size(block_bytes)}, over {show_size(MAX_BLOCK_BYTES)}"
+        )
+    return _part(trace, arguments)
 
 
 def _part(trace: Trace, arguments: argparse.Namespace) -> tuple[Trace, int]:
@@ -225,6 +273,13 @@ def _part(trace: Trace, arguments: argparse.Namespace) -> tuple[Trace, int]:
     return (trace.part(0, at[1]), at[0]) if arguments.warm else (trace.part(at[0], at[1]), 0)
 
 
+def _name(option: str, text: str, known: Any) -> str:
+    names = _names(option, text, known, every=())
+    if len(names) > 1:
+        raise ValueError(f"{option} {text}: one of {', '.join(known)}")
+    return names[0]
+
+
 def _names(option: str, text: str, known: Any, every: tuple[str, ...]) -> tuple[str, ...]:
     from difflib import get_close_matches
 
@@ -247,6 +302,8 @@ def _capacities(text: str) -> tuple[float, ...]:
     if not capacities or not all(0 < capacity < float("inf") for capacity in capacities):
         raise ValueError(f"--capacity {text}: numbers above 0, such as 0.01,0.05,0.1 or 20000")
     for capacity in capacities:
+        if capacity > _BLOCKS_MAX:
+            raise ValueError(f"--capacity {capacity:g}: at most {_BLOCKS_MAX:.0e} blocks")
         if capacity > 1 and not capacity.is_integer():
             raise ValueError(f"--capacity {capacity:g}: above 1 it is blocks, which are whole; shares are 1 at most")
     return tuple(dict.fromkeys(capacities))
@@ -263,7 +320,7 @@ def _print(arguments: argparse.Namespace, study: Study, rows: list[dict[str, Any
         }  # fmt: skip
         if found:
             report["reuse_distance"] = [asdict(curve) for curve in found]
-        print(json.dumps(report, ensure_ascii=False))
+        print(json.dumps(report))
     elif arguments.csv:
         print(as_csv(rows), end="")
     else:

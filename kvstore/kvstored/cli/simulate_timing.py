@@ -69,7 +69,7 @@ def simulate(arguments: argparse.Namespace, read: Read, policies: Policies) -> i
         raise OSError(error.errno, f"cannot write the result: {error.strerror}") from None
     if arguments.plot is not None:
         try:
-            arguments.plot.write_text(_page(study, results), encoding="utf-8")
+            arguments.plot.write_text(_page(study, results), encoding="utf-8", errors="xmlcharrefreplace")
         except OSError as error:
             return failure(f"cannot write {arguments.plot}: {error.strerror}")
     return EXIT_OK
@@ -100,7 +100,7 @@ def _study(arguments: argparse.Namespace, read: Read, policies: Policies, progre
     _check_sizes(tiers, pool_bytes, model.kv_bytes_per_token * trace.block_tokens)
     return TimingStudy(
         trace, machine, devices, model, tiers, pool_bytes, names, admissions, arguments.ttl_s or None,
-        arguments.ghosts, speed, count_from, without,
+        arguments.ghosts, speed, count_from, without, arguments.keep_worth,
     )  # fmt: skip
 
 
@@ -142,14 +142,9 @@ def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], in
 
 
 def _check_sizes(tiers: tuple[tuple[str, int], ...], pool_bytes: int, block_bytes: int) -> None:
-    from kvstored.config.parse import MAX_BLOCK_BYTES
     from kvstored.config.sizes import show_size
     from kvstored.simulator.node_store import slot_bytes
 
-    if block_bytes > MAX_BLOCK_BYTES:
-        raise ValueError(
-            f"a block of this trace and model is {show_size(block_bytes)}, over {show_size(MAX_BLOCK_BYTES)}"
-        )
     for name, nbytes in tiers:
         if nbytes < slot_bytes(block_bytes):
             raise ValueError(f"--tiers {name}={show_size(nbytes)} holds no block of {show_size(block_bytes)}")
@@ -181,7 +176,7 @@ def _print(arguments: argparse.Namespace, study: TimingStudy, results: list[Time
             "tiers": dict(study.tiers), "engine_bytes": study.pool_bytes, "rows": rows,
             "timelines": [result.timeline() for result in results],
         }  # fmt: skip
-        print(json.dumps(told, ensure_ascii=False))
+        print(json.dumps(told))
     elif arguments.csv:
         print(as_csv(rows), end="")
     else:

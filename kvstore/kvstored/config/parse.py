@@ -46,7 +46,8 @@ DURABILITY_MODES = ("none", "batch", "always")
 POLICIES = ("lru", "lfu-ttl", "lfu", "fifo", "s3-fifo", "sieve", "arc", "w-tinylfu", "gdsf", "chain-hazard")
 WARM_RESTARTS = ("auto", "systemd", "holder", "off")
 VERIFY_READS = ("off", "first", "always")
-ADMISSIONS = ("always", "second-touch")
+WORTH_POLICIES = ("chain-hazard",)  # those that say what a block is worth
+ADMISSIONS = ("always", "second-touch", "worth")
 
 
 def reference_text() -> str:
@@ -108,8 +109,8 @@ def _check_type(name: str, default: Any, value: Any) -> None:
     wanted = type(default)
     fits = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
     is_size = wanted is str and is_size_text(default) and isinstance(value, int) and not isinstance(value, bool)
-    is_seconds = name.endswith("_s") and isinstance(value, float)
-    if not (fits or is_size or is_seconds):
+    is_number = name.endswith(("_s", "_worth")) and isinstance(value, float)
+    if not (fits or is_size or is_number):
         raise ConfigError(f"{name} must be {wanted.__name__}, got {value!r}")
 
 
@@ -142,6 +143,7 @@ def _build(raw: Table, source: str) -> Config:
             host["sealed"], host["prefault"],
             size("host", "prefault_ahead"), host["copy_threads"], host["verify_reads"],
             size("host", "min_free", memory_bytes), host["policy"], host["ttl_s"],
+            float(host["keep_worth"]),
             host["warm_restart"], host["warm_linger_s"],
         ),
         nvme=NvmeSection(
@@ -322,8 +324,7 @@ def _check(config: Config, memory_bytes: int) -> None:
         f"one arena of {show_size(host.arena_bytes)}; lower host.arena",
     )
     need(host.staging_bytes >= 1 << 20, "host.staging must be at least 1MiB")
-    for name, ttl_s in (("host.ttl_s", host.ttl_s), ("nvme.ttl_s", nvme.ttl_s)):
-        need(math.isfinite(ttl_s) and ttl_s >= 0, f"{name} must be 0 (never) or a number of seconds, got {ttl_s}")
+    _check_times_to_live(host, nvme)
     need(
         limits.max_block_bytes <= MAX_BLOCK_BYTES,
         f"limits.max_block {show_size(limits.max_block_bytes)} is over {show_size(MAX_BLOCK_BYTES)}",
@@ -337,3 +338,18 @@ def _check(config: Config, memory_bytes: int) -> None:
     need(0 <= config.index.slots <= MAX_INDEX_SLOTS, f"index.slots must be 0 (no index) to {MAX_INDEX_SLOTS}")
     for name, value in (("batch_ms", config.durability.batch_ms), ("batch_blocks", config.durability.batch_blocks)):
         need(value > 0, f"durability.{name} must be more than 0")
+
+
+def _check_times_to_live(host: HostSection, nvme: NvmeSection) -> None:
+    for name, value, unit in (
+        ("host.ttl_s", host.ttl_s, "seconds"),
+        ("nvme.ttl_s", nvme.ttl_s, "seconds"),
+        ("host.keep_worth", host.keep_worth, "uses an hour"),
+    ):
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name} must be 0 (never) or a number of {unit}, got {value}")
+    if host.keep_worth and host.policy not in WORTH_POLICIES:
+        raise ConfigError(
+            f"host.keep_worth means nothing to host.policy {host.policy}, which has no worth: set host.policy to "
+            f"{', '.join(WORTH_POLICIES)}, or host.ttl_s instead"
+        )

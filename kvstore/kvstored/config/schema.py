@@ -35,6 +35,7 @@ class HostSection:
     min_free_bytes: int
     policy: str
     ttl_s: float
+    keep_worth: float
     warm_restart: str
     warm_linger_s: float
 

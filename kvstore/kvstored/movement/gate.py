@@ -62,8 +62,9 @@ class WriteGate:
     def _why_not(self, row: int) -> Refusal | None:
         if not self.breaker.takes_writes:
             return Refusal.TIER
-        if not self._admission.admit(row, self._clock.monotonic_ns()):
-            return Refusal.ADMISSION
+        now_ns = self._clock.monotonic_ns()
+        if not self._admission.admit(row, now_ns):
+            return Refusal.WORTH if self._admission.judges_by_worth(row, now_ns) else Refusal.ADMISSION
         if self.endurance.is_scarce and not self._is_proven(row):
             return Refusal.SCARCE
         if self.pending_bytes > _BEHIND_FROM_BYTES and self.pending_bytes / self._bytes_per_s() > MAX_BEHIND_S:

@@ -17,6 +17,7 @@ class Refusal(Enum):
     """The values go over the admin socket; kvctl has a sentence for each."""
 
     ADMISSION = "admission"  # not worth a write yet
+    WORTH = "worth"  # nor is its chain, by what is known of such chains
     SCARCE = "scarce"  # the budget runs low, and the block was used once
     BUDGET = "budget"  # the budget is spent
     SHARE = "share"  # the budget is scarce, and the tenant has had its portion
@@ -29,6 +30,7 @@ class Refusal(Enum):
 
 _COUNTERS = {
     Refusal.ADMISSION: "admission_refused_blocks",
+    Refusal.WORTH: "admission_refused_blocks",
     Refusal.SCARCE: "budget_refused_blocks",
     Refusal.BUDGET: "budget_refused_blocks",
     Refusal.SHARE: "budget_refused_blocks",

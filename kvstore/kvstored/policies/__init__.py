@@ -2,7 +2,7 @@
 
 from kvstored.policies.admission import Admission
 from kvstored.policies.base import ChainHint, Policy, PolicySettings, RequestContext, ResidencyClass, Share
-from kvstored.policies.registry import ADMISSIONS, BEST, POLICIES, create, create_admission, resolve
+from kvstored.policies.registry import ADMISSIONS, BEST, POLICIES, create, create_admission, has_worth, resolve
 
 __all__ = [
     "ADMISSIONS",
@@ -17,5 +17,6 @@ __all__ = [
     "Share",
     "create",
     "create_admission",
+    "has_worth",
     "resolve",
 ]

@@ -30,6 +30,8 @@ import numpy.typing as npt
 
 from kvstored.residency import ResidencyView
 
+HOT_WORTH, WARM_WORTH = 60.0, 4.0  # uses an hour of holding a block, for policies that have a worth
+
 
 class ResidencyClass(Enum):
     """How soon the policy expects to need a block again, against the others in its tier."""
@@ -51,10 +53,11 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
     """`ttl_s`: a block not used for so long is expired (policies without a time to live ignore it); None:
-    never.
+    never. `keep_worth`: a block of less `worth` is expired (policies without a worth ignore it); 0: never.
     """
 
     ttl_s: float | None = None
+    keep_worth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,15 @@ class Policy(ABC):
 
     @abstractmethod
     def expired(self, now_ns: int, limit: int) -> list[int]:
-        """Up to `limit` rows that may leave and whose time to live is over, longest first. Costs O(limit)."""
+        """Up to `limit` rows that may leave and whose time to live is over, longest first; then those whose worth is
+        too little, the least first. Costs O(limit), but for a look at all now and then.
+        """
+
+    def worth(self, row: int, now_ns: int) -> float | None:
+        """The uses to be had for each hour that the block is held, of a row in this tier; None: not known. Policies
+        that know it decide by it.
+        """
+        return None
 
     @abstractmethod
     def residency_class(self, row: int, now_ns: int) -> ResidencyClass:

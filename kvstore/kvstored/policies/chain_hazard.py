@@ -7,7 +7,8 @@ lowest rank loses its last block. A new chain with the lowest rank of all goes a
 worth what others' touches bring.
 
 Until enough requests and returns have been seen it is LRU; it is LRU again while a guard sees that LRU would hit
-more. The time to live is that of LFU with TTL: what was idle for longer goes first.
+more. The time to live is that of LFU with TTL: what was idle for longer goes first. With `keep_worth` a chain leaves by
+itself, tail first, once it is worth less; while LRU decides, and for blocks of no known chain, that rests.
 
 After: LHD for hits per space-time (Beckmann, Chen, Cidon: NSDI 2018), Gittins for the rank (JRSS B 41, 1979). A bad
 choice where chains say nothing: blocks without parents, each used by itself; it is LRU there, at three times the cost.
@@ -21,12 +22,21 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.policies.base import ChainHint, PolicySettings, RequestContext, ResidencyClass
-from kvstored.policies.chains.book import FAR_FROM_END, NOBODY, NS, UNKNOWN, ChainBook
+from kvstored.policies.base import (
+    HOT_WORTH,
+    WARM_WORTH,
+    ChainHint,
+    PolicySettings,
+    RequestContext,
+    ResidencyClass,
+)
+from kvstored.policies.chains.book import NOBODY, NS, UNKNOWN, ChainBook
 from kvstored.policies.chains.candidates import Candidates
 from kvstored.policies.chains.gittins import bins_of
 from kvstored.policies.chains.guard import LruGuard
 from kvstored.policies.chains.hazards import Ladder
+from kvstored.policies.chains.keeping import Keeping, worth_of
+from kvstored.policies.chains.learning import FAR_FROM_END
 from kvstored.policies.chains.prior import shipped
 from kvstored.policies.lru import Lru
 from kvstored.residency import ResidencyView
@@ -37,9 +47,11 @@ _BY_TEXT = ("kind", "text", "length", "answer")
 _BY_GAP = ("kind", "gap", "new_blocks", "answer")
 COLD_ORDERS: tuple[tuple[str, ...], ...] = (_BY_SHAPE,)
 PRIOR_ORDERS = {"chat": (_BY_SHAPE, _BY_TEXT), "agent": (_BY_SHAPE, _BY_GAP)}
-_HOT_RANK = 1 / 60  # worth one use a minute of holding it
-_WARM_RANK = 1 / 900
+_HOUR_S = 3600.0
+_HOT_RANK = HOT_WORTH / _HOUR_S  # worth one use a minute of holding it
+_WARM_RANK = WARM_WORTH / _HOUR_S
 _NOT_OURS = -1.0
+_FRESH_MAX, _FRESH_SETTLED = 512, 64  # blocks that wait for their first use, as promoted ones may for long
 _SCORES = 5  # a chance to go on, in fifths, is a hint from 1 to 5; those above say what would have to happen
 
 
@@ -67,6 +79,11 @@ class ChainHazard(Lru):
         self._context: RequestContext | None = None
         self._now_s = 0.0
         self._is_plain = False  # the chains' order is in force, and no time to live
+        self._named = self._next = -1  # the last victim by that order; who follows it, until something else happens
+        self._keeping: Keeping | None = None
+        if self.settings.keep_worth:
+            self._keeping = Keeping(residency, tier, self._book, self.settings.keep_worth / _HOUR_S)
+            self._was_full = True  # the guard compares with an LRU of as many blocks as are held
 
     @classmethod
     def starting_tables(cls) -> list[Ladder]:
@@ -83,16 +100,18 @@ class ChainHazard(Lru):
     # Events
 
     def inserted(self, row: int, now_ns: int) -> None:
-        super().inserted(row, now_ns)
-        self._book.met((row,), self.residency.tenant_of(row))
-        self._fresh.append(row)
+        self.inserted_run((row,), now_ns)
 
     def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+        if len(self._fresh) > _FRESH_MAX:
+            self._settle(_FRESH_SETTLED + len(rows))
+        self._next = -1
         super().inserted_run(rows, now_ns)
         self._book.met(rows, self.residency.tenant_of(rows[0]))
         self._fresh += rows
 
     def adopt(self, rows: npt.NDArray[np.int64]) -> None:
+        self._next = -1
         super().adopt(rows)
         np.frombuffer(self._book.owner, np.int32)[rows] = UNKNOWN
         self._unknown += len(rows)
@@ -104,6 +123,7 @@ class ChainHazard(Lru):
         self.requested(rows, (), self.residency.tenant_of(rows[0]), now_ns)
 
     def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        self._next = -1
         if rows:
             super().accessed(rows, now_ns)
         else:
@@ -119,7 +139,7 @@ class ChainHazard(Lru):
                 missed -= len(self._fresh)
         if rows and missed == len(rows) and book.is_promised(chain := book.owner[rows[0]]):
             filled = book.filled(rows, chain)
-            self._candidates[tenant].look_at(chain, now_s)
+            self._look_at(chain)
             rows, missed = rows[filled:], missed - filled
             if not rows:
                 return
@@ -130,17 +150,21 @@ class ChainHazard(Lru):
                     owner[row] = NOBODY
                     self._unknown -= 1
         if self.guarded:
-            if self._was_full and self._rows - missed > self._guard.capacity:
-                self._guard.resize(self._rows - missed)
+            if self._rows - missed > self._guard.capacity:
+                self._guard.resize(self._rows - missed, is_full=self._was_full)
+            if self._keeping is not None:
+                self._guard.held_by_choice = self._rows - missed
             self._guard.used(tenant, self.residency.rows.keys, rows, missed, missing)
         context, self._context = self._context, None
         chain = book.used(rows, tenant, self._accesses, now_s, context, missing)
+        book.upkeep.requested(len(rows) + len(missing), now_s)
         if book.chains.tail[chain] >= 0:
-            self._candidates[tenant].look_at(chain, now_s)
+            self._look_at(chain)
         self._is_plain = self._ttl_ns is None and not self.is_lru
 
     def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:
         self._know_tenant(tenant)
+        self._next = -1
         book = self._book
         if book.is_promised(book.owner_of(keys[0], tenant)):
             return  # the request that missed them has said so
@@ -149,8 +173,9 @@ class ChainHazard(Lru):
             self._guard.used(tenant, self.residency.rows.keys, (), 0, keys)
         self._accesses += 1
         chain = book.used((), tenant, self._accesses, now_s, None, keys, parent)
+        book.upkeep.requested(len(keys), now_s)
         if book.chains.tail[chain] >= 0:
-            self._candidates[tenant].look_at(chain, now_s)
+            self._look_at(chain)
         self._is_plain = self._ttl_ns is None and not self.is_lru
 
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: int = 0) -> None:
@@ -173,25 +198,26 @@ class ChainHazard(Lru):
             book.chains.due_s[chain] = hint.due_ns * NS
         self._now_s = now_ns * NS
         if book.chains.tail[chain] >= 0:
-            self._candidates[book.chains.tenant[chain]].look_at(chain, self._now_s)
+            self._look_at(chain)
 
     def awaited(self, row: int, due_ns: int) -> None:
         chains, chain = self._book.chains, self._book.owner[row]
         if chain >= 0 and chains.live[chain]:
             chains.due_s[chain] = due_ns * NS
             if chains.tail[chain] >= 0:
-                self._candidates[chains.tenant[chain]].look_at(chain, self._now_s)
+                self._look_at(chain)
 
     def removed(self, row: int) -> None:
+        self._next = -1
         super().removed(row)
         book = self._book
         chain = book.owner[row]
+        if self._fresh and row in self._fresh:
+            self._fresh.remove(row)
         if chain < 0:
             if chain == UNKNOWN:
                 self._unknown -= 1
                 book.owner[row] = NOBODY
-            elif self._fresh and row in self._fresh:
-                self._fresh.remove(row)
             return
         tails = book.chains.tail
         chains = book.chains
@@ -203,15 +229,19 @@ class ChainHazard(Lru):
         if was_tail and tail >= 0:
             is_far = chains.length[chain] - self.residency.rows.depth[row] > FAR_FROM_END
             if is_far and not (chains.blocked[chain] or had_shared or book.shared[tail]):
+                if row == self._named:
+                    self._next = tail
                 return  # the next block is worth just as much: the chain keeps its place
             chains.blocked[chain] = 0
-            self._candidates[tenant].look_at(chain, self._now_s)
+            self._look_at(chain)
 
     def released(self, row: int) -> None:
         super().released(row)
         chain = self._book.owner[row]
         if chain < 0:
             return
+        if self._keeping is not None:
+            self._keeping.released(chain)
         chains = self._book.chains
         tail = chains.tail[chain]
         if tail == row:
@@ -223,11 +253,21 @@ class ChainHazard(Lru):
                 return
         chains.tail[chain] = row
         chains.blocked[chain] = 0
-        self._candidates[chains.tenant[chain]].look_at(chain, self._now_s)
+        self._look_at(chain)
+
+    def _look_at(self, chain: int) -> None:
+        """The chain's tail, or what it is worth, is another one."""
+        self._next = -1
+        self._candidates[self._book.chains.tenant[chain]].look_at(chain, self._now_s)
 
     # Decisions
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
+        row = self._next
+        if row >= 0 and not exclude and tenant is None and not self.shares and self.residency.may_leave(row, self.tier):
+            self._named = row
+            return row
+        self._next = self._named = -1
         self._now_s = now_s = now_ns * NS
         self._was_full = True
         if self._fresh:
@@ -235,6 +275,7 @@ class ChainHazard(Lru):
         if self._is_plain and not self.shares and not self._unknown and len(self._queues) == 1:
             row = self._candidates[0].first(now_s, exclude)
             if row >= 0:
+                self._named = row
                 return row
         if self.is_lru and self._ttl_ns is None:
             return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
@@ -243,6 +284,7 @@ class ChainHazard(Lru):
         return super(Lru, self).next_victim(now_ns, exclude=exclude, tenant=tenant)
 
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
+        self._know_tenant(tenant)
         book = self._book
         chains, theirs = book.chains, book.owner[victim]
         if self.is_lru or theirs < 0 or chains.tail[theirs] != victim or self._is_expired(victim, now_ns):
@@ -266,14 +308,15 @@ class ChainHazard(Lru):
         row = self._candidates[tenant].first(now_ns * NS, exclude)
         return row if row >= 0 else super()._first(tenant, now_ns, exclude)
 
-    def _settle(self) -> None:
-        """Give chains to rows that came without being used."""
-        fresh, self._fresh = self._fresh, []
+    def _settle(self, count: int | None = None) -> None:
+        """Give chains to rows that came without being used: all, or so many that came first."""
+        fresh = self._fresh[:count]
+        del self._fresh[:count]
         for row in fresh:
             tenant = self.residency.tenant_of(row)
             chain = self._book.came_unused(row, tenant, self._stamp[row])
             if self._book.chains.tail[chain] >= 0:
-                self._candidates[tenant].look_at(chain, self._now_s)
+                self._look_at(chain)
 
     def expired(self, now_ns: int, limit: int) -> list[int]:
         found: list[int] = []
@@ -283,6 +326,10 @@ class ChainHazard(Lru):
                 if row < 0 or not self._is_expired(row, now_ns):
                     break
                 found.append(row)
+        if self._keeping is not None and len(found) < limit and not self.is_lru:
+            if self._fresh:
+                self._settle()
+            found += self._keeping.expired(now_ns * NS, limit - len(found), found)
         return found
 
     def _is_expired(self, row: int, now_ns: int) -> bool:
@@ -295,6 +342,12 @@ class ChainHazard(Lru):
         if chain < 0 or self._book.chains.tail[chain] != row:
             return _NOT_OURS
         return self._candidates[self._book.chains.tenant[chain]].worth(chain, self._now_s)
+
+    def worth(self, row: int, now_ns: int) -> float | None:
+        chain = self._book.owner[row] if row < len(self._book.owner) else NOBODY
+        if self.is_lru or chain < 0:
+            return None
+        return worth_of(self._book, chain, row, now_ns * NS) * _HOUR_S
 
     # Classes: from the ranks, once there are any
 

@@ -1,9 +1,10 @@
 """Least recently used, leaf-first, touched from the tail to the head.
 
 The tail of a chain is older than its head, so the order itself evicts leaves first; parking (see `ordered`)
-catches what it does not. On real traces no classical policy beats LRU at every capacity. A bad choice where
-most blocks are used once and room is scarce: it keeps a one-time block as long as any other; put an admission
-in front.
+catches what it does not. Why more room never hurts it: Mattson, Gecsei, Slutz, Traiger: "Evaluation techniques
+for storage hierarchies", IBM Systems Journal 9(2), 1970. On real traces no classical policy beats LRU at every
+capacity. A bad choice where most blocks are used once and room is scarce: it keeps a one-time block as long as any
+other; put an admission in front.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ SHIPPED = "chain-hazard"  # what `best` is: the default of reference.toml for DR
 ADMISSIONS: dict[str, str] = {
     "always": "kvstored.policies.admission:Always",
     "second-touch": "kvstored.policies.admission:SecondTouch",
+    "worth": "kvstored.policies.admission:ByWorth",
 }
 
 
@@ -44,9 +45,11 @@ def create(name: str, residency: Residency, tier: int, settings: PolicySettings 
     return policy
 
 
-def create_admission(name: str, residency: Residency, tier: int) -> Admission:
-    """The admission `name` for a tier. Raises ValueError for an unknown name, listing the known ones."""
-    admission = _load(name, ADMISSIONS, "admission")(residency, tier)
+def create_admission(name: str, residency: Residency, tier: int, above: Policy | None = None) -> Admission:
+    """The admission `name` for a tier to which blocks come from where `above` decides. Raises ValueError for an unknown
+    name, listing the known ones.
+    """
+    admission = _load(name, ADMISSIONS, "admission")(residency, tier, above)
     if not isinstance(admission, Admission):
         raise RuntimeError(f"{ADMISSIONS[name]} is no Admission")
     return admission
@@ -55,6 +58,11 @@ def create_admission(name: str, residency: Residency, tier: int) -> Admission:
 def resolve(name: str) -> str:
     """The policy that `name` stands for: `best` is what ships as the default."""
     return SHIPPED if name == BEST else name
+
+
+def has_worth(name: str) -> bool:
+    """Whether the policy `name` says what a block is worth. Raises ValueError for an unknown name."""
+    return _load(name, POLICIES, "policy").worth is not Policy.worth  # type: ignore[attr-defined]  # a Policy
 
 
 def _load(name: str, known: dict[str, str], what: str) -> type:

@@ -1,7 +1,8 @@
 """Charts as SVG inside HTML: lines, stacked areas, bars. Pure text out of numbers; runs no script, loads nothing.
 
 Owns the look (colours for light and dark, axes, legends). Knows nothing of what it draws; every text that comes from
-outside is escaped. Colour follows the thing, in a fixed order, and a legend names it.
+outside is escaped. Colour follows the thing, in a fixed order, and a legend names it. No two lines of a chart look
+alike, up to forty.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import count
 
 WIDTH, HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 16, 12, 40
 _BAR, _GAP = 22, 8
+_DASHES = 3
 LIGHT = ("#3b6fd4", "#d9822b", "#2a9d6f", "#c2478f", "#7a5cc9", "#b8992a", "#3a9fb5", "#8a6d5a", "#5b6b2f", "#9c3d3d")
 DARK = ("#7aa5f7", "#f0a65a", "#5fcf9f", "#ee85bf", "#ab92f2", "#e3c65a", "#6fcfe3", "#c7a890", "#b3c777", "#e08a8a")
 _STYLE = """
@@ -28,7 +31,9 @@ h1{font-size:24px;margin:0}h2{font-size:17px;margin:26px 0 10px}.sub{color:var(-
 figure,.card{margin:0;background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px 10px}
 figcaption{font-weight:600}figcaption small{font-weight:400;color:var(--soft);margin-left:8px}
 svg{display:block;width:100%;height:auto}.tick{font-size:12px;fill:var(--soft)}.name{font-size:13px;fill:var(--text)}
-.grid{stroke:var(--line)}.curve{fill:none;stroke-width:2}.bound{stroke-dasharray:5 4}.area{stroke:none;opacity:.85}
+.grid{stroke:var(--line)}.curve{fill:none;stroke-width:2}.area{stroke:none;opacity:.85}
+.d1{stroke-dasharray:5 4}.d2{stroke-dasharray:1.5 3.5}.d3{stroke-dasharray:9 3 2 3}.strong{stroke-width:4}
+.cb{stroke:var(--soft)}.dot.cb{fill:var(--soft)}.swatch{display:inline-block;width:26px;height:10px;margin-right:6px}
 .legend{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;color:var(--soft)}
 .key{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px}
 .card{margin-top:14px;overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
@@ -42,12 +47,17 @@ Show = Callable[[float], str]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`has_dots`: each point can be pointed at; else it is one of many."""
+    """`has_dots`: each point can be pointed at; else it is one of many. `colour` and `dash` say what the line has in
+    common with others; no colour is its place among them. A bound is grey; a strong line is the one to look for.
+    """
 
     label: str
     points: list[tuple[float, float]]
     is_bound: bool = False
     has_dots: bool = True
+    colour: int | None = None
+    dash: int = 0
+    is_strong: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +99,14 @@ def line_chart(
     title: str, note: str, lines: Sequence[Line], x: Axis, y: Axis, point: Show = lambda v: f"{v:.4f}"
 ) -> str:
     """Curves in the order of their colours. `point` shows a value where one points at it."""
-    drawn = []
-    for number, line in enumerate(lines):
-        colour, mark = f"c{number % len(LIGHT)}", " bound" if line.is_bound else ""
+    drawn, labels = [], []
+    places = {True: count(), False: count()}  # bounds have greys of their own
+    for line in lines:
+        place = next(places[line.is_bound])
+        colour, mark = _look(line, place)
+        labels.append(
+            (line.label, f'<svg class="swatch"><line class="curve{mark} {colour}" x2="26" y1="5" y2="5"/></svg>')
+        )
         drawn.append(
             f'<polyline class="curve{mark} {colour}" points="{_path(x, y, line.points)}">'
             f"<title>{escape(line.label)}</title></polyline>"
@@ -102,7 +117,6 @@ def line_chart(
                 f'<circle class="{colour} dot" cx="{_across(x, at):.1f}" cy="{_down(y, value):.1f}" r="3">'
                 f"<title>{told}</title></circle>"
             )
-    labels = [(line.label, number) for number, line in enumerate(lines)]
     return _framed(title, note, _axes(x, y) + "".join(drawn), HEIGHT, labels)
 
 
@@ -120,7 +134,7 @@ def area_chart(
             f"<title>{escape(label)}</title></polygon>"
         )
         below = above
-    labels = [(label, number) for label, number, _ in layers]
+    labels = [(label, _square(number)) for label, number, _ in layers]
     return _framed(title, note, "".join(drawn) + _axes(x, y), HEIGHT, labels)
 
 
@@ -143,7 +157,11 @@ def bar_chart(
             down += _BAR
         down += _GAP
     return _framed(
-        title, note, "".join(drawn), max(60, round(down)), [(name, number) for number, name in enumerate(series)]
+        title,
+        note,
+        "".join(drawn),
+        max(60, round(down)),
+        [(name, _square(number)) for number, name in enumerate(series)],
     )
 
 
@@ -168,10 +186,22 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int) ->
     return f'<div class="card"><table>{head}{body}</table></div>'
 
 
-def _framed(title: str, note: str, drawn: str, height: int, labels: Sequence[tuple[str, int]]) -> str:
-    legend = "".join(
-        f'<span><span class="key k{number % len(LIGHT)}"></span>{escape(label)}</span>' for label, number in labels
-    )
+def _look(line: Line, place: int) -> tuple[str, str]:
+    """Classes of colour and of dash and width. What has no colour of its own goes through them all, then dashed."""
+    if line.is_bound:
+        return "cb", f" d{1 + place % _DASHES}"
+    rounds, number = divmod(place if line.colour is None else line.colour, len(LIGHT))
+    dash = (rounds + line.dash) % (_DASHES + 1)
+    return f"c{number}", (f" d{dash}" if dash else "") + (" strong" if line.is_strong else "")
+
+
+def _square(number: int) -> str:
+    return f'<span class="key k{number % len(LIGHT)}"></span>'
+
+
+def _framed(title: str, note: str, drawn: str, height: int, labels: Sequence[tuple[str, str]]) -> str:
+    """`labels`: names, each with the mark that stands for it."""
+    legend = "".join(f"<span>{mark}{escape(label)}</span>" for label, mark in labels)
     return (
         f"<figure><figcaption>{escape(title)}<small>{escape(note)}</small></figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{drawn}</svg>'

@@ -47,6 +47,7 @@ class NodeSettings:
     ttl_s: float | None = None
     ghost_keys: int = DEFAULT_GHOST_KEYS
     speed: float = 1.0
+    keep_worth: float = 0.0
 
 
 def serve_trace(trace: Trace, settings: NodeSettings, plan: Plan, progress: Callable[[int, int], None]) -> Node:
@@ -74,7 +75,7 @@ class Node:
         if plan.has_store:
             wanted = StoreSettings(
                 tuple(nbytes for _, nbytes in settings.tiers), block_bytes, settings.policy, settings.admission,
-                settings.ttl_s, settings.ghost_keys,
+                settings.ttl_s, settings.ghost_keys, settings.keep_worth,
             )  # fmt: skip
             self.store = NodeStore(wanted, loop, clock, self.media, tenants)
         self.pool = EnginePool(settings.pool_bytes // block_bytes, block_bytes)

@@ -48,6 +48,7 @@ class StoreSettings:
     admission: str = "always"
     ttl_s: float | None = None
     ghost_keys: int = DEFAULT_GHOST_KEYS
+    keep_worth: float = 0.0
 
 
 def slot_bytes(block_bytes: int) -> int:
@@ -62,7 +63,10 @@ def config_of(settings: StoreSettings) -> Config:
     below_bytes = settings.capacities[1] if len(settings.capacities) > 1 else 0
     return replace(
         config,
-        host=replace(config.host, capacity_bytes=settings.capacities[0], policy=settings.policy, ttl_s=ttl_s),
+        host=replace(
+            config.host, capacity_bytes=settings.capacities[0], policy=settings.policy, ttl_s=ttl_s,
+            keep_worth=settings.keep_worth,
+        ),
         nvme=replace(
             config.nvme, enabled=below_bytes > 0, capacity_bytes=below_bytes, policy=settings.policy, ttl_s=ttl_s,
             admission=settings.admission, endurance_bytes_per_day=0,
@@ -84,7 +88,7 @@ class NodeStore:
         self._loop, self._clock = loop, clock
         self.slot_bytes = slot_bytes(settings.block_bytes)
         self._block_bytes = settings.block_bytes
-        self._has_ttl = settings.ttl_s is not None
+        self._expires = settings.ttl_s is not None or settings.keep_worth > 0
         top = first.spec.name
         self.to_engine = Lane(f"{top}→engine", first, link)
         self.from_engine = Lane(f"engine→{top}", link, first)
@@ -285,7 +289,7 @@ class NodeStore:
     def tick(self) -> None:
         """What the daemon's maintenance does."""
         self.store.tick()
-        if not self._has_ttl:
+        if not self._expires:
             return
         now_ns = self._clock.monotonic_ns()
         for policy, room in zip(self.store.policies, self.store.rooms, strict=True):

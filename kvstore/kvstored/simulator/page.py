@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 
 from kvstored.config.sizes import show_size
+from kvstored.policies import BEST, resolve
 from kvstored.simulator.charts import Axis, Line, line_chart, page, table
+from kvstored.simulator.future import Clairvoyant
 from kvstored.simulator.reuse import Curve
 from kvstored.simulator.study import UNBOUNDED, Row
-from kvstored.simulator.text import name_of
+from kvstored.simulator.text import name_of, policy_of
 
+_BOUNDS = (UNBOUNDED, Clairvoyant.name)
 _HEADINGS = ("policy", "admission", "capacity", "blocks", "hits", "compute saved", "stored")
 
 
@@ -33,14 +36,22 @@ def _lines(rows: Sequence[Row], what: str) -> list[Line]:
     series: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
         series.setdefault((row["policy"], row["admission"]), []).append((float(row["capacity_blocks"]), row[what]))
-    several = len({admission for _, admission in series}) > 1
     capacities = sorted({float(row["capacity_blocks"]) for row in rows if row["policy"] != UNBOUNDED})
+    admissions = list(dict.fromkeys(admission for _, admission in series))
+    policies = list(dict.fromkeys(resolve(policy) for policy, _ in series if policy not in _BOUNDS))
     lines = []
     for (policy, admission), points in series.items():
         if policy == UNBOUNDED:  # a level, whatever the capacity
             points = [(capacity, points[0][1]) for capacity in capacities]
-        label = f"{policy}, {admission}" if several and admission != "always" else policy
-        lines.append(Line(label, sorted(points), policy in (UNBOUNDED, "clairvoyant")))
+        if policy in _BOUNDS:
+            lines.append(Line(policy, sorted(points), is_bound=True))
+            continue
+        dash = admissions.index(admission)
+        name = resolve(policy)
+        label = policy if policy == name else f"{policy} ({name})"
+        label = f"{label}, {admission}" if dash else label
+        is_ours = name == resolve(BEST) and not dash
+        lines.append(Line(label, sorted(points), colour=policies.index(name), dash=dash, is_strong=is_ours))
     return lines
 
 
@@ -54,7 +65,7 @@ def _figure(title: str, note: str, lines: Sequence[Line]) -> str:
 def _table(rows: Sequence[Row]) -> str:
     cells = [
         (
-            row["policy"], row["admission"], f"{row['capacity_fraction']:.2%}", f"{row['capacity_blocks']:,}",
+            policy_of(row), row["admission"], f"{row['capacity_fraction']:.2%}", f"{row['capacity_blocks']:,}",
             f"{row['hit_ratio']:.4f}", f"{row['compute_saved_ratio']:.4f}",
             show_size(row["bytes_by_lane"]["engine→host"]),
         )

@@ -24,6 +24,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 CLAUDE_BLOCK_TOKENS = 64
 RECORDED_VERSION = 1
 ID_DIGITS = 16
+_IDS_MAX = 1 << 22  # of one request: 268 million tokens
+_TOKENS_MAX = 1 << 20  # of a block
 Progress = Callable[[int, int], None]
 _MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what reading a wrong line raises
 
@@ -100,7 +102,7 @@ def read_claude_code(path: Path, options: ReadOptions, progress: Progress) -> Tr
     block. Each session is its own world of ids (kv-cache-tester).
     """
     group, rest = divmod(options.group_tokens, CLAUDE_BLOCK_TOKENS)
-    if rest or not group:
+    if rest or group < 1:
         raise TraceError(f"--group-tokens {options.group_tokens}: must be a multiple of {CLAUDE_BLOCK_TOKENS}")
     chance = random.Random(options.seed)
     sessions = list(lines_of(path, progress))
@@ -114,7 +116,13 @@ def read_claude_code(path: Path, options: ReadOptions, progress: Progress) -> Tr
         with _reading(path, number, "a Claude Code session"):
             for turn, (at_s, input_tokens, output_tokens, kind, _, runs) in enumerate(session["reqs"]):
                 ids: list[int] = []
+                if len(runs) % 2:
+                    raise TraceError(f"request {turn}: runs are pairs of start and length, got {len(runs)} numbers")
                 for first, length in zip(runs[::2], runs[1::2], strict=True):
+                    if not 0 <= length <= _IDS_MAX - len(ids):
+                        raise TraceError(
+                            f"request {turn}: a run of {length} blocks; a request has {_IDS_MAX:,} at most"
+                        )
                     ids.extend(range(first, first + length))
                 builder.add(
                     round((start_s + at_s) * NS_PER_S), ids[group - 1 :: group], kind=str(kind), continued=turn > 0,
@@ -151,6 +159,8 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
         with _reading(path, number, "a recorded request"):
             chain = _recorded_chain(parents, row.get("p", ""), row.get("k", ""))
             op, client, tokens = row["op"], row["c"], row["b"]
+            if not isinstance(tokens, int) or not 1 <= tokens <= _TOKENS_MAX:
+                raise TraceError(f"b, the tokens of a block, is {tokens!r}")
             builder = builder or TraceBuilder(path.name, "kvstored", tokens)
             if op == "put":
                 asked.pop(client, None)

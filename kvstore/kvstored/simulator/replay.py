@@ -32,6 +32,8 @@ from kvstored.simulator.trace import Op, Trace
 TIER = 0
 _PROGRESS_EVERY = 512  # requests
 _EXPIRED_AT_ONCE = 64
+_TICK_NS = 1_000_000_000  # between two looks for what has expired, while no request comes;
+_TICKS_MAX = 64  # and no more looks than this between two requests
 _PART_BLOCKS = 32  # of a put are published together
 _NO_ADMISSION = "always"
 _FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
@@ -40,7 +42,7 @@ _TOKEN_NS = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """What one replay is about. `ttl_s` as in the daemon's configuration: None is never."""
+    """What one replay is about. `ttl_s` and `keep_worth` as in the daemon's configuration; None and 0 are never."""
 
     policy: str
     capacity_blocks: int
@@ -49,14 +51,18 @@ class ReplaySettings:
     ghost_keys: int = DEFAULT_GHOST_KEYS
     block_bytes: int = 1
     hints: Hints = NO_HINTS
+    keep_worth: float = 0.0
 
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Blocks counted; `hits` by request."""
+    """Blocks counted; `hits` by request, and `held_block_s`: blocks in the tier, times the seconds since the request
+    before.
+    """
 
     settings: ReplaySettings
     hits: npt.NDArray[np.int64]
+    held_block_s: npt.NDArray[np.float64]
     stored_blocks: int = 0
     evicted: dict[str, int] = field(default_factory=dict)  # by cause
     seconds: float = 0.0
@@ -70,7 +76,8 @@ class Replay:
         self.settings = settings
         self.clock = ManualClock()
         self.residency = Residency(("host",), ghost_keys=settings.ghost_keys)
-        wanted = PolicySettings(ttl_s=settings.ttl_s)
+        wanted = PolicySettings(settings.ttl_s, settings.keep_worth)
+        self._expires = settings.ttl_s is not None or settings.keep_worth > 0
         self._uses: list[int] = []
         if settings.policy == Clairvoyant.name:
             self.policy: Policy = Clairvoyant(self.residency, TIER, wanted)
@@ -78,7 +85,7 @@ class Replay:
             self._uses = next_uses(trace).tolist()
         else:
             self.policy = create(settings.policy, self.residency, TIER, wanted)
-        self.admission = create_admission(settings.admission, self.residency, TIER)
+        self.admission = create_admission(settings.admission, self.residency, TIER, self.policy)
         self._tenants = {
             number: self.residency.tenant(f"tenant-{number}") for number in sorted(set(trace.tenants.tolist()))
         }
@@ -94,6 +101,7 @@ class Replay:
         """The whole trace, once."""
         trace = self.trace
         hits: npt.NDArray[np.int64] = np.zeros(trace.requests, dtype=np.int64)
+        held_block_s: npt.NDArray[np.float64] = np.zeros(trace.requests)
         keys = [trace.key(block) for block in range(trace.distinct_blocks)]
         times, tenants, ops, starts = (
             column.tolist() for column in (trace.times_ns, trace.tenants, trace.ops, trace.starts)
@@ -104,6 +112,7 @@ class Replay:
                 progress(at, trace.requests)
             first, last = starts[at], starts[at + 1]
             asked = [keys[block] for block in trace.blocks[first:last].tolist()]
+            held_block_s[at] = self._pass_until(times[at] - times[0])
             now_ns = self.clock.set_ns(times[at] - times[0])
             if self._tells:
                 self._tell_context(at, now_ns)
@@ -115,14 +124,32 @@ class Replay:
         evicted = {
             "evicted": self._evicted, "expired": self._expired, "refused": self._refused, "bypassed": self._bypassed,
         }  # fmt: skip
-        return ReplayResult(self.settings, hits, self._stored, evicted, seconds)
+        return ReplayResult(self.settings, hits, held_block_s, self._stored, evicted, seconds)
+
+    def _pass_until(self, now_ns: int) -> float:
+        """Let time go by, and what expires on the way expire; the blocks held, times seconds."""
+        then_ns, blocks = self.clock.monotonic_ns(), self.residency.tier_blocks(TIER)
+        if not self._expires:
+            return blocks * (now_ns - then_ns) * 1e-9
+        held, step_ns = 0, max(_TICK_NS, (now_ns - then_ns) // _TICKS_MAX)
+        while then_ns < now_ns:
+            last_ns, then_ns = then_ns, min(then_ns + step_ns, now_ns)
+            held += self.residency.tier_blocks(TIER) * (then_ns - last_ns)
+            self._tell_answers(then_ns)
+            self._expire(self.clock.set_ns(then_ns))
+        return held * 1e-9
+
+    def _tell_answers(self, now_ns: int) -> None:
+        """What an engine could tell of requests that have ended."""
+        running = self._running
+        while running and running[0][0] <= now_ns:
+            end_ns, number, tokens = heappop(running)
+            self.policy.answered(number, tokens, end_ns, self._scores[number])
 
     def _tell_context(self, at: int, now_ns: int) -> None:
         """What an engine could tell: of request `at` its prompt, of earlier ones that have ended their answers."""
         trace, running, policy = self.trace, self._running, self.policy
-        while running and running[0][0] <= now_ns:
-            end_ns, number, tokens = heappop(running)
-            policy.answered(number, tokens, end_ns, self._scores[number])
+        self._tell_answers(now_ns)
         if self.settings.hints.queue_s:
             self._tell_queue(at, now_ns)
         tokens = int(trace.output_tokens[at])
@@ -237,7 +264,7 @@ class Replay:
         )  # fmt: skip
 
     def _expire(self, now_ns: int) -> None:
-        if self.settings.ttl_s is None:
+        if not self._expires:
             return
         while rows := self.policy.expired(now_ns, _EXPIRED_AT_ONCE):
             for row in rows:

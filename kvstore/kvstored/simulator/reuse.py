@@ -33,14 +33,12 @@ class Curve:
 
 
 def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
-    """By block access of the trace; NEVER for a block's first use. Requests that only look (GET) or only store (PUT) do
-    not use all of their blocks, and their distances would mean nothing: raises ValueError.
+    """By block access of the trace; NEVER for a block's first use. A recorded put comes right after its request and is
+    taken to use its whole chain; `curves` does not count it. What only reads (GET) uses what is there, which depends on
+    the capacity, and its distances would mean nothing: raises ValueError.
     """
-    if np.any(trace.ops != Op.REQUEST):
-        raise ValueError(
-            "reuse distances are those of whole requests; this trace has lookups and stores apart: leave out "
-            "--reuse-distance"
-        )
+    if np.any(trace.ops == Op.GET):
+        raise ValueError("reuse distances are those of whole requests: leave out --as-recorded, or --reuse-distance")
     order = _tail_first(trace)
     touched = trace.blocks[order].astype(np.int64)
     count = len(touched)
@@ -64,16 +62,19 @@ def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
 
 
 def curves(trace: Trace, distances: npt.NDArray[np.int64]) -> list[Curve]:
-    """All accesses together, then each tenant's, then each type's where there are several."""
+    """All accesses together, then each tenant's, then each type's where there are several. Puts look nothing up."""
     request_of = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
+    is_asked = (trace.ops != Op.PUT)[request_of]
+    request_of, distances = request_of[is_asked], distances[is_asked]
     made = [_curve(trace, distances, None, None)]
-    tenants = sorted(set(trace.tenants.tolist()))
+    of_access = trace.tenants[request_of]
+    tenants = np.unique(of_access).tolist()
     if len(tenants) > 1:
-        of_access = trace.tenants[request_of]
         made += [_curve(trace, distances[of_access == tenant], tenant, None) for tenant in tenants]
-    if len(trace.kind_names) > 1:
-        kinds = trace.kinds[request_of]
-        made += [_curve(trace, distances[kinds == at], None, name) for at, name in enumerate(trace.kind_names)]
+    kinds = trace.kinds[request_of]
+    asked_kinds = np.unique(kinds).tolist()
+    if len(asked_kinds) > 1:
+        made += [_curve(trace, distances[kinds == at], None, trace.kind_names[at]) for at in asked_kinds]
     return made
 
 

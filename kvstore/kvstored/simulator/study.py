@@ -39,6 +39,7 @@ class Study:
     count_from: int = 0
     prices: Prices | None = None
     hints: Hints = NO_HINTS
+    keep_worth: float = 0.0
 
     def rows(self, progress: Progress) -> Iterator[Row]:
         """Rows as they are ready, the bounds first."""
@@ -54,9 +55,11 @@ class Study:
         return max(1, round(capacity * self.trace.distinct_blocks if capacity <= 1 else capacity))
 
     def _settings(self, policy: str, admission: str, blocks: int) -> ReplaySettings:
-        ttl_s = None if policy == Clairvoyant.name else self.ttl_s
+        ttl_s, keep_worth = (None, 0.0) if policy == Clairvoyant.name else (self.ttl_s, self.keep_worth)
         block_bytes = self.model.kv_bytes_per_token * self.trace.block_tokens
-        return ReplaySettings(resolve(policy), blocks, admission, ttl_s, self.ghost_keys, block_bytes, self.hints)
+        return ReplaySettings(
+            resolve(policy), blocks, admission, ttl_s, self.ghost_keys, block_bytes, self.hints, keep_worth
+        )
 
     def _row(self, policy: str, settings: ReplaySettings, progress: Progress) -> Row:
         label = f"{policy} at {settings.capacity_blocks:,} blocks"
@@ -67,6 +70,8 @@ class Study:
         trace, settings = self.trace, result.settings
         value = worth(trace, result.hits, self.model, self.count_from)
         block_bytes = self.model.kv_bytes_per_token * trace.block_tokens
+        hours = float(trace.times_ns[-1] - trace.times_ns[self.count_from]) / _NS_PER_HOUR
+        held = float(result.held_block_s[self.count_from + 1 :].sum()) / (3600 * hours) if hours else 0.0
         row: Row = {
             "policy": policy,
             "admission": settings.admission,
@@ -81,6 +86,8 @@ class Study:
             "seconds": round(result.seconds, 4),
             "accesses_per_second": round(trace.accesses / result.seconds),
             "resolved_policy": settings.policy if policy != UNBOUNDED else UNBOUNDED,
+            "keep_worth": settings.keep_worth,
+            "held_blocks_mean": round(held, 1),
             "stored_blocks": result.stored_blocks,
             "evictions": result.evicted,
             "bytes_by_lane": {
@@ -89,9 +96,6 @@ class Study:
             },
         }
         if self.prices is not None:
-            hours = float(trace.times_ns[-1] - trace.times_ns[self.count_from]) / _NS_PER_HOUR
-            row["cost"] = {
-                name: round(usd, 4)
-                for name, usd in money(self.prices, value, settings.capacity_blocks * block_bytes, hours).items()
-            }
+            sizes = (settings.capacity_blocks * block_bytes, round(held * block_bytes))
+            row["cost"] = {name: round(usd, 4) for name, usd in money(self.prices, value, *sizes, hours).items()}
         return row

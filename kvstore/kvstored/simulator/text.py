@@ -18,15 +18,25 @@ _HEADINGS = (
 def table(rows: Sequence[Row]) -> str:
     """Aligned columns; text left, numbers right."""
     has_cost = any("cost" in row for row in rows)
-    lines = [(*_HEADINGS, *(("NET",) if has_cost else ()))]
+    has_held = any(row["evictions"].get("expired") for row in rows)
+    more = (*(("EXPIRED", "HELD") if has_held else ()), *(("NET",) if has_cost else ()))
+    if has_held and has_cost:
+        more += ("NET OF HELD",)
+    lines = [(*_HEADINGS, *more)]
     for row in rows:
         lanes, evicted = row["bytes_by_lane"], row["evictions"]
-        line = (
+        line: tuple[str, ...] = (
             policy_of(row), row["admission"], f"{row['capacity_fraction']:.2%}", f"{row['capacity_blocks']:,}",
             f"{row['hit_ratio']:.4f}", f"{row['compute_saved_ratio']:.4f}", show_size(lanes["engine→host"]),
             show_size(lanes["host→engine"]), f"{sum(evicted.values()):,}", f"{row['accesses_per_second']:,}",
         )  # fmt: skip
-        lines.append((*line, f"{row['cost']['net_usd']:.2f} $") if has_cost else line)
+        if has_held:
+            line += (f"{evicted['expired']:,}", f"{row['held_blocks_mean']:,.0f}")
+        if has_cost:
+            line += (f"{row['cost']['net_usd']:.2f} $",)
+        if has_held and has_cost:
+            line += (f"{row['cost']['net_of_held_usd']:.2f} $",)
+        lines.append(line)
     return aligned(lines, words=2)
 
 

@@ -67,6 +67,7 @@ class TimingStudy:
     speed: float = 1.0
     count_from: int = 0
     without: tuple[str, ...] = ()
+    keep_worth: float = 0.0
     results: list[Timed] = field(default_factory=list)
 
     def run(self, progress: Progress) -> Iterator[Timed]:
@@ -90,6 +91,7 @@ class TimingStudy:
             self.ttl_s,
             self.ghost_keys,
             self.speed,
+            self.keep_worth,
         )
         began = time.perf_counter()
         node = serve_trace(self.trace, settings, plan, lambda done, total: progress(label, done, total))

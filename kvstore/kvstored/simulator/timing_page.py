@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from kvstored.config.sizes import show_size
 from kvstored.simulator.charts import Axis, Line, area_chart, bar_chart, line_chart, page, table
-from kvstored.simulator.text import policy_of
 from kvstored.simulator.timing import Timed
-from kvstored.simulator.timing_text import notes, seconds
+from kvstored.simulator.timing_text import keeper, notes, seconds
 
 _HEADINGS = (
     "plan", "policy", "TTFT p50", "p90", "p99", "faster p50", "p99", "queue, mean", "exposed, mean", "hits",
@@ -31,7 +30,7 @@ def timing_page(title: str, subtitle: str, results: Sequence[Timed]) -> str:
 
 def _name(result: Timed) -> str:
     row = result.row
-    return f"{row['plan']}, {policy_of(row)}" if row["capacity_blocks"] else str(row["plan"])
+    return f"{row['plan']}, {keeper(row)}" if row["capacity_blocks"] else str(row["plan"])
 
 
 def _first_token(results: Sequence[Timed]) -> str:
@@ -108,7 +107,7 @@ def _table(results: Sequence[Timed]) -> str:
         row = result.row
         faster = row.get("speedup")
         cells.append(
-            (row["plan"], policy_of(row) if row["capacity_blocks"] else "-",
+            (row["plan"], keeper(row),
              *(seconds(row["ttft_s"][share]) for share in ("p50", "p90", "p99")),
              *((f"{faster[share]:.2f}x" for share in ("p50", "p99")) if faster else ("-", "-")),
              seconds(row["queue_s"]["mean"]), seconds(row["exposed_s"]["mean"]), f"{row['hit_ratio']:.4f}",

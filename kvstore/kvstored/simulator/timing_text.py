@@ -21,6 +21,13 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.1f} s" if value < 1000 else f"{value:,.0f} s"
 
 
+def keeper(row: Row) -> str:
+    """What decides in the store, so that rows of one plan can be told apart."""
+    if not row["capacity_blocks"]:
+        return "-"
+    return policy_of(row) if row["admission"] == "always" else f"{policy_of(row)}, {row['admission']}"
+
+
 def report(results: Sequence[Timed]) -> str:
     """Latency, then traffic, then what the tiers held; a note where a figure does not mean what it seems to."""
     rows = [result.row for result in results]
@@ -37,7 +44,7 @@ def latency_table(rows: Sequence[Row]) -> str:
     for row in rows:
         faster = row.get("speedup")
         lines.append(
-            (row["plan"], policy_of(row) if row["capacity_blocks"] else "-",
+            (row["plan"], keeper(row),
              *(seconds(row["ttft_s"][share]) for share in ("p50", "p90", "p99")),
              *((f"{faster[share]:.2f}x" for share in ("p50", "p99")) if faster else ("-", "-")),
              seconds(row["queue_s"]["mean"]), seconds(row["exposed_s"]["mean"]), seconds(row["exposed_s"]["p99"]),
@@ -49,23 +56,23 @@ def latency_table(rows: Sequence[Row]) -> str:
 
 def traffic_table(rows: Sequence[Row]) -> str:
     """A line for each lane of each plan that has a store."""
-    lines = [("PLAN", "LANE", "BYTES", "MEAN WAIT", "BUSIER END BUSY")]
+    lines = [("PLAN", "POLICY", "LANE", "BYTES", "MEAN WAIT", "BUSIER END BUSY")]
     for row in rows:
         for lane, nbytes in row["bytes_by_lane"].items():
             wait_s = row["wait_by_lane_s"].get(lane)
             ends = lane.split("→")
             busy = max((row["utilisation"].get("link" if end == "engine" else end, 0.0) for end in ends), default=0.0)
             lines.append(
-                (row["plan"], lane, show_size(nbytes), "-" if wait_s is None else seconds(wait_s),
+                (row["plan"], keeper(row), lane, show_size(nbytes), "-" if wait_s is None else seconds(wait_s),
                  "-" if wait_s is None else f"{busy:.0%}")
             )  # fmt: skip
-    return aligned(lines, words=2)
+    return aligned(lines, words=3)
 
 
 def residency_table(results: Sequence[Timed]) -> str:
     """What each tier held, averaged over time, and the shares of its classes."""
     classes = ("hot", "warm", "cold")
-    lines = [("PLAN", "TIER", "BLOCKS, MEAN", "AT THE END", *(each.upper() for each in classes))]
+    lines = [("PLAN", "POLICY", "TIER", "BLOCKS, MEAN", "AT THE END", *(each.upper() for each in classes))]
     for result in results:
         by_tier: dict[str, list[Sample]] = {}
         for sample in result.residency:
@@ -74,15 +81,15 @@ def residency_table(results: Sequence[Timed]) -> str:
             held = [sample.hot + sample.warm + sample.cold for sample in samples]
             total = sum(held) or 1
             lines.append(
-                (result.row["plan"], tier, f"{sum(held) / len(held):,.0f}", f"{held[-1]:,}",
+                (result.row["plan"], keeper(result.row), tier, f"{sum(held) / len(held):,.0f}", f"{held[-1]:,}",
                  *(f"{sum(getattr(sample, each) for sample in samples) / total:.0%}" for each in classes))
             )  # fmt: skip
-    return aligned(lines, words=2)
+    return aligned(lines, words=3)
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
     found = []
-    busy = [row["plan"] for row in rows if row["utilisation"]["compute"] > _BUSY]
+    busy = dict.fromkeys(row["plan"] for row in rows if row["utilisation"]["compute"] > _BUSY)
     if busy:
         found.append(
             f"note: the engine computes nearly all of the time ({', '.join(busy)}): time to first token is mostly the "
@@ -93,7 +100,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         found.append(
             f"note: {refused:,} requests are longer than the engine's memory holds and are not in the figures."
         )
-    throttled = [row["plan"] for row in rows if row["throttled_blocks"]]
+    throttled = dict.fromkeys(row["plan"] for row in rows if row["throttled_blocks"])
     if throttled:
         found.append(
             f"note: no room could be made for some blocks in time, they were not stored ({', '.join(throttled)})."

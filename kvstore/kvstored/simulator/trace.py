@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 KEY_BYTES = 16
+_TIME_NS_MAX = 1 << 61  # 73 years: the difference of two times fits 64 bits
 
 
 class TraceError(ValueError):
@@ -119,6 +120,10 @@ class TraceBuilder:
         space: Hashable = None,
     ) -> None:
         """A request for `ids`, head of the chain first. Ids of different `space`s are different blocks."""
+        if input_tokens < 0 or output_tokens < 0:
+            raise TraceError(f"lengths are {input_tokens} and {output_tokens} tokens; none is below 0")
+        if abs(time_ns) > _TIME_NS_MAX:
+            raise TraceError(f"its time is {time_ns / 1e9:g} seconds, beyond {_TIME_NS_MAX / 1e9:g}")
         numbers, parents, depths, blocks = self._numbers, self._parents, self._depths, self._blocks
         parent = -1
         for depth, block_id in enumerate(ids):

@@ -18,6 +18,7 @@ from kvstored.simulator.trace import Op, Trace
 
 ELEMENT_BYTES = 2
 _GIB = 1 << 30
+_PRICE_MAX = 1e24  # operations a second are in there too
 DEFAULT_MODEL = "llama-3.1-8b"
 _PRICE_KEYS = {"storage_usd_per_gib_hour", "compute_usd_per_hour", "compute_flops_per_s"}
 
@@ -93,8 +94,8 @@ def load_prices(path: Path) -> Prices:
     if set(table) != _PRICE_KEYS:
         raise ValueError(f"{path}: a price table has the keys {', '.join(sorted(_PRICE_KEYS))} and no others")
     for key, value in table.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{path}: {key} must be a number that is not negative, got {value!r}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= _PRICE_MAX:
+            raise ValueError(f"{path}: {key} must be a number from 0 to {_PRICE_MAX:.0e}, got {value!r}")
     if not table["compute_flops_per_s"]:
         raise ValueError(f"{path}: compute_flops_per_s must be more than 0")
     return Prices(**{key: float(value) for key, value in table.items()})
@@ -116,8 +117,11 @@ def worth(trace: Trace, hits: npt.NDArray[np.int64], model: Model, first: int = 
     )
 
 
-def money(prices: Prices, value: Worth, capacity_bytes: int, hours: float) -> dict[str, float]:
-    """US dollars over the time of the trace."""
-    storage = prices.storage_usd_per_gib_hour * capacity_bytes / _GIB * hours
+def money(prices: Prices, value: Worth, capacity_bytes: int, held_bytes: int, hours: float) -> dict[str, float]:
+    """US dollars over the time of the trace: where the whole tier is paid for, and where only what it holds is."""
+    storage, held = (prices.storage_usd_per_gib_hour * nbytes / _GIB * hours for nbytes in (capacity_bytes, held_bytes))
     saved = value.saved_flops / prices.compute_flops_per_s / 3600 * prices.compute_usd_per_hour
-    return {"storage_usd": storage, "compute_saved_usd": saved, "net_usd": saved - storage}
+    return {
+        "storage_usd": storage, "compute_saved_usd": saved, "net_usd": saved - storage,
+        "held_usd": held, "net_of_held_usd": saved - held,
+    }  # fmt: skip

@@ -14,17 +14,19 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstored.policies.base import RequestContext
+from kvstored.policies.chains.collector import Collector
 from kvstored.policies.chains.features import Features, features_of, with_answer
-from kvstored.policies.chains.ghost import FAN_MAX, ChainGhost
-from kvstored.policies.chains.gittins import bin_of, bins_of
-from kvstored.policies.chains.hazards import HazardTables, Ladder
+from kvstored.policies.chains.ghost import FAN_MAX, ChainGhost, ghost_limit
+from kvstored.policies.chains.hazards import Ladder
+from kvstored.policies.chains.learning import Learning
+from kvstored.policies.chains.path import Path, next_above, path_of
 from kvstored.policies.chains.table import ChainTable
+from kvstored.policies.chains.upkeep import Upkeep
 from kvstored.residency import ResidencyView
 
 NS = 1e-9
@@ -32,39 +34,8 @@ NOBODY, UNKNOWN = -1, -2  # not owned: new; there before the policy was
 _BRANCH_MIN = 2  # blocks of others
 _SHARED_FAN = 4  # a block that so many different blocks follow belongs to no session
 SHARED_TAU_S = 300.0
-_DECAY = 0.9995  # of the tables' counts, a request
-_RENEW_MIN, _RENEW_MAX = 25, 500  # requests
-_RENEW_SHARE = 20  # the tables are renewed when a twentieth more requests have been seen,
-_OVERDUE = 500  # at the latest so many requests after that
-_GHOST_MIN = 4096
-_GHOST_RATIO = 10  # of the tier's blocks,
-_GHOST_MANY = 1 << 18  # but no more than this, or than the tier's blocks
-_SLOTS_SLACK = 1024
 _TYPES_MAX = 7
-_GAP_MAX = 64
 _RUNNING_MAX = 4096
-FAR_FROM_END = 4  # so many blocks from the end of its chain and more, blocks are used again alike
-_ENDS = (0, 1, 2, FAR_FROM_END)  # distances from the end of a chain that share an estimate: 0, 1, 2 to 3, 4 and more
-
-
-class _Path(NamedTuple):
-    """Where a request's blocks lie: rows, then those that are missing. The first `known` had an owner; where they end,
-    `chain` owned the block, which `fan` others follow. `pivot` is its row, or -1.
-    """
-
-    at: npt.NDArray[np.int64]
-    before: npt.NDArray[np.int32]  # owners
-    lost: list[tuple[int, int]]  # what the ghost knows of those that are missing: owner, fan
-    known: int
-    first: int  # depth of the first
-    pivot: int
-    chain: int
-    fan: int
-
-
-def ghost_limit(rows: int) -> int:
-    """How many keys a ghost's generation holds for a tier of so many blocks."""
-    return max(_GHOST_MIN, min(_GHOST_RATIO * rows, max(_GHOST_MANY, rows)))
 
 
 class ChainBook:
@@ -79,36 +50,46 @@ class ChainBook:
     ) -> None:
         self.residency = residency
         self.chains = ChainTable()
-        self.tables = HazardTables(ladders)
-        self._decay = _DECAY if forgets else 1.0
+        self.learning = Learning(self.chains, ladders, forgets=forgets)
+        self.tables = self.learning.tables
+        self.end_reuse = self.learning.end_reuse
         self.owner = array("i")
         self.fan = bytearray()
         self.shared = array("d")  # touches by other chains, decayed
         self.shared_s = array("d")
         self.asked = 0  # blocks, by all requests so far
-        self.requests = 0
-        self.returns = 0
         self.features: list[Features] = []  # by slot
-        self.end_reuse = [0.05, 0.9, 0.95, 0.97]
-        self._end_counts = [[value * 10.0, 10.0] for value in self.end_reuse]
         self._ghosts: list[ChainGhost] = []
+        collector = Collector(self.chains, self.owner, self._ghosts)
+        self._forgotten = collector.forgotten
+        self.upkeep = Upkeep(self.learning, collector)
         self._last_unused = -1
         self._most_rows = 0
         self._types: dict[str, int] = {}
         self._running: dict[int, tuple[int, int]] = {}  # requests whose answer is awaited: chain, order
         self._promised: dict[int, int] = {}  # chains of which blocks are missing that may be stored next: their order
-        self._renewed, self._renew_at = 0, _RENEW_MIN
-        self._collect_at = _SLOTS_SLACK
+
+    @property
+    def requests(self) -> int:
+        return self.learning.requests
+
+    @property
+    def returns(self) -> int:
+        return self.learning.returns
 
     def grow(self, rows: int) -> None:
         more = rows - len(self.owner)
-        self.owner.extend([NOBODY] * more)
+        self.owner.frombytes(b"\xff" * (4 * more))  # NOBODY
         self.fan.extend(bytes(more))
         self.shared.frombytes(bytes(8 * more))
         self.shared_s.frombytes(bytes(8 * more))
 
     def add_tenant(self) -> None:
-        self._ghosts.append(ChainGhost(_GHOST_MIN))
+        self._ghosts.append(ChainGhost(ghost_limit(0), self._forgotten))
+
+    @property
+    def tenants(self) -> int:
+        return len(self._ghosts)
 
     # Rows
 
@@ -120,38 +101,27 @@ class ChainBook:
 
     def left(self, row: int, tenant: int, rows_here: int) -> int:
         """`row` leaves the tier; its chain, or -1."""
-        chain = self.owner[row]
+        owner = self.owner
+        chain = owner[row]
         if chain < 0:
             return -1
-        self.owner[row] = NOBODY
+        owner[row] = NOBODY
         self.shared[row] = 0.0
-        ghost = self._ghosts[tenant]
-        key = self.residency.rows.keys[row]
+        columns = self.residency.rows
+        key = columns.keys[row]
         if key is not None:
-            ghost.remember(key, chain, self.fan[row])
-            if ghost.room <= 0:
-                ghost.turn_over(ghost_limit(rows_here))
+            self._ghosts[tenant].remember(key, chain, self.fan[row])
         if rows_here > self._most_rows:
             self._most_rows = rows_here
+            limit = ghost_limit(rows_here)
+            for each in self._ghosts:
+                each.limit = limit
         tails = self.chains.tail
         if tails[chain] == row:
-            above = self.residency.rows.parent[row]
-            is_ours = 0 <= above < len(self.owner) and self.owner[above] == chain
-            tails[chain] = above if is_ours else self._next_above(row, chain)
+            above = columns.parent[row]
+            is_ours = 0 <= above < len(owner) and owner[above] == chain
+            tails[chain] = above if is_ours else next_above(row, chain, columns, owner)
         return chain
-
-    def _next_above(self, row: int, chain: int) -> int:
-        """The chain's next row towards the head, across rows that are not in the tier; or -1."""
-        parents, owner = self.residency.rows.parent, self.owner
-        known = len(owner)
-        row = parents[row]
-        for _ in range(_GAP_MAX):
-            if row < 0 or row >= known:
-                return -1
-            if owner[row] != NOBODY:
-                return row if owner[row] == chain else -1
-            row = parents[row]
-        return -1
 
     def shared_rate(self, row: int, now_s: float) -> float:
         """Touches a second by others than the chain's own requests."""
@@ -176,7 +146,7 @@ class ChainBook:
         as well, as far as the ghost goes: as if they had come and left. Without `rows`, `missing` continue `parent`.
         """
         chains, here = self.chains, len(rows)
-        path = self._path(rows, missing, parent, tenant)
+        path = path_of(rows, missing, parent, self.residency.rows, self.owner, self.fan, self._ghosts[tenant])
         at, known, count = path.at, path.known, len(path.before)
         self.asked += count
         reach, length = path.first + known, path.first + count
@@ -186,7 +156,7 @@ class ChainBook:
         turn, gap_s, text = 1, 0.0, None
         if prev >= 0:
             turn, gap_s = chains.turn[prev] + 1, now_s - chains.used_s[prev]
-            self._returned(prev, chains.length[prev] - reach, gap_s)
+            self.learning.returned(prev, chains.length[prev] - reach, gap_s)
             if context is not None and chains.tokens[prev] >= 0:
                 text = max(0, context.input_tokens - chains.tokens[prev])
         elif known:
@@ -212,46 +182,17 @@ class ChainBook:
         )  # fmt: skip
         self._set(slot, features, rows[-1] if here else -1, length, order, now_s)
         if missing:
-            self._promise(slot, tenant, order)
+            self._promise(slot, order)
         chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot] = turn, tenant, count - known
         chains.tokens[slot] = -1 if context is None else context.input_tokens
         if context is not None and context.is_answered_later:
             self._running[context.number] = (slot, order)
             if len(self._running) > _RUNNING_MAX:
                 del self._running[next(iter(self._running))]
-        self._count_request(now_s)
+        self.learning.requests += 1
         return slot
 
-    def _path(self, rows: Sequence[int], missing: Sequence[bytes], parent: int, tenant: int) -> _Path:
-        """What is known of a request's blocks before it came."""
-        columns, here = self.residency.rows, len(rows)
-        at = np.array(rows, dtype=np.int64)
-        before = np.frombuffer(self.owner, np.int32)[at]
-        lost: list[tuple[int, int]] = []
-        if missing:
-            recall = self._ghosts[tenant].recall
-            lost = [recall(key) for key in missing]
-            before = np.concatenate([before, np.array([chain for chain, _ in lost], np.int32)])
-        fresh = before < 0
-        known = int(fresh.argmax())
-        if known == 0 and not fresh[0]:
-            known = len(before)
-        if here:
-            first, parent = columns.depth[rows[0]], columns.parent[rows[0]]
-        else:
-            first = columns.depth[parent] + 1 if parent >= 0 else 0
-        pivot = rows[min(known, here) - 1] if known and here else -1
-        if not known and first:
-            pivot = parent
-            if pivot >= len(self.owner) or (pivot >= 0 and self.owner[pivot] < 0):
-                pivot = -1
-        if known > here:  # where the known part ends there is no row any more
-            chain, fan = lost[known - here - 1]
-        else:
-            chain, fan = (self.owner[pivot], self.fan[pivot]) if pivot >= 0 else (-1, 0)
-        return _Path(at, before, lost, known, first, pivot, chain, fan)
-
-    def _continued(self, path: _Path) -> int:
+    def _continued(self, path: Path) -> int:
         """The chain that the request continues, or -1; counts those that follow the last known block."""
         known, count, chain, chains = path.known, len(path.before), path.chain, self.chains
         if chain < 0:
@@ -279,14 +220,11 @@ class ChainBook:
         chains = self.chains
         if output_tokens and chains.tokens[chain] >= 0:
             chains.tokens[chain] += output_tokens
-        now_bin, reached = bin_of(now_s - chains.used_s[chain]), chains.bin[chain]
-        if reached < now_bin:
-            self.tables.passed(chains.cell[chain], reached, now_bin)
-            chains.bin[chain] = now_bin
+        self.learning.grew_older(chain, now_s)
         before = self.features[chain]
         features = with_answer(before, output_tokens, hint) if output_tokens else before._replace(hint=hint)
         self.features[chain] = features
-        chains.cell[chain] = self.tables.cell(features)  # its rank follows with the next look at all
+        chains.cell[chain] = self.tables.cell(features)  # its rank follows with the next draw
 
     def is_promised(self, chain: int) -> bool:
         """Whether blocks that the chain's last request missed may be stored yet."""
@@ -296,20 +234,16 @@ class ChainBook:
         """The chain of a block that is not in the tier, as far as is known, or -1."""
         return self._ghosts[tenant].recall(key)[0]
 
-    def _promise(self, chain: int, tenant: int, order: int) -> None:
+    def _promise(self, chain: int, order: int) -> None:
         self._promised.pop(chain, None)
         self._promised[chain] = order
         if len(self._promised) > _RUNNING_MAX:
             del self._promised[next(iter(self._promised))]
-        ghost = self._ghosts[tenant]
-        if ghost.room <= 0:
-            ghost.turn_over(ghost_limit(self._most_rows))
 
     def filled(self, rows: Sequence[int], chain: int) -> int:
         """Of `rows`, which have just been stored, the leading ones that the chain's request had missed: how many."""
         owner = self.owner
         count = next((at for at, row in enumerate(rows) if owner[row] != chain), len(rows))
-        self._ghosts[self.chains.tenant[chain]].room += count  # they are counted when they leave
         tails, depth = self.chains.tail, self.residency.rows.depth
         last = rows[count - 1]
         if tails[chain] < 0 or depth[last] > depth[tails[chain]]:
@@ -341,7 +275,7 @@ class ChainBook:
         features = fresh._replace(kind=kind, turn=turn, answer=answer, gap=gap, text=text, hint=hint)
         self._set(chain, features, int(at[-1]) if len(at) else chains.tail[chain], length, order, now_s)
         if missing:
-            self._promise(chain, tenant, order)
+            self._promise(chain, order)
         return chain
 
     def _set(self, slot: int, features: Features, tail: int, length: int, order: int, now_s: float) -> None:
@@ -353,7 +287,8 @@ class ChainBook:
         chains.tail[slot], chains.length[slot], chains.cell[slot], chains.bin[slot] = tail, length, cell, 0
         chains.order[slot], chains.used_s[slot] = order, now_s
         chains.blocked[slot], chains.live[slot], chains.due_s[slot] = 0, 1, 0.0
-        chains.base[slot] = self.tables.rank_of_new(cell, features)
+        chains.marks[slot] = 1
+        chains.base[slot] = self.tables.rank_of_new(cell)
 
     def _mark_shared(self, rows: npt.NDArray[np.int64], now_s: float) -> None:
         shared, since = np.frombuffer(self.shared, np.float64), np.frombuffer(self.shared_s, np.float64)
@@ -376,9 +311,11 @@ class ChainBook:
         if above >= 0 and chains.length[above] == depth:
             chains.tail[above], chains.length[above], chains.blocked[above] = row, depth + 1, 0
             self.owner[row] = above
+            chains.marks[above] = 1
             return above
         if 0 <= last < len(self.owner) and residency.rows.parent[last] == row and self.owner[last] >= 0:
             self.owner[row] = chain = self.owner[last]  # the child came before its parent
+            chains.marks[chain] = 1
             return chain
         slot = chains.take()
         features = features_of(
@@ -389,61 +326,3 @@ class ChainBook:
         chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot], chains.tokens[slot] = 1, tenant, 1, -1
         self.owner[row] = slot
         return slot
-
-    # Learning
-
-    def _returned(self, chain: int, missing: int, gap_s: float) -> None:
-        """`chain` was continued, all but its last `missing` blocks."""
-        chains = self.chains
-        cell, reached, now_bin = chains.cell[chain], chains.bin[chain], bin_of(gap_s)
-        if reached < now_bin:
-            self.tables.passed(cell, reached, now_bin)
-        self.tables.returned(cell, max(reached, now_bin))
-        chains.live[chain] = 0
-        self.returns += 1
-        for number, counts in enumerate(self._end_counts):
-            counts[1] += 1.0
-            if _ENDS[number] >= missing:
-                counts[0] += 1.0
-            self.end_reuse[number] = counts[0] / counts[1]
-
-    def _count_request(self, now_s: float) -> None:
-        self.requests += 1
-        if self.requests >= self._renew_at + _OVERDUE:  # nobody asks
-            self.renew_if_due(now_s)
-
-    def renew_if_due(self, now_s: float) -> None:
-        """Let what has been seen count. Asked for before the chains are ranked."""
-        if self.requests < self._renew_at:
-            return
-        passed = self.requests - self._renewed
-        self._renewed = self.requests
-        self._renew_at = self.requests + min(max(_RENEW_MIN, self.requests // _RENEW_SHARE), _RENEW_MAX)
-        self._age(now_s)
-        self.tables.renew(self._decay**passed)
-        if self.chains.in_use >= self._collect_at:
-            self._collect()
-            self._collect_at = 2 * self.chains.in_use + _SLOTS_SLACK
-
-    def _age(self, now_s: float) -> None:
-        """Count the age bins that live chains have passed since the last time."""
-        chains = self.chains
-        live = np.flatnonzero(chains.flags(chains.live))
-        reached, cells = chains.ints(chains.bin), chains.ints(chains.cell)
-        now_bins = bins_of(now_s - chains.floats(chains.used_s)[live])
-        while True:
-            behind = reached[live] < now_bins
-            live, now_bins = live[behind], now_bins[behind]
-            if not len(live):
-                return
-            self.tables.exposed(cells[live].astype(np.int64), reached[live].astype(np.int64))
-            reached[live] += 1
-
-    def _collect(self) -> None:
-        """Free the chains that no block names, here or in a ghost."""
-        named = np.zeros(self.chains.slots, dtype=bool)
-        owners = np.frombuffer(self.owner, np.int32)
-        named[owners[owners >= 0]] = True
-        for ghost in self._ghosts:
-            named[ghost.chains()] = True
-        self.chains.keep_only(named)

@@ -3,8 +3,8 @@
 Worth is uses to be had a second of holding one more block: the rank of the chain, times the chance that its next
 request goes as far as this block, plus the touches that others give it. Rows age all the time, so the order is made
 anew now and then: then the least worth are drawn into a heap, and the others wait above its ceiling. In between only
-what was used, or lost a block, is looked at again. The more chains there are, the rarer the draws, so that what they
-cost a request does not grow with the tier.
+what was used, or lost a block, is looked at again. The more chains there are, the rarer the draws; and a draw looks at
+a slice of them, the next one at the next.
 
 Owns the heap. Never changes residency.
 """
@@ -15,6 +15,7 @@ from collections.abc import Container
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstored.policies.chains.book import SHARED_TAU_S, ChainBook
 from kvstored.policies.chains.gittins import bins_of
@@ -27,12 +28,15 @@ _STALE_S, _STALE_MAX_S, _STALE_CHAINS = 1.0, 30.0, 64  # and after a second for 
 _STALE_ASKED = 256  # and so many blocks asked for, which share what a draw costs
 _LATE_S = 30.0
 _SLACK = 1024
+_SLICE = 8192  # chains, gone or here, that a draw looks at
 _NEVER_S = -1e18
+_ALL = float("inf")
 _END_OF_DISTANCE = (0, 1, 2, 2, 3)
+_ENDS = np.array(_END_OF_DISTANCE)
 Entry = tuple[float, int, int, int]  # worth, order, chain, number
 
 
-def _due_rank(left_s: float) -> float:
+def due_rank(left_s: float) -> float:
     """One use, after so long. A request that does not come when it was due is forgotten."""
     return 1.0 / max(left_s, 1.0) if left_s > -_LATE_S else 0.0
 
@@ -47,27 +51,32 @@ class Candidates:
         self._tenant = tenant
         self._heap: list[Entry] = []
         self._ceiling = -1.0
-        self._numbers = 0
+        self._numbers = tenant << 40  # a slot may become another tenant's: no entry of ours may seem to be its
         self._stale_s = _NEVER_S  # when the draw is stale, if not before:
         self._stale_asked = 0
         self._looks_left = 0  # after so many more looks
+        self._hand = 0  # the next draw begins with this chain
 
     def first(self, now_s: float, exclude: Container[int]) -> int:
         """The row that goes first, or -1 when none of the chains' tails may leave and is not excluded."""
         book = self._book
         if self._looks_left <= 0 or (now_s >= self._stale_s and book.asked >= self._stale_asked):
             self._draw(now_s)
-        heap, entry, tails = self._heap, book.chains.entry, book.chains.tail
+        chains = book.chains
+        heap, entry, tails = self._heap, chains.entry, chains.tail
         skipped: list[Entry] = []
         found = -1
+        slices_left = -1
         while True:
             if not heap:
-                if self._ceiling == float("inf") or skipped:
+                if slices_left < 0:
+                    slices_left = 1 + (chains.slots - 1) // _SLICE
+                if self._ceiling == _ALL or skipped or not slices_left:
                     break
+                slices_left -= 1
                 self._draw(now_s)
                 heap = self._heap
-                if not heap:
-                    break
+                continue
             top = heap[0]
             chain = top[2]
             row = tails[chain]
@@ -75,7 +84,7 @@ class Candidates:
                 heappop(heap)
             elif not self._residency.may_leave(row, self._tier):
                 heappop(heap)
-                book.chains.blocked[chain] = 1
+                chains.blocked[chain] = 1
             elif row in exclude:
                 skipped.append(heappop(heap))
             else:
@@ -93,7 +102,7 @@ class Candidates:
         distance = max(0, chains.length[chain] - book.residency.rows.depth[row] - 1)
         base = chains.base[chain]
         if chains.due_s[chain]:
-            base = max(base, _due_rank(chains.due_s[chain] - now_s))
+            base = max(base, due_rank(chains.due_s[chain] - now_s))
         worth = base * book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
         return worth + book.shared_rate(row, now_s) if book.shared[row] else worth
 
@@ -124,44 +133,65 @@ class Candidates:
     def _draw(self, now_s: float) -> None:
         book = self._book
         chains = book.chains
-        book.renew_if_due(now_s)
-        tails = chains.ints(chains.tail)
-        eligible = (tails >= 0) & ~chains.flags(chains.blocked)
-        eligible &= chains.ints(chains.tenant) == self._tenant
+        if book.tables.is_any_asked:
+            book.tables.make()
+        begin, end = self._hand, min(self._hand + _SLICE, chains.slots)
+        self._hand = end if end < chains.slots else 0
+        tails, entry = chains.ints(chains.tail), chains.longs(chains.entry)[begin:end]
+        eligible = tails[begin:end] >= 0
+        eligible &= ~chains.flags(chains.blocked)[begin:end]
+        if book.tenants > 1:
+            eligible &= chains.ints(chains.tenant)[begin:end] == self._tenant
         slots = np.flatnonzero(eligible)
+        slots += begin
         self._looks_left = max(_STALE_LOOKS, len(slots) // _STALE_SHARE)
         self._stale_s = now_s + min(max(_STALE_S, len(slots) / _STALE_CHAINS), _STALE_MAX_S)
         self._stale_asked = book.asked + _STALE_ASKED
-        rows = tails[slots]
-        cells = chains.ints(chains.cell)[slots].astype(np.int64)
-        base = book.tables.ranks(cells, bins_of(now_s - chains.floats(chains.used_s)[slots]))
-        due_s = chains.floats(chains.due_s)[slots]
-        queued = np.flatnonzero(due_s)
-        for at, due in zip(queued.tolist(), due_s[queued].tolist(), strict=True):
-            base[at] = max(base[at], _due_rank(due - now_s))
-        base[~chains.flags(chains.live)[slots]] = _LEFTOVER
-        chains.floats(chains.base)[slots] = base
-        depths = np.frombuffer(book.residency.rows.depth, np.uint32)[rows].astype(np.int64)
-        distance = np.clip(chains.ints(chains.length)[slots] - depths - 1, 0, 4)
-        worth = base * np.array(book.end_reuse)[np.array(_END_OF_DISTANCE)[distance]]
-        shared = np.frombuffer(book.shared, np.float64)[rows]
-        touched = np.flatnonzero(shared)
-        if len(touched):
-            since = np.frombuffer(book.shared_s, np.float64)[rows[touched]]
-            worth[touched] += shared[touched] * np.exp((since - now_s) / SHARED_TAU_S) / SHARED_TAU_S
+        worth = self._worths(slots, tails[slots], now_s)
         wanted = max(_LEAST, len(slots) // _SHARE)
-        self._ceiling = float("inf")
+        self._ceiling = _ALL
         if len(slots) > wanted:
             part = np.argpartition(worth, wanted)
             self._ceiling = float(worth[part[wanted]])
             part = np.flatnonzero(worth <= self._ceiling)
+            if len(part) > 2 * wanted:  # many are worth the same: those used longest ago
+                part = part[np.argpartition(chains.longs(chains.order)[slots[part]], wanted)[:wanted]]
             slots, worth = slots[part], worth[part]
+        elif end - begin < chains.slots:
+            self._ceiling = float(worth.max()) if len(slots) else -1.0
         first = self._numbers + 1
         self._numbers += len(slots)
         numbers = range(first, self._numbers + 1)
-        entry = chains.longs(chains.entry)
-        entry[eligible] = 0
-        entry[slots] = np.arange(first, self._numbers + 1)
+        entry[eligible] = 0  # other tenants have entries of their own
+        chains.longs(chains.entry)[slots] = numbers
         order = chains.longs(chains.order)[slots]
         self._heap = list(zip(worth.tolist(), order.tolist(), slots.tolist(), numbers, strict=True))
         heapify(self._heap)
+
+    def _worths(
+        self, slots: npt.NDArray[np.int64], rows: npt.NDArray[np.int32], now_s: float
+    ) -> npt.NDArray[np.float64]:
+        """Of the chains `slots`, whose tails are `rows`; their ranks are up to date afterwards."""
+        book = self._book
+        chains = book.chains
+        cells = chains.ints(chains.cell)[slots]
+        base = book.tables.ranks(cells, bins_of(now_s - chains.floats(chains.used_s)[slots]))
+        due_s = chains.floats(chains.due_s)[slots]
+        if due_s.any():
+            queued = np.flatnonzero(due_s)
+            for at, due in zip(queued.tolist(), due_s[queued].tolist(), strict=True):
+                base[at] = max(base[at], due_rank(due - now_s))
+        base[~chains.flags(chains.live)[slots]] = _LEFTOVER
+        chains.floats(chains.base)[slots] = base
+        distance = chains.ints(chains.length)[slots] - np.frombuffer(book.residency.rows.depth, np.int32)[rows]
+        distance -= 1
+        np.maximum(distance, 0, out=distance)
+        np.minimum(distance, 4, out=distance)
+        worth = base * np.array(book.end_reuse)[_ENDS[distance]]
+        shared = np.frombuffer(book.shared, np.float64)[rows]
+        if shared.any():
+            touched = np.flatnonzero(shared)
+            since = np.frombuffer(book.shared_s, np.float64)[rows[touched]]
+            worth[touched] += shared[touched] * np.exp((since - now_s) / SHARED_TAU_S) / SHARED_TAU_S
+        found: npt.NDArray[np.float64] = worth
+        return found

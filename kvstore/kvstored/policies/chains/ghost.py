@@ -2,51 +2,80 @@
 teaches.
 
 Two generations of keys: what is remembered goes to the young one; when that is full it becomes the old one, and the
-old one is forgotten. So between `limit` and twice `limit` keys, without the cost of an order. Knows no rows.
+old one is forgotten. So between `limit` and twice `limit` keys, without the cost of an order. They are kept in shards
+by the keys' last bits, keys being hashes, each with generations of its own: no call ever forgets, or moves to a larger
+dictionary, more than a shard. Knows no rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
-_FAN_BITS = 3
-FAN_MAX = (1 << _FAN_BITS) - 1
+FAN_BITS = 3
+FAN_MAX = (1 << FAN_BITS) - 1
+SHARDS = 64
+SHARD_MASK = SHARDS - 1
+_GHOST_MIN = 4096
+_GHOST_RATIO = 10  # of the tier's blocks,
+_GHOST_MANY = 1 << 18  # but no more than this, or than the tier's blocks
+
+Chains = npt.NDArray[np.int64]
+
+
+def ghost_limit(rows: int) -> int:
+    """How many keys a ghost's generation holds for a tier of so many blocks."""
+    return max(_GHOST_MIN, min(_GHOST_RATIO * rows, max(_GHOST_MANY, rows)))
+
+
+class Shard:
+    """Key → chain and fan-out, in one int each."""
+
+    __slots__ = ("old", "young")
+
+    def __init__(self) -> None:
+        self.young: dict[bytes, int] = {}
+        self.old: dict[bytes, int] = {}
 
 
 class ChainGhost:
-    """Key → chain and fan-out, in one int each. One for each tenant."""
+    """One for each tenant. `limit` may be set anew at any time; `forgetting` is told the chains of what goes."""
 
-    __slots__ = ("_old", "_young", "room")
+    __slots__ = ("_forgetting", "limit", "shards")
 
-    def __init__(self, limit: int) -> None:
-        self.room = limit  # until the young generation is full
-        self._young: dict[bytes, int] = {}
-        self._old: dict[bytes, int] = {}
+    def __init__(self, limit: int, forgetting: Callable[[Chains], None] = lambda chains: None) -> None:
+        self.limit = limit
+        self.shards = [Shard() for _ in range(SHARDS)]
+        self._forgetting = forgetting
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return sum(len(shard.young) + len(shard.old) for shard in self.shards)
 
     def remember(self, key: bytes, chain: int, fan: int) -> None:
-        self._young[key] = chain << _FAN_BITS | fan
-        self.room -= 1
+        shard = self.shards[key[-1] & SHARD_MASK]
+        young = shard.young
+        young[key] = chain << FAN_BITS | fan
+        if len(young) * SHARDS > self.limit:
+            self._forgetting(_chains(shard.old))
+            shard.old, shard.young = young, {}
 
     def recall(self, key: bytes) -> tuple[int, int]:
         """Chain and fan-out, or (-1, 0)."""
-        packed = self._young.get(key)
+        shard = self.shards[key[-1] & SHARD_MASK]
+        packed = shard.young.get(key)
         if packed is None:
-            packed = self._old.get(key)
+            packed = shard.old.get(key)
             if packed is None:
                 return -1, 0
-        return packed >> _FAN_BITS, packed & FAN_MAX
+        return packed >> FAN_BITS, packed & FAN_MAX
 
-    def turn_over(self, limit: int) -> None:
-        """Forget the old generation; the young one is old now, and the next one has room for `limit` keys."""
-        self._old, self._young = self._young, {}
-        self.room = limit
+    def chains(self, shard: int) -> Chains:
+        """Of every key that shard number `shard` remembers."""
+        both = self.shards[shard]
+        return np.concatenate([_chains(both.young), _chains(both.old)])
 
-    def chains(self) -> npt.NDArray[np.int64]:
-        """Of every key that is remembered."""
-        young = np.fromiter(self._young.values(), np.int64, len(self._young))
-        old = np.fromiter(self._old.values(), np.int64, len(self._old))
-        return np.concatenate([young, old]) >> _FAN_BITS
+
+def _chains(keys: dict[bytes, int]) -> Chains:
+    return np.fromiter(keys.values(), np.int64, len(keys)) >> FAN_BITS

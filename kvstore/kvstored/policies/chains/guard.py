@@ -29,6 +29,8 @@ class LruGuard:
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self.capacity = 0  # the most blocks the tier has held when room was needed
+        self._most = 0  # or at all
+        self.held_by_choice: int | None = None  # fewer than there is room for: LRU gets no more
         self._mask = 0
         self._ours = 0.0
         self._lead = 0.0  # of LRU, in hits
@@ -37,11 +39,13 @@ class LruGuard:
         self._left = 0
         self.is_lru_ahead = False
 
-    def resize(self, rows: int) -> None:
-        """The tier is full at `rows` blocks."""
-        if rows <= self.capacity:
+    def resize(self, rows: int, *, is_full: bool = True) -> None:
+        """The tier holds `rows` blocks, and is full with them or not yet."""
+        if is_full and rows > self.capacity:
+            self.capacity = rows
+        if rows <= self._most:
             return
-        self.capacity = rows
+        self._most = rows
         halvings = max(0, math.ceil(math.log2(rows / _SHADOW_MAX)))
         mask = min((1 << halvings) - 1, _MASK_MAX)
         if mask != self._mask:
@@ -72,9 +76,13 @@ class LruGuard:
                 held[name] = None
             if at < last:
                 ours += 1
-        if not self.capacity:
+        if not self.capacity:  # there is room for all; what is missed is yet to be kept out
+            room = 2 * max(_SHADOW_MAX, self._most // (mask + 1))
+            while len(held) > room:
+                held.popitem(last=False)
             return
-        room = self.capacity // (mask + 1)
+        room = self.capacity if self.held_by_choice is None else min(self.capacity, self.held_by_choice)
+        room //= mask + 1
         while len(held) > room:
             held.popitem(last=False)
         self._judge(hits - ours, ours)

@@ -3,14 +3,18 @@
 A class is a path of features, coarse to fine; each step of the path has counts of its own for each age bin: how many
 chains got through the bin or returned in it (exposed), and how many returned (events). The estimate of a step is its
 own counts shrunk towards the step above: rare classes borrow from common ones. Counts decay, so that a workload that
-changes is followed.
+changes is followed: what comes counts ever more, which spares a pass over what has come.
+
+What is seen is gathered by cell and bin first; `fold` puts a slice of it into the counts, `make` makes the ranks of
+some cells anew. Until then a cell that is new has those of a coarser one.
 
 Owns cells (distinct features), their counts and ranks. Never knows rows or time. Bounded: beyond `_CELLS_MAX` cells
-new ones are told apart by their coarse features only.
+new ones are told apart by their coarse features only; a call takes no longer the more cells there are.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -27,9 +31,17 @@ _SHRINK_FIRST, _SHRINK = 15.0, 30.0  # how many exposures of its own a step need
 _LEAST, _MOST = 1e-7, 0.999
 _TRUST = 0.05  # how sharply likelihood tells ladders apart; cells are not independent of each other
 _EVIDENCE_DECAY = 2.0
+_FOLDED, _MADE = 48, 64  # cells a call
+_NODES_FIRST = 1 << 14  # memory that is not touched costs nothing, and a growing array is copied
+_GAIN_MAX = 1e12
 _HINTS_MAX = 15
 _HINT_WEIGHT = 10.0  # returns that it takes for a hint to be believed by half
 FLAT: Final[Floats] = np.clip(0.02 * WIDTHS_S / (5 + EDGES_S), 1e-5, 0.05)  # before anything is known
+
+
+_KINDS = 3
+_COARSE_MAX = 512  # cells that are left for coarse features
+_ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, text=0, hint=0, type=0)
 
 
 class Ladder:
@@ -47,22 +59,27 @@ class HazardTables:
         self._orders: list[tuple[str, ...]] = []
         self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # by ladder and path
         # Node 0 is void: a feature that is still to come, or a step that a ladder lacks, is known by the step above.
-        self._counts: Floats = np.zeros((256, 2, BINS))
+        self._counts: Floats = np.zeros((_NODES_FIRST, 2, BINS))  # times the gain
+        self._gain = 1.0  # what one chain counts now
         self._cells: dict[Features, int] = {}
+        self._is_wanted = bytearray(_CELLS_MAX)  # cells whose ranks are to be made anew
         self._epoch = 1
-        self._late_cells: list[int] = []
-        self._late_bins: list[int] = []
-        self._epoch_of = np.zeros(256, dtype=np.int64)  # by cell, as are the following
-        self._paths: Ints = np.zeros((256, 0, _STEPS_MAX), dtype=np.int64)
-        self._told: Floats = np.zeros((256, 0, BINS))  # each ladder's hazards, as of the same time as the ranks
-        self._mixed: Floats = np.zeros((256, BINS))  # of all ladders, before what a hint adds
-        self._ranks: Floats = np.zeros((256, BINS))
-        self._hint_of: Ints = np.zeros(256, dtype=np.int64)
+        self._epoch_of = array("q", bytes(8 * _CELLS_MAX))  # by cell: when its ranks were made, or asked for
+        self._asked: list[int] = []  # cells in use that are of an epoch before, or stand in for coarser ones
+        self._is_late = bytearray(_CELLS_MAX)  # cells of which something was seen
+        self._late: Floats = np.zeros((_CELLS_MAX, 2, BINS))  # got through, returned
+        self._paths: Ints = np.zeros((_CELLS_MAX, 0, _STEPS_MAX), dtype=np.int64)  # by cell, as are the following
+        self._told: Floats = np.zeros((_CELLS_MAX, 0, BINS))  # each ladder's hazards, as of the same time as the ranks
+        self._mixed: Floats = np.zeros((_CELLS_MAX, BINS))  # of all ladders, before what a hint adds
+        self._ranks: Floats = np.zeros((_CELLS_MAX, BINS))
+        self._hint_of: Ints = np.zeros(_CELLS_MAX, dtype=np.int64)
         # By hint: returns foretold without it, and seen.
         self._hinted: Floats = np.full((_HINTS_MAX + 1, 2), _HINT_WEIGHT)
         self.evidence: Floats = np.zeros(0)  # decayed log-likelihood of what came, by ladder
         for ladder in ladders:
             self._learn_by(ladder)
+        for kind in range(_KINDS):
+            self._make([self._add(_ROOT._replace(kind=kind))])
 
     def _learn_by(self, ladder: Ladder) -> None:
         number = len(self._orders)
@@ -70,7 +87,7 @@ class HazardTables:
         for path, counts in ladder.counts.items():
             node = self._node(number, path)  # first: the array may grow
             self._counts[node] = counts
-        size = len(self._epoch_of)
+        size = len(self._hint_of)
         self._paths = np.concatenate([self._paths, np.zeros((size, 1, _STEPS_MAX), dtype=np.int64)], axis=1)
         self._told = np.concatenate([self._told, np.broadcast_to(FLAT, (size, 1, BINS))], axis=1)
         self.evidence = np.append(self.evidence, 0.0)
@@ -79,30 +96,41 @@ class HazardTables:
         """What is known by now."""
         found = [Ladder(order) for order in self._orders]
         for (number, path), node in self._nodes.items():
-            found[number].counts[path] = self._counts[node].copy()
+            found[number].counts[path] = self._counts[node] / self._gain
         return found
 
     def cell(self, features: Features) -> int:
         """The cell of these features, new when first seen."""
         found = self._cells.get(features)
         if found is not None:
+            if self._epoch_of[found] != self._epoch:
+                self._epoch_of[found] = self._epoch
+                self._asked.append(found)
             return found
-        if len(self._cells) >= _CELLS_MAX:
+        if len(self._cells) >= _CELLS_MAX - _COARSE_MAX:
             features = coarse(features)
             if features in self._cells:
                 return self._cells[features]
+            if len(self._cells) >= _CELLS_MAX:
+                return self._cells[_ROOT._replace(kind=features.kind)]
+        found = self._add(features)
+        self._epoch_of[found] = self._epoch
+        self._asked.append(found)
+        cells = self._cells
+        like = cells.get(features._replace(hint=0))
+        if like is None or like == found:
+            like = cells.get(coarse(features))
+        if like is None or like == found:
+            like = cells[_ROOT._replace(kind=features.kind)]
+        for column in (self._told, self._mixed, self._ranks):
+            column[found] = column[like]
+        return found
+
+    def _add(self, features: Features) -> int:
         found = self._cells[features] = len(self._cells)
-        if found >= len(self._epoch_of):
-            self._epoch_of, self._paths, self._told, self._mixed, self._ranks, self._hint_of = (
-                np.concatenate([column, np.zeros_like(column)])
-                for column in (self._epoch_of, self._paths, self._told, self._mixed, self._ranks, self._hint_of)
-            )
         for number in range(len(self._orders)):
             self._set_path(found, number, features)
-        self._told[found] = self._mixed[found] = FLAT
         self._hint_of[found] = min(max(features.hint, 0), _HINTS_MAX)
-        if features.hint > 0:  # what comes is held against what is foretold without it, not against a guess
-            self._make(np.array([found]))
         return found
 
     def _set_path(self, cell: int, number: int, features: Features) -> None:
@@ -122,33 +150,78 @@ class HazardTables:
 
     def exposed(self, cells: Ints, bins: Ints) -> None:
         """Chains of `cells` got through `bins` without a return."""
-        self.evidence += np.log1p(-self._told[cells, :, bins]).sum(axis=0)
-        np.add.at(self._hinted[:, 0], self._hint_of[cells], self._mixed[cells, bins])
-        places = self._paths[cells].reshape(len(cells), -1) * (2 * BINS) + bins[:, None]
-        np.add.at(self._counts.reshape(-1), places.reshape(-1), 1.0)
+        np.add.at(self._late.reshape(-1), cells * (2 * BINS) + bins, 1.0)
+        np.frombuffer(self._is_late, np.uint8)[cells] = 1
 
     def passed(self, cell: int, first: int, last: int) -> None:
-        """One chain got through bins `first` up to `last`; counted with the next `renew`."""
-        self._late_cells += [cell] * (last - first)
-        self._late_bins += range(first, last)
+        """One chain got through bins `first` up to `last`."""
+        self._late[cell, 0, first:last] += 1.0
+        self._is_late[cell] = 1
 
     def returned(self, cell: int, at_bin: int) -> None:
-        self.evidence += np.log(np.maximum(self._told[cell, :, at_bin], _LEAST))
-        self._hinted[self._hint_of[cell]] += (self._mixed[cell, at_bin], 1.0)
-        counts, places = self._counts.reshape(-1), self._paths[cell].reshape(-1) * (2 * BINS) + at_bin
-        counts[places] += 1.0
-        counts[places + BINS] += 1.0
+        self._late[cell, 1, at_bin] += 1.0
+        self._is_late[cell] = 1
+
+    def want(self, cells: npt.NDArray[np.int32]) -> None:
+        """Ranks of `cells` will be asked for."""
+        np.frombuffer(self._is_wanted, np.uint8)[cells] = 1
+
+    def fold(self) -> bool:
+        """Let some of what was seen count; whether there was any."""
+        is_late = np.frombuffer(self._is_late, np.uint8)
+        cells = np.flatnonzero(is_late)[:_FOLDED]
+        if not len(cells):
+            return False
+        is_late[cells] = 0
+        late = self._late[cells]
+        self._late[cells] = 0.0
+        at, bins = np.nonzero(late.any(axis=1))
+        through, returns = late[at, 0, bins], late[at, 1, bins]
+        cells = cells[at]
+        told, either = self._told[cells, :, bins], through + returns
+        self.evidence += through @ np.log1p(-told) + returns @ np.log(told)
+        hints = self._hint_of[cells]
+        np.add.at(self._hinted[:, 0], hints, self._mixed[cells, bins] * either)
+        np.add.at(self._hinted[:, 1], hints, returns)
+        places = self._paths[cells].reshape(len(cells), -1) * (2 * BINS) + bins[:, None]
+        counts = self._counts.reshape(-1)
+        np.add.at(counts, places, (either * self._gain)[:, None])
+        back = np.flatnonzero(returns)
+        np.add.at(counts, places[back] + BINS, (returns[back] * self._gain)[:, None])
+        return True
 
     def renew(self, factor: float) -> None:
-        """Decay the counts; ranks asked for from now on are made anew."""
-        if self._late_cells:
-            cells, bins = np.array(self._late_cells), np.array(self._late_bins)
-            self._late_cells, self._late_bins = [], []
-            self.exposed(cells, bins)
+        """Decay the counts; the ranks are to be made anew."""
         self._epoch += 1
         self.evidence *= factor**_EVIDENCE_DECAY
-        self._counts[: len(self._nodes) + 1] *= factor
         self._hinted = _HINT_WEIGHT + (self._hinted - _HINT_WEIGHT) * factor
+        self._gain /= factor
+        if self._gain > _GAIN_MAX:  # once in many thousand requests
+            self._counts[: len(self._nodes) + 1] /= self._gain
+            self._gain = 1.0
+
+    def make(self) -> bool:
+        """Make the ranks of some cells anew; whether there were any to be made."""
+        is_wanted = np.frombuffer(self._is_wanted, np.uint8)
+        cells = self._asked[:_MADE]
+        del self._asked[:_MADE]
+        if not cells:
+            cells = np.flatnonzero(is_wanted)[:_MADE].tolist()
+        if cells:
+            is_wanted[cells] = 0
+            self._make(cells)
+            for cell in cells:
+                self._epoch_of[cell] = self._epoch
+        return bool(cells)
+
+    @property
+    def is_any_asked(self) -> bool:
+        return bool(self._asked)
+
+    @property
+    def are_many_asked(self) -> bool:
+        """Whether it is worth a call of `make`."""
+        return len(self._asked) >= _MADE // 4
 
     # Telling
 
@@ -166,36 +239,29 @@ class HazardTables:
         factors[0] = 1.0
         return factors
 
-    def ranks(self, cells: Ints, bins: Ints) -> Floats:
-        stale = np.unique(cells[self._epoch_of[cells] != self._epoch])
-        if len(stale):
-            self._make(stale)
+    def ranks(self, cells: Ints | npt.NDArray[np.int32], bins: Ints) -> Floats:
+        """As they were made last."""
         found: Floats = self._ranks[cells, bins]
         return found
 
-    def rank_of_new(self, cell: int, features: Features) -> float:
-        """At age 0, as of any renewal, or of a coarser cell: good until the next look at all, and cheap."""
-        if not self._epoch_of[cell]:
-            cell = self.cell(coarse(features))
-            if not self._epoch_of[cell]:
-                self._make(np.array([cell]))
+    def rank_of_new(self, cell: int) -> float:
+        """At age 0."""
         return float(self._ranks[cell, 0])
 
-    def _make(self, cells: Ints) -> None:
+    def _make(self, cells: Sequence[int]) -> None:
         self._counts[0] = 0.0
         paths = self._paths[cells]
         told = np.broadcast_to(FLAT, (len(cells), len(self._orders), BINS))
         for step in range(_STEPS_MAX):
-            weight = _SHRINK if step else _SHRINK_FIRST
+            weight = self._gain * (_SHRINK if step else _SHRINK_FIRST)
             taken = self._counts[paths[:, :, step]]
             told = (taken[:, :, 1] + weight * told) / (taken[:, :, 0] + weight)
-        self._told[cells] = told = np.clip(told, _LEAST, _MOST)
-        self._mixed[cells] = mixed = np.einsum("clb,l->cb", told, self.weights())
+        self._told[cells] = told = np.minimum(np.maximum(told, _LEAST), _MOST)
+        self._mixed[cells] = mixed = np.matmul(self.weights(), told)
         hints = self._hint_of[cells]
         if hints.any():
             mixed = np.clip(mixed * self.hint_factors()[hints, None], _LEAST, _MOST)
         self._ranks[cells] = ranks(mixed)
-        self._epoch_of[cells] = self._epoch
 
 
 def coarse(features: Features) -> Features:

@@ -11,7 +11,7 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
-_GROWTH_MIN = 256
+_GROWTH_MIN, _GROWTH_MAX = 256, 4096
 
 
 class ChainTable:
@@ -35,6 +35,8 @@ class ChainTable:
         self.base = array("d")  # its rank when it was last looked at
         self.blocked = bytearray()
         self.live = bytearray()
+        self.marks = bytearray()  # the collector's: somebody names it
+        self._is_free = bytearray()
         self.slots = 0  # ever used: the others are free or beyond
         self._free: list[int] = []
         self._columns = (
@@ -45,14 +47,16 @@ class ChainTable:
     def take(self) -> int:
         """A slot; the caller sets every column."""
         if self._free:
-            return self._free.pop()
+            slot = self._free.pop()
+            self._is_free[slot] = 0
+            return slot
         slot = self.slots
         if slot == len(self.tail):
-            more = max(_GROWTH_MIN, slot >> 1)
+            more = min(max(_GROWTH_MIN, slot >> 1), _GROWTH_MAX)
             for column in self._columns:
                 column.frombytes(bytes(column.itemsize * more))
-            self.blocked.extend(bytes(more))
-            self.live.extend(bytes(more))
+            for flags in (self.blocked, self.live, self.marks, self._is_free):
+                flags.extend(bytes(more))
         self.slots += 1
         return slot
 
@@ -60,12 +64,15 @@ class ChainTable:
     def in_use(self) -> int:
         return self.slots - len(self._free)
 
-    def keep_only(self, named: npt.NDArray[np.bool_]) -> None:
-        """Free every slot that is not named."""
-        free = np.flatnonzero(~named)
+    def free_unmarked(self, first: int, last: int) -> None:
+        """Free the slots from `first` up to `last` that nobody has marked."""
+        last = min(last, self.slots)
+        marks, is_free = (np.frombuffer(flags, np.uint8) for flags in (self.marks, self._is_free))
+        free = first + np.flatnonzero((marks[first:last] | is_free[first:last]) == 0)
+        is_free[free] = 1
         np.frombuffer(self.live, np.uint8)[free] = 0
         np.frombuffer(self.tail, np.int32)[free] = -1
-        self._free = free[::-1].tolist()
+        self._free += free[::-1].tolist()
 
     def ints(self, column: array[int]) -> npt.NDArray[np.int32]:
         """A view of the slots in use. Let go of it before the next `take`."""
