@@ -197,17 +197,20 @@ def test_classes_are_told_apart_and_counted(name: str) -> None:
     shelf = Shelf()
     policy = create(name, shelf.residency, HOST)
     old = shelf.chain(*range(100, 140))
-    for _ in range(20):
+    shelf.now_ns = 3_600_000_000_000
+    for _ in range(40):
+        shelf.now_ns += 5_000_000_000
         new = shelf.chain(0, 1)
-    assert policy.residency_class(new[0], 1) is ResidencyClass.HOT
-    assert policy.residency_class(old[0], 1) is ResidencyClass.COLD
-    counts = policy.class_counts(1)
+    now_ns = shelf.now_ns
+    assert policy.residency_class(new[0], now_ns) is ResidencyClass.HOT
+    assert policy.residency_class(old[0], now_ns) is ResidencyClass.COLD
+    counts = policy.class_counts(now_ns)
     assert sum(counts.values()) == len(policy) == 42
     for kind in ResidencyClass:
-        assert counts[kind] == sum(policy.residency_class(row, 1) is kind for row in old + new)
-    nbytes = policy.class_bytes(1)
+        assert counts[kind] == sum(policy.residency_class(row, now_ns) is kind for row in old + new)
+    nbytes = policy.class_bytes(now_ns)
     assert nbytes == {kind: count * BLOCK_BYTES for kind, count in counts.items()}
-    assert Policy.class_bytes(policy, 1) == nbytes, "by definition"
+    assert Policy.class_bytes(policy, now_ns) == nbytes, "by definition"
 
 
 def test_it_does_not_stumble_over_the_same_blocks_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +254,7 @@ def test_expiry_is_about_those_who_may_leave(name: str, ttl_s: float | None) -> 
 def test_what_is_kept_by_worth_leaves_leaves_first(name: str) -> None:
     shelf = Shelf(tenants=2)
     policy = create(name, shelf.residency, HOST, PolicySettings(keep_worth=1e9))
-    policy.requests_min = policy.returns_min = 0  # type: ignore[attr-defined]  # of those that learn
+    policy.requests_min = 0  # type: ignore[attr-defined]  # of those that learn
     rows = [shelf.chain(0, 1, tenant=tenant) for tenant in (0, 1)]
     pinned = shelf.chain(5, 6)
     shelf.residency.pin(pinned[-1])

@@ -71,7 +71,7 @@ def test_by_worth_what_is_not_stays_volatile_and_says_why() -> None:
         for number in range(REQUESTS):
             request(daemon, session, number, 2)
         request(daemon, session, 1, 4)
-        daemon.ask(lambda store: [setattr(store.policies[HOST], name, 0) for name in ("requests_min", "returns_min")])
+        daemon.ask(lambda store: setattr(store.policies[HOST], "requests_min", 0))
         daemon.clock.advance(ns=5_000_000_000)
         # The look at all chains that is due at this time, so that the next one comes when the clock has moved.
         daemon.ask(lambda store: store.policies[HOST].expired(store.clock.monotonic_ns(), 1))

@@ -6,7 +6,7 @@ used again; a rank made of them says how many uses a block of it is worth for ea
 lowest rank loses its last block. A new chain with the lowest rank of all goes at once (bypass). Shared prefixes are
 worth what others' touches bring.
 
-Until enough requests and returns have been seen it is LRU; it is LRU again while a guard sees that LRU would hit
+Until some requests have been seen it is LRU; it is LRU again while a guard sees that LRU would hit
 more. The time to live is that of LFU with TTL: what was idle for longer goes first. With `keep_worth` a chain leaves by
 itself, tail first, once it is worth less; while LRU decides, and for blocks of no known chain, that rests.
 
@@ -61,8 +61,9 @@ class ChainHazard(Lru):
     """
 
     name: ClassVar[str] = "chain-hazard"
-    requests_min: ClassVar[int] = 24  # before that it is LRU,
-    returns_min: ClassVar[int] = 2  # and before so many chains have been continued
+    requests_min: ClassVar[int] = (
+        8  # before that it is LRU; the shipped tables need no longer proof, the guard looks on
+    )
     guarded: ClassVar[bool] = True
     forgets: ClassVar[bool] = True  # counts decay
 
@@ -95,7 +96,7 @@ class ChainHazard(Lru):
     def is_lru(self) -> bool:
         """Whether LRU's order is in force: too little is known, or LRU leads."""
         book = self._book
-        return book.requests < self.requests_min or book.returns < self.returns_min or self._guard.is_lru_ahead
+        return book.requests < self.requests_min or self._guard.is_lru_ahead
 
     # Events
 
