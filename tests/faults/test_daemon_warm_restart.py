@@ -30,7 +30,9 @@ from tests.reference.running_daemon import (
     tokens_of,
 )
 
-WARM = ("host.warm_restart=holder", "host.capacity=24MiB", "host.staging=4MiB", "nvme.enabled=false")
+WARM = (
+    "host.warm_restart=holder", "host.capacity=24MiB", "host.staging=4MiB", "nvme.enabled=false", "host.policy=lru",
+)  # fmt: skip
 MODEL = model()
 OTHER = model("other weights", kib_a_block=32)
 BLOCKS = 8

@@ -16,7 +16,7 @@ class ChainsFromTheStart(AnyPolicy):
     def __init__(self) -> None:
         super().__init__()
         assert isinstance(self.policy, ChainHazard)
-        self.policy.requests_min = 0  # type: ignore[misc]
+        self.policy.requests_min = self.policy.declining_min = self.policy.returns_min = 0  # type: ignore[misc]
 
     @invariant()
     def tails_are_rows_of_their_chain_in_the_tier(self) -> None:

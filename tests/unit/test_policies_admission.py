@@ -43,7 +43,7 @@ def test_a_parent_follows_its_child() -> None:
 
 def knowing(shelf: Shelf, keep_worth: float = 0.0) -> Policy:
     policy = create(ChainHazard.name, shelf.residency, 0, PolicySettings(None, keep_worth))
-    policy.requests_min = 0  # type: ignore[attr-defined]
+    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[attr-defined]
     return policy
 
 

@@ -75,7 +75,7 @@ def test_what_was_declined_is_remembered_as_evicted() -> None:
 def in_force(shelf: Shelf) -> ChainHazard:
     policy = create(ChainHazard.name, shelf.residency, 0)
     assert isinstance(policy, ChainHazard)
-    policy.requests_min = 0  # type: ignore[misc]
+    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[misc]
     return policy
 
 

@@ -55,7 +55,7 @@ def replayed(trace: Trace, capacity: int, policy: str = NAME) -> tuple[Replay, l
 
 def in_force(shelf: Shelf) -> Policy:
     policy = create(NAME, shelf.residency, 0)
-    policy.requests_min = 0  # type: ignore[attr-defined]
+    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[attr-defined]
     return policy
 
 
@@ -181,7 +181,7 @@ def test_blocks_that_came_by_themselves_have_chains_too() -> None:
     """A demotion fills the tier from the tail to the head, and nothing is used."""
     shelf = Shelf("host", "nvme")
     policy = create(NAME, shelf.residency, 1)
-    policy.requests_min = 0  # type: ignore[attr-defined]
+    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[attr-defined]
     assert isinstance(policy, ChainHazard)
     rows = shelf.chain(0, 1, 2, 3)
     for row in reversed(rows):

@@ -21,7 +21,7 @@ LATE = 7200 * S  # by then a chain that was used at 0 is worth little
 def knowing(shelf: Shelf, keep_worth: float, ttl_s: float | None = None, tier: int = 0) -> Policy:
     """A policy that believes its tables from the first request on."""
     policy = create(ChainHazard.name, shelf.residency, tier, PolicySettings(ttl_s, keep_worth))
-    policy.requests_min = 0  # type: ignore[attr-defined]
+    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[attr-defined]
     return policy
 
 

@@ -104,6 +104,23 @@ def test_every_block_is_there_with_its_bytes(keeping: Keeping) -> None:
         assert tier.statistics().blocks == 0
 
 
+def test_what_is_written_into_slots_that_were_free_is_there_for_the_process_after_the_next(keeping: Keeping) -> None:
+    first = HostTier(MIB, arena_bytes=MIB, witness=keeping)
+    stays = put(first, *block(1), OWNER.hex())
+    goes = put(first, *block(2), OWNER.hex())
+    assert stays is not None and goes is not None
+    first.free(goes)
+    first.leave()
+    second = HostTier(MIB, arena_bytes=MIB, witness=keeping)
+    adopt_all(keeping, second)
+    header, payload = block(7)
+    assert put(second, header, payload, OWNER.hex()) is not None
+    second.leave()
+    with closing(HostTier(MIB, arena_bytes=MIB, witness=keeping)) as third:
+        (found,) = adopt_all(keeping, third).values()
+        assert keys(found) == [1, 7] and found.damaged_slots == 0
+
+
 def test_new_slots_have_generations_that_no_slot_had(keeping: Keeping) -> None:
     tier = HostTier(MIB, arena_bytes=MIB, witness=keeping)
     for _ in range(5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,6 +22,7 @@ from kvstored.dataplane.reception import Reception
 from kvstored.residency import Residency
 from kvstored.tenants import TenantDirectory
 from kvstored.tiering import HOST
+from kvstored.warm import restart
 from kvstored.warm.entering import Entering
 from kvstored.warm.keeper import Keeper
 from kvstored.warm.ledger import Ledger
@@ -63,6 +65,58 @@ def test_the_number_of_an_arena_that_nobody_kept_is_not_used_again(tmp_path: Pat
             assert later.arenas() == [] and later.epoch == ledger.epoch
             assert later.next_arena == slot.container + 1
     ledger.close()
+
+
+class Slow(Deaf):
+    """One that takes two packets at a time, and is read only now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[str] = []
+        self.queue = 0
+
+    def _send(self, name: str, descriptor: int) -> bool:
+        if self.queue == 2:
+            return False
+        self.queue += 1
+        self.taken.append(f"{'keep' if descriptor >= 0 else 'drop'} {name}")
+        return True
+
+
+def test_what_a_kill_would_lose_is_kept_before_others_are_dropped() -> None:
+    keeper = Slow()
+    assert keeper.keep("a", 3) and keeper.keep("b", 4)
+    for name in ("a", "b"):
+        keeper.drop(name)
+    assert not keeper.keep("c", 5) and not keeper.keep("d", 6)
+    keeper.queue = 0
+    assert keeper.retry() == ["c", "d"]
+    keeper.queue = 0
+    assert keeper.retry() == [] and keeper.taken[-2:] == ["drop a", "drop b"]
+
+
+async def _fall_behind(warm: WarmRestart, keeper: Slow) -> None:
+    running = asyncio.create_task(warm.run())
+    await asyncio.sleep(0)  # it has begun to wait
+    keeper.queue = 2
+    assert not keeper.keep("late", 3)
+    keeper.queue = 0
+    try:
+        async with asyncio.timeout(30):
+            while keeper.unkept:
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+
+
+def test_what_falls_behind_while_nothing_was_is_kept_before_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "LOOK_S", 3600.0)
+    keeper = Slow()
+    with closing(Ledger(tmp_path)) as ledger:
+        asyncio.run(_fall_behind(WarmRestart(keeper, ledger, {}), keeper))
+    assert keeper.taken == ["keep late"]
 
 
 def test_an_arena_is_granted_without_a_look_at_the_others(host: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,8 @@ class Arena:
                 erase_header(Segment(self.address + index * self.slot_bytes, self.slot_bytes, owner=self._mapping))
                 self._returned.append(index)
         self.used_slots = len(generations)
+        if self._returned:  # the next process is to believe what is written into them
+            self._reached(self._first_generation)
 
     @property
     def record(self) -> ArenaRecord:

@@ -64,6 +64,8 @@ class ChainHazard(Lru):
     requests_min: ClassVar[int] = (
         8  # before that it is LRU; the shipped tables need no longer proof, the guard looks on
     )
+    declining_min: ClassVar[int] = 24  # requests, and
+    returns_min: ClassVar[int] = 2  # so many chains have to be continued before a newcomer is declined
     guarded: ClassVar[bool] = True
     forgets: ClassVar[bool] = True  # counts decay
 
@@ -290,6 +292,8 @@ class ChainHazard(Lru):
         chains, theirs = book.chains, book.owner[victim]
         if self.is_lru or theirs < 0 or chains.tail[theirs] != victim or self._is_expired(victim, now_ns):
             return False
+        if book.requests < self.declining_min or book.returns < self.returns_min:
+            return False  # what a client asks to be stored is refused on evidence alone
         if self.shares and self.residency.tenant_of(victim) != tenant:
             return False  # what tenants are owed goes before what blocks are worth
         ours = book.owner_of(key, tenant)

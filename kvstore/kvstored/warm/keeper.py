@@ -61,9 +61,11 @@ class Keeper(ABC):
     def retry(self) -> list[str]:
         """Send what could not be sent; names that are kept only now."""
         with self._sending:
-            done = []
-            for name, descriptor in sorted(self._wanted.items(), key=lambda wanted: wanted[1] >= 0):  # drops make room
-                if not self._has_room(name, descriptor):
+            done: list[str] = []
+            keeps = [wanted for wanted in self._wanted.items() if wanted[1] >= 0]
+            drops = [wanted for wanted in self._wanted.items() if wanted[1] < 0]
+            for name, descriptor in (*keeps, *drops, *keeps):  # a kill loses what is not kept; but drops make room
+                if name not in self._wanted or not self._has_room(name, descriptor):
                     continue
                 if not self._hand_over(name, descriptor):
                     break

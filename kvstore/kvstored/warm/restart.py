@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 failpoints.declare("warm.arena-taken-over", "an arena of the process before is taken over, others are not yet")
 LEDGER_NAME = "ledger"
 LOOK_S = 1.0
-SOON_S = 0.1  # while something is not kept yet that could be
+SOON_S = 0.05  # between two questions whether something is not kept yet: a kill would lose it
 Place = tuple[int, int]
 
 
@@ -99,9 +99,13 @@ class WarmRestart:
 
     async def run(self) -> None:
         """See to it that what could not be kept is kept later, and by somebody else if its keeper is gone."""
+        looked_s = 0.0
         while True:
-            await asyncio.sleep(SOON_S if self.keeper.is_behind else LOOK_S)
-            self.look()
+            await asyncio.sleep(SOON_S)
+            looked_s += SOON_S
+            if self.keeper.is_behind or looked_s >= LOOK_S:
+                looked_s = 0.0
+                self.look()
 
     def look(self) -> None:
         for name in self.keeper.retry():
