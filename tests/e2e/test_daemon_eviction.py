@@ -181,6 +181,27 @@ def test_dram_alone_evicts_and_never_throttles() -> None:
             assert session.lookup(tokens_of(19, BLOCKS)).blocks == BLOCKS
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "chain-hazard"])
+def test_what_a_put_continues_does_not_leave_for_it(policy: str) -> None:
+    """The first to leave is the tail of the oldest conversation, which is the one that is put again, longer."""
+    with running_daemon(
+        "host.capacity=12MiB", "host.staging=3MiB", "nvme.enabled=false", f"host.policy={policy}"
+    ) as daemon, daemon.connect(MODEL) as session:  # fmt: skip
+        for conversation in range(1, 12):
+            put(daemon, conversation, 12)
+        for conversation in range(1, 12):
+            there = session.lookup(tokens_of(conversation, 12)).blocks
+            if there < 2:
+                continue
+            longer = there + 1
+            receipt = session.put(
+                tokens_of(conversation, longer), payloads=payloads_of(conversation, longer, MODEL), durability="none"
+            )
+            visible = [status in ("stored", "present") for status in receipt.statuses]
+            leading = visible.index(False) if False in visible else longer
+            assert session.lookup(tokens_of(conversation, longer)).blocks >= leading
+
+
 def test_a_tenants_maximum_is_its_own(tmp_path: Path) -> None:
     config = tmp_path / "k.toml"
     config.write_text(f"[[tenant]]\nname = 'small'\nuids = [{os.getuid()}]\nhost_max = '4MiB'\n")

@@ -111,11 +111,17 @@ class Room:
         slot = await self.allocate_for(None, nbytes, tenant)
         return None if slot is BYPASSED else slot
 
-    async def allocate_for(self, newcomer: tuple[bytes, int] | None, nbytes: int, tenant: int) -> Slot | Bypass | None:
-        """As `allocate`, for the block of this key and depth: BYPASSED when the policy would rather keep its victim."""
+    async def allocate_for(
+        self, newcomer: tuple[bytes, int] | None, nbytes: int, tenant: int, *, parent: int = -1
+    ) -> Slot | Bypass | None:
+        """As `allocate`, for the block of this key and depth: BYPASSED when the policy would rather keep its victim.
+
+        Row `parent`, which the block continues, does not go for it: the block could not be reached without it, and its
+        client has just been told that it is there.
+        """
         if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
             return None  # it takes nothing, however much is evicted
-        stuck: set[int] = set()
+        stuck: set[int] = {parent}
         for attempt in range(MAX_EVICTIONS):
             slot = self.allocate_now(nbytes, tenant)
             if slot is not None:
@@ -130,7 +136,7 @@ class Room:
             if row < 0:
                 if not await self.demoter.progress():
                     return None
-                stuck.clear()  # a write behind has ended: its block may leave now, and its arena be reclaimed
+                stuck = {parent}  # a write behind has ended: its block may leave now, and its arena be reclaimed
                 continue
             if self._is_of_use(row, nbytes, tenant):
                 if not await self.evict(row, Cause.EVICTED if confined is None else Cause.QUOTA):

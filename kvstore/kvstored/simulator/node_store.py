@@ -232,7 +232,9 @@ class NodeStore:
             if slot is None:
                 # As in the daemon: what is to be written below has to have a place above first.
                 may_decline = self.store.writeback is None or not writes_behind
-                found = await room.allocate_for((keys[at], at) if may_decline else None, self.slot_bytes, tenant)
+                newcomer = (keys[at], at) if may_decline else None
+                parent = self.store.residency.find_any(tenant, keys[at - 1]) if at else -1
+                found = await room.allocate_for(newcomer, self.slot_bytes, tenant, parent=parent)
                 if found is BYPASSED:
                     self._pass_by(tenant, keys[at:])
                     break

@@ -107,7 +107,8 @@ class _RecordedStore:
             slot = room.allocate_now(self._slot_bytes, tenant)
             if slot is None:
                 newcomer = (keys[depth], depth) if store.writeback is None else None
-                found = await room.allocate_for(newcomer, self._slot_bytes, tenant)
+                parent = residency.find_any(tenant, keys[depth - 1]) if depth else -1
+                found = await room.allocate_for(newcomer, self._slot_bytes, tenant, parent=parent)
                 if found is BYPASSED:
                     for key in keys[depth:]:
                         residency.pass_by(tenant, key, self._clock.monotonic_ns())

@@ -217,15 +217,14 @@ class Replay:
         policy.arriving(tenant, parent, keys[present:], now_ns)
         filling: list[int] = []
         for depth in range(present, len(keys)):
+            parent = residency.find_any(tenant, keys[depth - 1]) if depth else -1
             while residency.tier_blocks(TIER) >= self.settings.capacity_blocks:
-                victim = policy.next_victim(now_ns)
+                victim = policy.next_victim(now_ns, exclude=(parent,))
                 if victim < 0 or policy.declines(tenant, keys[depth], depth, victim, now_ns):
                     break
                 self._take(victim, Cause.EVICTED, now_ns)
                 self._evicted += 1
             else:
-                if depth and residency.find_any(tenant, keys[depth - 1]) < 0:
-                    break  # room was made by taking its parent
                 filling.append(self._begin(keys, depth, tenant, now_ns))
                 continue
             for key in keys[depth:] if victim >= 0 else ():

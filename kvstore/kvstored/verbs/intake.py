@@ -175,7 +175,9 @@ class Intake:
             if self._refusal(session, block) is None:
                 slot = self._room.allocate_now(block.nbytes, tenant)
                 if slot is None:
-                    found = await self._room.allocate_for(self._newcomer(session, block, mode), block.nbytes, tenant)
+                    parent = self._residency.find_any(tenant, block.parent)
+                    newcomer = self._newcomer(block, parent, mode)
+                    found = await self._room.allocate_for(newcomer, block.nbytes, tenant, parent=parent)
                     if found is BYPASSED:
                         began = self._pass_by(tenant, taken, began, statuses)
                         continue
@@ -199,11 +201,10 @@ class Intake:
                     self._room.announce(session.tenant_id, parent, [block.key for _, block in coming])
                 first = at
 
-    def _newcomer(self, session: Session, block: StagedBlock, mode: int) -> tuple[bytes, int] | None:
+    def _newcomer(self, block: StagedBlock, parent: int, mode: int) -> tuple[bytes, int] | None:
         """What the policy may decline: nothing that is to be written to NVMe, which takes it from its place in DRAM."""
         if self._writeback is not None and mode != pb.DURABILITY_MODE_NONE:
             return None
-        parent = self._residency.find_any(session.tenant_id, block.parent)
         return block.key, self._residency.depth(parent) + 1 if parent >= 0 else 0
 
     def _pass_by(self, tenant: int, taken: Taken, began: int, statuses: bytearray) -> int:
