@@ -116,12 +116,12 @@ class Room:
     ) -> Slot | Bypass | None:
         """As `allocate`, for the block of this key and depth: BYPASSED when the policy would rather keep its victim.
 
-        Row `parent`, which the block continues, does not go for it: the block could not be reached without it, and its
-        client has just been told that it is there.
+        Row `parent`, which the block continues, is not given up for it: the block could not be reached without it, and
+        its client has just been told that it is there.
         """
         if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
             return None  # it takes nothing, however much is evicted
-        stuck: set[int] = {parent}
+        stuck = self._not_for(parent)
         for attempt in range(MAX_EVICTIONS):
             slot = self.allocate_now(nbytes, tenant)
             if slot is not None:
@@ -136,7 +136,9 @@ class Room:
             if row < 0:
                 if not await self.demoter.progress():
                     return None
-                stuck = {parent}  # a write behind has ended: its block may leave now, and its arena be reclaimed
+                stuck = self._not_for(
+                    parent
+                )  # a write behind has ended: its block may leave now, and its arena be reclaimed
                 continue
             if self._is_of_use(row, nbytes, tenant):
                 if not await self.evict(row, Cause.EVICTED if confined is None else Cause.QUOTA):
@@ -146,6 +148,11 @@ class Room:
             if attempt % SLICE_EVICTIONS == SLICE_EVICTIONS - 1:
                 await asyncio.sleep(0)
         return None
+
+    def _not_for(self, parent: int) -> set[int]:
+        """Rows that room must not be made of: `parent`, unless it has a copy further down, or will be given one."""
+        only_here = parent >= 0 and self._residency.tier_mask(parent) == 1 << self._position
+        return {parent} if only_here and not self.demoter.wants(parent) else set()
 
     async def evict(self, row: int, cause: Cause) -> bool:
         """Take the copy out of this tier. False when it must stay: leased, or the only one a chain hangs on."""
