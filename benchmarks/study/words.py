@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from kvstored.simulator.text import aligned
 from study.tables import Line
 
 _WORDS = {True: "met", False: "MISSED", None: "-"}
@@ -36,7 +37,7 @@ def hits_text(lines: Sequence[Line]) -> str:
                 row += [f"{line['mean']:.4f}", f"{line['std']:.4f}", f"{line['min']:.4f}", f"{line['max']:.4f}"]
                 row.append("" if line["share"] is None else f"{line['share']:.2f}")
             rows.append(row)
-        parts.append(aligned(rows))
+        parts.append(aligned(rows, words=1))
     return "\n\n".join(parts)
 
 
@@ -63,18 +64,6 @@ def _cell(name: str, value: Any) -> str:
     if name == "capacity":
         return f"{value:.0%}"
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """Text left in the first columns, numbers right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 def as_csv(sections: dict[str, list[Line]]) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstored.cli import simulate_timing
 from kvstored.cli.exits import failure, mistake
-from kvstored.exits import EXIT_OK
+from kvstored.cli.results import hand_over
 
 if TYPE_CHECKING:
     from kvstored.simulator.study import Study
@@ -144,7 +144,6 @@ def _check_plot(arguments: argparse.Namespace) -> None:
 def _replay(arguments: argparse.Namespace) -> int:
     from kvstored.simulator.progress import ProgressBar
     from kvstored.simulator.reuse import Curve, curves, reuse_distances
-    from kvstored.simulator.study import Row
     from kvstored.simulator.trace import TraceError
 
     bar = ProgressBar()
@@ -153,33 +152,15 @@ def _replay(arguments: argparse.Namespace) -> int:
         study = _study(arguments, bar.advance)
         if arguments.reuse_distance:
             found = curves(study.trace, reuse_distances(study.trace))
-        rows: list[Row] = []
-
-        def advance(label: str, done: int, total: int) -> None:
-            bar.label = label
-            bar.advance(done, total)
-
         gc.freeze()  # the trace stays: no collection need walk it, as in the daemon
-        for row in study.rows(advance):
-            rows.append(row)
+        rows = list(study.rows(bar.advance_in))
     except (ValueError, TraceError) as error:
         return mistake(str(error))
     except OSError as error:
         return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
     finally:
         bar.clear()
-    try:
-        _print(arguments, study, rows, found)
-    except BrokenPipeError:  # `| head`
-        raise
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write the result: {error.strerror}") from None
-    if arguments.plot is not None:
-        try:
-            arguments.plot.write_text(_page(study, rows, found), encoding="utf-8", errors="xmlcharrefreplace")
-        except OSError as error:
-            return failure(f"cannot write {arguments.plot}: {error.strerror}")
-    return EXIT_OK
+    return hand_over(lambda: _print(arguments, study, rows, found), arguments.plot, lambda: _page(study, rows, found))
 
 
 def _study(arguments: argparse.Namespace, progress: Any) -> Study:

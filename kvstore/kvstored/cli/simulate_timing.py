@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvstored.cli.exits import failure, mistake
-from kvstored.exits import EXIT_OK
+from kvstored.cli.exits import mistake
+from kvstored.cli.results import hand_over
 
 if TYPE_CHECKING:
     from kvstored.simulator.machine import Machine
@@ -46,33 +46,17 @@ def simulate(arguments: argparse.Namespace, read: Read, policies: Policies) -> i
     from kvstored.simulator.progress import ProgressBar
 
     bar = ProgressBar()
-
-    def advance(label: str, done: int, total: int) -> None:
-        bar.label = label
-        bar.advance(done, total)
-
     try:
         study = _study(arguments, read, policies, bar.advance)
         gc.freeze()  # the trace stays: no collection need walk it
-        results = list(study.run(advance))
+        results = list(study.run(bar.advance_in))
     except ValueError as error:
         return mistake(str(error))
     except OSError as error:
         return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
     finally:
         bar.clear()
-    try:
-        _print(arguments, study, results)
-    except BrokenPipeError:  # `| head`
-        raise
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write the result: {error.strerror}") from None
-    if arguments.plot is not None:
-        try:
-            arguments.plot.write_text(_page(study, results), encoding="utf-8", errors="xmlcharrefreplace")
-        except OSError as error:
-            return failure(f"cannot write {arguments.plot}: {error.strerror}")
-    return EXIT_OK
+    return hand_over(lambda: _print(arguments, study, results), arguments.plot, lambda: _page(study, results))
 
 
 def _study(arguments: argparse.Namespace, read: Read, policies: Policies, progress: Any) -> TimingStudy:
@@ -142,8 +126,8 @@ def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], in
 
 
 def _check_sizes(tiers: tuple[tuple[str, int], ...], pool_bytes: int, block_bytes: int) -> None:
+    from kvstore_proto.arena import slot_bytes
     from kvstored.config.sizes import show_size
-    from kvstored.simulator.node_store import slot_bytes
 
     for name, nbytes in tiers:
         if nbytes < slot_bytes(block_bytes):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
@@ -32,7 +32,6 @@ from kvstored.simulator.visit import Visit
 from kvstored.tiering import HOST
 
 PART_BLOCKS = 32  # of a put are copied together, as in the daemon
-_ALIGNMENT_BYTES = 4096
 _LEASE_NS = 30 * NS_PER_S
 _EXPIRED_A_TICK = 320
 _SETTLE_S = 3600.0
@@ -49,11 +48,6 @@ class StoreSettings:
     ttl_s: float | None = None
     ghost_keys: int = DEFAULT_GHOST_KEYS
     keep_worth: float = 0.0
-
-
-def slot_bytes(block_bytes: int) -> int:
-    """What a block takes in a tier, with its header."""
-    return -(-(HEADER_BYTES + block_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def config_of(settings: StoreSettings) -> Config:

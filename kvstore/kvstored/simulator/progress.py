@@ -31,6 +31,11 @@ class ProgressBar:
         self._out.flush()
         self._is_shown = True
 
+    def advance_in(self, label: str, done: int, total: int) -> None:
+        """`advance`, of the part of the work that is called `label`."""
+        self.label = label
+        self.advance(done, total)
+
     def clear(self) -> None:
         if self._is_shown:
             self._out.write("\r\033[K")

@@ -90,7 +90,8 @@ def _flat(row: Row, prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def aligned(lines: Sequence[tuple[str, ...]], words: int) -> str:
+def aligned(lines: Sequence[Sequence[str]], words: int) -> str:
+    """Text left in the first columns, numbers right."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(

@@ -23,6 +23,10 @@ class KeeperError(Exception):
     """Descriptors cannot be kept; the message says why and what to do."""
 
 
+def nobody_waits() -> None:
+    """For `Keeper.on_behind` while nobody retries."""
+
+
 class Keeper(ABC):
     """Keeps descriptors under names. Any thread may call `keep` and `drop`."""
 
@@ -30,6 +34,7 @@ class Keeper(ABC):
 
     def __init__(self, limit: int | None = None) -> None:
         self.lost = False  # whoever kept them has gone: `reopen`, and keep everything again
+        self.on_behind = nobody_waits  # told, in any thread, that something could not be sent at once
         self.limit = limit  # how many descriptors the other side keeps; None: nobody says
         self._sending = threading.Lock()
         self._wanted: dict[str, int] = {}  # not sent yet: name -> descriptor, -1 for a drop
@@ -106,7 +111,9 @@ class Keeper(ABC):
                     self.name, self.limit,
                 )  # fmt: skip
             self._wanted[name] = descriptor
-            return False
+        if not self.lost:
+            self.on_behind()
+        return False
 
     def _forget_late(self) -> None:
         """Keep nothing more: descriptors that were not sent may be closed by now, or be others."""

@@ -10,6 +10,7 @@ over stays in memory, even while former clients map it; the host tier's capacity
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from kvstored.residency import Residency
 from kvstored.telemetry import Counters
 from kvstored.tenants import TenantDirectory
 from kvstored.warm.entering import Entering
-from kvstored.warm.keeper import Keeper, KeeperError
+from kvstored.warm.keeper import Keeper, KeeperError, nobody_waits
 from kvstored.warm.keepers import choose_keeper, dismiss_others
 from kvstored.warm.ledger import ForeignLedger, Ledger
 
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 failpoints.declare("warm.arena-taken-over", "an arena of the process before is taken over, others are not yet")
 LEDGER_NAME = "ledger"
 LOOK_S = 1.0
-SOON_S = 0.05  # between two questions whether something is not kept yet: a kill would lose it
+SOON_S = 0.05  # between two tries to have kept what is not kept yet: a kill would lose it
 Place = tuple[int, int]
 
 
@@ -99,13 +100,24 @@ class WarmRestart:
 
     async def run(self) -> None:
         """See to it that what could not be kept is kept later, and by somebody else if its keeper is gone."""
-        looked_s = 0.0
-        while True:
-            await asyncio.sleep(SOON_S)
-            looked_s += SOON_S
-            if self.keeper.is_behind or looked_s >= LOOK_S:
-                looked_s = 0.0
+        loop, behind = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(behind.set)
+
+        self.keeper.on_behind = wake
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await behind.wait()
+                behind.clear()
                 self.look()
+                while self.keeper.is_behind:
+                    await asyncio.sleep(SOON_S)
+                    self.look()
+        finally:
+            self.keeper.on_behind = nobody_waits
 
     def look(self) -> None:
         for name in self.keeper.retry():
