@@ -27,7 +27,7 @@ from kvstore_tiers.heap import trim
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.directory import make_directory
 from kvstore_tiers.nvme.errors import DirectoryError
-from kvstore_tiers.nvme.reading_ahead import ReadAhead
+from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstored import __version__
 from kvstored.assembly import Store, make_residency
 from kvstored.clock import NS_PER_MS, Clock, SystemClock
@@ -89,15 +89,15 @@ class StartupError(Exception):
     """The daemon cannot start; the message says why and what to do."""
 
 
-def run(config: Config, ahead: ReadAhead | None = None) -> int:
-    """Serve until SIGTERM, SIGINT or a shutdown request, with what was read `ahead` of NVMe. Raises StartupError."""
+def run(config: Config, ahead: JudgingAhead | None = None) -> int:
+    """Serve until SIGTERM, SIGINT or a shutdown request, with what was judged `ahead` of NVMe. Raises StartupError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
     _raise_descriptor_limit()
     return asyncio.run(_serve(config, ahead))
 
 
-async def _serve(config: Config, ahead: ReadAhead | None) -> int:
+async def _serve(config: Config, ahead: JudgingAhead | None) -> int:
     stop_wanted = asyncio.Event()
     loop = asyncio.get_running_loop()
     daemon = Daemon(config, SystemClock(), stop_wanted.set, ahead)
@@ -121,7 +121,7 @@ class Daemon:
     """One running daemon. `on_shutdown` is called when an operator asks it to stop."""
 
     def __init__(
-        self, config: Config, clock: Clock, on_shutdown: Callable[[], None], ahead: ReadAhead | None = None
+        self, config: Config, clock: Clock, on_shutdown: Callable[[], None], ahead: JudgingAhead | None = None
     ) -> None:
         self.config = config
         self._ahead = ahead

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.nvme.judging import LiveBlocks, Origins, _judge
 from kvstore_tiers.nvme.layout import (
     RECORD_BYTES,
     RecordState,
@@ -21,6 +17,7 @@ from kvstore_tiers.nvme.layout import (
     record_holds,
 )
 from kvstore_tiers.nvme.record_checksums import RECORD_WORDS, RecordChecksums
+from kvstore_tiers.nvme.verdicts import LiveBlocks, Origins, judge
 
 SLOTS = 40
 SUPERBLOCK = Superblock(b"u" * 16, (1 << 64) - 5, 7, 8192, SLOTS, 3, 1 << 20, 42)
@@ -57,10 +54,10 @@ def test_in_bulk_as_one_by_one(kinds: list[tuple[str, int]], first: int, within:
     first = min(first, SLOTS - len(kinds))
     raw = [record(kind, first + number, origin) for number, (kind, origin) in enumerate(kinds)]
     length_bytes = SUPERBLOCK.slots_offset + within * SUPERBLOCK.slot_bytes
-    slab: Any = SimpleNamespace(superblock=SUPERBLOCK, file=SimpleNamespace(length_bytes=length_bytes))
     records = np.frombuffer(b"".join(raw), "<u8").reshape(-1, RECORD_WORDS)
     origins = Origins()
-    judged = _judge(slab, first, records, RecordChecksums(), origins, LiveBlocks.room(SLOTS))
+    room = LiveBlocks.room(SLOTS)
+    [judged] = judge(SUPERBLOCK, length_bytes, first, records, RecordChecksums(), origins, room)
 
     states, withdrawn, live = [], set(), []
     for index, one in enumerate(raw, first):

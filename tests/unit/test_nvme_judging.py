@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier, judging
+from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier, judging, verdicts
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, RecordState, pack_record
 from kvstore_tiers.nvme.slab_file import find_superblock
 from kvstore_tiers.testing.driving import block, finish, put
@@ -44,7 +44,7 @@ def directory(tmp_path: Path) -> Path:
 def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of two pages, batches of less than one."""
     monkeypatch.setattr(judging, "READ_RECORDS", 32)
-    monkeypatch.setattr(judging, "BATCH_RECORDS", 10)
+    monkeypatch.setattr(verdicts, "BATCH_RECORDS", 10)
 
 
 @pytest.mark.usefixtures("small_reads")
@@ -143,16 +143,16 @@ def test_a_medium_that_stops_reading_is_said_and_leaves_no_thread(
 @pytest.mark.usefixtures("small_reads")
 def test_an_error_of_a_judge_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judged = 0
-    real = judging._judge
+    real = verdicts._judge
 
-    def failing(*arguments: object) -> judging.JudgedSlab:
+    def failing(*arguments: object) -> verdicts.Verdicts:
         nonlocal judged
         judged += 1
         if judged == 3:
             raise MemoryError("no room for columns")
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(judging, "_judge", failing)
+    monkeypatch.setattr(verdicts, "_judge", failing)
     before = set(threading.enumerate())
     with pytest.raises(MemoryError):
         open_tier(directory)

@@ -1,4 +1,5 @@
-"""Records that were read before the tier was opened: used when they are still true, and left alone when not."""
+"""Records that were read, and judged, before the tier was opened: used when they are still true, and left alone when
+not."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, reading_ahead
-from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
+from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, judging, reading_ahead
+from kvstore_tiers.nvme.judging_ahead import JudgingAhead
+from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock
 from kvstore_tiers.nvme.reading_ahead import ReadAhead
 from kvstore_tiers.nvme.slab_file import SlabFile, find_superblock
+from kvstore_tiers.nvme.verdicts import Verdicts
 from kvstore_tiers.testing.driving import block, finish, put
 
 CAPACITY_BYTES = 8 << 20
@@ -23,7 +27,7 @@ BLOCKS = range(1, 201)  # of three slabs
 
 
 @contextmanager
-def opened(path: Path, ahead: ReadAhead | None = None) -> Iterator[NvmeTier]:
+def opened(path: Path, ahead: JudgingAhead | None = None) -> Iterator[NvmeTier]:
     with closing(NvmeTier.open(path, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=1, ahead=ahead)) as tier:
         yield tier
 
@@ -61,28 +65,70 @@ def read_later(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return read
 
 
-def begun(directory: Path) -> ReadAhead:
-    """Everything that can be read ahead has been."""
-    ahead = ReadAhead.begin(directory)
-    assert ahead is not None
-    ahead._threads.shutdown(wait=True)
+@pytest.fixture(params=["judged", "only read"], autouse=True)
+def judged_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slabs that were judged before the tier was opened; in half of the tests the judge comes to none."""
+    judged: list[int] = []
+    original = JudgingAhead._judge
+
+    def watched(self: JudgingAhead, number: int) -> object:
+        if request.param == "only read":
+            return None
+        judged.append(number)
+        return original(self, number)
+
+    monkeypatch.setattr(JudgingAhead, "_judge", watched)
+    return judged
+
+
+def begun(directory: Path) -> JudgingAhead:
+    """Everything that can be read and judged ahead has been."""
+    reading = ReadAhead.begin(directory)
+    assert reading is not None
+    reading._threads.shutdown(wait=True)
+    ahead = JudgingAhead(reading)
+    ahead._thread.shutdown(wait=True)
     return ahead
 
 
-def test_what_was_read_ahead_is_not_read_again(directory: Path, read_later: list[int]) -> None:
-    with opened(directory, begun(directory)) as tier:
+def test_what_was_read_ahead_is_not_read_again(
+    directory: Path, read_later: list[int], judged_ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = begun(directory)
+    judged_later: list[int] = []
+    original = judging.judge
+
+    def watched(superblock: Superblock, *arguments: Any) -> list[Verdicts]:
+        judged_later.append(superblock.number)
+        return original(superblock, *arguments)
+
+    monkeypatch.setattr(judging, "judge", watched)
+    with opened(directory, ahead) as tier:
         assert recovered(tier) == set(BLOCKS)
         assert read_later == []
+        assert sorted([*judged_ahead, *judged_later]) == [1, 2, 3], "each of them once"
         store(tier, 1000)
     with opened(directory) as tier:
         assert recovered(tier) == {*BLOCKS, 1000}
         assert read_later == [1, 2, 3]
 
 
+def test_judged_ahead_and_judged_late_are_the_same(directory: Path) -> None:
+    """Column by column, whatever numbers the origins were given."""
+
+    def columns(ahead: JudgingAhead | None) -> list[bytes]:
+        with opened(directory, ahead) as tier:
+            found = tier.recover_columns()
+            origins = [found.origins[number] for number in found.origin]
+            named = [origin.fingerprint + origin.tenant for origin in origins]
+            return [*named, *(getattr(found, name).tobytes() for name in ("key", "parent", "depth", "offset"))]
+
+    assert columns(begun(directory)) == columns(None)
+
+
 def test_a_reading_that_has_hardly_begun_is_shared(directory: Path, read_later: list[int]) -> None:
     """Slabs that nobody has come to are read by who opens, the others are waited for."""
-    ahead = ReadAhead.begin(directory)
-    with opened(directory, ahead) as tier:
+    with opened(directory, JudgingAhead.begin(directory)) as tier:
         assert recovered(tier) == set(BLOCKS)
         assert len(read_later) == len(set(read_later))
 

@@ -39,7 +39,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         return mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
     from kvstore_tiers.nvme.reading_ahead import ReadAhead
 
-    ahead = ReadAhead.begin(config.nvme.path) if config.nvme.enabled else None  # while the rest is imported
+    reading = ReadAhead.begin(config.nvme.path) if config.nvme.enabled else None  # while NumPy is imported
+    from kvstore_tiers.nvme.judging_ahead import JudgingAhead
+
+    ahead = None if reading is None else JudgingAhead(reading)  # while the rest is
     from kvstored.daemon import StartupError, run
 
     try:

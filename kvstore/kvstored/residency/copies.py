@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore_tiers.base import Slot
+from kvstored.residency.rows import add_zeros
 
 _new_slot = tuple.__new__  # half the time of Slot's own
 
@@ -54,7 +55,7 @@ class TierCopies:
         more = rows - self._capacity
         self.state.extend(bytes(more))
         for column in (self.kids, self.container, self.offset, self.nbytes, self.generation):
-            column.frombytes(bytes(column.itemsize * more))
+            add_zeros(column, more)
         self._capacity = rows
 
     def put(self, row: int, slot: Slot, tenant: int) -> None:
@@ -83,6 +84,14 @@ class TierCopies:
         self.bytes_by_tenant[tenant] -= nbytes
         self.blocks -= 1
         return _new_slot(Slot, (self.container[row], self.offset[row], nbytes, self.generation[row]))
+
+    def take_run(self, rows: Sequence[int], tenant: int) -> list[Slot]:
+        """`take` for each row."""
+        containers, offsets, sizes, generations = self.container, self.offset, self.nbytes, self.generation
+        taken = [_new_slot(Slot, (containers[row], offsets[row], sizes[row], generations[row])) for row in rows]
+        self.bytes_by_tenant[tenant] -= sum([sizes[row] for row in rows])
+        self.blocks -= len(rows)
+        return taken
 
     def slot(self, row: int) -> Slot:
         return Slot(self.container[row], self.offset[row], self.nbytes[row], self.generation[row])

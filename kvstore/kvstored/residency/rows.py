@@ -73,9 +73,9 @@ class Rows:
         self.mask.extend(bytes(more))
         self.filling.extend(bytes(more))
         for column in (self.parent, self.links, self.kind, self.depth, self.payload_bytes):
-            column.frombytes(bytes(column.itemsize * more))
+            add_zeros(column, more)
         for column in (self.last_access_ns, self.accesses, self.generation):
-            column.frombytes(bytes(column.itemsize * more))
+            add_zeros(column, more)
         self.capacity += more
 
     def take_cold(self, packed_keys: bytes) -> int:
@@ -151,3 +151,13 @@ class Rows:
         if self.keys[row] is None and not self.mask[row]:
             return -1
         return row
+
+
+def add_zeros(column: array[int], more: int) -> None:
+    """A column grows by so many zeros. The first of them are made in place: a million zeros to copy from would be
+    memory that is touched for nothing."""
+    if column or not more:
+        column.frombytes(bytes(column.itemsize * more))
+    else:
+        column.append(0)
+        column *= more

@@ -2,7 +2,7 @@
 
 Reads superblocks and record regions only, in sequence (256 bytes a slot), with an index or without: the index is mended
 after it, beside the daemon that serves already (index.py). Slot images are judged when they are read.
-Owns what follows from the records (judging.py says what each of them is). Steps: drop what cannot be trusted (records
+Owns what follows from the records (verdicts.py says what each of them is). Steps: drop what cannot be trusted (records
 that do not hold, slots behind the end of a truncated file, older copies of a key, slabs beyond the capacity), withdraw
 it on the medium, sync, make the index agree, hand the rest out.
 Invariants: idempotent, since each step only withdraws and a second run finds less to do; of two records with one key
@@ -28,7 +28,8 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.index import KeyIndex
 from kvstore_tiers.nvme.index_mending import IndexColumns
-from kvstore_tiers.nvme.judging import Array, JudgedSlab, LiveBlocks, Origins, judge_slabs
+from kvstore_tiers.nvme.judging import JudgedSlab, judge_slabs
+from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstore_tiers.nvme.layout import (
     RECORD_BYTES,
     RecordState,
@@ -36,10 +37,10 @@ from kvstore_tiers.nvme.layout import (
     pack_record,
     record_header,
 )
-from kvstore_tiers.nvme.reading_ahead import ReadAhead
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.nvme.slab_file import SlabFile
 from kvstore_tiers.nvme.space import SlabSpace
+from kvstore_tiers.nvme.verdicts import Array, LiveBlocks, Origins
 from kvstore_tiers.recovered import RecoveredBlocks
 
 _REPAIR_THREADS = 8  # they wait for the medium
@@ -91,7 +92,7 @@ class Recovery:
     """One pass over the slabs that `open_slabs` opened."""
 
     def __init__(
-        self, space: SlabSpace, index: KeyIndex, report: RecoveryReport, ahead: ReadAhead | None = None
+        self, space: SlabSpace, index: KeyIndex, report: RecoveryReport, ahead: JudgingAhead | None = None
     ) -> None:
         self._ahead = ahead
         self._space = space

@@ -42,9 +42,9 @@ from kvstore_tiers.nvme.health import TierHealth
 from kvstore_tiers.nvme.index import BASE_BUDGET_BYTES, KeyIndex
 from kvstore_tiers.nvme.io import SlotIO
 from kvstore_tiers.nvme.journal import Journal
+from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstore_tiers.nvme.layout import record_header, record_holds
 from kvstore_tiers.nvme.probe import probe_medium, require_place
-from kvstore_tiers.nvme.reading_ahead import ReadAhead
 from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, SlabSpace
@@ -109,10 +109,10 @@ class NvmeTier(Tier):
         quarantine_slots: int = DEFAULT_QUARANTINE_SLOTS,
         clock: Callable[[], float] = time.monotonic,
         name: str = "nvme",
-        ahead: ReadAhead | None = None,
+        ahead: JudgingAhead | None = None,
     ) -> NvmeTier:
         """Lock and open a directory, made if need be. `recover` then tells what is in it. `ahead`: records of it that
-        were read meanwhile.
+        were judged meanwhile.
 
         Raises DirectoryInUse when another process has it, FormatUnsupported when a newer version wrote it,
         DirectoryUnusable when it cannot hold a tier of this size, with or without direct I/O as required.

@@ -1,0 +1,209 @@
+"""What the records of a slab say, judged in bulk and kept as columns.
+
+Owns the judgement of single records and the columns; judging.py goes over all slabs, recovery.py draws the conclusions
+from several records (two with one key, too many bytes). Never reads a file, never writes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_tiers.nvme.layout import RECORD_MAGIC_WORD, RecordState, Superblock
+from kvstore_tiers.nvme.record_checksums import BATCH_RECORDS, RecordChecksums
+from kvstore_tiers.recovered import BlockOrigin
+
+# Words of a record; docs/format.md gives the bytes.
+_HEAD, _GENERATION, _SEQUENCE, _KEY, _PARENT, _ORIGIN, _GROUP_AND_DEPTH, _PAYLOAD = 0, 1, 2, 3, 5, 9, 15, 17
+_ORIGIN_WORDS = 6
+_GROUP_MASK = np.uint64(0xFFFF)
+_MAGIC_MASK = np.uint64(0xFFFFFFFF)
+_STATE_SHIFT, _DEPTH_SHIFT = np.uint64(48), np.uint64(32)
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class LiveBlocks:
+    """Blocks that live records name, in slot order. `origin` is the number of a `BlockOrigin`."""
+
+    slots: Array
+    key: Array
+    parent: Array
+    origin: Array
+    depth: Array
+    sequence: Array
+    payload_bytes: Array
+    generation: Array
+
+    @classmethod
+    def room(cls, blocks: int) -> LiveBlocks:
+        """Columns to be filled, for so many blocks at most."""
+        return cls(
+            slots=np.empty(blocks, np.uint64),
+            key=np.empty((blocks, 2), "<u8"),
+            parent=np.empty((blocks, 2), "<u8"),
+            origin=np.empty(blocks, np.uint32),
+            depth=np.empty(blocks, np.uint32),
+            sequence=np.empty(blocks, np.uint64),
+            payload_bytes=np.empty(blocks, np.uint64),
+            generation=np.empty(blocks, np.uint64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def part(self, chosen: Any) -> LiveBlocks:
+        """Those of a slice (which stay where they are), or of a mask (copied)."""
+        return LiveBlocks(*(getattr(self, column.name)[chosen] for column in fields(self)))
+
+    def move_to(self, place: LiveBlocks) -> None:
+        """Copy to columns that may overlap these."""
+        for column in fields(self):
+            np.copyto(getattr(place, column.name), getattr(self, column.name))
+
+    @staticmethod
+    def joined(parts: Sequence[LiveBlocks]) -> LiveBlocks:
+        names = [column.name for column in fields(LiveBlocks)]
+        return LiveBlocks(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+@dataclass
+class Verdicts:
+    """What some records of a slab say, in slot order. `states` has a RecordState a slot; `withdrawn` are records that
+    must go.
+    """
+
+    states: npt.NDArray[np.uint8]
+    seen_generations: npt.NDArray[np.uint64]
+    payload_bytes: npt.NDArray[np.uint64]
+    live: LiveBlocks
+    last_sequence: int = 0
+    damaged: int = 0
+    truncated: int = 0
+    withdrawn: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def joined(pieces: Sequence[Verdicts], live: LiveBlocks) -> Verdicts:
+        """Several in a row as one, whose live blocks are these."""
+        return Verdicts(
+            np.concatenate([piece.states for piece in pieces]),
+            np.concatenate([piece.seen_generations for piece in pieces]),
+            np.concatenate([piece.payload_bytes for piece in pieces]),
+            live,
+            last_sequence=max(piece.last_sequence for piece in pieces),
+            damaged=sum(piece.damaged for piece in pieces),
+            truncated=sum(piece.truncated for piece in pieces),
+            withdrawn=set().union(*(piece.withdrawn for piece in pieces)),
+        )
+
+
+class Origins:
+    """Numbers for what many blocks share. For several threads at once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._lock = threading.Lock()
+
+    def number(self, words: Array) -> Array:
+        """A number for each of the records in these columns, new ones where they name something new."""
+        origin, groups = words[_ORIGIN : _ORIGIN + _ORIGIN_WORDS], words[_GROUP_AND_DEPTH] & _GROUP_MASK
+        found = np.empty(len(groups), np.uint32)
+        left = np.ones(len(groups), dtype=bool)
+        while left.any():  # one turn for each origin among them
+            at = int(left.argmax())
+            same = (groups == groups[at]) & (origin == origin[:, at : at + 1]).all(axis=0)
+            raw = origin[:, at].tobytes() + int(groups[at]).to_bytes(2, "little")
+            found[same] = self.number_of(raw)
+            left &= ~same
+        return found
+
+    def number_of(self, raw: bytes) -> int:
+        """The number of one, by the bytes that `raw` gives."""
+        with self._lock:
+            return self._numbers.setdefault(raw, len(self._numbers))
+
+    def raw(self) -> list[bytes]:
+        """All of them, by number, as bytes that mean the same to others of this class."""
+        return list(self._numbers)
+
+    def named(self) -> list[BlockOrigin]:
+        return [BlockOrigin(raw[32:48], raw[:32], int.from_bytes(raw[48:], "little")) for raw in self._numbers]
+
+
+def judge(
+    superblock: Superblock,
+    length_bytes: int,
+    first: int,
+    records: Array,
+    checksums: RecordChecksums,
+    origins: Origins,
+    room: LiveBlocks,
+) -> list[Verdicts]:
+    """Judge `records` (shape (n, 32), little-endian words) of the slots from `first` on, of a slab file that is so
+    long, in pieces that stay in the cache. The live blocks of each piece lie in `room` where its slots have theirs."""
+    return [
+        _judge(
+            superblock,
+            length_bytes,
+            first + begin,
+            records[begin : begin + BATCH_RECORDS],
+            checksums,
+            origins,
+            room.part(slice(begin, None)),
+        )
+        for begin in range(0, len(records), BATCH_RECORDS)
+    ]
+
+
+def _judge(
+    superblock: Superblock,
+    length_bytes: int,
+    first: int,
+    records: Array,
+    checksums: RecordChecksums,
+    origins: Origins,
+    room: LiveBlocks,
+) -> Verdicts:
+    words = checksums.load(records)
+    head = words[_HEAD]
+    used = head != 0
+    if not used.all():
+        used[~used] = records[~used].any(axis=1)  # nothing but zeros: never used
+    seeds = np.uint64(superblock.record_seed(first)) + np.arange(len(records), dtype=np.uint64)
+    sound = used & (checksums.digests(words, seeds) == words[-1]) & (head & _MAGIC_MASK == RECORD_MAGIC_WORD)
+    said = (head >> _STATE_SHIFT).astype(np.uint8)
+    sound &= said <= max(RecordState)
+    states = np.where(sound, said, 0).astype(np.uint8)
+    live = states == RecordState.LIVE
+    within = max(0, (length_bytes - superblock.slots_offset) // superblock.slot_bytes - first)
+    truncated = np.flatnonzero(live[within:]) + within
+    live[within:] = False
+    states[truncated] = RecordState.FREE
+    bad = np.flatnonzero(used & ~sound)
+    slots = np.flatnonzero(live)
+    blocks = words if len(slots) == len(records) else words[:, slots]
+    found = room.part(slice(len(slots)))
+    found.slots[:] = slots + first
+    found.key[:] = blocks[_KEY : _KEY + 2].T
+    found.parent[:] = blocks[_PARENT : _PARENT + 2].T
+    found.origin[:] = origins.number(blocks)
+    found.depth[:] = blocks[_GROUP_AND_DEPTH] >> _DEPTH_SHIFT
+    found.sequence[:] = blocks[_SEQUENCE]
+    found.payload_bytes[:] = blocks[_PAYLOAD]
+    found.generation[:] = blocks[_GENERATION]
+    return Verdicts(
+        states,
+        words[_GENERATION].copy(),
+        words[_PAYLOAD].copy(),
+        found,
+        last_sequence=int(words[_SEQUENCE][sound].max(initial=0)),
+        damaged=len(bad),
+        truncated=len(truncated),
+        withdrawn={int(slot) + first for slot in (*bad, *truncated)},
+    )
