@@ -32,6 +32,7 @@ from kvstore_tiers.testing.powerloss.replay import SCRATCH_ENVIRONMENT
 
 NAMES = [harness.name for harness in HARNESSES]
 SMALLEST_SHARE_S = 2.0
+TELL_EVERY_S = 10.0
 IN_MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 
 
@@ -72,9 +73,13 @@ def _torture(options: argparse.Namespace, result: dict[str, Any]) -> bool:
                 left_s = options.seconds - (time.monotonic() - started)
                 seconds = _share(harness, chosen[position:], left_s)
                 progress(f"{harness.name}: {harness.about}, for {seconds:.0f} s")
-                ended = run_to_the_end(harness, options.seed, seconds, root, options.stop_at.get(harness.name))
+                stop_at, on_the_way = options.stop_at.get(harness.name), OnTheWay(harness)
+                began = time.monotonic()
+                try:
+                    ended = run_to_the_end(harness, options.seed, seconds, root, stop_at, on_the_way)
+                finally:
+                    result["seconds_by_harness"][harness.name] = round(time.monotonic() - began, 1)
                 add_up(result, ended.figures)
-                result["seconds_by_harness"][harness.name] = round(ended.seconds, 1)
                 if ended.failure:
                     broken = True
                     add_up(result, {"harness_failures": [f"{harness.name} {ended.failure}"]})
@@ -92,9 +97,26 @@ def _share(harness: Harness, rest: Sequence[Harness], left_s: float) -> float:
     return max(SMALLEST_SHARE_S, left_s * harness.share / sum(other.share for other in rest))
 
 
+class OnTheWay:
+    """Says now and then how far a harness is."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._harness = harness
+        self._started = self._told_at = time.monotonic()
+
+    def __call__(self, figures: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= TELL_EVERY_S:
+            self._told_at = now
+            progress(f"{self._harness.name}: {_in_words(self._harness, figures)} after {now - self._started:.0f} s")
+
+
+def _in_words(harness: Harness, figures: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {figures.get(name, 0)}" for name in dict.fromkeys((harness.counts, *harness.tells)))
+
+
 def _tell(harness: Harness, figures: dict[str, Any], seconds: float, failure: str) -> None:
-    told = ", ".join(f"{name} {figures.get(name, 0)}" for name in dict.fromkeys((harness.counts, *harness.tells)))
-    progress(f"{harness.name}: {told} in {seconds:.1f} s")
+    progress(f"{harness.name}: {_in_words(harness, figures)} in {seconds:.1f} s")
     for line in (*figures.get("failures", ()), *([failure] if failure else ())):
         progress(f"  {line}")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class Figures:
     largest: dict[str, float] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)  # figures that could not be taken, and why
     failures: list[str] = field(default_factory=list)
+    beside: Sequence[Mapping[str, Any]] = ()  # what others found, to be told with it
     _told_at: float = 0.0
 
     def add(self, name: str, count: int = 1) -> None:
@@ -83,6 +84,12 @@ class Figures:
             self.failures.append(f"{name}: {what}")
 
     def as_json(self) -> dict[str, Any]:
+        total = self._own()
+        for figures in self.beside:
+            add_up(total, figures)
+        return total
+
+    def _own(self) -> dict[str, Any]:
         return {
             **self.counts,
             **{name: dict(sorted(counter.items())) for name, counter in self.kinds.items()},

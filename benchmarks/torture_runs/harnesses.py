@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from torture_runs.child_process import kill_naming, start_child
 PREFIX = "kvtorture-"
 OVERTIME_S = 180.0
 LOG_TAIL_LINES = 25
+Told = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ HARNESSES = (
         0.10, "corruptions", ("corruptions", "served_wrong"),
     ),
     Harness(
-        "kills", "kills", "kill -9 at random and at each failpoint, under clients of two tenants",
+        "kills", "kill_lanes", "kill -9 at random and at each failpoint, under clients of two tenants",
         0.36, "kills", ("kills", "durable_lost", "resurrected", "wrong_bytes_after_kill", "over_capacity_bytes"),
     ),
     Harness(
@@ -78,8 +79,11 @@ class Ended:
     failure: str = ""
 
 
-def run_to_the_end(harness: Harness, seed: int, seconds: float, root: Path, stop_at: int | None) -> Ended:
-    """Run one harness in `root`. KeyboardInterrupt kills it and all it started, and goes on up with the figures."""
+def run_to_the_end(
+    harness: Harness, seed: int, seconds: float, root: Path, stop_at: int | None, on_the_way: Callable[[Told], None]
+) -> Ended:
+    """Run one harness in `root`. KeyboardInterrupt kills it and all it started, and goes on up with the figures.
+    `on_the_way` hears of the figures so far, about once a second."""
     started = time.monotonic()
     directory = root / harness.name
     directory.mkdir()
@@ -90,7 +94,7 @@ def run_to_the_end(harness: Harness, seed: int, seconds: float, root: Path, stop
     with log.open("wb") as errors:
         child = start_child(command, stdout=-1, stderr=errors, text=True, new_session=True)
     try:
-        figures = _listen(child, seconds + OVERTIME_S)
+        figures = _listen(child, seconds + OVERTIME_S, on_the_way)
         status = child.wait(OVERTIME_S)
         failure = f"ended with status {status}\n{_tail(log)}" if status else ""
     except TimeoutError as error:
@@ -103,7 +107,7 @@ def run_to_the_end(harness: Harness, seed: int, seconds: float, root: Path, stop
     return Ended(figures, time.monotonic() - started, failure)
 
 
-def _listen(child: subprocess.Popen[Any], patience_s: float) -> dict[str, Any]:
+def _listen(child: subprocess.Popen[Any], patience_s: float, on_the_way: Callable[[Told], None]) -> Told:
     """The last figures it told. Raises TimeoutError and KeyboardInterrupt with those so far."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -115,7 +119,7 @@ def _listen(child: subprocess.Popen[Any], patience_s: float) -> dict[str, Any]:
 
     threading.Thread(target=forward, daemon=True).start()
     deadline = time.monotonic() + patience_s
-    figures: dict[str, Any] = {}
+    figures: Told = {}
     while True:
         try:
             line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -127,6 +131,7 @@ def _listen(child: subprocess.Popen[Any], patience_s: float) -> dict[str, Any]:
             return figures
         with suppress(ValueError):
             figures = json.loads(line)
+            on_the_way(figures)
 
 
 def end_all(child: subprocess.Popen[Any], directory: Path) -> None:

@@ -44,6 +44,8 @@ NEW_SLABS = ("nvme.slab-allocated", "nvme.slab-before-rename", "nvme.slab-after-
 RESHAPES = ("nvme.slab-records-zeroed", "nvme.slab-reformat")
 HITS = {"host": 60, "nvme.read": 12, "nvme.slab": 3, "nvme.recover": 1, "nvme.index-seal": 1, "nvme": 25}
 STARTUP_SHARE, RANDOM_SHARE = 0.06, 0.5
+COMMAND_SHARE = 0.1  # of all lives: started as `kvstored serve`; the others are forked from a process that imported it
+LATEST_STARTUP_KILL = 1.2  # in times of the last start that was let through
 
 
 def torture(assignment: Assignment, figures: Figures) -> None:
@@ -72,6 +74,7 @@ class Lives:
         self._number = 0
         self._directories = 0
         self._settings = daemon.settings
+        self._start_s = {False: 0.5, True: 0.15}  # how long the last start took, by whether it was forked
         self._begin_anew()
 
     def live(self, names: list[str]) -> None:
@@ -79,6 +82,7 @@ class Lives:
         self._number += 1
         if self._number % LIVES_A_DIRECTORY == 0:
             self._begin_anew()
+        self._daemon.is_forked = bool(self._rng.random() >= COMMAND_SHARE)
         draw = self._rng.random()
         try:
             if draw < STARTUP_SHARE:
@@ -87,7 +91,9 @@ class Lives:
                 self._one_life("")
             elif names[-1] in RESHAPES:
                 failpoint, hit = names.pop(), int(self._rng.integers(1, 3))
-                died = killed_while_reshaping(self._daemon.directory, failpoint, hit, self._figures)
+                died = killed_while_reshaping(
+                    self._daemon.directory, failpoint, hit, self._daemon.is_forked, self._figures
+                )
                 self._count_kill(failpoint, died)
             else:
                 if names[-1] in NEW_SLABS:
@@ -119,15 +125,18 @@ class Lives:
     # -- ways to die -------------------------------------------------------------------------------------------------
 
     def _killed_at_startup(self) -> None:
-        self._daemon.start(patience_s=float(self._rng.uniform(0.05, 0.5)))
+        typical_s = self._start_s[self._daemon.is_forked]
+        self._daemon.start(patience_s=float(self._rng.uniform(0.0, LATEST_STARTUP_KILL * typical_s)))
         self._daemon.kill9()
         self._count_kill("while starting", True)
 
     def _one_life(self, failpoint: str) -> None:
         hit = int(self._rng.integers(1, 1 + _most_hits(failpoint))) if failpoint else 0
+        began = time.monotonic()
         if not self._daemon.start(f"{failpoint}=kill@{hit}" if failpoint else ""):
             self._count_kill(failpoint, True)
             return
+        self._start_s[self._daemon.is_forked] = time.monotonic() - began
         died = not self._everybody_lives()
         life_s = float(self._rng.uniform(0.0, LONGEST_LIFE_S))
         if failpoint in AT_STOP:
@@ -155,6 +164,7 @@ class Lives:
         if failpoint and not died:
             self._figures.add_kind("failpoints_not_reached", failpoint)
         self._figures.add("kills")
+        self._figures.add("kills_of_the_command", int(not self._daemon.is_forked))
         self._figures.add_kind("kills_by_place", failpoint if failpoint and died else "random")
 
     # -- clients -----------------------------------------------------------------------------------------------------

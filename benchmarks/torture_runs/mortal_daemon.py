@@ -14,9 +14,10 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import grpc
 
@@ -24,6 +25,7 @@ import kvstore_client
 from kvstore_client import Fingerprint, Session
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 from torture_runs.child_process import end_child, kill_naming, start_child
+from torture_runs.forked_daemon import ForkedDaemon
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
@@ -50,7 +52,8 @@ class MortalDaemon:
         self.state_dir = directory / "state"
         self.nvme_dir = self.state_dir / "nvme"
         self.settings = settings
-        self.process: subprocess.Popen[Any] | None = None
+        self.process: subprocess.Popen[Any] | ForkedDaemon | None = None
+        self.is_forked = False  # the next start, from a process that has imported it; else as the command
 
     @property
     def log(self) -> str:
@@ -71,11 +74,11 @@ class MortalDaemon:
         environment = {"NOTIFY_SOCKET": str(notify_path), "KVSTORED_FAILPOINTS": failpoints}
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
             listener.bind(str(notify_path))
-            listener.settimeout(0.02)
             with open(self.directory / "log", "wb") as log:
-                self.process = start_child(self.command(), environment=environment, stdout=log, stderr=log)
+                self.process = self._start(environment, log)
             deadline = time.monotonic() + patience_s
             while time.monotonic() < deadline:
+                listener.settimeout(max(0.001, min(0.02, deadline - time.monotonic())))
                 try:
                     if b"READY=1" in listener.recv(4096):
                         return True
@@ -88,10 +91,17 @@ class MortalDaemon:
             return False
         raise DaemonFailed(f"exit status {self.process.poll()} before it served\n{self.log}")
 
+    def _start(self, environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[Any] | ForkedDaemon:
+        if self.is_forked:
+            return ForkedDaemon(self.arguments(), environment, log)
+        return start_child(self.command(), environment=environment, stdout=log, stderr=log)
+
     def command(self) -> list[str]:
+        return [sys.executable, "-m", "kvstored", *self.arguments()]
+
+    def arguments(self) -> list[str]:
         chosen = [argument for setting in self.settings for argument in ("--set", setting)]
-        places = ["--socket-dir", str(self.socket_dir), "--state-dir", str(self.state_dir)]
-        return [sys.executable, "-m", "kvstored", "serve", *places, *chosen]
+        return ["serve", "--socket-dir", str(self.socket_dir), "--state-dir", str(self.state_dir), *chosen]
 
     def kill9(self) -> None:
         """Idempotent."""

@@ -7,6 +7,7 @@ the failpoint kills, start again, look. Never fills beyond the capacity.
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +26,16 @@ SETTINGS = (
 BLOCKS = 15  # of 64 tokens: fewer than 1000 tokens a conversation
 SMALL, LARGE = 56, 8  # conversations: the first fill every slab that fits, the second half of the capacity
 PATIENCE_S = 5.0
+TOGETHER = 8
 
 
-def killed_while_reshaping(beside: Path, failpoint: str, hit: int, figures: Figures) -> bool:
+def killed_while_reshaping(beside: Path, failpoint: str, hit: int, is_forked: bool, figures: Figures) -> bool:
     """Whether the failpoint was reached. What was answered durable after the reshaping began must be there."""
     directory = beside.parent / "reshaping"
     shutil.rmtree(directory, ignore_errors=True)
     large = [Conversation("large", 1, number, BLOCKS) for number in range(LARGE)]
     with MortalDaemon(directory, *SETTINGS) as daemon:
+        daemon.is_forked = is_forked
         daemon.start(f"{failpoint}=kill@{hit}")
         _store_delete_store(daemon, large)
         was_reached = daemon.wait_killed(PATIENCE_S)
@@ -56,10 +59,11 @@ def _store_delete_store(daemon: MortalDaemon, large: list[Conversation]) -> None
     small = [Conversation("small", 0, number, BLOCKS) for number in range(SMALL)]
     try:
         with daemon.connect(small[0].fingerprint, deadline_s=5.0) as session:
-            for conversation in small:
-                session.put(conversation.tokens(BLOCKS), payloads=conversation.payloads(BLOCKS), wait="settled")
-            for conversation in small:
-                session.delete(conversation.tokens(BLOCKS), deadline_s=5.0)
+            for wait in ("published", "settled"):  # all are on their way before the first is waited for
+                for conversation in small:
+                    session.put(conversation.tokens(BLOCKS), payloads=conversation.payloads(BLOCKS), wait=wait)
+            with ThreadPoolExecutor(TOGETHER) as threads:  # each delete waits for a commit, which they share so
+                list(threads.map(lambda each: session.delete(each.tokens(BLOCKS), deadline_s=5.0), small))
         with daemon.connect(large[0].fingerprint, deadline_s=5.0) as session:
             for conversation in large:
                 receipt = session.put(

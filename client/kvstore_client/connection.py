@@ -10,19 +10,21 @@ the one after it that the daemon gave the lease to again, is alive. A lease that
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_client.errors import ConnectError
-from kvstore_client.handshake import PROTOCOL_VERSION, Handshake, open_handshake
+from kvstore_client.handshake import PROTOCOL_VERSION, GrantedArena, Handshake, open_handshake
 from kvstore_client.keys import KeyChains
 from kvstore_client.loan import Loan
 from kvstore_client.lookup_index import IndexSource
-from kvstore_client.memory import Bytes, map_read_only, map_read_write, prefault, step_behind
+from kvstore_client.memory import Bytes, map_present, map_read_only, map_read_write, prefault, step_behind
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
 from kvstore_client.stream import Stream
 from kvstore_proto.fingerprint import Fingerprint
@@ -31,6 +33,7 @@ from kvstore_proto.v1 import handshake_pb2, kvstore_pb2
 _DEFAULT_MAX_KEYS = 1024
 PREFAULT_ARENAS_BYTES = 1 << 30  # page tables for more would be some megabytes of each engine
 PREFAULT_GRANT_TIMEOUT_S = 1.0
+PREFAULT_PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +106,9 @@ class Connection:
         if known is not None:
             return known
         grant = self._handshake.request_arena(arena_id, timeout_s)
-        if grant is None:
-            return None
+        return self._map(arena_id, grant) if grant is not None else None
+
+    def _map(self, arena_id: int, grant: GrantedArena) -> Bytes | None:
         try:
             mapped = map_read_only(grant.descriptor, grant.size_bytes)
         except (OSError, ValueError):
@@ -114,19 +118,40 @@ class Connection:
 
     def _prefault(self) -> None:
         """Map what will be read and written before it is needed: an engine that starts has its model to load."""
+        with contextlib.ExitStack() as descriptors:
+            mapped = list(self._map_arenas(descriptors))
+            step_behind()  # not before: while we ask, others wait for the handshake connection
+            if self.staging is not None:
+                prefault(self.staging, lambda: not self._dead)
+            left_bytes = sum(len(arena) for arena, _ in mapped)
+            for pause_s in PREFAULT_PAUSES_S:  # a daemon that has just begun is touching its arenas meanwhile
+                if self._dead or not left_bytes:
+                    return
+                time.sleep(pause_s)
+                left_bytes = 0
+                for arena, descriptor in mapped:
+                    left_bytes += len(arena) - map_present(arena, descriptor, lambda: not self._dead)
+
+    def _map_arenas(self, descriptors: contextlib.ExitStack) -> Iterator[tuple[Bytes, int]]:
+        """Arenas that were announced and are not mapped yet, each with a descriptor of it until the stack ends."""
         left_bytes = PREFAULT_ARENAS_BYTES
-        mapped = []
         for arena_id in self._handshake.welcome.arena_ids:
-            arena = None if self._dead else self.arena(arena_id, PREFAULT_GRANT_TIMEOUT_S)
+            if self._dead or arena_id in self._arenas:
+                continue
+            grant = self._handshake.request_arena(arena_id, PREFAULT_GRANT_TIMEOUT_S)
+            if grant is None:
+                return
+            try:
+                descriptor = os.dup(grant.descriptor)
+            except OSError:
+                self._map(arena_id, grant)
+                return
+            descriptors.callback(os.close, descriptor)
+            arena = self._map(arena_id, grant)
             if arena is None or left_bytes < len(arena):
-                break
+                return
             left_bytes -= len(arena)
-            mapped.append(arena)
-        step_behind()  # not before: while we ask, others wait for the handshake connection
-        for arena in mapped:
-            prefault(arena, lambda: not self._dead)
-        if self.staging is not None:
-            prefault(self.staging, lambda: not self._dead)
+            yield arena, descriptor
 
     def hold(self, lease_id: int) -> None:
         """Somebody reads under this lease from now on, until `release`."""

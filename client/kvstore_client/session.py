@@ -455,6 +455,8 @@ class Session:
         return (connection, key_set(self.fingerprint, group, packed)) if packed else None
 
     def _payload_bytes(self, payloads: Sequence[Payload], group: LayerGroup, stated: int | None) -> int:
+        if payloads is None:
+            raise invalid("payloads is None: give one payload a block, of bytes, an array or a function(dest)")
         fixed = self.fingerprint.payload_bytes(group.group_id)
         sizes = {size for size in map(payload_size, payloads) if size is not None}
         expected = fixed or stated or (min(sizes) if sizes else 0)

@@ -331,6 +331,7 @@ class Daemon:
             indexes, store.counters, end_session, epoch=os.urandom(16), data_socket=sockets / "data.sock",
             returning=self._former,
         )  # fmt: skip
+        self._reception.set_shares()
         self._handshake = HandshakeServer(sockets / "handshake.sock", self._reception, limits.max_clients)
         self.lifetime = Lifetime(
             self._handshake, self._sessions, store.leases, residency, store.writeback, self._on_shutdown

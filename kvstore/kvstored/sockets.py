@@ -28,6 +28,12 @@ def prepare_directory(path: Path, group: str) -> None:
         )
     try:
         path.mkdir(mode=0o750, parents=True, exist_ok=True)
+        owner = path.stat().st_uid
+        if owner not in (0, os.geteuid()) and os.geteuid() != 0:
+            raise SocketError(
+                f"socket directory {path} belongs to uid {owner}, who could put other sockets in place of ours; "
+                "chown it, or set daemon.socket_dir to a directory of its own"
+            )
         if path.stat().st_mode & stat.S_IWOTH:
             raise SocketError(
                 f"socket directory {path} can be written by everybody; set daemon.socket_dir to a directory of its own"

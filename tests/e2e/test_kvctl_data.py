@@ -217,7 +217,7 @@ def test_a_longer_prefix_than_is_stored_is_a_miss_or_partial(kvctl: Kvctl, tmp_p
     said = kvctl.json(["get", *prefix, str(tmp_path / "out")], exit_code=MISS)
     assert (said["found_blocks"], said["blocks"], said["reason"]) == (2, 5, "never_stored")
     partly = kvctl(["get", *prefix, "--partial"], exit_code=MISS)
-    assert partly.bytes == data and "3 more are not stored: never_stored" in partly.err
+    assert partly.bytes == data and "3 more are not there: never stored" in partly.err
     kvctl(["delete", *prefix])
 
 

@@ -126,6 +126,22 @@ def test_every_block_of_every_tenant_is_there(tmp_path_factory: pytest.TempPathF
         assert eventually(lambda: daemon.status().books.walks > walks + 1)
         assert list(daemon.status().books.broken) == [], "the daemon's own books are in order"
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two tenants")
+def test_what_a_tenant_is_owed_holds_before_its_first_client_is_back(tmp_path: Path) -> None:
+    """Its blocks are there again, so are others who want their room."""
+    config = tmp_path / "kvstored.toml"
+    config.write_text(TENANTS + 'host_min = "8MiB"\n')
+    with running_daemon(*WARM, config=config) as daemon:
+        with as_group(OTHER_GID), daemon.connect(MODEL) as session:
+            for conversation in range(3):
+                put(session, conversation)
+        daemon.kill9()
+        daemon.restart()
+        with daemon.connect(MODEL) as session:
+            push_out(session, 100)
+        with as_group(OTHER_GID), daemon.connect(MODEL) as session:
+            assert [found(session, conversation) for conversation in range(3)] == [BLOCKS] * 3
+
 
 def test_a_lease_outlives_the_daemon(daemon: RunningDaemon) -> None:
     """It holds its bytes under eviction pressure, is valid again once the client is back, and is released as ever."""

@@ -52,13 +52,15 @@ def run(place: Path, *arguments: str, timeout_s: float = 230.0) -> dict[str, Any
 
 
 def processes_below(place: Path) -> list[str]:
+    """Those that name it on their command line, and those that write to a file in it: daemons that were forked."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             told = path.read_bytes()
+            output = os.fsencode(os.readlink(path.parent / "fd" / "1"))
         except OSError:
             continue
-        if os.fsencode(place) + b"/" in told and int(path.parent.name) != os.getpid():
+        if os.fsencode(place) + b"/" in told + b"\0" + output and int(path.parent.name) != os.getpid():
             found.append(told.replace(b"\0", b" ").decode(errors="replace"))
     return found
 

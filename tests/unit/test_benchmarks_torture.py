@@ -198,3 +198,25 @@ def test_the_ledger_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "1,200" in shown and "WRONG" in shown and "abc" in shown
     assert module("torture").main(["--show-ledger", "--ledger", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["abc"]["kills"] == 1200
+
+
+def test_what_lanes_found_is_told_with_what_the_harness_found_itself() -> None:
+    figures = module("torture_runs.figures").Figures()
+    figures.add("kills")
+    figures.at_least("over_capacity_bytes", 5)
+    figures.beside = [
+        {"kills": 3, "over_capacity_bytes": 4096, "kills_by_place": {"random": 3}, "failures": ["durable_lost: one"]},
+        {"kills": 4, "over_capacity_bytes": 0, "kills_by_place": {"random": 1}},
+    ]
+    told = {
+        "kills": 8, "over_capacity_bytes": 4096, "kills_by_place": {"random": 4}, "failures": ["durable_lost: one"],
+    }  # fmt: skip
+    assert figures.as_json() == told == figures.as_json()
+
+
+def test_every_lane_runs_in_a_folder_of_its_own_and_its_crash_is_told(tmp_path: Path) -> None:
+    figures = module("torture_runs.figures")
+    assignment = figures.Assignment(1, 5.0, tmp_path, stop_at=5)
+    with pytest.raises(RuntimeError, match="lane 0 ended with status 1; lane 1 ended with status 1"):
+        module("torture_runs.lanes").in_lanes("no_such_harness", 2, assignment, figures.Figures())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

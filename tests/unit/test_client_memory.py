@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from kvstore_client.memory import (
     PREFAULT_SLICE_BYTES,
+    PRESENT_SLICE_BYTES,
     contiguous_runs,
+    map_present,
     map_read_only,
     map_read_write,
     populate,
@@ -88,6 +90,28 @@ def test_prefault_stops_when_it_is_no_longer_wanted_and_changes_no_byte() -> Non
     os.close(descriptor)
     assert staging[5] == 9
     assert not staging[6:].any()
+
+
+def test_mapping_what_is_present_gives_an_arena_no_page_that_it_has_not() -> None:
+    """An arena that was emptied since holds capacity that is in use elsewhere."""
+    size_bytes = 3 * PRESENT_SLICE_BYTES
+    descriptor = memfd(size_bytes)
+    writer = map_read_write(os.dup(descriptor), size_bytes)
+    writer[PRESENT_SLICE_BYTES : 2 * PRESENT_SLICE_BYTES + 4096] = 7
+    arena = map_read_only(os.dup(descriptor), size_bytes)
+    present_bytes = os.fstat(descriptor).st_blocks * 512
+    assert map_present(arena, descriptor, lambda: True) == present_bytes == PRESENT_SLICE_BYTES + 4096
+    assert os.fstat(descriptor).st_blocks * 512 == present_bytes
+    os.close(descriptor)
+
+
+def test_mapping_what_is_present_stops_when_it_is_no_longer_wanted() -> None:
+    descriptor = memfd(3 * PRESENT_SLICE_BYTES)
+    writer = map_read_write(os.dup(descriptor), 3 * PRESENT_SLICE_BYTES)
+    writer[:] = 7
+    answers = iter([True, False])
+    assert map_present(writer, descriptor, lambda: next(answers)) == PRESENT_SLICE_BYTES
+    os.close(descriptor)
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 10)), max_size=20))

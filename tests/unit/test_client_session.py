@@ -74,6 +74,11 @@ def test_what_is_put_is_what_another_session_gets(daemon: FakeDaemon, session: S
             assert not lease.verify(TOKENS[::-1])
 
 
+def test_a_put_without_payloads_says_what_is_missing(session: Session) -> None:
+    with pytest.raises(KVStoreError, match="payloads is None: give one payload a block"):
+        session.put(TOKENS, payloads=None)  # type: ignore[arg-type]
+
+
 def test_the_rest_of_a_prefix_can_be_put_later_and_layers_are_whole(session: Session) -> None:
     session.put(TOKENS, payloads=PAYLOADS[:5])
     assert session.lookup(TOKENS).blocks == 5

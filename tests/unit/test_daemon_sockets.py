@@ -54,6 +54,16 @@ def test_a_directory_that_everybody_can_write_is_refused(place: Path) -> None:
     assert mode(place / "open") == 0o1777
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a directory away")
+def test_a_directory_of_another_user_is_refused_but_by_root(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "theirs").mkdir()
+    os.chown(place / "theirs", 65534, -1)
+    prepare_directory(place / "theirs", "")
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(SocketError, match="belongs to uid 65534"):
+        prepare_directory(place / "theirs", "")
+
+
 def test_a_directory_is_ours_where_nobody_else_may_change_it(place: Path) -> None:
     assert who_else_can_change(place) is None
     place.chmod(0o755)

@@ -81,11 +81,12 @@ def test_no_text_is_more_than_a_mistake(text: str) -> None:
 
 
 def test_sizes() -> None:
-    assert [size(text) for text in ("4096", "64KiB", "1.5MiB", "2GiB", "10 B")] == [
+    assert [size(text) for text in ("4096", "64KiB", "1.5MiB", "2GiB", "1.5TiB", "10 B")] == [
         4096,
         65536,
         3 * MIB // 2,
         2048 * MIB,
+        3 << 39,
         10,
     ]
     for text in ("", "0", "-1", "1kb", "MiB", "1e9"):

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 
 import numpy as np
 import pytest
@@ -320,3 +320,52 @@ def test_a_freed_slot_is_no_block_to_who_scans_the_arena(tier: HostTier) -> None
     assert not isinstance(read_header(view[:HEADER_BYTES]), str)
     tier.free(slot)
     assert isinstance(read_header(view[:HEADER_BYTES]), str)
+
+
+def arena_memory_bytes() -> int:
+    """What all arenas of this process take by the kernel's account, those that were given up too."""
+    held: dict[int, int] = {}
+    for number in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{number}"
+        with suppress(OSError):
+            if "kvstore-arena" in os.readlink(path):
+                found = os.stat(path)
+                held[found.st_ino] = found.st_blocks * 512
+    return sum(held.values())
+
+
+def use(tier: HostTier, nbytes: int, owner: str, slots: int) -> list[Slot]:
+    """Slots with every page touched."""
+    used = []
+    for _ in range(slots):
+        slot = tier.allocate(nbytes, owner)
+        assert slot is not None
+        tier.view(slot)[:] = 1
+        used.append(slot)
+    return used
+
+
+def test_an_arena_that_changes_hands_twice_before_it_was_used_up_takes_no_more_than_the_capacity() -> None:
+    before_bytes = arena_memory_bytes()
+    with closing(HostTier(MIB, arena_bytes=MIB)) as tier:
+        for owner, count in (("a", 256), ("b", 16), ("c", 8), ("d", 200), ("e", 256)):
+            slots = use(tier, 4096, owner, count)
+            assert arena_memory_bytes() - before_bytes <= MIB
+            for slot in slots:
+                tier.free(slot)
+
+
+def test_memory_that_a_client_touches_again_after_it_went_to_another_arena_is_taken_back() -> None:
+    before_bytes = arena_memory_bytes()
+    with closing(HostTier(MIB, arena_bytes=MIB)) as tier:
+        (first, *others) = use(tier, 4096, "a", 256)
+        descriptor = tier.readonly_fd(first.container)
+        with mmap.mmap(descriptor, MIB, prot=mmap.PROT_READ) as mapped:
+            os.close(descriptor)
+            for slot in (first, *others):
+                tier.free(slot)
+            use(tier, 4096, "b", 100)
+            assert sum(mapped[offset] for offset in range(0, 100 * 4096, 4096)) == 0
+            assert arena_memory_bytes() - before_bytes > MIB  # a read of a hole makes a page
+            use(tier, 4096, "b", 1)
+            assert arena_memory_bytes() - before_bytes <= MIB

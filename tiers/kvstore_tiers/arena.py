@@ -268,6 +268,11 @@ class Arena:
             number = ctypes.get_errno()
             raise OSError(number, f"cannot give memory of arena {self.number} back: {os.strerror(number)}")
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes now, by the kernel's account."""
+        return os.fstat(self.fd).st_blocks * 512
+
     def _hand_out(self) -> int:
         """The next slot that was never in use since the arena was cut."""
         index = len(self._generations)
@@ -293,8 +298,11 @@ class Arena:
             if donor is None:
                 return
             if upto_bytes > donor.inherited_bytes:
+                donor._inherit(upto_bytes)  # what it had not yet taken of its own donor
                 donor.punch(donor.inherited_bytes, upto_bytes - donor.inherited_bytes)
                 donor.inherited_bytes = upto_bytes
+            if donor.held_bytes > donor.nbytes - donor.inherited_bytes:  # a client read there since, which makes pages
+                donor.punch(0, donor.inherited_bytes)
             if donor.inherited_bytes == donor.nbytes:
                 donor.release()
                 self._donor = None

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore_client.cli.exit_codes import DENIED, FAILED, MISS, UNREACHABLE, CommandError
+from kvstore_client.cli.explaining import in_words
 from kvstore_client.errors import DaemonUnavailable
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.session import Session, connect
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
+
+NEVER_STORED = "never_stored"
 
 
 @contextmanager
@@ -44,4 +47,5 @@ def not_there(what: str, reason: str, timeout_s: float, **facts: object) -> Comm
         return CommandError(
             UNREACHABLE, f"{what}: the daemon did not answer within {timeout_s:g} s; give more time with --timeout"
         )
-    return CommandError(MISS, f"{what}: {reason or 'never_stored'}", reason=reason or "never_stored", **facts)
+    reason = reason or NEVER_STORED
+    return CommandError(MISS, f"{what}: {in_words(reason)}", reason=reason, **facts)

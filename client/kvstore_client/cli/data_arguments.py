@@ -51,8 +51,8 @@ DATA_EXAMPLES: Final = {
 WITH_TARGET: Final = ("put", "get", "prefetch", "delete", "explain")
 DEFAULT_RECENT: Final = 20
 MAX_BLOCK_BYTES: Final = 1 << 30
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)?")
-_UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
+_UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def add_data_options(made: Mapping[str, argparse.ArgumentParser]) -> None:

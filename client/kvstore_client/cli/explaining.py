@@ -53,6 +53,11 @@ _COLUMNS: Final = (
 )
 
 
+def in_words(reason: str) -> str:
+    """Why blocks were not served, for people; a reason without a sentence as it is."""
+    return _SENTENCES.get(reason, reason)
+
+
 def render_chain(
     label: str,
     blocks: Sequence[wire.BlockExplanation],
@@ -84,7 +89,7 @@ def why(block: wire.BlockExplanation) -> str:
         return (
             f"not reached: {block.missing_ancestor[:KEY_DIGITS]} before it is missing" if block.missing_ancestor else ""
         )
-    text = _SENTENCES.get(block.cause, block.cause)
+    text = in_words(block.cause)
     if block.gone_s:
         text += f", {human_seconds(block.gone_s)} ago"
     if block.accesses_before:

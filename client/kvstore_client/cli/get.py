@@ -21,6 +21,7 @@ import xxhash
 
 from kvstore_client.cli.connecting import not_there, open_session
 from kvstore_client.cli.exit_codes import FAILED, MISS, USAGE, CommandError
+from kvstore_client.cli.explaining import in_words
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.progress import Progress
 from kvstore_client.cli.target import Target, find_target
@@ -132,7 +133,7 @@ def _get_prefix(reading: _Reading, target: Target, *, partial: bool) -> Output:
     output = _output(target.label, reading)
     if whole:
         return output
-    text = f"{output.text}; {target.blocks - reading.blocks} more are not stored: {reading.reason}"
+    text = f"{output.text}; {target.blocks - reading.blocks} more are not there: {in_words(reading.reason)}"
     return Output(text, {**output.reply, "reason": reading.reason}, MISS)  # type: ignore[dict-item]
 
 

@@ -9,9 +9,29 @@ import sys
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.settings import add_settings, overrides
 
+EXAMPLES = """\
+examples:
+  kvstored serve                                  with what the configuration file says, or else the defaults
+  kvstored serve --config ./kvstored.toml
+  kvstored serve --socket-dir /tmp/kv --state-dir /tmp/kv/state --set host.capacity=2GiB --set nvme.capacity=8GiB
+  kvstored serve --record ./today.jsonl.gz        records what clients ask for, for kvstored simulate
+  kvstored config                                 prints every setting, its default and what it means
+
+Ready when `kvctl ping` answers. SIGTERM stops in order and keeps DRAM for the next start where host.warm_restart
+says so; Ctrl-C stops in order and gives the memory back.
+exit status: 0 it was told to stop; 1 it could not start or go on; 2 a mistake in the arguments or the
+configuration; 4 it could not stop in order, because a disk hangs
+"""
+
 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    serve = commands.add_parser("serve", help="run the daemon in the foreground")
+    serve = commands.add_parser(
+        "serve",
+        help="run the daemon in the foreground",
+        description="Run the daemon in the foreground until it is told to stop (SIGTERM, or Ctrl-C).",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_settings(serve)
     serve.add_argument("--record", metavar="FILE", help="short for --set daemon.record=FILE")
     serve.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])

@@ -217,6 +217,13 @@ class Reception:
             self._staging_pool.give_back(granted_bytes)
             raise KVStoreError(ErrorKind.UNAVAILABLE, f"no staging memory can be made: {error.strerror}") from None
 
+    def set_shares(self) -> None:
+        """Of all that are listed with any, at the start: blocks of before are protected before their tenant comes."""
+        for tenant in self._tenants.all():
+            limits = tenant.limits
+            if limits.host_min_bytes or limits.host_max_bytes or limits.nvme_max_bytes:
+                self._set_shares(tenant, self._residency.tenant(tenant.index_name))
+
     def _set_shares(self, tenant: Tenant, tenant_id: int) -> None:
         limits = tenant.limits
         shares = {
