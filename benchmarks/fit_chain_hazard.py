@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 from kvstored.policies import registry
-from kvstored.policies.chain_hazard import COLD_ORDERS, PRIOR_ORDERS, ChainHazard
+from kvstored.policies.chain_hazard import ChainHazard
+from kvstored.policies.chains.following import COLD_ORDERS, PRIOR_ORDERS
 from kvstored.policies.chains.hazards import Ladder
 from kvstored.policies.chains.prior import Prior, write
 from kvstored.simulator.readers import ReadOptions, read_trace

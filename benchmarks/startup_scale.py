@@ -16,8 +16,8 @@ until it says READY=1; the very first lookup after that must find a whole chain.
     lookup                  64 keys, never looked up before, against the same 64 again and against a stream echo
 
 Expected: reading is 256 MB in sequence. Half of it is read, and begun to be judged, while the daemon loads its modules,
-the rest while what was read is judged. Checksums, keys, links and the policy's order are NumPy over columns; where other processes want the
-same cores, only the processor time means anything.
+the rest while what was read is judged. Checksums, keys, links and the policy's order are NumPy over columns; where
+other processes want the same cores, only the processor time means anything.
 
     python benchmarks/startup_scale.py [--blocks 1000000] [--dir DIR] [--quick] [--json]
 """

@@ -16,7 +16,8 @@ from typing import ClassVar
 import numpy as np
 
 from kvstored.policies import RequestContext, registry
-from kvstored.policies.chain_hazard import COLD_ORDERS, ChainHazard
+from kvstored.policies.chain_hazard import ChainHazard
+from kvstored.policies.chains.following import COLD_ORDERS
 from kvstored.policies.chains.hazards import Ladder
 from kvstored.simulator.future import next_uses
 from kvstored.simulator.trace import Trace

@@ -236,6 +236,28 @@ def test_it_does_not_stumble_over_the_same_blocks_again(name: str, monkeypatch: 
     assert asked <= 2100
 
 
+@pytest.mark.parametrize("limit", [1, 3, 50])
+def test_victims_named_together_are_those_named_one_by_one(name: str, limit: int) -> None:
+    """Each run is a piece of one chain, and what is left to be named is the same after it."""
+    left: list[list[int]] = []
+    for at_once in (1, limit):
+        shelf = Shelf()
+        policy = create(name, shelf.residency, HOST)
+        for turn in range(3):
+            for number in range(12):
+                shelf.now_ns += S
+                shelf.chain(*range(100 * number, 100 * number + 5 + 4 * turn * (number % 3)))
+        order: list[int] = []
+        while run := policy.next_victims(shelf.now_ns, at_once):
+            assert len(run) <= at_once
+            assert [shelf.residency.parent(row) for row in run[:-1]] == run[1:]
+            shelf.residency.remove_run(run, HOST, Cause.EVICTED, shelf.now_ns)
+            order += run
+        assert len(shelf.residency) == len(policy) == 0
+        left.append(order)
+    assert left[0] == left[1]
+
+
 @pytest.mark.parametrize("ttl_s", [None, 10.0])
 def test_expiry_is_about_those_who_may_leave(name: str, ttl_s: float | None) -> None:
     shelf = Shelf()

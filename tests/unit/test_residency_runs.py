@@ -62,3 +62,35 @@ def test_a_block_with_a_copy_elsewhere_is_refused() -> None:
     with pytest.raises(RuntimeError, match="a copy in another tier"):
         shelf.residency.remove_chosen(0, lambda now_ns: row, 1, Cause.EVICTED, 2)
     assert check(shelf.residency) == []
+
+
+def test_a_run_goes_as_its_blocks_do_one_by_one() -> None:
+    one, many = Shelf(), Shelf()
+    runs = []
+    for shelf in (one, many):
+        rows = shelf.chain(*range(6))
+        shelf.chain(0, 1, 20)
+        runs.append(rows[:1:-1])
+    slots = [many.residency.slot(row, 0) for row in runs[1]]
+    policies = [create("lru", shelf.residency, 0) for shelf in (one, many)]
+    for row in runs[0]:
+        one.residency.remove(row, Cause.EVICTED, 7)
+    assert many.residency.remove_run(runs[1], 0, Cause.EVICTED, 7) == slots
+    for shelf, policy in zip((one, many), policies, strict=True):
+        assert check(shelf.residency) == []
+        assert len(policy) == len(shelf.residency) == 3
+        assert shelf.residency.children(shelf.residency.find(0, key(1)), 0) == 1
+        assert shelf.residency.why_missing(0, key(4)).at_ns == 7
+        assert policy.next_victim(8) == shelf.residency.find(0, key(20))
+    assert many.residency.tenant_bytes(0, 0) == one.residency.tenant_bytes(0, 0)
+
+
+def test_a_run_stops_at_what_must_stay() -> None:
+    shelf = Shelf()
+    rows = shelf.chain(*range(4))
+    shelf.residency.pin(rows[1])
+    with pytest.raises(RuntimeError, match="cannot be evicted"):
+        shelf.residency.remove_run(rows[::-1], 0, Cause.EVICTED, 2)
+    assert [shelf.residency.find(0, key(number)) for number in range(4)] == [rows[0], rows[1], -1, -1]
+    assert shelf.residency.run_above(rows[1], 0, 9) == rows[1:2] + rows[:1], "the first is the caller's to judge"
+    assert check(shelf.residency) == []

@@ -97,7 +97,10 @@ class Policy(ABC):
         """From now on `tenant` has this share of the tier. The caller sees to it that minima fit the
         capacity.
         """
-        self.shares[tenant] = share
+        if share == Share():
+            self.shares.pop(tenant, None)  # whoever asks for shares that bind finds none
+        else:
+            self.shares[tenant] = share
 
     # Events
 
@@ -136,6 +139,11 @@ class Policy(ABC):
     def removed(self, row: int) -> None:
         """`row` has left this tier."""
 
+    def removed_run(self, rows: Sequence[int]) -> None:
+        """`removed` for each of `rows`, a piece of one chain, its end first."""
+        for row in rows:
+            self.removed(row)
+
     @abstractmethod
     def released(self, row: int) -> None:
         """`row` may perhaps leave now."""
@@ -163,6 +171,13 @@ class Policy(ABC):
         `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it
         is at its own maximum), and its minimum does not protect it from itself.
         """
+
+    def next_victims(self, now_ns: int, limit: int) -> list[int]:
+        """What `next_victim` would name if it were asked up to `limit` times, each time after the row before had left:
+        a piece of one chain, its end first, as far as that is known already. Empty when none may leave.
+        """
+        row = self.next_victim(now_ns)
+        return [row] if row >= 0 else []
 
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
         """Whether the block `key`, which is about to come, is worth less than `victim`, whose place it would take: then

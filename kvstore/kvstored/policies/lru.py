@@ -32,26 +32,52 @@ class Lru(OneQueuePolicy):
         accesses = self._accesses
         tenant_of = self.residency.tenant_of
         queue = self._queues[tenant_of(rows[0])]  # rows used together are one tenant's
-        to_back, push_back = queue.to_back, queue.push_back
+        befores, afters = self._links.before, self._links.after
+        back = queue.back
         for row in reversed(rows):
             accesses += 1
             stamp[row] = accesses
-            if where[row] == QUEUED:
-                to_back(row)
-            elif where[row] != OUT:
-                push_back(row)
+            if where[row] == QUEUED:  # `to_back`, without a call
+                after = afters[row]
+                if after < 0:
+                    continue
+                before = befores[row]
+                befores[after] = before
+                if before >= 0:
+                    afters[before] = after
+                else:
+                    queue.front = after
+            elif where[row] == OUT:
+                continue
+            else:
                 where[row] = QUEUED
+                if back < 0:
+                    queue.front = row
+            befores[row] = back
+            if back >= 0:
+                afters[back] = row
+            afters[row] = -1
+            back = row
+        queue.back = back
         self._accesses = accesses
 
     def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
         tenant = self._know(rows)
         where, stamp, accesses = self._where, self._stamp, self._accesses
-        push_back = self._queues[tenant].push_back
+        queue = self._queues[tenant]
+        befores, afters, back = self._links.before, self._links.after, queue.back
+        if back < 0:
+            queue.front = rows[0]
         for row in rows:
             accesses += 1
             stamp[row] = accesses
-            push_back(row)
             where[row] = QUEUED
+            befores[row] = back
+            if back >= 0:
+                afters[back] = row
+            back = row
+        afters[back] = -1
+        queue.back = back
         self._accesses = accesses
         self._rows += len(rows)
 
@@ -61,6 +87,38 @@ class Lru(OneQueuePolicy):
             (queues[0] if len(queues) == 1 else queues[self.residency.tenant_of(row)]).unlink(row)
         self._where[row] = OUT
         self._rows -= 1
+
+    def removed_run(self, rows: Sequence[int]) -> None:
+        queue = self._queues[0]
+        where, afters = self._where, self._links.after
+        befores = self._links.before
+        if len(self._queues) > 1:
+            queue = self._queues[self.residency.tenant_of(rows[0])]
+        for row in rows:
+            if where[row] == QUEUED:  # `unlink`, without a call
+                before, after = befores[row], afters[row]
+                if before >= 0:
+                    afters[before] = after
+                else:
+                    queue.front = after
+                if after >= 0:
+                    befores[after] = before
+                else:
+                    queue.back = before
+            where[row] = OUT
+        self._rows -= len(rows)
+
+    def next_victims(self, now_ns: int, limit: int) -> list[int]:
+        row = self.next_victim(now_ns)
+        if row < 0 or self._queues[0].front != row or len(self._queues) > 1 or self.shares or self._returned[0]:
+            return [row] if row >= 0 else []
+        run = self.residency.run_above(row, self.tier, limit)
+        afters = self._links.after
+        for at in range(1, len(run)):
+            if afters[row] != run[at]:
+                return run[:at]
+            row = run[at]
+        return run
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
         if not exclude and len(self._queues) == 1 and not self.shares and not self._returned[0]:

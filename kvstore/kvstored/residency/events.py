@@ -29,6 +29,9 @@ class TierListener(Protocol):
     def removed(self, row: int) -> None:
         """`row` has left this tier; the row number may be used again for another block."""
 
+    def removed_run(self, rows: Sequence[int]) -> None:
+        """`removed` for each of `rows`, a piece of one chain, its end first."""
+
     def released(self, row: int) -> None:
         """What kept `row` from leaving this tier (a lease, a child, a drain, being the last copy) may be
         gone.
@@ -51,6 +54,9 @@ class NobodyListens:
         pass
 
     def removed(self, row: int) -> None:
+        pass
+
+    def removed_run(self, rows: Sequence[int]) -> None:
         pass
 
     def released(self, row: int) -> None:

@@ -127,6 +127,60 @@ class Removal(Temperature):
         rows.give_back_run(ended)
         return freed
 
+    def remove_run(self, run: Sequence[int], tier: int, cause: Cause, now_ns: int) -> list[Slot]:
+        """`remove` each of `run`, a piece of one chain, its end first, that has no copies but in `tier`; their slots.
+        The listener hears of them together. Raises as `remove` does, for the first that may not go, once those before
+        it have.
+        """
+        rows, copies, pins, bit = self.rows, self.copies[tier], self.pins, 1 << tier
+        keys, parents, links, accesses = rows.keys, rows.parent, rows.links, rows.accesses
+        mask, filling, state, kids = rows.mask, rows.filling, copies.state, copies.kids
+        self.changes += 1
+        below, plain = -1, 0
+        for row in run:
+            hangs = 1 if below >= 0 else 0
+            if mask[row] != bit or state[row] != _RESIDENT or links[row] != hangs or filling[row] or row in pins:
+                break
+            if keys[row] is None or (hangs and parents[below] != row):
+                break
+            below = row
+            plain += 1
+        rest, gone = run[plain:], run[:plain]
+        freed: list[Slot] = []
+        if gone:
+            tenant = self._kind_tenant[rows.kind[below]]
+            index = self.tenants[tenant]
+            parent = parents[below]
+            freed = copies.take_run(gone, tenant)
+            for row in gone:
+                state[row] = _RETIRED
+                mask[row] = 0
+            self._listeners[tier].removed_run(gone)
+            readable = index.readable
+            for row in gone:
+                if self._presence is not None:
+                    self._tell_presence(row)
+                key: bytes = keys[row]  # type: ignore[assignment]  # a live row has a key
+                del readable[key]
+                keys[row] = None
+                parents[row] = -1
+                links[row] = kids[row] = 0
+                index.ghost.remember(key, cause, now_ns, accesses[row])
+            if parent >= 0:
+                kids[parent] -= 1
+                links[parent] -= 1
+                above = mask[parent]
+                if not above:
+                    self.forget_empty(parent)
+                elif not links[parent]:
+                    self._release(parent, above)
+                elif not kids[parent] and above & bit:
+                    self._listeners[tier].released(parent)
+            rows.give_back_run(gone)
+        for row in rest:
+            freed.extend(taken.slot for taken in self.remove(row, cause, now_ns))
+        return freed
+
     def detach(self, row: int, tier: int) -> Slot:
         """Take one copy. The caller frees its slot.
 

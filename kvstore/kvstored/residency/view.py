@@ -173,6 +173,27 @@ class ResidencyView:
         last = tier == len(self.copies) - 1
         return not (last and self.rows.links[row] and self.rows.mask[row] == 1 << tier)
 
+    def run_above(self, row: int, tier: int, limit: int) -> list[int]:
+        """`row`, which may leave `tier` now, and up to `limit` in all of those above it that may once it has gone, each
+        once the one below has."""
+        copies, pins, parents, links, mask = (
+            self.copies[tier],
+            self.pins,
+            self.rows.parent,
+            self.rows.links,
+            self.rows.mask,
+        )
+        state, kids, only = copies.state, copies.kids, 1 << tier if tier == len(self.copies) - 1 else 0
+        found = [row]
+        while len(found) < limit:
+            row = parents[row]
+            if row < 0 or kids[row] != 1 or state[row] != _RESIDENT or row in pins:
+                break
+            if links[row] != 1 and mask[row] == only:
+                break
+            found.append(row)
+        return found
+
     def may_forget(self, row: int) -> bool:
         """Whether the block may go entirely, by choice: unpinned, no child, nothing being filled."""
         return not (self.rows.links[row] or self.rows.filling[row] or row in self.pins)

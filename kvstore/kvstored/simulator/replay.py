@@ -106,6 +106,7 @@ class Replay:
         times, tenants, ops, starts = (
             column.tolist() for column in (trace.times_ns, trace.tenants, trace.ops, trace.starts)
         )
+        op_of = {int(op): op for op in Op}
         began = time.perf_counter()
         for at in range(trace.requests):
             if at % _PROGRESS_EVERY == 0:
@@ -117,7 +118,7 @@ class Replay:
             if self._tells:
                 self._tell_context(at, now_ns)
             hits[at] = self.request(
-                asked, Op(ops[at]), self._tenants[tenants[at]], now_ns, first, int(trace.input_tokens[at])
+                asked, op_of[ops[at]], self._tenants[tenants[at]], now_ns, first, int(trace.input_tokens[at])
             )
         seconds = time.perf_counter() - began
         progress(trace.requests, trace.requests)
@@ -281,11 +282,13 @@ class Replay:
         over = self.residency.tier_blocks(TIER) - self.settings.capacity_blocks
         if over <= 0:
             return
-        freed = self.residency.remove_chosen(TIER, self.policy.next_victim, over, Cause.EVICTED, now_ns)
-        if len(freed) < over:
-            raise RuntimeError(f"{self.settings.policy} names no victim, though nothing is pinned")
-        self._slots.extend(freed)
         self._evicted += over
+        while over:
+            run = self.policy.next_victims(now_ns, over)
+            if not run:
+                raise RuntimeError(f"{self.settings.policy} names no victim, though nothing is pinned")
+            self._slots += self.residency.remove_run(run, TIER, Cause.EVICTED, now_ns)
+            over -= len(run)
 
     def _take(self, row: int, cause: Cause, now_ns: int) -> None:
         for taken in self.residency.remove(row, cause, now_ns):

@@ -16,12 +16,11 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstored.policies.base import RequestContext
 from kvstored.policies.chains.collector import Collector
 from kvstored.policies.chains.features import Features, features_of, with_answer
-from kvstored.policies.chains.ghost import FAN_MAX, ChainGhost, ghost_limit
+from kvstored.policies.chains.ghost import FAN_BITS, FAN_MAX, ChainGhost, ghost_limit
 from kvstored.policies.chains.hazards import Ladder
 from kvstored.policies.chains.learning import Learning
 from kvstored.policies.chains.path import Path, next_above, path_of
@@ -31,6 +30,7 @@ from kvstored.residency import ResidencyView
 
 NS = 1e-9
 NOBODY, UNKNOWN = -1, -2  # not owned: new; there before the policy was
+_FEW = 24  # rows, for which arrays do not pay
 _BRANCH_MIN = 2  # blocks of others
 _SHARED_FAN = 4  # a block that so many different blocks follow belongs to no session
 SHARED_TAU_S = 300.0
@@ -95,33 +95,52 @@ class ChainBook:
 
     def met(self, rows: Sequence[int], tenant: int) -> None:
         """`rows` are new in the tier; the ghost may know them."""
-        keys, owner, fan, recall = self.residency.rows.keys, self.owner, self.fan, self._ghosts[tenant].recall
-        for row in rows:
-            owner[row], fan[row] = recall(keys[row])  # type: ignore[arg-type]  # a row that has just come has its key
+        keys, owner, fan = self.residency.rows.keys, self.owner, self.fan
+        for row, packed in zip(rows, self._ghosts[tenant].recall_run([keys[row] for row in rows]), strict=True):
+            owner[row] = packed >> FAN_BITS  # NOBODY of nothing
+            fan[row] = packed & FAN_MAX if packed >= 0 else 0
 
-    def left(self, row: int, tenant: int, rows_here: int) -> int:
-        """`row` leaves the tier; its chain, or -1."""
-        owner = self.owner
-        chain = owner[row]
-        if chain < 0:
-            return -1
-        owner[row] = NOBODY
-        self.shared[row] = 0.0
-        columns = self.residency.rows
-        key = columns.keys[row]
-        if key is not None:
-            self._ghosts[tenant].remember(key, chain, self.fan[row])
+    def met_one(self, row: int, tenant: int) -> None:
+        """`met` of one row."""
+        packed = self._ghosts[tenant].packed(self.residency.rows.keys[row])  # type: ignore[arg-type]  # it has just come
+        self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (NOBODY, 0)
+
+    def left(self, rows: Sequence[int], chain: int, tenant: int, rows_here: int) -> None:
+        """`rows` of `chain` leave the tier, the deepest first."""
+        owner, shared, fan, columns = self.owner, self.shared, self.fan, self.residency.rows
+        keys = columns.keys
+        self._ghosts[tenant].remember_run([keys[row] for row in rows], chain, [fan[row] for row in rows])
+        for row in rows:
+            owner[row] = NOBODY
+            if shared[row]:
+                shared[row] = 0.0
         if rows_here > self._most_rows:
             self._most_rows = rows_here
             limit = ghost_limit(rows_here)
             for each in self._ghosts:
                 each.limit = limit
         tails = self.chains.tail
-        if tails[chain] == row:
+        if tails[chain] == rows[0]:
+            row = rows[-1]
             above = columns.parent[row]
             is_ours = 0 <= above < len(owner) and owner[above] == chain
             tails[chain] = above if is_ours else next_above(row, chain, columns, owner)
-        return chain
+
+    def left_last(self, row: int, chain: int, tenant: int, rows_here: int) -> int:
+        """`left` of the last block of `chain`, which nobody shared; what the chain ends with now, or -1."""
+        if rows_here > self._most_rows:
+            self.left((row,), chain, tenant, rows_here)
+            return self.chains.tail[chain]
+        owner, columns = self.owner, self.residency.rows
+        owner[row] = NOBODY
+        key = columns.keys[row]
+        if key is not None:
+            self._ghosts[tenant].remember(key, chain, self.fan[row])
+        above = columns.parent[row]
+        if not (0 <= above < len(owner) and owner[above] == chain):
+            above = next_above(row, chain, columns, owner)
+        self.chains.tail[chain] = above
+        return above
 
     def shared_rate(self, row: int, now_s: float) -> float:
         """Touches a second by others than the chain's own requests."""
@@ -147,11 +166,11 @@ class ChainBook:
         """
         chains, here = self.chains, len(rows)
         path = path_of(rows, missing, parent, self.residency.rows, self.owner, self.fan, self._ghosts[tenant])
-        at, known, count = path.at, path.known, len(path.before)
+        known, count = path.known, len(path.before)
         self.asked += count
         reach, length = path.first + known, path.first + count
         if path.chain >= 0 and not known and reach >= chains.length[path.chain]:
-            return self._extend(path.chain, at, length, order, now_s, missing, tenant)
+            return self._extend(path.chain, rows, length, order, now_s, missing, tenant)
         prev = self._continued(path)
         turn, gap_s, text = 1, 0.0, None
         if prev >= 0:
@@ -160,20 +179,21 @@ class ChainBook:
             if context is not None and chains.tokens[prev] >= 0:
                 text = max(0, context.input_tokens - chains.tokens[prev])
         elif known:
-            self._mark_shared(at[:known], now_s)
+            self._mark_shared(rows[:known], now_s)
         if context is not None and prev < 0:
             text = context.input_tokens
         # Chains all of whose rows are taken over have none any more.
         if known:
-            whole = path.before[: min(known, here)]
-            tails = chains.ints(chains.tail)
-            ended = whole[tails[whole] == at[:known]]
-            tails[ended] = -1
-            del tails
+            whole, tails = rows[:known], chains.tail
+            for chain in set(path.before[: min(known, here)]):
+                if tails[chain] in whole:
+                    tails[chain] = -1
         slot = prev if prev >= 0 and chains.tail[prev] < 0 else chains.take()
-        np.frombuffer(self.owner, np.int32)[at] = slot
-        for key, (_, fan) in zip(missing, path.lost, strict=True):
-            self._ghosts[tenant].remember(key, slot, fan)
+        owner = self.owner
+        for row in rows:
+            owner[row] = slot
+        if missing:
+            self._ghosts[tenant].remember_run(missing, slot, path.fans)
         features = features_of(
             is_continued=prev >= 0, is_branch=reach >= _BRANCH_MIN, new_blocks=count - known, length=length, turn=turn,
             gap_s=gap_s, text_tokens=text,
@@ -199,8 +219,9 @@ class ChainBook:
             return -1
         reach = path.first + known
         if known < count and path.fan < FAN_MAX:
-            if known > len(path.at):
-                path.lost[known - len(path.at) - 1] = chain, path.fan + 1
+            here = count - len(path.fans)
+            if known > here:
+                path.fans[known - here - 1] = path.fan + 1
             else:
                 self.fan[path.pivot] += 1
         is_own = (reach >= 2 or known == count) and path.fan < _SHARED_FAN
@@ -232,7 +253,7 @@ class ChainBook:
 
     def owner_of(self, key: bytes, tenant: int) -> int:
         """The chain of a block that is not in the tier, as far as is known, or -1."""
-        return self._ghosts[tenant].recall(key)[0]
+        return self._ghosts[tenant].packed(key) >> FAN_BITS
 
     def _promise(self, chain: int, order: int) -> None:
         self._promised.pop(chain, None)
@@ -254,7 +275,7 @@ class ChainBook:
     def _extend(
         self,
         chain: int,
-        at: npt.NDArray[np.int64],
+        rows: Sequence[int],
         length: int,
         order: int,
         now_s: float,
@@ -263,17 +284,19 @@ class ChainBook:
     ) -> int:
         """The same request goes on: what it missed, or its answer, has been stored, or is about to be."""
         chains = self.chains
-        np.frombuffer(self.owner, np.int32)[at] = chain
-        for key in missing:
-            self._ghosts[tenant].remember(key, chain, 0)
-        chains.new_blocks[chain] += len(at) + len(missing)
+        owner = self.owner
+        for row in rows:
+            owner[row] = chain
+        if missing:
+            self._ghosts[tenant].remember_run(missing, chain, bytes(len(missing)))
+        chains.new_blocks[chain] += len(rows) + len(missing)
         kind, _, _, turn, answer, gap, text, hint, type_number = self.features[chain]
         fresh = features_of(
             is_continued=False, new_blocks=chains.new_blocks[chain], length=length, turn=1, gap_s=0.0,
             text_tokens=None, type_number=type_number,
         )  # fmt: skip
         features = fresh._replace(kind=kind, turn=turn, answer=answer, gap=gap, text=text, hint=hint)
-        self._set(chain, features, int(at[-1]) if len(at) else chains.tail[chain], length, order, now_s)
+        self._set(chain, features, rows[-1] if rows else chains.tail[chain], length, order, now_s)
         if missing:
             self._promise(chain, order)
         return chain
@@ -290,10 +313,16 @@ class ChainBook:
         chains.marks[slot] = 1
         chains.base[slot] = self.tables.rank_of_new(cell)
 
-    def _mark_shared(self, rows: npt.NDArray[np.int64], now_s: float) -> None:
+    def _mark_shared(self, rows: Sequence[int], now_s: float) -> None:
+        if len(rows) <= _FEW:
+            for row in rows:
+                left = self.shared[row] * math.exp((self.shared_s[row] - now_s) / SHARED_TAU_S)
+                self.shared[row], self.shared_s[row] = left + 1.0, now_s
+            return
+        at = np.array(rows)
         shared, since = np.frombuffer(self.shared, np.float64), np.frombuffer(self.shared_s, np.float64)
-        shared[rows] = shared[rows] * np.exp((since[rows] - now_s) / SHARED_TAU_S) + 1.0
-        since[rows] = now_s
+        shared[at] = shared[at] * np.exp((since[at] - now_s) / SHARED_TAU_S) + 1.0
+        since[at] = now_s
 
     def came_unused(self, row: int, tenant: int, order: int) -> int:
         """`row` has come into the tier without being used (demoted, promoted): its chain, as of its last use."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvstored.policies.chains.book import SHARED_TAU_S, ChainBook
 from kvstored.policies.chains.gittins import bins_of
+from kvstored.policies.chains.learning import CELL_US, MAKING_US
 from kvstored.residency import ResidencyView
 
 _LEFTOVER = 1e-9  # what is left of a chain that another one has continued
@@ -26,6 +27,9 @@ _LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of al
 _STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as many as an eighth of all chains,
 _STALE_S, _STALE_MAX_S, _STALE_CHAINS = 1.0, 30.0, 64  # and after a second for so many chains, that being at least one
 _STALE_ASKED = 256  # and so many blocks asked for, which share what a draw costs
+_LATE_ASKED, _LOOKS_SOON = 256, 24  # later than that nobody waits for a request that can bear it
+_DRAW_US, _CHAINS_A_US = 35.0, 40.0  # what a draw takes, about
+_MADE_MIN = 4  # ranks that are made anew with it, where there is time
 _LATE_S = 30.0
 _SLACK = 1024
 _SLICE = 8192  # chains, gone or here, that a draw looks at
@@ -55,14 +59,17 @@ class Candidates:
         self._stale_s = _NEVER_S  # when the draw is stale, if not before:
         self._stale_asked = 0
         self._looks_left = 0  # after so many more looks
+        self._is_wanted = False  # somebody has asked since the last draw
         self._hand = 0  # the next draw begins with this chain
 
     def first(self, now_s: float, exclude: Container[int]) -> int:
         """The row that goes first, or -1 when none of the chains' tails may leave and is not excluded."""
         book = self._book
-        if self._looks_left <= 0 or (now_s >= self._stale_s and book.asked >= self._stale_asked):
+        is_late = now_s >= self._stale_s and book.asked >= self._stale_asked + _LATE_ASKED
+        if is_late or self._looks_left <= -_LOOKS_SOON:
             self._draw(now_s)
         chains = book.chains
+        self._is_wanted = True
         heap, entry, tails = self._heap, chains.entry, chains.tail
         skipped: list[Entry] = []
         found = -1
@@ -93,6 +100,19 @@ class Candidates:
         for each in skipped:
             heappush(heap, each)
         return found
+
+    def refresh(self, now_s: float, budget_us: float) -> float:
+        """Draw if that will be due soon, and there is time for it; about how long it took."""
+        took_us = _DRAW_US + min(self._book.chains.slots, _SLICE) / _CHAINS_A_US
+        if not self._is_wanted or budget_us < took_us:
+            return 0.0
+        if self._looks_left > _LOOKS_SOON and (now_s < self._stale_s or self._book.asked < self._stale_asked):
+            return 0.0
+        cells = int((budget_us - took_us - MAKING_US) / CELL_US)
+        if cells >= _MADE_MIN and self._book.tables.is_any_asked:
+            took_us += MAKING_US + self._book.tables.make(cells) * CELL_US
+        self._draw(now_s)
+        return took_us
 
     def worth(self, chain: int, now_s: float) -> float:
         """Of the chain's tail, by the rank that the chain had when it was last looked at."""
@@ -133,10 +153,9 @@ class Candidates:
     def _draw(self, now_s: float) -> None:
         book = self._book
         chains = book.chains
-        if book.tables.is_any_asked:
-            book.tables.make()
         begin, end = self._hand, min(self._hand + _SLICE, chains.slots)
         self._hand = end if end < chains.slots else 0
+        self._is_wanted = False
         tails, entry = chains.ints(chains.tail), chains.longs(chains.entry)[begin:end]
         eligible = tails[begin:end] >= 0
         eligible &= ~chains.flags(chains.blocked)[begin:end]

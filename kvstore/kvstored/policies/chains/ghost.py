@@ -9,13 +9,14 @@ dictionary, more than a shard. Knows no rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 FAN_BITS = 3
 FAN_MAX = (1 << FAN_BITS) - 1
+NOTHING = -1
 SHARDS = 64
 SHARD_MASK = SHARDS - 1
 _GHOST_MIN = 4096
@@ -57,19 +58,48 @@ class ChainGhost:
         shard = self.shards[key[-1] & SHARD_MASK]
         young = shard.young
         young[key] = chain << FAN_BITS | fan
-        if len(young) * SHARDS > self.limit:
+        if len(young) > self.limit // SHARDS:
             self._forgetting(_chains(shard.old))
             shard.old, shard.young = young, {}
 
-    def recall(self, key: bytes) -> tuple[int, int]:
-        """Chain and fan-out, or (-1, 0)."""
+    def remember_run(self, keys: Sequence[bytes | None], chain: int, fans: Sequence[int]) -> None:
+        """`remember` for each of `keys` that there is."""
+        shards, most, packed = self.shards, self.limit // SHARDS, chain << FAN_BITS
+        for key, fan in zip(keys, fans, strict=True):
+            if key is None:
+                continue
+            shard = shards[key[-1] & SHARD_MASK]
+            young = shard.young
+            young[key] = packed | fan
+            if len(young) > most:
+                self._forgetting(_chains(shard.old))
+                shard.old, shard.young = young, {}
+
+    def recall_run(self, keys: Sequence[bytes | None]) -> list[int]:
+        """What is kept of each key, packed, or -1."""
+        shards = self.shards
+        found: list[int] = []
+        for key in keys:
+            if key is None:
+                found.append(NOTHING)
+                continue
+            shard = shards[key[-1] & SHARD_MASK]
+            packed = shard.young.get(key)
+            if packed is None:
+                packed = shard.old.get(key, NOTHING)
+            found.append(packed)
+        return found
+
+    def packed(self, key: bytes) -> int:
+        """Chain and fan-out, or NOTHING."""
         shard = self.shards[key[-1] & SHARD_MASK]
         packed = shard.young.get(key)
-        if packed is None:
-            packed = shard.old.get(key)
-            if packed is None:
-                return -1, 0
-        return packed >> FAN_BITS, packed & FAN_MAX
+        return shard.old.get(key, NOTHING) if packed is None else packed
+
+    def recall(self, key: bytes) -> tuple[int, int]:
+        """Chain and fan-out, or (-1, 0)."""
+        packed = self.packed(key)
+        return (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (NOTHING, 0)
 
     def chains(self, shard: int) -> Chains:
         """Of every key that shard number `shard` remembers."""

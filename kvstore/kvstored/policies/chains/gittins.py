@@ -10,6 +10,8 @@ Owns the age bins. Pure arithmetic.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +23,7 @@ EDGES_S: Floats = np.concatenate([[0.0], _FIRST_S * _RATIO ** np.arange(BINS - 1
 WIDTHS_S: Floats = np.diff(np.concatenate([EDGES_S, [EDGES_S[-1] * 2]]))
 _IS_LATER = np.triu(np.ones((BINS, BINS), dtype=bool))  # bin a, horizon at the end of bin k >= a
 _INNER_EDGES = EDGES_S[1:]
+_INNER: list[float] = _INNER_EDGES.tolist()
 
 
 def bins_of(ages_s: Floats) -> npt.NDArray[np.int64]:
@@ -29,7 +32,7 @@ def bins_of(ages_s: Floats) -> npt.NDArray[np.int64]:
 
 
 def bin_of(age_s: float) -> int:
-    return int(_INNER_EDGES.searchsorted(age_s, side="right"))
+    return bisect_right(_INNER, age_s)
 
 
 def ranks(hazards: Floats) -> Floats:

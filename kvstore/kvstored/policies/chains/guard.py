@@ -62,20 +62,26 @@ class LruGuard:
     ) -> None:
         """A request used the blocks `keys[row]` of `rows`; the last `fresh` were missing, and `missing` still are."""
         held, mask = self._held, self._mask
-        hits = ours = 0
-        last, count = len(rows) - fresh, len(rows)
-        for at in range(count + len(missing) - 1, -1, -1):
-            key = keys[rows[at]] if at < count else missing[at - count]
-            if key is None or key[-1] & mask:
-                continue
+        asked = [keys[row] for row in rows]
+        last = len(rows) - fresh
+        if mask:
+            sampled = [key for key in asked[:last] if key is not None and not key[-1] & mask]
+            ours = len(sampled)
+            sampled += [key for key in asked[last:] if key is not None and not key[-1] & mask]
+            sampled += [key for key in missing if not key[-1] & mask]
+        else:
+            sampled = [key for key in asked[:last] if key is not None]
+            ours = len(sampled)
+            sampled += [key for key in asked[last:] if key is not None]
+            sampled += missing
+        hits = 0
+        for key in reversed(sampled):
             name = (tenant, key)
             if name in held:
                 hits += 1
                 held.move_to_end(name)
             else:
                 held[name] = None
-            if at < last:
-                ours += 1
         if not self.capacity:  # there is room for all; what is missed is yet to be kept out
             room = 2 * max(_SHADOW_MAX, self._most // (mask + 1))
             while len(held) > room:

@@ -28,6 +28,7 @@ Ints = npt.NDArray[np.int64]
 _CELLS_MAX = 4096
 _STEPS_MAX = 6  # of a ladder: the root and five features
 _SHRINK_FIRST, _SHRINK = 15.0, 30.0  # how many exposures of its own a step needs to weigh as much as the one above
+_WEIGHTS: Final[Floats] = np.array([_SHRINK_FIRST] + [_SHRINK] * (_STEPS_MAX - 1))[:, None]
 _LEAST, _MOST = 1e-7, 0.999
 _TRUST = 0.05  # how sharply likelihood tells ladders apart; cells are not independent of each other
 _EVIDENCE_DECAY = 2.0
@@ -57,6 +58,7 @@ class HazardTables:
 
     def __init__(self, ladders: Sequence[Ladder]) -> None:
         self._orders: list[tuple[str, ...]] = []
+        self._taken: list[tuple[int, ...]] = []  # which of the features each order takes
         self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # by ladder and path
         # Node 0 is void: a feature that is still to come, or a step that a ladder lacks, is known by the step above.
         self._counts: Floats = np.zeros((_NODES_FIRST, 2, BINS))  # times the gain
@@ -84,6 +86,7 @@ class HazardTables:
     def _learn_by(self, ladder: Ladder) -> None:
         number = len(self._orders)
         self._orders.append(ladder.order)
+        self._taken.append(tuple(map(Features._fields.index, ladder.order)))
         for path, counts in ladder.counts.items():
             node = self._node(number, path)  # first: the array may grow
             self._counts[node] = counts
@@ -128,19 +131,22 @@ class HazardTables:
 
     def _add(self, features: Features) -> int:
         found = self._cells[features] = len(self._cells)
-        for number in range(len(self._orders)):
-            self._set_path(found, number, features)
+        self._paths[found] = [self._path(number, features) for number in range(len(self._orders))]
         self._hint_of[found] = min(max(features.hint, 0), _HINTS_MAX)
         return found
 
-    def _set_path(self, cell: int, number: int, features: Features) -> None:
-        path = tuple(getattr(features, name) for name in self._orders[number])
-        for step in range(len(path) + 1):
-            self._paths[cell, number, step] = self._node(number, path[:step])
+    def _path(self, number: int, features: Features) -> list[int]:
+        """The nodes of a ladder's steps."""
+        taken, nodes = tuple([features[at] for at in self._taken[number]]), self._nodes
+        steps = [0] * _STEPS_MAX
+        for step in range(len(taken) + 1):
+            if step and taken[step - 1] == AWAITED:
+                break
+            node = nodes.get((number, taken[:step]))
+            steps[step] = self._node(number, taken[:step]) if node is None else node
+        return steps
 
     def _node(self, number: int, path: tuple[int, ...]) -> int:
-        if AWAITED in path:
-            return 0
         node = self._nodes.setdefault((number, path), len(self._nodes) + 1)
         if node >= len(self._counts):
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
@@ -166,12 +172,13 @@ class HazardTables:
         """Ranks of `cells` will be asked for."""
         np.frombuffer(self._is_wanted, np.uint8)[cells] = 1
 
-    def fold(self) -> bool:
-        """Let some of what was seen count; whether there was any."""
+    def fold(self, most: int = _FOLDED) -> int:
+        """Let some of what was seen count, of so many cells at most; of how many it was."""
         is_late = np.frombuffer(self._is_late, np.uint8)
-        cells = np.flatnonzero(is_late)[:_FOLDED]
+        cells = np.flatnonzero(is_late)[: min(most, _FOLDED)]
         if not len(cells):
-            return False
+            return 0
+        folded = len(cells)
         is_late[cells] = 0
         late = self._late[cells]
         self._late[cells] = 0.0
@@ -188,7 +195,7 @@ class HazardTables:
         np.add.at(counts, places, (either * self._gain)[:, None])
         back = np.flatnonzero(returns)
         np.add.at(counts, places[back] + BINS, (returns[back] * self._gain)[:, None])
-        return True
+        return folded
 
     def renew(self, factor: float) -> None:
         """Decay the counts; the ranks are to be made anew."""
@@ -200,23 +207,28 @@ class HazardTables:
             self._counts[: len(self._nodes) + 1] /= self._gain
             self._gain = 1.0
 
-    def make(self) -> bool:
-        """Make the ranks of some cells anew; whether there were any to be made."""
+    def make(self, most: int = _MADE) -> int:
+        """Make the ranks of some cells anew, of so many at most; of how many."""
+        most = min(most, _MADE)
         is_wanted = np.frombuffer(self._is_wanted, np.uint8)
-        cells = self._asked[:_MADE]
-        del self._asked[:_MADE]
+        cells = self._asked[:most]
+        del self._asked[:most]
         if not cells:
-            cells = np.flatnonzero(is_wanted)[:_MADE].tolist()
+            cells = np.flatnonzero(is_wanted)[:most].tolist()
         if cells:
             is_wanted[cells] = 0
             self._make(cells)
             for cell in cells:
                 self._epoch_of[cell] = self._epoch
-        return bool(cells)
+        return len(cells)
 
     @property
     def is_any_asked(self) -> bool:
         return bool(self._asked)
+
+    @property
+    def is_any_wanted(self) -> bool:
+        return bool(self._asked) or 1 in self._is_wanted
 
     @property
     def are_many_asked(self) -> bool:
@@ -250,12 +262,15 @@ class HazardTables:
 
     def _make(self, cells: Sequence[int]) -> None:
         self._counts[0] = 0.0
-        paths = self._paths[cells]
-        told = np.broadcast_to(FLAT, (len(cells), len(self._orders), BINS))
-        for step in range(_STEPS_MAX):
-            weight = self._gain * (_SHRINK if step else _SHRINK_FIRST)
-            taken = self._counts[paths[:, :, step]]
-            told = (taken[:, :, 1] + weight * told) / (taken[:, :, 0] + weight)
+        taken = self._counts[self._paths[cells]]  # by cell, ladder and step
+        weights = self._gain * _WEIGHTS
+        own = taken[:, :, :, 0] + weights
+        above = weights / own
+        np.divide(taken[:, :, :, 1], own, out=own)
+        told = own[:, :, 0] + above[:, :, 0] * FLAT
+        for step in range(1, _STEPS_MAX):
+            told *= above[:, :, step]
+            told += own[:, :, step]
         self._told[cells] = told = np.minimum(np.maximum(told, _LEAST), _MOST)
         self._mixed[cells] = mixed = np.matmul(self.weights(), told)
         hints = self._hint_of[cells]

@@ -21,9 +21,10 @@ FAR_FROM_END = 4  # so many blocks from the end of its chain and more, blocks ar
 _ENDS = (0, 1, 2, FAR_FROM_END)  # distances from the end of a chain that share an estimate: 0, 1, 2 to 3, 4 and more
 _DECAY = 0.9995  # of the tables' counts, a request
 _RENEW_MIN, _RENEW_MAX = 25, 500  # requests
-_RENEW_SHARE = 20  # the tables are renewed when a twentieth more requests have been seen
-_CHAINS = 2048  # looked at in a slice
-_SLICES = 5  # a step
+_RENEW_SHARE = 6  # the tables are renewed when a sixth more requests have been seen
+MAKING_US, CELL_US = 40.0, 5.0  # what making ranks takes, about: once, and for each cell
+_CALL_US, _LITTLE_US, _CHAINS_A_US = 20.0, 5.0, 40.0  # ageing and folding
+_FEWEST = 4  # cells
 _IDLE, _AGEING, _FOLDING, _MAKING = range(4)
 
 
@@ -68,32 +69,50 @@ class Learning:
     def is_due(self) -> bool:
         return self._phase != _IDLE or self.requests >= self._renew_at or self.tables.are_many_asked
 
-    def step(self, now_s: float) -> None:
-        """Some slices: a whole renewal, where there are few chains and cells."""
-        for _ in range(_SLICES):
-            if not self.is_due:
-                return
-            self._slice(now_s)
+    def step(self, now_s: float, budget_us: float) -> bool:
+        """Slices that take about so long together: a whole renewal, where there are few chains and cells. Whether there
+        was time for any.
+        """
+        left_us = budget_us
+        while self.is_due and (took_us := self._slice(now_s, left_us)):
+            left_us -= took_us
+        return left_us < budget_us
 
-    def _slice(self, now_s: float) -> None:
+    def _slice(self, now_s: float, budget_us: float) -> float:
+        """One piece of work; about how long it took, 0 when there is no time for it."""
         tables = self.tables
         if tables.are_many_asked or (self._phase == _FOLDING and tables.is_any_asked):
-            tables.make()  # what came is held against what is foretold of its own class
-        elif self._phase == _IDLE:
+            return self._make(budget_us)  # what came is held against what is foretold of its own class
+        if self._phase == _MAKING and tables.is_any_wanted:
+            return self._make(budget_us)
+        if budget_us < _CALL_US:
+            return 0.0
+        if self._phase == _IDLE:
             self._phase, self._hand = _AGEING, 0
-        elif self._phase == _AGEING:
-            self._age(self._hand, min(self._hand + _CHAINS, self._chains.slots), now_s)
-            self._hand += _CHAINS
-            if self._hand >= self._chains.slots:
+            return _LITTLE_US
+        if self._phase == _AGEING:
+            last = min(self._hand + int(budget_us * _CHAINS_A_US), self._chains.slots)
+            took_us = _CALL_US + (last - self._hand) / _CHAINS_A_US
+            self._age(self._hand, last, now_s)
+            self._hand = last
+            if last == self._chains.slots:
                 self._phase = _FOLDING
-        elif self._phase == _FOLDING:
-            if not tables.fold():
-                tables.renew(self._decay ** (self.requests - self.renewed))
-                self.renewed = self.requests
-                self._phase = _MAKING
-        elif not tables.make():
-            self._renew_at = self.renewed + min(max(_RENEW_MIN, self.requests // _RENEW_SHARE), _RENEW_MAX)
-            self._phase = _IDLE
+            return took_us
+        if self._phase == _FOLDING:
+            folded = tables.fold(max(_FEWEST, int(budget_us - _CALL_US)))
+            if folded:
+                return _CALL_US + folded
+            tables.renew(self._decay ** (self.requests - self.renewed))
+            self.renewed = self.requests
+            self._phase = _MAKING
+            return _LITTLE_US
+        self._renew_at = self.renewed + min(max(_RENEW_MIN, self.requests // _RENEW_SHARE), _RENEW_MAX)
+        self._phase = _IDLE
+        return _LITTLE_US
+
+    def _make(self, budget_us: float) -> float:
+        cells = int((budget_us - MAKING_US) / CELL_US)
+        return MAKING_US + self.tables.make(cells) * CELL_US if cells >= _FEWEST else 0.0
 
     def _age(self, first: int, last: int, now_s: float) -> None:
         """Count the age bins that live chains have passed since the last time."""

@@ -6,10 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from kvstored.policies.chains.ghost import ChainGhost
+from kvstored.policies.chains.ghost import FAN_BITS, FAN_MAX, ChainGhost
 from kvstored.residency.rows import Rows
 
 _NOBODY = -1
@@ -21,9 +18,8 @@ class Path(NamedTuple):
     which `fan` others follow. `pivot` is its row, or -1.
     """
 
-    at: npt.NDArray[np.int64]
-    before: npt.NDArray[np.int32]  # owners
-    lost: list[tuple[int, int]]  # what the ghost knows of those that are missing: owner, fan
+    before: list[int]  # owners
+    fans: list[int]  # what the ghost knows of those that are missing: how many others follow each
     known: int
     first: int  # depth of the first
     pivot: int
@@ -42,17 +38,13 @@ def path_of(
 ) -> Path:
     """What is known of a request's blocks before it came."""
     here = len(rows)
-    at = np.array(rows, dtype=np.int64)
-    before = np.frombuffer(owner, np.int32)[at]
-    lost: list[tuple[int, int]] = []
+    before = [owner[row] for row in rows]
+    lost: list[int] = []
     if missing:
-        recall = ghost.recall
-        lost = [recall(key) for key in missing]
-        before = np.concatenate([before, np.array([chain for chain, _ in lost], np.int32)])
-    fresh = before < 0
-    known = int(fresh.argmax())
-    if known == 0 and not fresh[0]:
-        known = len(before)
+        lost = ghost.recall_run(missing)
+        before += [packed >> FAN_BITS for packed in lost]
+        lost = [packed & FAN_MAX if packed >= 0 else 0 for packed in lost]
+    known = before.index(_NOBODY) if _NOBODY in before else len(before)
     if here:
         first, parent = columns.depth[rows[0]], columns.parent[rows[0]]
     else:
@@ -63,10 +55,10 @@ def path_of(
         if pivot >= len(owner) or (pivot >= 0 and owner[pivot] < 0):
             pivot = -1
     if known > here:  # where the known part ends there is no row any more
-        chain, fan = lost[known - here - 1]
+        chain, fan = before[known - 1], lost[known - here - 1]
     else:
         chain, fan = (owner[pivot], fans[pivot]) if pivot >= 0 else (-1, 0)
-    return Path(at, before, lost, known, first, pivot, chain, fan)
+    return Path(before, lost, known, first, pivot, chain, fan)
 
 
 def next_above(row: int, chain: int, columns: Rows, owner: array[int]) -> int:

@@ -1,7 +1,7 @@
 """When the work is done that nobody waits for: learning and collecting, a bounded step at a time.
 
-A request of many blocks can bear a step; small ones only once so many blocks have been asked for. So what a step takes
-is little for each block. Owns no data but when the last step was.
+What a request may take for it grows with its blocks, so that it is little for each of them: long requests bear most of
+it. Where none is long, one request in some dozens bears a step. Owns no data but when the last step was.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from kvstored.policies.chains.collector import Collector
 from kvstored.policies.chains.learning import Learning
 
-_BLOCKS, _LATE = 32, 48
+US_A_BLOCK = 2.0  # what a request may take for it, about
+_US_MAX = 500.0
+_LATE, _US_LATE = 12, 150.0  # after so many requests without a step one takes so long
+_COLLECTING_US = 100.0
 
 
 class Upkeep:
@@ -18,21 +21,22 @@ class Upkeep:
     def __init__(self, learning: Learning, collector: Collector) -> None:
         self._learning = learning
         self._collector = collector
-        self._waited = 0  # blocks since the last step
+        self._waited = 0  # requests since the last step
         self._is_collectors = False  # the next step, if both have something to do
 
-    def requested(self, blocks: int, now_s: float) -> None:
-        self._waited += blocks
-        if self._waited < _LATE and blocks < _BLOCKS:
-            return
+    def requested(self, blocks: int, now_s: float, *, taken_us: float = 0.0) -> None:
+        """A request of so many blocks, which has had such a share of it already."""
+        self._waited += 1
         collector, learning = self._collector, self._learning
-        is_learnings = learning.is_due
-        if collector.is_due and (self._is_collectors or not is_learnings):
+        if not (learning.is_due or collector.is_due):
+            return
+        budget_us = min(blocks * US_A_BLOCK, _US_MAX) - taken_us
+        if self._waited >= _LATE:
+            budget_us = max(budget_us, _US_LATE)
+        if collector.is_due and budget_us >= _COLLECTING_US and (self._is_collectors or not learning.is_due):
             self._is_collectors = False
             collector.step()
-        elif is_learnings:
+            self._waited = 0
+        elif learning.is_due and learning.step(now_s, budget_us):
             self._is_collectors = True
-            learning.step(now_s)
-        else:
-            return
-        self._waited = 0
+            self._waited = 0
