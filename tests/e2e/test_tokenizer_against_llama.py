@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -98,6 +99,43 @@ def test_sentencepiece_vocabulary_gives_llama_cpps_ids(tmp_path: Path, space_pre
         tmp_path / "spm.gguf", sentencepiece_vocabulary(), tokenizer__ggml__add_space_prefix=space_prefix
     )
     _assert_equal(file, [(text, *flags) for text in CORPUS for flags in ALL_FLAGS])
+
+
+@pytest.mark.parametrize("kind", [1, 4], ids=["normal", "user-defined"])
+def test_runs_of_equal_score_are_joined_as_llama_cpp_joins_them(tmp_path: Path, kind: int) -> None:
+    # As in Gemma: runs of up to 31 spaces and newlines, and tags, that all score alike and above any word.
+    vocabulary = sentencepiece_vocabulary()
+    runs = [character * count for character in ("▁", "\n") for count in range(2, 32)]
+    runs += ["<table>", "<td>", "ab", "ba", "aba", "bab", "▁a▁"]
+    runs = [text for text in runs if text not in vocabulary["tokenizer.ggml.tokens"]]
+    vocabulary["tokenizer.ggml.tokens"] += runs
+    for name, value in (("token_type", np.int32(kind)), ("scores", np.float32(0))):
+        values = vocabulary[f"tokenizer.ggml.{name}"]
+        vocabulary[f"tokenizer.ggml.{name}"] = np.append(values, np.full(len(runs), value))
+    file = write_tiny_llama(tmp_path / "runs.gguf", vocabulary, tokenizer__ggml__add_space_prefix=False)
+    chance = random.Random(5)
+    texts = ["".join(chance.choice(" \nab") * chance.randrange(1, 70) for _ in range(6)) for _ in range(40)]
+    texts += ["".join(chance.choices(" ab\n", k=60)) for _ in range(100)] + [
+        "<table>\n\n\n  <td>a a  a</td>",
+        " " * 200,
+    ]
+    _assert_equal(file, [(text, *flags) for text in [*CORPUS, *texts] for flags in ALL_FLAGS])
+
+
+@pytest.mark.parametrize("name", ["Phi-3 tiny", "phi3", "Phi 3.5"])
+def test_phi3s_specials_swallow_what_llama_cpp_swallows(tmp_path: Path, name: str) -> None:
+    vocabulary = sentencepiece_vocabulary()
+    specials = ["<|endoftext|>", "<|user|>", "<|end|>"]
+    vocabulary["tokenizer.ggml.tokens"] += specials
+    vocabulary["tokenizer.ggml.token_type"] = np.append(vocabulary["tokenizer.ggml.token_type"], [3, 4, 3]).astype("i4")
+    vocabulary["tokenizer.ggml.scores"] = np.append(vocabulary["tokenizer.ggml.scores"], [0, 0, 0]).astype("f4")
+    file = write_tiny_llama(tmp_path / "phi.gguf", vocabulary, general__name=name)
+    texts = [
+        f"a{special}{space}b{special}{space}"
+        for special in [*specials, "<s>", "</s>"]
+        for space in ("", " ", " \n\v x", "\u00a0")
+    ]
+    _assert_equal(file, [(text, *flags) for text in [*TRICKY, *texts] for flags in ALL_FLAGS])
 
 
 @pytest.mark.parametrize("flags", [{"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}])

@@ -2,6 +2,7 @@
 
     python llama_decode.py --model M.gguf --tokens tokens.npy --logits out.npy [--flash] [--threads 2]
     python llama_decode.py --model M.gguf --tokens tokens.npy --time prefill|decode --repeat 3
+    python llama_decode.py --jobs jobs.json    # [{"model", "tokens", "logits", "flash", "chunks"}, ...]
 
 Binds `llama_*` from the same shared library that the engine takes ggml from, so that a comparison
 compares code and not builds. llama.cpp's parameter structs grow with every release: we take the defaults
@@ -12,12 +13,15 @@ nothing is guessed.
 
 import argparse
 import ctypes as ct
+import itertools
 import json
 import os
 import re
 import struct
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,6 +144,21 @@ def _set_context_fields(parameters: _Blob, context: int, threads: int, flash: bo
     ct.memmove(parameters.raw, bytes(raw), len(raw))  # kv_unified is off by default: the faster setting on CPUs
 
 
+def compute(jobs: Sequence[Mapping[str, Any]]) -> None:
+    """Every token's logits for each job, whose tokens are decoded in `chunks` of so many, one batch each."""
+    kept = []  # llama.cpp calls the log callback of whichever was made last, at any time
+    for job in jobs:
+        tokens: TokenArray = np.load(job["tokens"])
+        context = -(-len(tokens) // 256) * 256
+        reference = LlamaReference(job["model"], context=context, threads=1, flash=job["flash"])
+        kept.append(reference)
+        starts = np.cumsum([0, *job["chunks"]])
+        parts = [
+            reference.decode(tokens[first:last], int(first), every=True) for first, last in itertools.pairwise(starts)
+        ]
+        np.save(job["logits"], np.concatenate(parts))
+
+
 def _time(reference: LlamaReference, tokens: TokenArray, what: str, repeat: int, steps: int) -> list[float]:
     """Seconds of each repetition: of one prefill, or of `steps` decode steps after it."""
     seconds = []
@@ -158,8 +177,9 @@ def _time(reference: LlamaReference, tokens: TokenArray, what: str, repeat: int,
 def main(arguments: list[str]) -> None:
     """The child process: logits to a file, or timings to standard output as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--tokens", required=True, help="int32 .npy")
+    parser.add_argument("--jobs", type=Path, help="a file with what to compute; all else is then ignored")
+    parser.add_argument("--model")
+    parser.add_argument("--tokens", help="int32 .npy")
     parser.add_argument("--logits", help="write the logits of every token to this .npy")
     parser.add_argument("--time", choices=("prefill", "decode"))
     parser.add_argument("--repeat", type=int, default=3)
@@ -168,6 +188,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--ubatch", type=int, default=512)
     parser.add_argument("--flash", action="store_true")
     options = parser.parse_args(arguments)
+    if options.jobs:
+        return compute(json.loads(options.jobs.read_text()))
     tokens: TokenArray = np.load(options.tokens)
     context = -(-(len(tokens) + options.steps) // 256) * 256
     reference = LlamaReference(

@@ -1,24 +1,26 @@
-"""Random Llama models of any shape and quantisation, to compare the engine with llama.cpp.
+"""Random models of any architecture, shape and quantisation, to compare the engine with llama.cpp.
 
 Needs numpy only and shares no code with the engine: the quantisers are those of ggml's reference
-(`quantize_row_*_ref`). The vocabulary is made up: the 256 bytes and a few merges. To make a file by hand:
+(`quantize_row_*_ref`), and for the types that are not here ggml's own. The vocabulary is made up: the 256
+bytes and a few merges. To make a file by hand:
 
     python -m tests.reference.make_gguf OUT.gguf --quantisation q8_0 --layers 2
 """
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from tests.reference import ggml_quantise
 from tests.reference.gguf_bytes import Tensor, write_gguf
 
 FloatArray = npt.NDArray[np.float32]
-_TYPE_NUMBERS = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8, "bf16": 30}
+_TYPE_NUMBERS = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8, "bf16": 30, **ggml_quantise.TYPE_NUMBERS}
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32}
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _MERGES = ("t h", "th e", "Ġ the", "i n", "a n", "an d", "Ġ and", "e r", "o n", "r e", "i s", "Ġ is", "in g")
@@ -30,8 +32,32 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Which tensors an architecture has besides Llama's, as llama.cpp's loader wants them."""
+
+    fused: bool = False
+    biases: tuple[str, ...] = ()
+    head_norms: bool = False
+    branch_norms: bool = False
+    tied: bool = False
+
+
+LAYOUTS = {
+    "llama": Layout(),
+    "qwen2": Layout(biases=("attn_q", "attn_k", "attn_v")),
+    "qwen3": Layout(head_norms=True),
+    "gemma2": Layout(branch_norms=True, tied=True),
+    "gemma3": Layout(branch_norms=True, head_norms=True),
+    "phi3": Layout(fused=True),
+}
+
+
+@dataclass(frozen=True)
 class TinyModel:
-    """The shape of a random model. `metadata` is added last and may replace any key."""
+    """The shape of a random model. `metadata` is added last and may replace any key.
+
+    `long_short`: LongRoPE's two sets of divisors. `biases`: of these matrices besides the architecture's own.
+    """
 
     layers: int = 2
     width: int = 128
@@ -44,6 +70,9 @@ class TinyModel:
     tied: bool = False
     rope_factors: bool = False
     seed: int = 0
+    architecture: str = "llama"
+    long_short: bool = False
+    biases: tuple[str, ...] = ()
     metadata: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -58,6 +87,8 @@ def quantise(values: FloatArray, kind: str) -> bytes:
     if kind == "bf16":
         bits = values.astype(np.float32).view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+    if kind in ggml_quantise.TYPE_NUMBERS:
+        return ggml_quantise.quantise(values, kind)
     blocks = values.astype(np.float32).reshape(-1, 32)
     return {"q8_0": _q8_0, "q4_0": _q4_0, "q4_1": _q4_1}[kind](blocks)
 
@@ -98,46 +129,72 @@ def _nibbles(heads: list[FloatArray], codes: npt.NDArray[np.uint8]) -> bytes:
 
 def write_model(path: Path, model: TinyModel) -> Path:
     """Write `model` with random weights, scaled so that activations stay near 1. Returns `path`."""
+    metadata = {**_hyperparameters(model), **_tokenizer(model.vocabulary), **model.metadata}
+    metadata = {_named_for(model.architecture, key): value for key, value in metadata.items()}
+    return write_gguf(path, metadata, dict(_tensors(model)))
+
+
+def _named_for(architecture: str, key: str) -> str:
+    return f"{architecture}.{key.removeprefix('llama.')}" if key.startswith("llama.") else key
+
+
+def _tensors(model: TinyModel) -> Iterator[tuple[str, Tensor]]:
     random = np.random.default_rng(model.seed)
-    tensors: dict[str, Tensor] = {}
 
-    def add(name: str, values: FloatArray, kind: str) -> None:
-        tensors[f"{name}.weight"] = (_TYPE_NUMBERS[kind], values.shape[::-1], quantise(values, kind))
+    def stored(values: FloatArray, kind: str) -> Tensor:
+        return _TYPE_NUMBERS[kind], values.shape[::-1], quantise(values, kind)
 
-    def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> None:
+    def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> Iterator[tuple[str, Tensor]]:
         values = random.standard_normal((rows, columns), dtype=np.float32) * np.float32(gain / np.sqrt(columns))
-        add(name, values, model.quantisation)
+        yield f"{name}.weight", stored(values, model.quantisation)
+        if name.split(".")[-1] in (*layout.biases, *model.biases):
+            yield f"{name}.bias", stored((0.2 * random.standard_normal(rows)).astype(np.float32), "f32")
 
-    def vector(name: str, size: int) -> None:
-        add(name, (1 + 0.1 * random.standard_normal(size)).astype(np.float32), "f32")
+    def vector(name: str, size: int) -> Iterator[tuple[str, Tensor]]:
+        yield f"{name}.weight", stored((1 + 0.1 * random.standard_normal(size)).astype(np.float32), "f32")
 
+    layout = LAYOUTS[model.architecture]
     queries, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    matrix("token_embd", model.vocabulary, model.width, np.sqrt(model.width))
+    yield from matrix("token_embd", model.vocabulary, model.width, np.sqrt(model.width))
     for layer in range(model.layers):
         prefix = f"blk.{layer}."
-        vector(prefix + "attn_norm", model.width)
-        vector(prefix + "ffn_norm", model.width)
-        matrix(prefix + "attn_q", queries, model.width, 1.5)
-        matrix(prefix + "attn_k", kv_width, model.width, 1.5)
-        matrix(prefix + "attn_v", kv_width, model.width)
-        matrix(prefix + "attn_output", model.width, queries)
-        matrix(prefix + "ffn_gate", model.feed_forward, model.width)
-        matrix(prefix + "ffn_up", model.feed_forward, model.width)
-        matrix(prefix + "ffn_down", model.width, model.feed_forward)
-    vector("output_norm", model.width)
-    if not model.tied:
-        matrix("output", model.vocabulary, model.width)
-    if model.rope_factors:
-        add("rope_freqs", np.linspace(1, 8, model.head_dim // 2, dtype=np.float32), "f32")
-    metadata = {**_hyperparameters(model), **_tokenizer(model.vocabulary), **model.metadata}
-    return write_gguf(path, metadata, tensors)
+        yield from vector(prefix + "attn_norm", model.width)
+        yield from vector(prefix + "ffn_norm", model.width)
+        if layout.branch_norms:
+            yield from vector(prefix + "post_attention_norm", model.width)
+            yield from vector(prefix + "post_ffw_norm", model.width)
+        if layout.head_norms:
+            yield from vector(prefix + "attn_q_norm", model.head_dim)
+            yield from vector(prefix + "attn_k_norm", model.head_dim)
+        if layout.fused:
+            yield from matrix(prefix + "attn_qkv", queries + 2 * kv_width, model.width, 1.5)
+        else:
+            yield from matrix(prefix + "attn_q", queries, model.width, 1.5)
+            yield from matrix(prefix + "attn_k", kv_width, model.width, 1.5)
+            yield from matrix(prefix + "attn_v", kv_width, model.width)
+        yield from matrix(prefix + "attn_output", model.width, queries)
+        if layout.fused:
+            yield from matrix(prefix + "ffn_up", 2 * model.feed_forward, model.width)
+        else:
+            yield from matrix(prefix + "ffn_gate", model.feed_forward, model.width)
+            yield from matrix(prefix + "ffn_up", model.feed_forward, model.width)
+        yield from matrix(prefix + "ffn_down", model.width, model.feed_forward)
+    yield from vector("output_norm", model.width)
+    if not (model.tied or layout.tied):
+        yield from matrix("output", model.vocabulary, model.width)
+    divisors = {"rope_freqs": 8} if model.rope_factors else {}
+    divisors |= {"rope_factors_short": 2, "rope_factors_long": 16} if model.long_short else {}
+    rotated = model.metadata.get("llama.rope.dimension_count", model.head_dim)
+    assert isinstance(rotated, int)
+    for name, largest in divisors.items():
+        yield f"{name}.weight", stored(np.linspace(1, largest, rotated // 2, dtype=np.float32), "f32")
 
 
 def _hyperparameters(model: TinyModel) -> dict[str, object]:
     return {
-        "general.architecture": "llama",
-        "general.name": "tiny random llama",
-        "general.file_type": _FILE_TYPES[model.quantisation],
+        "general.architecture": model.architecture,
+        "general.name": "tiny random llama",  # llama.cpp treats tokens by this name, too
+        "general.file_type": _FILE_TYPES.get(model.quantisation),
         "llama.context_length": 2048,
         "llama.embedding_length": model.width,
         "llama.block_count": model.layers,

@@ -10,8 +10,11 @@ from collections import Counter
 from pathlib import Path
 
 from kvstore_engine.errors import UsageError
+from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model import ModelConfig, UnsupportedModel
+from kvstore_engine.model.quantisation import check_quantisation
+from kvstore_engine.model.tensors import check_tensors
 from kvstore_engine.models import locate
 from kvstore_engine.tokenizer import Tokenizer
 
@@ -46,12 +49,18 @@ def describe(path: Path, file: GGUFFile) -> dict[str, object]:
     problems = []
     try:
         config = ModelConfig.from_gguf(file)
+        facts["family"] = config.family.models
         facts["layers"] = config.layers
         facts["width"] = config.width
         facts["heads"] = f"{config.heads} query, {config.kv_heads} K/V, of {config.head_dim}"
         facts["context_tokens"] = config.context_length
         facts["kv_bytes_per_token_f16"] = 2 * config.layers * config.kv_width * _F16_BYTES
-    except UnsupportedModel as error:
+        facts["rope"] = _rope(config)
+        facts["windows"] = _windows(config)
+        facts["soft_caps"] = _soft_caps(config)
+        check_tensors(file, config)
+        check_quantisation(file, load_library())
+    except (UnsupportedModel, GGMLError) as error:
         problems.append(str(error))
     try:
         tokenizer = Tokenizer.from_metadata(file.metadata)
@@ -65,3 +74,20 @@ def describe(path: Path, file: GGUFFile) -> dict[str, object]:
     facts["weights_digest"] = file.weights_digest()
     facts["runs"] = "no: " + "; ".join(problems) if problems else "yes"
     return facts
+
+
+def _rope(config: ModelConfig) -> str:
+    rope = config.rope.describe()
+    if config.local_rope:
+        rope += f"; within windows {config.local_rope.describe()}"
+    return f"{rope}; otherwise beyond {config.longest_context} tokens" if config.longest_context else rope
+
+
+def _windows(config: ModelConfig) -> str:
+    sizes = Counter(size for size in config.windows if size)
+    return ", ".join(f"{count} of {config.layers} layers see {size} tokens" for size, count in sizes.items()) or "none"
+
+
+def _soft_caps(config: ModelConfig) -> str:
+    caps = {"attention": config.attention_softcap, "output": config.output_softcap}
+    return ", ".join(f"{where} {cap:g}" for where, cap in caps.items() if cap) or "none"

@@ -171,8 +171,8 @@ def _members(path: Path) -> list[Path]:
     """The files to load for `path`: itself, or a split build's libraries in order of dependence."""
     if path.is_file():
         return [path]
-    named = (_shared_library(path, f"lib{stem}.") for stem in _SPLIT_LIBRARIES)
-    files = [file for file in named if file]
+    named = (path / f"lib{stem}{suffix}" for stem in _SPLIT_LIBRARIES for suffix in _SUFFIXES)
+    files = [file for file in named if file.exists()]
     if not files:
         raise GGMLError(f"{path} holds no libggml*.so")
     return files

@@ -1,4 +1,4 @@
-"""The two ggml structs that cross the ctypes border by layout.
+"""The few ggml structs that cross the ctypes border by layout.
 
 Owns their field order. `Library` proves it against the loaded library before anything relies on it
 (`self_check`): everything else in ggml is an opaque pointer to us.
@@ -37,8 +37,20 @@ class InitParams(ct.Structure):
     _fields_ = (("mem_size", ct.c_size_t), ("mem_buffer", ct.c_void_p), ("no_alloc", ct.c_bool))
 
 
+class CpuTypeTraits(ct.Structure):
+    """`struct ggml_type_traits_cpu` (ggml-cpu.h): how the CPU multiplies with a type; null: it does not."""
+
+    _fields_ = (
+        ("from_float", ct.c_void_p),
+        ("vec_dot", ct.c_void_p),
+        ("vec_dot_type", ct.c_int),
+        ("rows_at_once", ct.c_int64),
+    )
+
+
 DATA_OFFSET_BYTES: int = Tensor.data.offset
 SOURCES_OFFSET_BYTES: int = Tensor.src.offset
+EXTENTS_OFFSET_BYTES: int = Tensor.ne.offset
 
 
 def tensor_at(address: int) -> Tensor:

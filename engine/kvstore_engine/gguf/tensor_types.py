@@ -56,4 +56,7 @@ TENSOR_TYPES: dict[int, TensorType] = {
     34: TensorType("tq1_0", 256, 54),
     35: TensorType("tq2_0", 256, 66),
     39: TensorType("mxfp4", 32, 17),
+    40: TensorType("nvfp4", 64, 36),
+    41: TensorType("q1_0", 128, 18),
+    42: TensorType("q2_0", 64, 18),
 }

@@ -1,60 +1,33 @@
 """Reads a model's hyperparameters from GGUF metadata and refuses what the graph cannot run.
 
 Owns the names of the metadata keys and their defaults, which are llama.cpp's. It never touches tensor bytes.
-Invariant: a `ModelConfig` that exists describes a model that `graph.llama` can build; whatever would silently
-compute something else (experts, biases, other architectures) is refused by name.
+Invariant: a `ModelConfig` that exists describes a model that `graph.decoder` can build; whatever would
+silently compute something else (experts, other architectures, unknown scalings) is refused by name.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from kvstore_engine.errors import UsageError
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.gguf.tensor_types import BF16, F16, F32, Q4_0, Q4_1, Q8_0, TENSOR_TYPES
+from kvstore_engine.model.architecture import ARCHITECTURES, Architecture
+from kvstore_engine.model.metadata import Hyperparameters, UnsupportedModel
+from kvstore_engine.model.rope import SHORT_FACTORS, RopeConfig, read_rope
 
-SUPPORTED_ARCHITECTURES = ("llama",)
-SUPPORTED_TYPES = (F32, F16, BF16, Q8_0, Q4_0, Q4_1)
+SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 MAX_HEAD_DIM = 256
 _MAX_LAYERS = 1024
 
 
-class UnsupportedModel(UsageError):
-    """A sound GGUF file whose model this engine does not run; the message names what, and what would do."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding, in the terms of `ggml_rope_ext`.
-
-    Su et al., "RoFormer" (2021); linear interpolation by `frequency_scale`; YaRN (Peng et al., 2023) when
-    `yarn_extrapolation` is not 0. Llama 3's per-frequency factors come as the tensor `rope_freqs.weight`.
-    """
-
-    dimensions: int
-    frequency_base: float
-    frequency_scale: float
-    original_context: int
-    yarn_extrapolation: float
-    yarn_attention_factor: float
-    yarn_beta_fast: float
-    yarn_beta_slow: float
-
-    def describe(self) -> str:
-        """One line that differs whenever rotated keys would differ; part of the cache fingerprint."""
-        line = f"norm/{self.dimensions}/base={self.frequency_base:g}/scale={self.frequency_scale:g}"
-        if self.yarn_extrapolation:
-            line += (
-                f"/yarn={self.yarn_extrapolation:g},{self.yarn_attention_factor:g},{self.yarn_beta_fast:g},"
-                f"{self.yarn_beta_slow:g},{self.original_context}"
-            )
-        return line
-
-
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a Llama decoder. `width` is the residual stream, `kv_width` one token's K (or V)."""
+    """The shape of a decoder. `width` is the residual stream, `kv_width` one token's K (or V).
+
+    `rope` is how layers rotate that see everything, `local_rope` those with a window, if otherwise.
+    `windows`: for each layer the tokens that it sees, 0: all; empty: all layers see everything.
+    `attention_scale` 0: 1 / sqrt(head_dim). Soft caps of 0 are none. `longest_context`: beyond so many
+    tokens the model must be configured anew (LongRoPE), 0: never.
+    """
 
     name: str
     architecture: str
@@ -69,6 +42,17 @@ class ModelConfig:
     vocabulary: int
     tied_embeddings: bool
     rope: RopeConfig
+    local_rope: RopeConfig | None = None
+    windows: tuple[int, ...] = ()
+    attention_scale: float = 0.0
+    attention_softcap: float = 0.0
+    output_softcap: float = 0.0
+    longest_context: int = 0
+
+    @property
+    def family(self) -> Architecture:
+        """The description of this model's architecture."""
+        return ARCHITECTURES[self.architecture]
 
     @property
     def kv_width(self) -> int:
@@ -80,101 +64,124 @@ class ModelConfig:
         """Query heads that share one K/V head (1 without GQA)."""
         return self.heads // self.kv_heads
 
+    def window(self, layer: int) -> int:
+        """The tokens that `layer` sees, the present one included; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
+    def layer_rope(self, layer: int) -> RopeConfig:
+        """How `layer` rotates queries and keys."""
+        return self.local_rope if self.local_rope and self.window(layer) else self.rope
+
+    def describe_attention(self) -> str:
+        """One line that differs whenever the keys and values of two models differ, their weights being equal.
+
+        That is the rotation of the keys, and what else changes a layer's output: the next one's input.
+        """
+        parts = [self.rope.describe()]
+        windowed = {window for window in self.windows if window}
+        if windowed and self.local_rope:
+            parts.append(f"{self.local_rope.describe()} within windows")
+        for window in sorted(windowed):
+            layers = ",".join(str(layer) for layer, size in enumerate(self.windows) if size == window)
+            parts.append(f"window={window} in {layers}")
+        if self.attention_softcap:
+            parts.append(f"softcap={self.attention_softcap:g}")
+        if self.attention_scale:
+            parts.append(f"scale={self.attention_scale:g}")
+        return "; ".join(parts)
+
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> Self:
-        """Read and check the hyperparameters of `file`. Raises UnsupportedModel."""
-        keys = _Keys(file.metadata)
-        _refuse_unsupported(file, keys)
-        heads = keys.count("attention.head_count")
-        width = keys.count("embedding_length")
+    def from_gguf(cls, file: GGUFFile, context: int | None = None) -> Self:
+        """Read and check the hyperparameters of `file`. Raises UnsupportedModel.
+
+        `context`: how long sequences may become. It matters only to models with LongRoPE, which rotate
+        otherwise in a context longer than the one they were first trained on; None: they are not.
+        """
+        keys = Hyperparameters(file.metadata)
+        family = _family(keys)
+        heads, width = keys.count("attention.head_count"), keys.count("embedding_length")
+        kv_heads = keys.count("attention.head_count_kv", heads)
         head_dim = keys.count("attention.key_length", width // heads)
+        _check_heads(keys, heads, kv_heads, head_dim)
         embedding = file.tensors.get("token_embd.weight")
         if embedding is None:
             raise UnsupportedModel("the model has no tensor token_embd.weight: the file is incomplete")
-        config = cls(
+        layers, context_length = keys.count("block_count"), keys.count("context_length")
+        if layers > _MAX_LAYERS:
+            raise UnsupportedModel(f"{layers} layers are more than the {_MAX_LAYERS} that are supported")
+        rope, local_rope = read_rope(keys, family, file.tensors.keys(), head_dim, context)
+        return cls(
             name=str(file.metadata.get("general.name", file.path.stem)),
-            architecture=keys.architecture,
-            layers=keys.count("block_count"),
+            architecture=family.name,
+            layers=layers,
             width=width,
             feed_forward=keys.count("feed_forward_length"),
             heads=heads,
-            kv_heads=keys.count("attention.head_count_kv", heads),
+            kv_heads=kv_heads,
             head_dim=head_dim,
             rms_epsilon=keys.number("attention.layer_norm_rms_epsilon"),
-            context_length=keys.count("context_length"),
+            context_length=context_length,
             vocabulary=embedding.shape[-1],
-            tied_embeddings="output.weight" not in file.tensors,
-            rope=_rope(keys, head_dim),
+            tied_embeddings=family.output == "tied" or "output.weight" not in file.tensors,
+            rope=rope,
+            local_rope=None if local_rope == rope else local_rope,
+            windows=_windows(keys, family, layers),
+            attention_scale=(width // heads) ** -0.5 if layers == family.width_scaled_layers else 0.0,
+            attention_softcap=_softcap(keys, "attn_logit_softcapping", family.attention_softcap),
+            output_softcap=_softcap(keys, "final_logit_softcapping", family.output_softcap),
+            longest_context=rope.original_context if rope.factors == SHORT_FACTORS else 0,
         )
-        _check_shape(config, keys)
-        return config
 
 
-class _Keys:
-    """Typed access to `{architecture}.*` metadata; a missing or ill-typed key is an UnsupportedModel."""
-
-    def __init__(self, metadata: Mapping[str, object]) -> None:
-        self.metadata = metadata
-        self.architecture = str(metadata.get("general.architecture", ""))
-
-    def get(self, key: str) -> object:
-        return self.metadata.get(f"{self.architecture}.{key}")
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise UnsupportedModel(f"metadata {self.architecture}.{key} must be a positive integer, is {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise UnsupportedModel(f"metadata {self.architecture}.{key} must be a number, is {value!r}")
-        return float(value)
-
-
-def _refuse_unsupported(file: GGUFFile, keys: _Keys) -> None:
-    if keys.architecture not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+def _family(keys: Hyperparameters) -> Architecture:
+    family = ARCHITECTURES.get(keys.architecture)
+    if family is None:
+        supported = "; ".join(f"{known.name} ({known.models})" for known in ARCHITECTURES.values())
         raise UnsupportedModel(f"architecture {keys.architecture!r} is not supported; supported: {supported}")
     if keys.get("expert_count"):
-        raise UnsupportedModel("mixture-of-experts models are not supported; use a dense Llama model")
-    for tensor in file.tensors.values():
-        if tensor.ggml_type not in SUPPORTED_TYPES:
-            supported = ", ".join(TENSOR_TYPES[number].name for number in SUPPORTED_TYPES)
-            raise UnsupportedModel(
-                f"quantisation {tensor.type_name} ({tensor.name}) is not supported; supported: {supported}"
-            )
+        raise UnsupportedModel(f"mixture-of-experts models are not supported; use a dense {family.models} model")
+    return family
 
 
-def _rope(keys: _Keys, head_dim: int) -> RopeConfig:
-    scaling = keys.get("rope.scaling.type")
-    if scaling is not None and scaling not in ("none", "linear", "yarn"):
-        raise UnsupportedModel(f"RoPE scaling {scaling!r} is not supported; supported: none, linear, yarn")
-    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0)
-    return RopeConfig(
-        dimensions=keys.count("rope.dimension_count", head_dim),
-        frequency_base=keys.number("rope.freq_base", 10000.0),
-        frequency_scale=1.0 / factor if factor and scaling != "none" else 1.0,
-        original_context=keys.count("rope.scaling.original_context_length", keys.count("context_length")),
-        yarn_extrapolation=keys.number("rope.scaling.yarn_ext_factor", 1.0) if scaling == "yarn" else 0.0,
-        yarn_attention_factor=keys.number("rope.scaling.attn_factor", 1.0),
-        yarn_beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
-        yarn_beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
-    )
+def _windows(keys: Hyperparameters, family: Architecture, layers: int) -> tuple[int, ...]:
+    """For each layer the tokens that it sees, 0: all. `period` is llama.cpp's `set_swa_pattern`."""
+    rule, named = family.windows, keys.get("attention.sliding_window")
+    if rule is None:
+        if named and not family.ignores_window:
+            raise UnsupportedModel(f"a sliding window ({named!r}) is not supported in {family.models} models")
+        return (0,) * layers
+    period = _period(keys, rule.period)
+    if not (rule.default_tokens if named is None else named):
+        return (0,) * layers
+    window = keys.count("attention.sliding_window", rule.default_tokens)
+    return tuple(window if period == 0 or layer % period < period - 1 else 0 for layer in range(layers))
 
 
-def _check_shape(config: ModelConfig, keys: _Keys) -> None:
+def _period(keys: Hyperparameters, default: int) -> int:
+    named = keys.get("attention.sliding_window_pattern")
+    if named is None:
+        return default
+    if isinstance(named, bool) or not isinstance(named, int) or named < 0:
+        raise UnsupportedModel(
+            f"metadata {keys.architecture}.attention.sliding_window_pattern must be a number of layers, is {named!r}"
+        )
+    return named
+
+
+def _softcap(keys: Hyperparameters, key: str, default: float | None) -> float:
+    if default is None:
+        return 0.0
+    cap = keys.number(key, default)
+    if cap < 0 or math.isinf(cap):
+        raise UnsupportedModel(f"metadata {keys.architecture}.{key} must not be negative, is {cap:g}")
+    return cap
+
+
+def _check_heads(keys: Hyperparameters, heads: int, kv_heads: int, head_dim: int) -> None:
     """Everything that a kernel or GGML_ASSERT would otherwise meet first."""
-    if keys.count("attention.value_length", config.head_dim) != config.head_dim:
+    if keys.count("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel("models whose K and V heads differ in size are not supported")
-    if config.head_dim % 8 or not 8 <= config.head_dim <= MAX_HEAD_DIM:
-        raise UnsupportedModel(f"head size {config.head_dim} must be a multiple of 8 up to {MAX_HEAD_DIM}")
-    if config.heads % config.kv_heads:
-        raise UnsupportedModel(f"{config.heads} query heads cannot share {config.kv_heads} K/V heads evenly")
-    if config.rope.dimensions != config.head_dim:  # llama.cpp refuses it for this architecture, too
-        raise UnsupportedModel(f"RoPE over {config.rope.dimensions} of {config.head_dim} dimensions is not supported")
-    if config.layers > _MAX_LAYERS:
-        raise UnsupportedModel(f"{config.layers} layers are more than the {_MAX_LAYERS} that are supported")
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise UnsupportedModel(f"head size {head_dim} must be a multiple of 8 up to {MAX_HEAD_DIM}")
+    if heads % kv_heads:
+        raise UnsupportedModel(f"{heads} query heads cannot share {kv_heads} K/V heads evenly")

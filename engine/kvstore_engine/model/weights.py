@@ -1,42 +1,60 @@
 """Puts a model's weights where ggml computes fastest: in place in the file's map, or repacked.
 
 Owns the ggml context, buffers and tensor handles of the weights. It never builds a graph.
-Invariants: every tensor of the file is used (an unknown one, such as a bias, would be silently ignored and is
-refused instead), and every shape has been compared with the configuration before ggml sees it.
+Invariant: names, shapes and types of all tensors have been checked (`tensors`, `quantisation`) before ggml
+sees one.
 
 Matrices whose type the CPU can interleave (Q4_0 on AVX2 and NEON) are copied through ggml's extra buffer
 types, as llama.cpp's loader does; all else is used where the file is mapped, so that processes share its
 pages.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
+
+import numpy as np
 
 from kvstore_engine.ggml import Library, load_library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.gguf import GGUFFile, TensorInfo
-from kvstore_engine.gguf.tensor_types import F32
-from kvstore_engine.model.config import ModelConfig, UnsupportedModel
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.quantisation import check_quantisation
+from kvstore_engine.model.tensors import check_tensors, layer_parts
 
 _USAGE_WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
-_ALIGNMENT_BYTES = 32  # what ggml's CPU kernels may assume of a tensor
+
+
+class Linear(NamedTuple):
+    """A matrix and what is added to its product, as ggml tensor handles (addresses); 0: there is none."""
+
+    weight: int = 0
+    bias: int = 0
+
+
+_NOTHING = Linear()
+# A product that takes the place of several, and what it is made of. Where `ffn_gate` is none, `ffn_up` is both.
+_JOINT = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """ggml tensor handles (addresses) of one transformer layer."""
+    """One transformer layer; norms as ggml tensor handles. What its architecture does not have is 0."""
 
     attn_norm: int
-    attn_q: int
-    attn_k: int
-    attn_v: int
-    attn_output: int
+    attn_output: Linear
     ffn_norm: int
-    ffn_gate: int
-    ffn_up: int
-    ffn_down: int
+    ffn_up: Linear
+    ffn_down: Linear
+    ffn_gate: Linear = _NOTHING
+    attn_qkv: Linear = _NOTHING
+    attn_q: Linear = _NOTHING
+    attn_k: Linear = _NOTHING
+    attn_v: Linear = _NOTHING
+    attn_q_norm: int = 0
+    attn_k_norm: int = 0
+    post_attention_norm: int = 0
+    post_ffw_norm: int = 0
 
 
 class Model:
@@ -45,25 +63,30 @@ class Model:
     `file` stays open for the model's life: most weights are read in place.
     """
 
-    def __init__(self, file: GGUFFile, library: Library, *, repack: bool = True) -> None:
+    def __init__(self, file: GGUFFile, library: Library, *, repack: bool = True, context: int | None = None) -> None:
         self.file = file
         self.library = library
-        self.config = ModelConfig.from_gguf(file)
-        _check_tensors(file, self.config)
+        self.config = ModelConfig.from_gguf(file, context)
+        check_tensors(file, self.config)
+        check_quantisation(file, library)
         self.repacked_bytes = 0
         self._repackers = list(library.extra_buffer_types().values()) if repack else []
         self._buffers: list[int] = []
         base = file.data.ctypes.data
         self._mapped = self._own(library.backend_cpu_buffer_from_ptr(base, file.data.size))
-        self._context = library.init(InitParams(library.tensor_overhead() * (len(file.tensors) + 1), None, True))
-        tensors = file.tensors
-        self.token_embedding = self._in_place(tensors["token_embd.weight"])
+        self._context = library.init(
+            InitParams(
+                library.tensor_overhead() * (len(file.tensors) + 1 + len(_JOINT) * self.config.layers), None, True
+            )
+        )
+        self.token_embedding = self._in_place(file.tensors["token_embd.weight"])
         # A tied output matrix is a second tensor: it is multiplied with, so it may be repacked; rows are
         # looked up in the first.
-        self.output = self._matrix(tensors.get("output.weight", tensors["token_embd.weight"]))
-        self.output_norm = self._in_place(tensors["output_norm.weight"])
-        factors = tensors.get("rope_freqs.weight")
-        self.rope_factors = self._in_place(factors) if factors else None
+        output = "token_embd" if self.config.tied_embeddings else "output"
+        self.output = Linear(self._matrix(file.tensors[f"{output}.weight"]), self._vector("output.bias"))
+        self.output_norm = self._vector("output_norm.weight")
+        # 0: no divisors; one tensor serves all layers.
+        self.rope_factors = self._vector(self.config.rope.factors)
         self.layers = tuple(self._layer(index) for index in range(self.config.layers))
 
     def close(self) -> None:
@@ -89,11 +112,20 @@ class Model:
         return buffer
 
     def _layer(self, index: int) -> LayerWeights:
-        handles = {}
-        for field in LayerWeights.__slots__:
-            info = self.file.tensors[f"blk.{index}.{field}.weight"]
-            handles[field] = self._matrix(info) if len(info.shape) == 2 else self._in_place(info)
-        return LayerWeights(**handles)
+        weights: dict[str, int | Linear] = {}
+        for joint, names in _JOINT.items():
+            if matrix := self._joined([f"blk.{index}.{name}" for name in names]):
+                weights |= {**dict.fromkeys(names, _NOTHING), joint: Linear(matrix)}
+        for part in layer_parts(self.config, index, self.file.tensors.keys()):
+            if part.name in weights:
+                continue
+            name = f"blk.{index}.{part.name}"
+            if len(part.shape) == 1:
+                weights[part.name] = self._vector(f"{name}.weight")
+            else:
+                matrix = self._matrix(self.file.tensors[f"{name}.weight"])
+                weights[part.name] = Linear(matrix, self._vector(f"{name}.bias"))
+        return LayerWeights(**weights)  # type: ignore[arg-type]  # a part's rank decides, see `architecture`
 
     def _new_tensor(self, info: TensorInfo) -> int:
         new = self.library.new_tensor_2d if len(info.shape) == 2 else self.library.new_tensor_1d
@@ -104,6 +136,11 @@ class Model:
     def _address(self, info: TensorInfo) -> int:
         return int(self.file.data.ctypes.data) + info.offset_bytes
 
+    def _vector(self, name: str) -> int:
+        """The tensor of this name in place, 0 if the file has none."""
+        info = self.file.tensors.get(name)
+        return self._in_place(info) if info else 0
+
     def _in_place(self, info: TensorInfo) -> int:
         tensor = self._new_tensor(info)
         self.library.backend_tensor_alloc(self._mapped, tensor, self._address(info))
@@ -113,20 +150,44 @@ class Model:
         """Repacked if some extra buffer type takes this tensor, in place otherwise."""
         tensor = self._new_tensor(info)
         for buffer_type in self._repackers:
-            if self._repacked(tensor, info, buffer_type):
+            if self._repacked(tensor, self._address(info), info.nbytes, buffer_type):
                 self.repacked_bytes += info.nbytes
                 return tensor
         self.library.backend_tensor_alloc(self._mapped, tensor, self._address(info))
         return tensor
 
-    def _repacked(self, tensor: int, info: TensorInfo, buffer_type: int) -> bool:
+    def _joined(self, names: list[str]) -> int:
+        """Matrices that multiply the same rows, as one: fewer products, of which each ends with threads waiting.
+
+        0 unless they can be repacked, which copies them anyway: others are used where the file is mapped.
+        """
+        infos = [self.file.tensors.get(f"{name}.weight") for name in names]
+        parts = [info for info in infos if info is not None]
+        same = len({(part.ggml_type, part.shape[0]) for part in parts}) == 1
+        gated = self.config.family.activation == "swiglu" or "ffn" not in names[0]
+        if len(parts) < len(names) or not same or not gated or any(f"{n}.bias" in self.file.tensors for n in names):
+            return 0
+        begins = [part.offset_bytes for part in parts]
+        rows = np.concatenate(
+            [self.file.data[begin : begin + part.nbytes] for begin, part in zip(begins, parts, strict=True)]
+        )
+        tensor: int = self.library.new_tensor_2d(
+            self._context, parts[0].ggml_type, parts[0].shape[0], sum(part.shape[1] for part in parts)
+        )
+        for buffer_type in self._repackers:
+            if self._repacked(tensor, rows.ctypes.data, rows.nbytes, buffer_type):
+                self.repacked_bytes += rows.nbytes
+                return tensor
+        return 0
+
+    def _repacked(self, tensor: int, address: int, size_bytes: int, buffer_type: int) -> bool:
         ggml = self.library
         buffer = ggml.backend_buft_alloc_buffer(buffer_type, ggml.backend_buft_get_alloc_size(buffer_type, tensor))
         ggml.backend_tensor_alloc(buffer, tensor, ggml.backend_buffer_get_base(buffer))
         # The buffer type answers by setting `extra`: no other call asks it about a type and a shape.
         if tensor_at(tensor).extra:
             self._own(buffer)
-            ggml.backend_tensor_set(tensor, self._address(info), 0, info.nbytes)
+            ggml.backend_tensor_set(tensor, address, 0, size_bytes)
             return True
         ggml.backend_buffer_free(buffer)
         fields = tensor_at(tensor)
@@ -134,49 +195,11 @@ class Model:
         return False
 
 
-def load_model(file: GGUFFile, library: Library | None = None, *, repack: bool = True) -> Model:
-    """The model in `file`, ready to run; takes over `file`. Raises UnsupportedModel, GGMLError."""
-    return Model(file, library or load_library(), repack=repack)
+def load_model(
+    file: GGUFFile, library: Library | None = None, *, repack: bool = True, context: int | None = None
+) -> Model:
+    """The model in `file`, ready to run; takes over `file`. Raises UnsupportedModel, GGMLError.
 
-
-def _expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and ggml shape (contiguous dimension first) of every tensor that the graph uses."""
-    width, queries, feed_forward = config.width, config.heads * config.head_dim, config.feed_forward
-    yield "token_embd.weight", (width, config.vocabulary)
-    yield "output_norm.weight", (width,)
-    if not config.tied_embeddings:
-        yield "output.weight", (width, config.vocabulary)
-    per_layer: dict[str, tuple[int, ...]] = {
-        "attn_norm": (width,),
-        "attn_q": (width, queries),
-        "attn_k": (width, config.kv_width),
-        "attn_v": (width, config.kv_width),
-        "attn_output": (queries, width),
-        "ffn_norm": (width,),
-        "ffn_gate": (width, feed_forward),
-        "ffn_up": (width, feed_forward),
-        "ffn_down": (feed_forward, width),
-    }
-    for layer in range(config.layers):
-        for field, shape in per_layer.items():
-            yield f"blk.{layer}.{field}.weight", shape
-
-
-def _check_tensors(file: GGUFFile, config: ModelConfig) -> None:
-    """Names, shapes, types and alignment; raises UnsupportedModel with the first difference."""
-    expected = dict(_expected_shapes(config))
-    if "rope_freqs.weight" in file.tensors:
-        expected["rope_freqs.weight"] = (config.rope.dimensions // 2,)
-    for name, shape in expected.items():
-        info = file.tensors.get(name)
-        if info is None:
-            raise UnsupportedModel(f"the model has no tensor {name}: the file is incomplete or of another kind")
-        if info.shape != shape:
-            raise UnsupportedModel(f"tensor {name} has the shape {info.shape}, the metadata asks for {shape}")
-        if len(shape) == 1 and info.ggml_type != F32:
-            raise UnsupportedModel(f"tensor {name} is {info.type_name}, only f32 is supported for vectors")
-        if info.offset_bytes % _ALIGNMENT_BYTES:
-            raise UnsupportedModel(f"tensor {name} is not aligned to {_ALIGNMENT_BYTES} bytes in the file")
-    unknown = [name for name in file.tensors if name not in expected]
-    if unknown:
-        raise UnsupportedModel(f"tensor {unknown[0]} is not part of the supported Llama architecture")
+    `context`: how long sequences may become, see `ModelConfig.from_gguf`.
+    """
+    return Model(file, library or load_library(), repack=repack, context=context)

@@ -16,27 +16,27 @@ def model_fingerprint(
     weights_digest: str,
     tokenizer_digest: str,
     kv_dtype: str,
-    kv_item_bytes: int,
+    kv_row_bytes: int,
     engine_block_tokens: int,
     layout: str,
     block_tokens: int = STORAGE_BLOCK_TOKENS,
 ) -> Fingerprint:
-    """The fingerprint for `config` with K/V kept as `kv_dtype` of `kv_item_bytes` in `layout`.
+    """The fingerprint for `config` with K/V kept as `kv_dtype` in `layout`, `kv_row_bytes` for one token's K.
 
-    All layers attend to everything, so they form one layer group. FingerprintError if `block_tokens` is no
-    multiple of `engine_block_tokens`.
+    All layers form one group, windowed ones too: the pool keeps all tokens of every layer, and a prefix is
+    restored as a whole. FingerprintError if `block_tokens` is no multiple of `engine_block_tokens`.
     """
     full_attention = LayerGroup(
         group_id=0,
         kind="full",
         window_tokens=0,
         layers=tuple(range(config.layers)),
-        bytes_per_token_per_layer=2 * config.kv_width * kv_item_bytes,
+        bytes_per_token_per_layer=2 * kv_row_bytes,
     )
     return Fingerprint(
         model_name=config.name,
         weights_digest=weights_digest,
-        rope=config.rope.describe(),
+        rope=config.describe_attention(),
         kv_dtype=kv_dtype,
         layout=layout,
         tokenizer_digest=tokenizer_digest,

@@ -5,23 +5,17 @@ Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), se
 by Hugging Face `tokenizers` (Rust).
 """
 
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 from kvstore_engine.tokenizer.pretokenize import pre_tokenizer
 from kvstore_engine.tokenizer.vocabulary import Vocabulary
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Encoder
-
-
 _PLACEHOLDER = "\0"  # no byte is spelt so: GPT-2's alphabet writes byte 0 as U+0100
 
 
-def build_encoder(vocabulary: Vocabulary) -> "Encoder":
-    """A `tokenizers.Tokenizer` from plain text to ids of `vocabulary`; the id past the last one means "drop
-    me".
-    """
+def byte_level_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
+    """A function from plain text to ids of `vocabulary`."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
@@ -31,8 +25,7 @@ def build_encoder(vocabulary: Vocabulary) -> "Encoder":
     unknown = None
     if not ids.keys() >= _byte_of_character().keys():
         # Some vocabularies lack tokens for rare bytes. llama.cpp drops those bytes *after* merging,
-        # `tokenizers` before, so that their neighbours would merge; a placeholder keeps them apart, and the
-        # caller drops it.
+        # `tokenizers` before, so that their neighbours would merge; a placeholder keeps them apart.
         unknown = _PLACEHOLDER
         ids[_PLACEHOLDER] = len(vocabulary.tokens)
     merges = [_pair(merge) for merge in vocabulary.merges]
@@ -41,7 +34,13 @@ def build_encoder(vocabulary: Vocabulary) -> "Encoder":
     encoder = Tokenizer(BPE(vocab=ids, merges=usable, unk_token=unknown, ignore_merges=rule.ignore_merges))
     cuts = [Split(Regex(pattern), "isolated") for pattern in rule.patterns]
     encoder.pre_tokenizer = Sequence([*cuts, ByteLevel(add_prefix_space=False, use_regex=False)])
-    return encoder
+    placeholder = len(vocabulary.tokens) if unknown else -1
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
+        return [token_id for token_id in ids if token_id != placeholder] if placeholder in ids else ids
+
+    return encode
 
 
 def token_bytes(text: str) -> bytes:

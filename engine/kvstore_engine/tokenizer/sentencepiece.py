@@ -1,52 +1,91 @@
 """SentencePiece BPE ("llama" vocabularies): the encoder, and the bytes each token stands for.
 
-Owns the derivation of merges from scores and the byte fallback. It never adds the leading space: that depends
-on what stands before the text, which the caller knows.
+Owns the joining by scores and the byte fallback. It never adds the leading space: that depends on what stands
+before the text, which the caller knows.
 
-A llama vocabulary has scores and no merges: of all neighbouring pairs whose concatenation is a token, the one
-with the highest score is joined first. Ranking the pairs by their result's score gives the same order to a
-BPE engine (Kudo and Richardson, "SentencePiece", 2018; the derivation is that of Hugging Face's Llama
-converter). Where two results have the *same* score, llama.cpp joins the leftmost pair and we the one with the
-lower id; real vocabularies number their scores, so this is seen only in made-up ones.
+A llama vocabulary has scores and no merges: of all neighbouring symbols whose concatenation is a token, the
+pair with the highest score is joined first, the leftmost of equals (Kudo and Richardson, "SentencePiece",
+2018; the order is that of llama.cpp's `llm_tokenizer_spm_session`). Gemma's runs of spaces and newlines have
+equal scores, so the order among equals decides ids. A general BPE engine ranks equals by id instead, and its
+merges would have to be derived from a quarter of a million tokens at every start.
+
+Texts are cut before spaces where no token reaches across, and the ids of each piece are remembered: most of a
+text is words that were seen before.
 """
 
+import heapq
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from kvstore_engine.tokenizer.vocabulary import BYTE, CONTROL, UNKNOWN, Vocabulary
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Encoder
+from kvstore_engine.tokenizer.vocabulary import BYTE, Vocabulary
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_MAX_REMEMBERED, _MAX_REMEMBERED_CHARACTERS = 1 << 16, 32
+_NO_SYMBOL = -1
 
 
-def build_encoder(vocabulary: Vocabulary) -> "Encoder":
-    """A `tokenizers.Tokenizer` that turns text, its spaces already written as U+2581, into ids of
-    `vocabulary`.
-    """
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
+class SentencePieceEncoder:
+    """Turns text, its spaces already written as U+2581, into ids of one vocabulary."""
 
-    ids = {text: i for i, text in enumerate(vocabulary.tokens)}
-    unknown = None if vocabulary.unknown_id is None else vocabulary.tokens[vocabulary.unknown_id]
-    merges = merges_from_scores(vocabulary, ids)
-    return Tokenizer(BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._ids = {text: i for i, text in enumerate(vocabulary.tokens)}
+        self._scores: Sequence[float] = vocabulary.scores.tolist()
+        self._unknown = vocabulary.unknown_id
+        # A token with a space inside may grow across it from what stands before.
+        crossing = {text[at - 1] for text in vocabulary.tokens for at in range(1, len(text)) if text[at] == SPACE}
+        stops = "".join(map(re.escape, sorted(crossing)))
+        self._pieces = re.compile(rf"(?<=[^{stops}])(?={SPACE})" if stops else rf"(?<=.)(?={SPACE})", re.DOTALL)
+        self._remembered: dict[str, list[int]] = {}
 
+    def __call__(self, text: str) -> list[int]:
+        """Ids of `text`; a character that is no token becomes its bytes' tokens."""
+        ids: list[int] = []
+        for piece in self._pieces.split(text):
+            known = self._remembered.get(piece)
+            if known is None:
+                known = self._encode(piece)
+                if len(self._remembered) >= _MAX_REMEMBERED:
+                    self._remembered.clear()
+                if len(piece) <= _MAX_REMEMBERED_CHARACTERS:
+                    self._remembered[piece] = known
+            ids += known
+        return ids
 
-def merges_from_scores(vocabulary: Vocabulary, ids: dict[str, int]) -> Sequence[tuple[str, str]]:
-    """All pairs of tokens whose concatenation is a token, best result first, then by the parts' ids."""
-    ranked: list[tuple[float, int, int, int, str, str]] = []
-    scores, kinds = vocabulary.scores.tolist(), vocabulary.kinds.tolist()
-    for token_id, text in enumerate(vocabulary.tokens):
-        if len(text) < 2 or kinds[token_id] in (BYTE, CONTROL, UNKNOWN):
-            continue
-        for cut in range(1, len(text)):
-            left, right = ids.get(text[:cut]), ids.get(text[cut:])
-            if left is not None and right is not None:
-                ranked.append((-scores[token_id], token_id, left, right, text[:cut], text[cut:]))
-    ranked.sort()
-    return [(entry[4], entry[5]) for entry in ranked]
+    def _encode(self, text: str) -> list[int]:
+        """Join neighbours, best score first. A joined symbol takes the left one's place; "" is a gone one."""
+        symbols = list(text)
+        following = [*range(1, len(symbols)), _NO_SYMBOL]
+        preceding = [_NO_SYMBOL, *range(len(symbols) - 1)]
+        candidates: list[tuple[float, int, int, str]] = []
+
+        def consider(left: int, right: int) -> None:
+            joined = symbols[left] + symbols[right]
+            token_id = self._ids.get(joined)
+            if token_id is not None:
+                heapq.heappush(candidates, (-self._scores[token_id], left, right, joined))
+
+        for left in range(len(symbols) - 1):
+            consider(left, left + 1)
+        while candidates:
+            _, left, right, joined = heapq.heappop(candidates)
+            # A candidate is stale if either part has been joined to something since.
+            if not symbols[left] or not symbols[right] or len(symbols[left]) + len(symbols[right]) != len(joined):
+                continue
+            symbols[left], symbols[right] = joined, ""
+            after = following[left] = following[right]
+            if after != _NO_SYMBOL:
+                preceding[after] = left
+                consider(left, after)
+            if preceding[left] != _NO_SYMBOL:
+                consider(preceding[left], left)
+        return [token_id for symbol in symbols if symbol for token_id in self._symbol_ids(symbol)]
+
+    def _symbol_ids(self, symbol: str) -> list[int]:
+        token_id = self._ids.get(symbol)
+        if token_id is not None:
+            return [token_id]
+        found = (self._ids.get(f"<0x{byte:02X}>", self._unknown) for byte in symbol.encode())
+        return [token_id for token_id in found if token_id is not None]
 
 
 def token_bytes(text: str, kind: int) -> bytes:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from kvstore_engine.tokenizer.vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 
+_WHITE_SPACE = " \t\n\v\f\r"  # C's isspace
+
 
 class SpecialTokens:
     """The special tokens of a vocabulary, ready to be found in text."""
@@ -22,6 +24,7 @@ class SpecialTokens:
         ]
         special.sort(key=lambda entry: len(entry[0].encode()), reverse=True)
         self._all = tuple(special)
+        self._strip_after = vocabulary.strip_after
         # A prompt that merely quotes "<|im_end|>" must not end the turn: without parse_special only the
         # tokens a model's author declared to be part of the text are recognised.
         self._user_defined = tuple(entry for entry in special if vocabulary.kinds[entry[1]] == USER_DEFINED)
@@ -31,11 +34,12 @@ class SpecialTokens:
         stretches: list[str | int] = [text] if text else []
         for special, token_id in self._all if parse_special else self._user_defined:
             if special in text:
-                stretches = _split_by(stretches, special, token_id)
+                stretches = _split_by(stretches, special, token_id, strip=token_id in self._strip_after)
         return stretches
 
 
-def _split_by(stretches: Sequence[str | int], special: str, token_id: int) -> list[str | int]:
+def _split_by(stretches: Sequence[str | int], special: str, token_id: int, *, strip: bool) -> list[str | int]:
+    """`stretches` with each `special` in them replaced; `strip`: the white space behind it belongs to it."""
     result: list[str | int] = []
     for stretch in stretches:
         if isinstance(stretch, int):
@@ -44,6 +48,7 @@ def _split_by(stretches: Sequence[str | int], special: str, token_id: int) -> li
         for position, plain in enumerate(stretch.split(special)):
             if position:
                 result.append(token_id)
+                plain = plain.lstrip(_WHITE_SPACE) if strip else plain
             if plain:
                 result.append(plain)
     return result

@@ -5,7 +5,7 @@ becomes is decided in `byte_level` or `sentencepiece`. Correctness is equality w
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
 import numpy as np
@@ -19,13 +19,16 @@ from kvstore_engine.tokenizer.vocabulary import CONTROL, UNKNOWN, USER_DEFINED, 
 
 
 class Tokenizer:
-    """Built once per model. Safe to share between threads: nothing changes after construction but a cache."""
+    """Built once per model. Safe to share between threads: nothing changes after construction but caches."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         sentence_piece = vocabulary.model == "llama"
-        build = sentencepiece.build_encoder if sentence_piece else byte_level.build_encoder
-        self._encoder = build(vocabulary)
+        self._encode_stretch: Callable[[str], list[int]] = (
+            sentencepiece.SentencePieceEncoder(vocabulary)
+            if sentence_piece
+            else byte_level.byte_level_encoder(vocabulary)
+        )
         self._special = SpecialTokens(vocabulary)
         self._pieces: dict[int, bytes] = {}
         self._sentence_piece = sentence_piece
@@ -77,14 +80,18 @@ class Tokenizer:
             ids.append(_required(self.vocabulary.eos_id))
         return np.array(ids, np.int32)
 
+    def encode_onwards(self, text: str) -> list[int]:
+        """Ids of plain `text` that continues another: together they spell it and nothing else, not even the space
+        that SentencePiece puts before a text.
+        """
+        return list(self._encode_plain(text, after_special=False))
+
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
         if self._sentence_piece:
             if after_special and self._space_prefix:
                 text = " " + text
             text = text.replace(" ", sentencepiece.SPACE)
-        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
-        placeholder = len(self.vocabulary.tokens)
-        return [token_id for token_id in ids if token_id != placeholder] if placeholder in ids else ids
+        return self._encode_stretch(text)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of `ids`; control tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
@@ -128,6 +135,8 @@ class Tokenizer:
             state.update("\0".join(strings).encode())
         for numbers in (vocabulary.kinds, vocabulary.scores):
             state.update(np.ascontiguousarray(numbers).tobytes())
+        if vocabulary.strip_after:
+            state.update(repr(sorted(vocabulary.strip_after)).encode())
         return state.hexdigest()
 
 

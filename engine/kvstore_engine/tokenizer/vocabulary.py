@@ -52,6 +52,10 @@ _FIM_END_TEXTS = {
 # gpt-oss and its kin use these to structure an answer; they are part of it and must be shown.
 _ALWAYS_SHOWN = frozenset(["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"])
 
+# Phi-3's specials swallow the white space behind them, all but these. llama.cpp knows the model by its name.
+_PHI3_NAMES = ("phi-3", "phi3")
+_PHI3_KEEPS_SPACE = frozenset(["<unk>", "<s>", "<|endoftext|>"])
+
 
 class TokenizerError(UsageError):
     """The file's tokenizer is damaged or of a kind that this engine cannot reproduce exactly."""
@@ -63,7 +67,7 @@ class Vocabulary:
 
     `tokens[i]` is the stored text of id i (byte-level for gpt2 models, with U+2581 for spaces for llama
     models); `kinds` int32 [n_tokens] and `scores` float32 [n_tokens] are indexed by id; `merges` is empty for
-    llama models.
+    llama models. White space behind a special token of `strip_after` is part of it.
     """
 
     model: str
@@ -79,6 +83,7 @@ class Vocabulary:
     add_eos: bool | None
     add_space_prefix: bool | None
     end_ids: frozenset[int]
+    strip_after: frozenset[int] = frozenset()
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "Vocabulary":
@@ -113,7 +118,16 @@ class Vocabulary:
             add_eos=_flag(metadata, "add_eos_token"),
             add_space_prefix=_flag(metadata, "add_space_prefix"),
             end_ids=end_ids,
+            strip_after=_strip_after(metadata, tokens, kinds),
         )
+
+
+def _strip_after(metadata: Mapping[str, object], tokens: Sequence[str], kinds: npt.NDArray[np.int32]) -> frozenset[int]:
+    name = str(metadata.get("general.name", "")).lower()
+    if not any(known in name for known in _PHI3_NAMES):
+        return frozenset()
+    special = np.flatnonzero(np.isin(kinds, (CONTROL, USER_DEFINED, UNKNOWN))).tolist()
+    return frozenset(token_id for token_id in special if tokens[token_id] not in _PHI3_KEEPS_SPACE)
 
 
 def _text(metadata: Mapping[str, object], name: str) -> str:

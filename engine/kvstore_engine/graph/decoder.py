@@ -1,0 +1,301 @@
+"""Builds the ggml graph of one decoder step: embedding, layers, head.
+
+Owns the order of operations, which is llama.cpp's (src/models/*.cpp), so that logits agree to rounding. What
+differs between architectures is data (`model.architecture`): a norm, a bias, a cap or a scale that a model
+does not have adds no node. Attention is one custom operation per layer that reads the paged cache through the
+step's block tables; windows, caps and scales of scores are its business.
+Nothing in a graph depends on the step's content, only on its token and output counts: a graph can be kept
+and refilled.
+"""
+
+import ctypes as ct
+from dataclasses import dataclass
+
+from kvstore_engine.ggml.structs import InitParams, tensor_at
+from kvstore_engine.gguf.tensor_types import F32, I32, I64, Q8_0
+from kvstore_engine.model import LayerWeights, Linear, Model
+
+_NODES_PER_LAYER = 48
+_NODES_AROUND = 64
+_ALL_THREADS = -1  # GGML_N_TASKS_MAX: run the custom operation on every thread
+_ROPE_NORMAL, _ROPE_NEOX = 0, 2  # GGML_ROPE_TYPE_*
+_F32_BYTES = 4
+_FEW_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A graph for `tokens` rows of which `outputs` get logits. ggml handles; 0: not present."""
+
+    context: int
+    graph: int
+    tokens: int
+    outputs: int
+    token_input: int
+    position_input: int
+    slot_input: int
+    output_input: int
+    logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTensors:
+    """The pool as ggml sees it: for each layer K and V as [slots, kv_heads * head_dim]."""
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOperation:
+    """The native callback, and for each layer the address of its user data."""
+
+    function: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProductOperation:
+    """The native callback that multiplies few rows with a q8_0 matrix, and the address of its user data."""
+
+    function: int
+    userdata: int
+
+    def takes(self, weight: int, rows: int) -> bool:
+        """Whether it is the faster one: ggml's own is for one row and for many."""
+        matrix, factor = tensor_at(weight), tensor_at(rows)
+        contiguous = (factor.type, *factor.nb[:2]) == (F32, _F32_BYTES, _F32_BYTES * factor.ne[0])
+        few = 1 < factor.ne[1] <= _FEW_ROWS and factor.ne[2] == 1
+        return matrix.type == Q8_0 and not matrix.extra and few and contiguous
+
+
+def build_graph(
+    model: Model,
+    cache: PoolTensors,
+    attention: AttentionOperation,
+    tokens: int,
+    outputs: int,
+    product: ProductOperation | None = None,
+) -> StepGraph:
+    """A new graph in a context of its own, which the caller frees. Its tensors have no memory yet."""
+    return _Builder(model, cache, attention, tokens, outputs, product).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        model: Model,
+        cache: PoolTensors,
+        attention: AttentionOperation,
+        tokens: int,
+        outputs: int,
+        product: ProductOperation | None,
+    ) -> None:
+        self.model, self.cache, self.attention, self.product = model, cache, attention, product
+        self.tokens, self.outputs = tokens, outputs
+        ggml = self.ggml = model.library
+        nodes = _NODES_PER_LAYER * model.config.layers + _NODES_AROUND
+        size_bytes = ggml.tensor_overhead() * nodes + ggml.graph_overhead_custom(nodes, False)
+        self.context = ggml.init(InitParams(size_bytes, None, True))
+        self.graph = ggml.new_graph_custom(self.context, nodes, False)
+        self.positions = self._input(I32, tokens)
+        self.slots = self._input(I64, tokens)
+
+    def build(self) -> StepGraph:
+        ggml, model = self.ggml, self.model
+        token_input = self._input(I32, self.tokens)
+        output_input = self._input(I32, self.outputs) if 0 < self.outputs < self.tokens else 0
+        hidden = ggml.get_rows(self.context, model.token_embedding, token_input)
+        if model.config.family.scaled_embedding:
+            hidden = ggml.scale(self.context, hidden, model.config.width**0.5)
+        last = model.config.layers - 1
+        for index in range(last):
+            hidden = self._feed_forward(index, self._project(index, self._attend(index, hidden), hidden))
+        logits = self._finish(last, hidden, output_input) if self.outputs else self._finish_cache(last, hidden)
+        return StepGraph(
+            self.context,
+            self.graph,
+            self.tokens,
+            self.outputs,
+            token_input,
+            self.positions,
+            self.slots,
+            output_input,
+            logits,
+        )
+
+    # ---- parts that a model may lack ---------------------------------------------------------------------------
+
+    def _norm(self, hidden: int, weight: int) -> int:
+        """RMSNorm over the contiguous dimension, or nothing."""
+        if not weight:
+            return hidden
+        ggml = self.ggml
+        normed: int = ggml.mul(self.context, ggml.rms_norm(self.context, hidden, self.model.config.rms_epsilon), weight)
+        return normed
+
+    def _linear(self, linear: Linear, rows: int) -> int:
+        product: int
+        if self.product and self.product.takes(linear.weight, rows):
+            product = self._few_rows(self.product, linear.weight, rows)
+        else:
+            product = self.ggml.mul_mat(self.context, linear.weight, rows)
+        if linear.bias:
+            product = self.ggml.add(self.context, product, linear.bias)
+        return product
+
+    def _few_rows(self, product: ProductOperation, weight: int, rows: int) -> int:
+        """What `mul_mat` gives, to the bit, by our own operation."""
+        multiplied: int = self.ggml.custom_4d(
+            self.context,
+            F32,
+            tensor_at(weight).ne[1],
+            tensor_at(rows).ne[1],
+            1,
+            1,
+            (ct.c_void_p * 2)(rows, weight),
+            2,
+            product.function,
+            _ALL_THREADS,
+            product.userdata,
+        )
+        return multiplied
+
+    def _capped(self, values: int, cap: float) -> int:
+        """cap * tanh(values / cap), or nothing."""
+        if not cap:
+            return values
+        ggml, context = self.ggml, self.context
+        capped: int = ggml.scale(context, ggml.tanh(context, ggml.scale(context, values, 1.0 / cap)), cap)
+        return capped
+
+    # ---- attention ---------------------------------------------------------------------------------------------
+
+    def _input(self, ggml_type: int, count: int) -> int:
+        tensor: int = self.ggml.new_tensor_1d(self.context, ggml_type, count)
+        self.ggml.set_input(tensor)
+        return tensor
+
+    def _queries_keys_values(self, layer: LayerWeights, normed: int) -> tuple[int, int, int]:
+        """[head_dim, heads, tokens] of queries and of keys, [kv_width, tokens] of values."""
+        ggml, context, config = self.ggml, self.context, self.model.config
+        if not layer.attn_qkv.weight:
+            query = self._linear(layer.attn_q, normed)
+            key = self._linear(layer.attn_k, normed)
+            return (
+                ggml.reshape_3d(context, query, config.head_dim, config.heads, self.tokens),
+                ggml.reshape_3d(context, key, config.head_dim, config.kv_heads, self.tokens),
+                self._linear(layer.attn_v, normed),
+            )
+        fused = self._linear(layer.attn_qkv, normed)
+        head, queries = config.head_dim * _F32_BYTES, config.heads * config.head_dim * _F32_BYTES
+        keys = config.kv_width * _F32_BYTES
+        row = queries + 2 * keys
+        return (
+            ggml.view_3d(context, fused, config.head_dim, config.heads, self.tokens, head, row, 0),
+            ggml.view_3d(context, fused, config.head_dim, config.kv_heads, self.tokens, head, row, queries),
+            ggml.view_2d(context, fused, config.kv_width, self.tokens, row, queries + keys),
+        )
+
+    def _rotated(self, index: int, heads: int) -> int:
+        """[head_dim, heads, tokens] rotated by position."""
+        rope = self.model.config.layer_rope(index)
+        rotated: int = self.ggml.rope_ext(
+            self.context,
+            heads,
+            self.positions,
+            self.model.rope_factors or None,
+            rope.dimensions,
+            _ROPE_NEOX if rope.neox else _ROPE_NORMAL,
+            rope.original_context,
+            rope.frequency_base,
+            rope.frequency_scale,
+            rope.yarn_extrapolation,
+            rope.attention_factor,
+            rope.yarn_beta_fast,
+            rope.yarn_beta_slow,
+        )
+        return rotated
+
+    def _write_cache(self, index: int, normed: int) -> tuple[int, int, int]:
+        """The layer's queries, before norm and rotation, and the planes that its K and V have been put into."""
+        ggml, context, config = self.ggml, self.context, self.model.config
+        layer = self.model.layers[index]
+        query, key, value = self._queries_keys_values(layer, normed)
+        key = self._rotated(index, self._norm(key, layer.attn_k_norm))
+        key = ggml.reshape_2d(context, key, config.kv_width, self.tokens)
+        written = (
+            ggml.set_rows(context, self.cache.keys[index], key, self.slots),
+            ggml.set_rows(context, self.cache.values[index], value, self.slots),
+        )
+        for tensor in written:
+            ggml.build_forward_expand(self.graph, tensor)
+        return query, *written
+
+    def _attend(self, index: int, hidden: int) -> int:
+        """The heads' outputs before projection, [heads * head_dim, tokens]."""
+        ggml, config = self.ggml, self.model.config
+        layer = self.model.layers[index]
+        query, keys, values = self._write_cache(index, self._norm(hidden, layer.attn_norm))
+        query = self._rotated(index, self._norm(query, layer.attn_q_norm))
+        # The planes are sources only so that the graph runs the writes first: the kernel reads by block
+        # table.
+        sources = (ct.c_void_p * 3)(query, keys, values)
+        attended: int = ggml.custom_4d(
+            self.context,
+            F32,
+            config.heads * config.head_dim,
+            self.tokens,
+            1,
+            1,
+            sources,
+            len(sources),
+            self.attention.function,
+            _ALL_THREADS,
+            self.attention.layers[index],
+        )
+        return attended
+
+    def _project(self, index: int, attended: int, hidden: int) -> int:
+        layer = self.model.layers[index]
+        projected = self._norm(self._linear(layer.attn_output, attended), layer.post_attention_norm)
+        added: int = self.ggml.add(self.context, projected, hidden)
+        return added
+
+    # ---- feed forward and head ---------------------------------------------------------------------------------
+
+    def _feed_forward(self, index: int, hidden: int) -> int:
+        layer = self.model.layers[index]
+        gated = self._gated(layer, self._norm(hidden, layer.ffn_norm))
+        down = self._norm(self._linear(layer.ffn_down, gated), layer.post_ffw_norm)
+        added: int = self.ggml.add(self.context, down, hidden)
+        return added
+
+    def _gated(self, layer: LayerWeights, normed: int) -> int:
+        activation = self.model.config.family.activation
+        gated: int
+        if not layer.ffn_gate.weight:
+            gated = self.ggml.swiglu(self.context, self._linear(layer.ffn_up, normed))
+        else:
+            split = {"swiglu": self.ggml.swiglu_split, "geglu": self.ggml.geglu_split}[activation]
+            gated = split(self.context, self._linear(layer.ffn_gate, normed), self._linear(layer.ffn_up, normed))
+        return gated
+
+    def _finish(self, index: int, hidden: int, output_input: int) -> int:
+        """The last layer and the head, after attention for the output rows only."""
+        ggml, context = self.ggml, self.context
+        attended = self._attend(index, hidden)
+        if output_input:
+            attended = ggml.get_rows(context, attended, output_input)
+            hidden = ggml.get_rows(context, hidden, output_input)
+        hidden = self._feed_forward(index, self._project(index, attended, hidden))
+        logits = self._linear(self.model.output, self._norm(hidden, self.model.output_norm))
+        logits = self._capped(logits, self.model.config.output_softcap)
+        ggml.set_output(logits)
+        ggml.build_forward_expand(self.graph, logits)
+        return logits
+
+    def _finish_cache(self, index: int, hidden: int) -> int:
+        """No logits wanted: the last layer need only leave its K and V in the cache."""
+        self._write_cache(index, self._norm(hidden, self.model.layers[index].attn_norm))
+        return 0

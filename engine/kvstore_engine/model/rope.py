@@ -1,0 +1,103 @@
+"""Rotary position embedding: what a file says about it, in the terms of `ggml_rope_ext`.
+
+Owns the reading of `rope.*` keys and the line that stands for the rotation in the cache's fingerprint.
+It never rotates.
+
+Su et al., "RoFormer" (2021); linear interpolation by `frequency_scale`; YaRN (Peng et al., 2023) when
+`yarn_extrapolation` is not 0; a divisor for each frequency (Llama 3; LongRoPE, Ding et al., 2024) by a
+tensor of the file.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from kvstore_engine.model.architecture import Architecture
+from kvstore_engine.model.metadata import Hyperparameters, UnsupportedModel
+
+FREQUENCY_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_SCALINGS = ("none", "linear", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """How some layers rotate queries and keys.
+
+    `neox`: one half of the rotated channels against the other instead of neighbours. `factors`: the tensor
+    with a divisor for each frequency, or nothing.
+    """
+
+    dimensions: int
+    frequency_base: float
+    frequency_scale: float
+    original_context: int
+    yarn_extrapolation: float
+    attention_factor: float
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    neox: bool = False
+    factors: str = ""
+
+    def describe(self) -> str:
+        """One line that differs whenever rotated keys would differ; part of the cache fingerprint."""
+        line = f"{'neox' if self.neox else 'norm'}/{self.dimensions}"
+        line += f"/base={_exact(self.frequency_base)}/scale={_exact(self.frequency_scale)}"
+        if self.yarn_extrapolation:
+            yarn = (self.yarn_extrapolation, self.attention_factor, self.yarn_beta_fast, self.yarn_beta_slow)
+            line += f"/yarn={','.join(map(_exact, yarn))},{self.original_context}"
+        elif self.attention_factor != 1.0:
+            line += f"/magnitude={_exact(self.attention_factor)}"
+        # Llama 3's factors are the only ones a file can have, so its weights' digest tells them apart.
+        return line if self.factors in ("", FREQUENCY_FACTORS) else f"{line}/{self.factors.removesuffix('.weight')}"
+
+
+def read_rope(
+    keys: Hyperparameters, family: Architecture, tensors: Collection[str], head_dim: int, context: int | None
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotation of layers that see everything, and of windowed layers. Raises UnsupportedModel.
+
+    `context` is how long sequences may become, None: no longer than the model was first trained on. LongRoPE
+    has one set of factors up to that length and another for longer contexts, whatever the sequence.
+    """
+    scaling = keys.get("rope.scaling.type")
+    if scaling is not None and scaling not in _SCALINGS:
+        raise UnsupportedModel(f"RoPE scaling {scaling!r} is not supported; supported: {', '.join(_SCALINGS)}")
+    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0)
+    original = keys.count("rope.scaling.original_context_length", keys.count("context_length"))
+    dimensions = keys.count("rope.dimension_count", head_dim)
+    if dimensions > head_dim or dimensions % 2 or (dimensions < head_dim and not family.partial_rotation):
+        raise UnsupportedModel(f"RoPE over {dimensions} of {head_dim} dimensions is not supported")
+    everywhere = RopeConfig(
+        dimensions=dimensions,
+        frequency_base=keys.number("rope.freq_base", 10000.0),
+        frequency_scale=1.0 / factor if factor and scaling != "none" else 1.0,
+        original_context=original,
+        yarn_extrapolation=keys.number("rope.scaling.yarn_ext_factor", 1.0) if scaling == "yarn" else 0.0,
+        attention_factor=keys.number("rope.scaling.attn_factor", 1.0),
+        yarn_beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        yarn_beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        neox=family.rotation == "neox",
+        factors=_factors(family, tensors, long=context is not None and context > original),
+    )
+    local_base = family.windows.local_base if family.windows else None
+    local = replace(
+        everywhere,
+        frequency_base=keys.number(
+            "rope.freq_base_swa", everywhere.frequency_base if local_base is None else local_base
+        ),
+        frequency_scale=everywhere.frequency_scale if local_base is None else 1.0,
+    )
+    return everywhere, local
+
+
+def _factors(family: Architecture, tensors: Collection[str], *, long: bool) -> str:
+    if "freqs" in family.rope_factors and FREQUENCY_FACTORS in tensors:
+        return FREQUENCY_FACTORS
+    chosen = LONG_FACTORS if long else SHORT_FACTORS
+    return chosen if "long_short" in family.rope_factors and chosen in tensors else ""
+
+
+def _exact(number: float) -> str:
+    """`number` in as few digits as tell it from all others."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
