@@ -7,6 +7,9 @@ import argparse
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kvstore_engine.cli.bench_arguments import add_bench
+from kvstore_engine.cli.serve_arguments import add_serve
+
 _EXIT_CODES = """exit codes:
   0  done
   1  something failed: no network, a damaged download, a full disk
@@ -21,7 +24,7 @@ _MODELS = """models:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser; `namespace.command` is "generate", "fetch" or "info"."""
+    """The parser; `namespace.command` names the command."""
     top = argparse.ArgumentParser(
         prog="kvengine",
         description="Run GGUF models on the CPU, with their KV cache kept in kvstored.",
@@ -33,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_fetch(commands)
     _add_info(commands)
+    add_serve(commands, models=_MODELS, exit_codes=_EXIT_CODES)
+    add_bench(commands, models=_MODELS, exit_codes=_EXIT_CODES)
     return top
 
 

@@ -75,4 +75,16 @@ def _info(options: argparse.Namespace) -> int:
     return info.run(options)
 
 
-_COMMANDS = {"generate": _generate, "fetch": _fetch, "info": _info}
+def _serve(options: argparse.Namespace) -> int:
+    from kvstore_engine.cli import serve
+
+    return serve.run(options)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from kvstore_engine.cli import bench
+
+    return bench.run(options)
+
+
+_COMMANDS = {"bench": _bench, "serve": _serve, "generate": _generate, "fetch": _fetch, "info": _info}

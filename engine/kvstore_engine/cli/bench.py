@@ -1,0 +1,142 @@
+"""`kvengine bench`: measures an engine or a server and says what came of it.
+
+Owns the reading of options and what is printed where: figures on stdout, progress on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+from collections.abc import Iterator, Sequence
+
+from kvstore_engine.batching import EngineSettings
+from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
+from kvstore_engine.bench.files import as_json, write_files
+from kvstore_engine.bench.loads import LOADS
+from kvstore_engine.bench.opened_engine import BenchEngine
+from kvstore_engine.bench.over_http import Endpoint
+from kvstore_engine.bench.study import Case, StudySettings, study_engine, study_server
+from kvstore_engine.cli.bench_options import UNKNOWN_VOCABULARY, load_settings, progress, vocabulary_of
+from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.models import locate
+from kvstore_engine.profiler import TracingObserver
+from kvstore_engine.threads import default_threads
+
+_CONCURRENCY = (1, 4, 8, 16)
+_MOST_SEQUENCES = 256
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure as `options` say; 0, or an error that `main` turns into an exit code."""
+    _check(options)
+    if options.against:
+        from kvstore_engine.cli import bench_against
+
+        return bench_against.run(options)
+    cases = list(_server(options) if options.url else _engine(options))
+    about = _about(options)
+    written = write_files(options.out, about, cases) if options.out else []
+    if options.json:
+        print(json.dumps(as_json(about, cases)))
+    else:
+        print(_text(cases))
+        for path in written:
+            print(f"wrote {path}")
+    failed = sum(case.summary.failed for case in cases)
+    if failed:
+        raise OperationError(f"{failed} of {sum(case.summary.requests for case in cases)} requests failed")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Mistakes are told before a model is loaded."""
+    if not options.model and not options.url:
+        raise UsageError("nothing to measure: give --model MODEL, or --url of a running server")
+    if unknown := [name for name in options.load if name not in LOADS]:
+        raise UsageError(f"load {unknown[0]!r} is unknown; known: {', '.join(LOADS)}")
+    if options.against and options.url:
+        raise UsageError("--against starts both servers itself: give --model, not --url")
+    if options.against and not options.model:
+        raise UsageError("--against needs --model MODEL")
+    for name, needs in (("llama_server", "against"), ("only", "against"), ("rounds", "against")):
+        if getattr(options, name) is not None and not getattr(options, needs):
+            raise UsageError(f"--{name.replace('_', '-')} goes with --against llama-server")
+    if options.url and (options.trace or options.block_sizes or options.pool_tokens):
+        raise UsageError("--trace, --block-sizes and --pool-tokens are for an engine in this process, not for --url")
+    for count in options.concurrency or ():
+        if not 1 <= count <= _MOST_SEQUENCES:
+            raise UsageError(f"the concurrency must be 1 to {_MOST_SEQUENCES}, got {count}")
+    for size in options.block_sizes or ():
+        if not 8 <= size <= 256:
+            raise UsageError(f"a block holds 8 to 256 tokens, not {size}")
+
+
+def _arrivals(options: argparse.Namespace) -> Sequence[Arrivals]:
+    if options.rate:
+        return [OpenLoop(rate, options.seed) for rate in options.rate]
+    return [ClosedLoop(count) for count in options.concurrency or ((4,) if options.quick else _CONCURRENCY)]
+
+
+def _engine(options: argparse.Namespace) -> Iterator[Case]:
+    path = locate(options.model)
+    settings = load_settings(options, vocabulary_of(path))
+    arrivals = _arrivals(options)
+    most = max((each.concurrency for each in arrivals if isinstance(each, ClosedLoop)), default=16)
+    wanted = StudySettings(options.load, arrivals, settings, options.block_sizes or (16,))
+    base = BenchEngine(
+        path,
+        context=0,
+        sequences=most,
+        threads=options.threads,
+        kv_dtype=options.kv_dtype,
+        pool_tokens=options.pool_tokens,
+        settings=EngineSettings(policy=options.policy, max_running=most, max_queued=max(1024, settings.requests)),
+    )
+    with contextlib.ExitStack() as stack:
+        tracing = TracingObserver(options.trace) if options.trace else None
+        if tracing:
+            stack.callback(tracing.close)
+        yield from study_engine(base, wanted, progress(options), tracing)
+
+
+def _server(options: argparse.Namespace) -> Iterator[Case]:
+    settings = load_settings(options, UNKNOWN_VOCABULARY)
+    endpoint = Endpoint(options.url, options.model, options.api_key)
+    yield from study_server(endpoint, StudySettings(options.load, _arrivals(options), settings), progress(options))
+
+
+def _about(options: argparse.Namespace) -> dict[str, object]:
+    about: dict[str, object] = {"model": options.model, "url": options.url, "seed": options.seed}
+    if not options.url:
+        from kvstore_engine.ggml import load_library
+        from kvstore_engine.kernels import select_kernels
+
+        about |= {"policy": options.policy, "kv_dtype": options.kv_dtype, "kernels": select_kernels().name}
+        about |= {"threads": options.threads or default_threads(), "ggml": load_library().describe()["version"]}
+    return {**about, "machine": platform.machine(), "python": platform.python_version()}
+
+
+def _text(cases: Sequence[Case]) -> str:
+    head = ("load", "arrivals", "blocks", "tokens/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "computed/ideal")
+    lines: list[tuple[str, ...]] = [head]
+    for case in cases:
+        summary, ratio = case.summary, case.evaluated_ratio
+        lines.append(
+            (
+                case.load,
+                case.arrivals,
+                str(case.block_tokens or ""),
+                f"{summary.generated_per_s:.1f}",
+                *(f"{summary.ttft_s[part] * 1e3:.1f}" for part in ("p50", "p99")),
+                *(f"{summary.tpot_s[part] * 1e3:.2f}" for part in ("p50", "p99")),
+                "" if ratio is None else f"{ratio:.3f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = (
+        "  ".join(cell.ljust(width) if at < 2 else cell.rjust(width) for at, (cell, width) in enumerate(cells))
+        for cells in (zip(line, widths, strict=True) for line in lines)
+    )
+    return "\n".join(line.rstrip() for line in aligned)

@@ -1,0 +1,44 @@
+"""`kvengine serve`: from options to a running server.
+
+Owns the names that a model is served under.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from kvstore_engine.models import locate
+from kvstore_engine.server.options import EngineOptions, ServerOptions
+from kvstore_engine.server.run import run as run_server
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal; the exit code, or an error that `main` turns into one."""
+    path = locate(options.model)
+    engine = EngineOptions(
+        model=str(path),
+        context=options.context,
+        threads=options.threads,
+        max_sequences=options.max_sequences,
+        policy=options.policy,
+        kv_dtype=options.kv_dtype,
+        pool_bytes=options.pool,
+        swap_bytes=options.swap,
+        max_queued=options.max_queued,
+        kvstore=str(options.kvstore) if options.kvstore else None,
+        trace=str(options.trace) if options.trace else None,
+        has_tenants=options.api_keys is not None,
+    )
+    known = path.stem if options.model == str(path) else options.model
+    names: list[str] = [*options.served_name, known]
+    return run_server(
+        ServerOptions(
+            engine=engine,
+            model_name=names[0],
+            aliases=tuple(names),
+            host=options.host,
+            port=options.port,
+            api_keys=str(options.api_keys) if options.api_keys else None,
+            drain_s=options.drain_s,
+        )
+    )

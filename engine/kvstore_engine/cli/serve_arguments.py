@@ -1,0 +1,131 @@
+"""The command line of `kvengine serve`.
+
+Owns its options and help. It never acts and imports nothing but argparse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
+_UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_POLICIES = ("fcfs", "shortest", "priority")
+_KV_TYPES = ("f16", "bf16", "f32", "q8_0", "q4_0")
+_DESCRIPTION = """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models,
+and /tokenize, /detokenize, /health, /metrics. Requests run in one batch; their K/V is shared
+between requests of a tenant and, with --kvstore, kept in kvstored."""
+_EPILOG = """examples:
+  kvengine serve --model smollm2-135m-instruct:q8_0
+  kvengine serve --model ./llama.gguf --kvstore /run/kvstored --context 8192 --max-sequences 8
+  kvengine serve --model ./llama.gguf --host 0.0.0.0 --api-keys /etc/kvengine/keys --policy priority
+
+  curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 50}'
+
+--api-keys FILE has lines 'KEY TENANT [PRIORITY]'; '#' begins a comment. Tenants share no K/V.
+Without it only this machine is served.
+
+SIGTERM or Ctrl-C: nothing new is taken in, what runs is finished (--drain-s), exit code 0.
+Ctrl-C twice ends at once.
+"""
+
+
+def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], *, models: str, exit_codes: str) -> None:
+    """Add the command; `models` and `exit_codes` are the paragraphs that all commands share."""
+    command = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP with OpenAI's API",
+        description=_DESCRIPTION,
+        epilog=f"{_EPILOG}\n{models}\n{exit_codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--model", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)")
+    _add_http(command)
+    _add_engine(command)
+
+
+def _add_http(command: argparse.ArgumentParser) -> None:
+    http = command.add_argument_group("HTTP")
+    http.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (default 127.0.0.1)")
+    http.add_argument(
+        "--port", type=_port, default=8080, metavar="PORT", help="port; 0 takes a free one (default 8080)"
+    )
+    http.add_argument("--api-keys", type=Path, metavar="FILE", help="who may use the server, and as which tenant")
+    http.add_argument(
+        "--served-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="what clients call the model (default: the name in --model); may be repeated, the first is shown",
+    )
+    http.add_argument(
+        "--drain-s", type=_seconds, default=30.0, metavar="S", help="time to finish what runs at the end (default 30)"
+    )
+
+
+def _add_engine(command: argparse.ArgumentParser) -> None:
+    engine = command.add_argument_group("engine")
+    engine.add_argument(
+        "--context",
+        type=_count,
+        metavar="N",
+        help="tokens of one prompt and answer together (default: 4096, or the model's limit if smaller)",
+    )
+    engine.add_argument("--threads", type=_count, metavar="N", help="compute threads (default: as kvengine generate)")
+    engine.add_argument(
+        "--max-sequences", type=_count, default=16, metavar="N", help="answers computed at the same time (default 16)"
+    )
+    engine.add_argument(
+        "--max-queued", type=_count, default=256, metavar="N", help="requests that may wait (default 256)"
+    )
+    engine.add_argument("--policy", choices=_POLICIES, default="fcfs", help="who goes first (default fcfs)")
+    engine.add_argument(
+        "--kv-dtype", choices=_KV_TYPES, default="f16", help="type of K and V in the pool (default f16)"
+    )
+    engine.add_argument(
+        "--pool",
+        type=_size,
+        metavar="SIZE",
+        help="memory for K/V, such as 2GiB (default: the context for every sequence, at most half of what is free)",
+    )
+    engine.add_argument("--swap", type=_size, metavar="SIZE", help="memory for K/V of preempted answers; 0 recomputes")
+    engine.add_argument(
+        "--kvstore", type=Path, metavar="DIR", help="the folder of kvstored's sockets; without it nothing is kept"
+    )
+    engine.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a trace of every step for chrome://tracing or ui.perfetto.dev; it grows as long as the server runs",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"a port is 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 is wanted, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"seconds from 0 to 86400 are wanted, got {text!r}")
+    return seconds
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"a size such as 512MiB or 2GiB is wanted, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])

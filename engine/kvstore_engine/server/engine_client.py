@@ -1,0 +1,266 @@
+"""The HTTP process's end of the scheduler: starts it, starts it anew, sends requests, hands out events.
+
+Owns the child process, its socket, and which request waits for what. It never parses HTTP.
+
+When the child dies, the requests it had are told so and end; those that come before the next child is ready are
+refused. A child that cannot start ends the server the first time and is tried again later: what was there once may
+come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+from kvstore_engine.batching import Event, Finished
+from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.server import frames
+from kvstore_engine.server.api_errors import ApiError, failed, invalid, overloaded, unavailable
+from kvstore_engine.server.messages import Ask, unpack_events
+from kvstore_engine.server.options import EngineOptions
+
+State = Literal["starting", "ready", "restarting", "closed"]
+_Item: TypeAlias = list[Event] | ApiError | None
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 30.0
+_CALM_S = 60.0  # an engine that lived this long may be restarted at once again
+_END_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+class Answering:
+    """The events of requests that belong together: a list for each step that brought any."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[_Item] = asyncio.Queue()
+
+    def put(self, item: _Item) -> None:
+        self._queue.put_nowait(item)
+
+    async def next(self) -> list[Event] | None:
+        """What a step brought; None once whoever asked has gone. ApiError if no more will come."""
+        item = await self._queue.get()
+        if isinstance(item, ApiError):
+            raise item
+        return item
+
+
+class EngineClient:
+    """Made in the event loop's thread and used there only."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self.state: State = "starting"
+        self.context = 0
+        self.restarts = 0
+        self.trouble = ""  # why the engine is not ready
+        self.worker: dict[str, Any] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._waiting: dict[str, Answering] = {}
+        self._statuses: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The scheduler's process; 0 while there is none."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def requests(self) -> int:
+        """Requests that wait for events."""
+        return len(self._waiting)
+
+    async def start(self) -> None:
+        """Returns when the engine is ready. UsageError and OperationError if it cannot be."""
+        try:
+            await self._spawn()
+        except BaseException:
+            await self._end()
+            raise
+        self._task = asyncio.create_task(self._keep_alive())
+
+    def submit(self, asks: Sequence[Ask]) -> Answering:
+        """Send requests that are answered together. ApiError 503 while the engine is not ready."""
+        if self.state != "ready" or self._writer is None:
+            raise unavailable(f"the engine is {self.state}: try again in a moment")
+        answering = Answering()
+        for ask in asks:
+            self._waiting[ask.id] = answering
+            self._writer.write(frames.encode(ask.header(), frames.pack_tokens(ask.tokens)))
+        return answering
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """Whoever asked has gone: nothing more is delivered, and the engine computes no more for them."""
+        for request_id in request_ids:
+            if self._waiting.pop(request_id, None) is not None and self._writer is not None:
+                self._writer.write(frames.encode({"op": "cancel", "id": request_id}))
+
+    async def status(self, timeout_s: float = 1.0) -> dict[str, Any] | None:
+        """What the scheduler's process says of itself; None if it does not within the time."""
+        if self.state != "ready" or self._writer is None:
+            return None
+        number = next(self._numbers)
+        future = self._statuses[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(frames.encode({"op": "status", "seq": number}))
+        try:
+            return await asyncio.wait_for(future, timeout_s) or None
+        except TimeoutError:
+            return None
+        finally:
+            self._statuses.pop(number, None)
+
+    async def close(self) -> None:
+        """End the child: it leaves when its socket closes."""
+        was_ready, self.state = self.state == "ready", "closed"
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._end(patiently=was_ready)
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # what lies in the working directory is not the engine's business
+                "-m",
+                "kvstore_engine.server.engine_process",
+                str(theirs.fileno()),
+                json.dumps(self._options.encode()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        while self.state != "ready":
+            header = await self._receive()
+            if header is None:
+                raise OperationError(f"the engine's process ended with status {await self._process.wait()}")
+            self._handle(header)
+
+    async def _keep_alive(self) -> None:
+        """Read until the child dies, start another, and so on."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            begin_s, self.trouble = time.monotonic(), ""
+            reason = "its socket was closed"
+            try:
+                while (header := await self._receive()) is not None:
+                    self._handle(header)
+            except (UsageError, OperationError) as error:  # it says why it gives up
+                reason = str(error)
+            except Exception as error:  # whatever it sent: without a reader no request would ever end
+                reason = f"it sends nonsense: {type(error).__name__}: {error}"
+            self.state, self.trouble = "restarting", f"the engine's process has ended: {reason}"
+            _log.error("%s; %d requests fail; it is started again", self.trouble, len(self._waiting))
+            self._fail_all(unavailable("the engine's process ended in the middle of this answer: try again", 2.0))
+            if time.monotonic() - begin_s > _CALM_S:
+                pause_s = _FIRST_PAUSE_S
+            await self._end()
+            while not await self._restarted(pause_s):
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            _log.warning("the engine is ready again")
+
+    async def _restarted(self, pause_s: float) -> bool:
+        """Try to start another child after a pause."""
+        await asyncio.sleep(pause_s)
+        self.restarts += 1
+        try:
+            await self._spawn()
+        except (UsageError, OperationError, OSError) as error:
+            self.trouble = str(error)
+            _log.error("the engine cannot be started again: %s", error)
+            await self._end()
+            return False
+        return True
+
+    async def _receive(self) -> frames.Header | None:
+        """One frame's header; None at the end."""
+        assert self._reader is not None
+        try:
+            header, blob = frames.lengths(await self._reader.readexactly(frames.LENGTHS.size))
+            raw = await self._reader.readexactly(header + blob)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        frame: frames.Header = json.loads(raw[:header])
+        return frame
+
+    def _handle(self, header: frames.Header) -> None:
+        if "events" in header:
+            self._deliver(unpack_events(header))
+        elif "refused" in header:
+            answering = self._waiting.pop(header["refused"], None)
+            if answering is not None:
+                answering.put(_refusal(header))
+        elif "status" in header:
+            future = self._statuses.get(header["status"])
+            if future is not None and not future.done():
+                future.set_result(header)
+        elif "worker" in header:
+            self.worker = header["worker"]
+        elif "ready" in header:
+            self.context = header["ready"]["context"]
+            self.state = "ready"
+        elif "fatal" in header:
+            kind, message = header["fatal"]["kind"], header["fatal"]["message"]
+            raise UsageError(message) if kind == "usage" else OperationError(message)
+
+    def _deliver(self, events: list[Event]) -> None:
+        """Each waiting answer gets its share of a step in one piece: one wake-up, one write to its client."""
+        shares: dict[Answering, list[Event]] = {}
+        for event in events:
+            answering = self._waiting.get(event.request_id)
+            if answering is not None:
+                shares.setdefault(answering, []).append(event)
+        for answering, share in shares.items():
+            answering.put(share)
+
+    def forget(self, event: Finished) -> None:
+        """A request's last answer has been handed on."""
+        self._waiting.pop(event.request_id, None)
+
+    def _fail_all(self, error: ApiError) -> None:
+        for answering in set(self._waiting.values()):
+            answering.put(error)
+        self._waiting.clear()
+        for future in self._statuses.values():
+            if not future.done():
+                future.set_result({})
+
+    async def _end(self, *, patiently: bool = False) -> None:
+        """The child is gone when this returns. `patiently`: it may store first what it still holds."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = self._reader = None
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        if patiently:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def _refusal(header: frames.Header) -> ApiError:
+    message: str = header["message"]
+    match header["kind"]:
+        case "overloaded":
+            return overloaded(message, header["retry_after_s"])
+        case "usage":
+            return invalid(message)
+        case _:
+            return failed(message)

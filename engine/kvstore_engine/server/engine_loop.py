@@ -1,0 +1,100 @@
+"""The scheduler's loop: takes requests from the HTTP process, steps the engine, sends what a step brought.
+
+Owns the order of those three, in one thread, and the reports on health and counters. It never tokenises or renders.
+
+Between two steps it looks, without waiting, at the socket: so a cancellation holds from the next step on. With nothing
+to compute it waits for the socket and for the worker's end.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import time
+from dataclasses import asdict
+
+from kvstore_engine.batching import Overloaded
+from kvstore_engine.errors import UsageError
+from kvstore_engine.server.assembly import Serving
+from kvstore_engine.server.counters import EngineCounters
+from kvstore_engine.server.frames import FrameReader, Header, encode, unpack_tokens
+from kvstore_engine.server.messages import Refusal, events_header, request_of
+from kvstore_engine.worker import WorkerNotice
+
+_log = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Made with the connection; `run` once everything is open."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._frames = FrameReader(connection)
+        self._counters = EngineCounters()
+        self._begin_s = time.monotonic()
+
+    def send(self, header: Header) -> None:
+        self._connection.sendall(encode(header))
+
+    def notice(self, notice: WorkerNotice) -> None:
+        """Tell the HTTP process at once: it must know while this one waits for the new worker."""
+        self.send({"worker": asdict(notice)})
+
+    def run(self, serving: Serving) -> None:
+        """Until the HTTP process closes its end."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        try:
+            while True:
+                worker = serving.executor.fileno()
+                poll.register(worker, select.POLLIN)
+                ready = {handle for handle, _ in poll.poll(0 if serving.engine.has_work else None)}
+                poll.unregister(worker)
+                if self._connection.fileno() in ready:
+                    self._receive(serving)
+                if worker in ready:
+                    serving.executor.revive()
+                if serving.engine.has_work:
+                    self._step(serving)
+        except (EOFError, ConnectionError):
+            _log.info("the HTTP process has gone")
+
+    def _step(self, serving: Serving) -> None:
+        begin_s = time.monotonic()
+        events = serving.engine.step()
+        self._counters.step(time.monotonic() - begin_s, events)
+        if events:
+            self.send(events_header(events))
+
+    def _receive(self, serving: Serving) -> None:
+        for header, blob in self._frames.receive():
+            match header["op"]:
+                case "add":
+                    self._add(serving, header, blob)
+                case "cancel":
+                    serving.engine.cancel(header["id"])
+                case "status":
+                    self.send({"status": header["seq"], **self._status(serving)})
+
+    def _add(self, serving: Serving, header: Header, blob: bytes) -> None:
+        try:
+            serving.engine.add(request_of(header, unpack_tokens(blob), serving.constrainer))
+        except UsageError as error:
+            self._refuse(header["id"], "usage", str(error))
+        except Overloaded as error:
+            self._refuse(header["id"], "overloaded", str(error), error.retry_after_s)
+
+    def _refuse(self, request_id: str, kind: Refusal, message: str, retry_after_s: float = 0.0) -> None:
+        self.send({"refused": request_id, "kind": kind, "message": message, "retry_after_s": retry_after_s})
+
+    def _status(self, serving: Serving) -> Header:
+        pool, executor = serving.pool, serving.executor
+        return {
+            "uptime_s": time.monotonic() - self._begin_s,
+            "sequences": {"running": serving.engine.running, "waiting": serving.engine.waiting},
+            "pool": {"blocks": pool.blocks, "free_blocks": pool.free_blocks, "block_tokens": pool.block_tokens},
+            "worker": {"pid": executor.pid, "deaths": executor.deaths},
+            "kvstore": serving.sessions.state() if serving.sessions else "off",
+            "counters": self._counters.as_json(),
+        }

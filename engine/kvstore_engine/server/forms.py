@@ -1,0 +1,168 @@
+"""What an answer looks like: OpenAI's objects for completions and for chats, whole and in chunks.
+
+Owns the JSON. One object serves one HTTP request: it is fed each choice's events and keeps what a whole answer needs.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore_engine.batching import Event, Finished, Token
+from kvstore_engine.server.answers import finish_reason
+from kvstore_engine.server.logprobs import chat_entry, completion_entries
+from kvstore_engine.server.service import ServedModel
+from kvstore_engine.server.tools import ToolCall, ToolCallReader
+
+Json = dict[str, Any]
+
+
+class Form(ABC):
+    """`chunks` turns a choice's event into the pieces of a stream; `choice` is the whole of it, once it has ended."""
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, model: ServedModel, *, with_logprobs: bool) -> None:
+        self.model = model
+        self.with_logprobs = with_logprobs
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    @abstractmethod
+    def opening(self, index: int) -> Json | None:
+        """The first chunk's choice, before any token."""
+
+    @abstractmethod
+    def chunks(self, index: int, event: Event) -> list[Json]:
+        """Choices of the chunks that `event` brings."""
+
+    @abstractmethod
+    def choice(self, index: int) -> Json:
+        """The whole of an ended choice."""
+
+    def chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
+        return self._object(self.chunk_kind, choices) | ({} if usage is None else {"usage": usage})
+
+    def whole(self, count: int, usage: Json) -> Json:
+        return self._object(self.kind, [self.choice(index) for index in range(count)]) | {"usage": usage}
+
+    def _object(self, kind: str, choices: list[Json]) -> Json:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self.model.name, "choices": choices}
+
+
+@dataclass(slots=True)
+class _Completion:
+    pieces: list[str]
+    tokens: list[Token] = field(default_factory=list)
+    offset: int = 0
+    reason: str | None = None
+
+
+class CompletionForm(Form):
+    """`echoes`: what stands before each choice's answer, empty where nothing is echoed."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, model: ServedModel, echoes: list[str], *, with_logprobs: bool) -> None:
+        super().__init__(model, with_logprobs=with_logprobs)
+        self._choices = [_Completion([echo] if echo else [], offset=len(echo)) for echo in echoes]
+
+    def opening(self, index: int) -> Json | None:
+        pieces = self._choices[index].pieces
+        return self._piece(index, pieces[0], None, None) if pieces else None
+
+    def chunks(self, index: int, event: Event) -> list[Json]:
+        choice = self._choices[index]
+        if event.text:
+            choice.pieces.append(event.text)
+        if isinstance(event, Finished):
+            choice.reason = finish_reason(event)
+            return [self._piece(index, event.text, None, choice.reason)]
+        logprobs = None
+        if self.with_logprobs:
+            logprobs = completion_entries(self.model.tokenizer, [event], choice.offset)
+            choice.offset += len(logprobs["tokens"][0])
+            choice.tokens.append(event)
+        return [self._piece(index, event.text, logprobs, None)] if event.text or logprobs else []
+
+    def choice(self, index: int) -> Json:
+        choice, logprobs = self._choices[index], None
+        text = "".join(choice.pieces)
+        if self.with_logprobs:
+            logprobs = completion_entries(self.model.tokenizer, choice.tokens, 0)
+        return self._piece(index, text, logprobs, choice.reason)
+
+    def _piece(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+@dataclass(slots=True)
+class _Message:
+    content: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[Json] = field(default_factory=list)
+    reader: ToolCallReader | None = None
+    reason: str | None = None
+
+
+class ChatForm(Form):
+    """`reads_calls`: the caller offered tools, and this model's way to call them is known."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def __init__(self, model: ServedModel, count: int, *, with_logprobs: bool, reads_calls: bool) -> None:
+        super().__init__(model, with_logprobs=with_logprobs)
+        self._messages = [_Message(reader=ToolCallReader() if reads_calls else None) for _ in range(count)]
+
+    def opening(self, index: int) -> Json | None:
+        return self._delta(index, {"role": "assistant", "content": ""}, None, None)
+
+    def chunks(self, index: int, event: Event) -> list[Json]:
+        message = self._messages[index]
+        found = self._read(message, event)
+        entries = None
+        if self.with_logprobs and isinstance(event, Token):
+            entries = [chat_entry(self.model.tokenizer, event)]
+            message.logprobs += entries
+        deltas: list[Json] = []
+        for piece in found:
+            if isinstance(piece, str):
+                message.content.append(piece)
+                deltas.append({"content": piece})
+            else:
+                deltas.append({"tool_calls": [{"index": len(message.calls), **piece.as_json()}]})
+                message.calls.append(piece)
+        if entries and not deltas:
+            deltas.append({})
+        chunks = [self._delta(index, delta, None, None) for delta in deltas]
+        if entries:
+            chunks[0]["logprobs"] = {"content": entries, "refusal": None}
+        if isinstance(event, Finished):
+            message.reason = "tool_calls" if message.calls and event.reason != "length" else finish_reason(event)
+            chunks.append(self._delta(index, {}, None, message.reason))
+        return chunks
+
+    def choice(self, index: int) -> Json:
+        message = self._messages[index]
+        text = "".join(message.content)
+        said: Json = {"role": "assistant", "content": text if text or not message.calls else None, "refusal": None}
+        if message.calls:
+            said["tool_calls"] = [call.as_json() for call in message.calls]
+        logprobs = {"content": message.logprobs, "refusal": None} if self.with_logprobs else None
+        return {"index": index, "message": said, "logprobs": logprobs, "finish_reason": message.reason}
+
+    def _read(self, message: _Message, event: Event) -> list[str | ToolCall]:
+        if message.reader is None:
+            return [event.text] if event.text else []
+        found = message.reader.push(event.text)
+        return found + message.reader.finish() if isinstance(event, Finished) else found
+
+    def _delta(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,98 @@
+"""API keys: who calls, for which tenant, with what priority.
+
+Owns the file's format and the comparison. Keys are kept as digests only, compared in constant time, and never logged
+or shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore_engine.errors import UsageError
+
+MAX_PRIORITY = 1000
+_LEAST_KEY_CHARACTERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`priority` is what a request has that does not say; it may say less, and more up to `most_priority`."""
+
+    tenant: str
+    priority: int
+    most_priority: int
+
+    def allowed(self, asked: int | None) -> int:
+        return self.priority if asked is None else min(asked, self.most_priority)
+
+
+ANYBODY = Caller("", 0, MAX_PRIORITY)
+"""The caller of a server without keys, which only this machine can reach."""
+
+
+class KeyRing:
+    """The keys of one server. `open` where there is no file: then every caller is `ANYBODY`."""
+
+    def __init__(self, callers: dict[bytes, Caller] | None) -> None:
+        self._callers = callers
+
+    @classmethod
+    def read(cls, path: Path) -> KeyRing:
+        """Lines `KEY TENANT [PRIORITY]`; '#' begins a comment. UsageError names the line, never the key."""
+        try:
+            lines = path.read_text().splitlines()
+        except OSError as error:
+            raise UsageError(f"cannot read the API keys in {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"the API keys in {path} are not UTF-8 text") from None
+        callers: dict[bytes, Caller] = {}
+        for number, line in enumerate(lines, 1):
+            words = line.partition("#")[0].split()
+            if words:
+                digest, caller = _entry(words, f"{path}, line {number}")
+                if digest in callers:
+                    raise UsageError(f"{path}, line {number}: this key stands in an earlier line already")
+                callers[digest] = caller
+        if not callers:
+            raise UsageError(f"{path} holds no API keys: write lines of 'KEY TENANT [PRIORITY]'")
+        return cls(callers)
+
+    @property
+    def is_open(self) -> bool:
+        return self._callers is None
+
+    def caller(self, authorization: str | None) -> Caller | None:
+        """Whose key an Authorization header carries; None if nobody's."""
+        if self._callers is None:
+            return ANYBODY
+        scheme, _, key = (authorization or "").partition(" ")
+        given = _digest(key.strip()) if scheme.lower() == "bearer" else b""
+        found = None
+        for digest, caller in self._callers.items():  # all of them: how long it takes says nothing
+            if hmac.compare_digest(digest, given):
+                found = caller
+        return found
+
+
+def _entry(words: list[str], where: str) -> tuple[bytes, Caller]:
+    if not 2 <= len(words) <= 3:
+        raise UsageError(f"{where}: 'KEY TENANT [PRIORITY]' is wanted, there are {len(words)} words")
+    key, tenant = words[:2]
+    if len(key) < _LEAST_KEY_CHARACTERS:
+        raise UsageError(f"{where}: a key needs at least {_LEAST_KEY_CHARACTERS} characters")
+    priority = 0
+    if len(words) == 3:
+        try:
+            priority = int(words[2])
+        except ValueError:
+            raise UsageError(f"{where}: the priority must be an integer, got {words[2]!r}") from None
+        if abs(priority) > MAX_PRIORITY:
+            raise UsageError(f"{where}: the priority must be {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
+    return _digest(key), Caller(tenant, priority, priority)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()

@@ -1,0 +1,83 @@
+"""What the two processes say to each other: the headers of their frames.
+
+Owns the translation between the engine's values and JSON.
+
+HTTP to scheduler: add (with the prompt's tokens as blob), cancel, status.
+scheduler to HTTP: ready or fatal (once), events (one frame a step), refused, status, worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from kvstore_engine.batching import Event, Finished, Request, RequestSettings, Token, Usage
+from kvstore_engine.constrain import Constrainer, Grammar
+from kvstore_engine.sampler import SamplingSettings
+from kvstore_engine.server.frames import Header, Int32Array
+
+Refusal = Literal["usage", "overloaded", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request as the HTTP process describes it. The fields are those of `batching.RequestSettings`."""
+
+    id: str
+    tokens: Int32Array
+    max_tokens: int
+    sampling: SamplingSettings
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    ignore_end: bool = False
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+    tenant: str = ""
+    priority: int = 0
+
+    def header(self) -> Header:
+        fields: Header = {"op": "add", "id": self.id, "max_tokens": self.max_tokens, "n": self.n}
+        fields["sampling"] = asdict(self.sampling)
+        fields |= {"stop": list(self.stop), "ignore_end": self.ignore_end, "logprobs": self.logprobs}
+        fields |= {"grammar": asdict(self.grammar) if self.grammar else None}
+        return fields | {"tenant": self.tenant, "priority": self.priority}
+
+
+def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer) -> Request:
+    """The engine's request for an `Ask`'s header. UsageError as its parts raise it."""
+    grammar = header["grammar"]
+    settings = RequestSettings(
+        max_tokens=header["max_tokens"],
+        sampling=SamplingSettings(**header["sampling"]),
+        n=header["n"],
+        stop=tuple(header["stop"]),
+        ignore_end=header["ignore_end"],
+        logprobs=header["logprobs"],
+        constraint=constrainer.constraint(Grammar(**grammar)) if grammar else None,
+    )
+    return Request(header["id"], tokens, settings, tenant=header["tenant"], priority=header["priority"])
+
+
+def events_header(events: Sequence[Event]) -> Header:
+    """All that a step has brought, in one frame."""
+    return {"events": [_pack(event) for event in events]}
+
+
+def unpack_events(header: Header) -> list[Event]:
+    return [_unpack(packed) for packed in header["events"]]
+
+
+def _pack(event: Event) -> list[Any]:
+    if isinstance(event, Token):
+        return ["token", event.request_id, event.index, event.token, event.text, event.logprob, event.top]
+    return ["end", event.request_id, event.index, event.reason, asdict(event.usage), event.message, event.text]
+
+
+def _unpack(packed: list[Any]) -> Event:
+    kind, request_id, index, *rest = packed
+    if kind == "token":
+        token, text, logprob, top = rest
+        return Token(request_id, index, token, text, logprob, tuple((other, value) for other, value in top))
+    reason, usage, message, text = rest
+    return Finished(request_id, index, reason, Usage(**usage), message, text)

@@ -1,0 +1,58 @@
+"""What a server was asked to be, as plain values that travel to the scheduler's process.
+
+Owns the defaults. It never checks whether a port is free or a file exists.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Self
+
+DEFAULT_PORT = 8080
+DEFAULT_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The scheduler's process: `None` leaves a choice to it.
+
+    pool_bytes: memory of the K/V pool; None: `max_sequences` of the context, within half of the memory that is free.
+    swap_bytes: memory for sequences that had to yield; None: the engine's default.
+    trace:       a file for a Chrome trace of all steps.
+    has_tenants: requests name tenants; without them there is one, whose daemon session is opened at once.
+    """
+
+    model: str
+    context: int | None = None
+    threads: int | None = None
+    max_sequences: int = 16
+    policy: str = "fcfs"
+    kv_dtype: str = "f16"
+    pool_bytes: int | None = None
+    swap_bytes: int | None = None
+    max_queued: int = 256
+    kvstore: str | None = None
+    trace: str | None = None
+    has_tenants: bool = False
+
+    def encode(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """The HTTP process. `api_keys`: a file; without one there is one tenant and only this machine is served."""
+
+    engine: EngineOptions
+    model_name: str
+    aliases: tuple[str, ...] = ()
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    api_keys: str | None = None
+    drain_s: float = 30.0
+    max_body_bytes: int = 16 << 20

@@ -1,0 +1,129 @@
+"""Runs a server: the port, the processes, and how it ends.
+
+Owns the life of the HTTP process. SIGTERM or one Ctrl-C drains: nothing new is taken in, what runs may finish within
+`drain_s`, then all processes end and the exit code is 0. A second Ctrl-C ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from kvstore_engine.errors import UsageError
+from kvstore_engine.server.app import Application
+from kvstore_engine.server.engine_client import EngineClient
+from kvstore_engine.server.keys import KeyRing
+from kvstore_engine.server.metrics import Metrics
+from kvstore_engine.server.options import ServerOptions
+from kvstore_engine.server.service import ServedModel, Service
+
+_BACKLOG = 1024
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def run(options: ServerOptions) -> int:
+    """Serve until a signal; the exit code. UsageError and OperationError say why nothing is served."""
+    _check_installed()
+    logging.basicConfig(level=logging.WARNING, format="kvengine: %(levelname)s %(message)s")
+    keys = KeyRing.read(Path(options.api_keys)) if options.api_keys else KeyRing(None)
+    if keys.is_open and not _is_local(options.host):
+        raise UsageError(
+            f"without --api-keys only this machine is served: give --host 127.0.0.1, or keys to serve {options.host}"
+        )
+    model = ServedModel.open(Path(options.engine.model), options.model_name, options.aliases)
+    with _bound(options.host, options.port) as bound:
+        return asyncio.run(_serve(options, keys, model, bound))
+
+
+async def _serve(options: ServerOptions, keys: KeyRing, model: ServedModel, bound: socket.socket) -> int:
+    from kvstore_engine.server.listener import Listener
+
+    engine = EngineClient(options.engine)
+    service = Service(model, engine, keys, Metrics(), options.max_body_bytes)
+    stopping = asyncio.Event()
+    _on_signals(stopping)
+    starting, stopped = asyncio.create_task(engine.start()), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return 0
+        starting.result()
+        listener = Listener(Application(service), bound, options.drain_s)
+        serving = asyncio.create_task(listener.run_until_stopped())
+        _say(_address(bound), model.name)
+        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        service.is_draining.set()
+        listener.stop()
+        await serving
+        return 0
+    finally:
+        stopped.cancel()
+        await engine.close()
+
+
+def _on_signals(stopping: asyncio.Event) -> None:
+    def stop(number: signal.Signals) -> None:
+        if stopping.is_set() and number is signal.SIGINT:
+            os._exit(_INTERRUPTED)  # the other processes leave when their socket closes
+        if not stopping.is_set():
+            print("kvengine: finishing what runs; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that listens: what comes before the engine is ready waits. UsageError if the address is taken."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise UsageError(f"no address for --host {host}: {error.strerror}") from None
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+        bound.listen(_BACKLOG)  # Linux lets two sockets have one address until the second listens
+    except PermissionError:
+        bound.close()
+        raise UsageError(f"port {port} of {host} needs privileges: choose one over 1023 with --port") from None
+    except OSError as error:
+        bound.close()
+        raise UsageError(f"cannot listen on port {port} of {host} ({error.strerror}): choose another --port") from None
+    return bound
+
+
+def _check_installed() -> None:
+    try:
+        import httptools  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"the server needs {error.name}: pip install 'kvstored[server]'") from None
+
+
+def _is_local(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _address(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _say(address: str, model: str) -> None:
+    print(f"kvengine: serving {model} on {address} (Ctrl-C ends)", file=sys.stderr, flush=True)

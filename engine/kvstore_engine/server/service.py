@@ -1,0 +1,96 @@
+"""What every endpoint needs: the model as the HTTP process sees it, the engine, the counters.
+
+Owns the tokenizer and the chat template of one model, and the name that clients call it by. It never loads weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.server import tools
+from kvstore_engine.server.api_errors import ApiError, invalid, unknown_model
+from kvstore_engine.server.engine_client import EngineClient
+from kvstore_engine.server.frames import Int32Array
+from kvstore_engine.server.keys import KeyRing
+from kvstore_engine.server.metrics import Metrics
+from kvstore_engine.template import ChatTemplate, TemplateError
+from kvstore_engine.tokenizer import Tokenizer
+from kvstore_engine.tokenizer.vocabulary import TokenizerError
+
+_LONG_TEXT = 4096  # characters: what takes over a millisecond to tokenise does so in a thread
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`template` is None for a base model: it completes but does not chat."""
+
+    name: str
+    aliases: frozenset[str]
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    vocabulary: int
+    calls_tools: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def open(cls, path: Path, name: str, aliases: tuple[str, ...]) -> ServedModel:
+        """Read the file's metadata. GGUFError, UnsupportedModel and TokenizerError are the user's mistakes."""
+        with GGUFFile.open(path) as file:
+            config = ModelConfig.from_gguf(file)
+            tokenizer = Tokenizer.from_metadata(file.metadata)
+            source = file.metadata.get("tokenizer.chat_template")
+            vocabulary = tokenizer.vocabulary
+            bos, eos = (
+                "" if token is None else vocabulary.tokens[token] for token in (vocabulary.bos_id, vocabulary.eos_id)
+            )
+            try:
+                template = ChatTemplate.from_metadata(file.metadata, bos, eos)
+            except TemplateError:
+                template = None
+        calls_tools = isinstance(source, str) and tools.understands(source)
+        others = frozenset({name, path.stem, *aliases})
+        return cls(name, others, tokenizer, template, config.vocabulary, calls_tools)
+
+    def check_name(self, asked: str | None) -> None:
+        """A request that names no model means this one."""
+        if asked is not None and asked not in self.aliases:
+            raise unknown_model(asked, self.name)
+
+    async def encode(self, text: str, *, add_special: bool, parse_special: bool) -> Int32Array:
+        """Token ids of `text`. ApiError for text that is not Unicode."""
+        try:
+            if len(text) < _LONG_TEXT:
+                return self.tokenizer.encode(text, add_special, parse_special)
+            return await asyncio.to_thread(self.tokenizer.encode, text, add_special, parse_special)
+        except TokenizerError as error:
+            raise invalid(str(error)) from None
+
+    def text_of(self, token: int) -> str:
+        """One token as a text by itself; half a character becomes U+FFFD."""
+        return self.tokenizer.piece(token).decode(errors="replace")
+
+    def render(self, messages: list[dict[str, object]], tools: list[dict[str, object]] | None) -> str:
+        """The prompt of a conversation. ApiError if the model has no template, or it refuses the messages."""
+        if self.template is None:
+            raise invalid("this model has no chat template: use /v1/completions", "messages")
+        try:
+            return self.template.render(messages, tools=tools)
+        except TemplateError as error:
+            raise ApiError(400, str(error), param="messages") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One server's parts, as the endpoints see them."""
+
+    model: ServedModel
+    engine: EngineClient
+    keys: KeyRing
+    metrics: Metrics
+    max_body_bytes: int
+    is_draining: asyncio.Event = field(default_factory=asyncio.Event)

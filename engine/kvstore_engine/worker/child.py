@@ -1,0 +1,104 @@
+"""The worker itself: loads the model, maps the pool and the mailbox, computes steps until its parent has gone.
+
+Owns the process it runs in. It never schedules, and never writes to the pool but by computing.
+
+It ends with its parent: the socket tells it between steps, and a thread that only waits for the socket's end tells it
+within one. SIGINT and SIGTERM are the parent's to handle: they reach every process of a terminal or a service at once,
+and a worker that obeyed would cut off answers that the parent is still finishing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.executor import Executor
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.model import load_model
+from kvstore_engine.pool import BlockPool
+from kvstore_engine.worker.mailbox import Mailbox
+from kvstore_engine.worker.memory import attach
+from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status
+from kvstore_engine.worker.setup import WorkerSetup
+
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
+_FIRST_VICTIM = "300"  # when memory runs out, the process that can be replaced at no loss goes before its parent
+
+
+def serve(connection: socket.socket, pool_descriptor: int, mailbox_descriptor: int) -> None:
+    """Answer orders until the parent closes its end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        _OOM_SCORE.write_text(_FIRST_VICTIM)
+    threading.Thread(target=_end_with, args=(connection.fileno(),), daemon=True).start()
+    setup = WorkerSetup.decode(connection.recv(MAX_PACKET_BYTES))
+    try:
+        executor = _executor(setup, pool_descriptor)
+    except UsageError as error:
+        connection.send(Reply(0, Status.USAGE, message=str(error)).encode())
+        return
+    except (OperationError, OSError, MemoryError) as error:
+        connection.send(Reply(0, Status.OPERATION, message=str(error) or type(error).__name__).encode())
+        return
+    limits = executor.limits
+    mailbox = Mailbox(
+        partial(attach, mailbox_descriptor),
+        max_tokens=limits.max_tokens,
+        max_sequences=limits.max_sequences,
+        max_blocks=-(-limits.max_context // limits.block_tokens),
+        vocabulary=limits.vocabulary,
+    )
+    connection.send(Reply(0, Status.DONE).encode())
+    while packet := connection.recv(MAX_PACKET_BYTES):
+        connection.send(_compute(executor, mailbox, Order.decode(packet)).encode())
+
+
+def _executor(setup: WorkerSetup, pool_descriptor: int) -> Executor:
+    model = load_model(GGUFFile.open(setup.model), context=setup.max_context)
+    pool = BlockPool(
+        model.config,
+        setup.pool.blocks,
+        block_tokens=setup.pool.block_tokens,
+        kv_dtype=setup.pool.kv_dtype,
+        memory=partial(attach, pool_descriptor),
+    )
+    return Executor(
+        model,
+        pool,
+        threads=setup.threads,
+        max_tokens_per_step=setup.max_tokens_per_step,
+        max_sequences=setup.max_sequences,
+        max_context=setup.max_context,
+    )
+
+
+def _compute(executor: Executor, mailbox: Mailbox, order: Order) -> Reply:
+    if order.threads != executor.threads:
+        executor.threads = order.threads
+    slices, logits = mailbox.read(order.slices), mailbox.logits(order.step)
+    begin_ns = time.perf_counter_ns()
+    try:
+        logits = executor.forward(slices, logits)
+    except ValueError as error:
+        return Reply(order.step, Status.INVALID, message=str(error))
+    except RuntimeError as error:
+        return Reply(order.step, Status.FAILED, message=str(error))
+    return Reply(order.step, Status.DONE, len(logits), time.perf_counter_ns() - begin_ns)
+
+
+def _end_with(handle: int) -> None:
+    """Leave when the other end of `handle` has gone: a step of a dead parent is of no use to anybody."""
+    poll = select.poll()
+    poll.register(handle, 0)  # POLLHUP is always reported
+    while not any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll()):
+        pass
+    os._exit(0)

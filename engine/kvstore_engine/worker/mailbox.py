@@ -1,0 +1,85 @@
+"""A step and its logits in shared memory: the arrays never travel through the socket.
+
+Owns the layout. The parent writes a step and then sends a packet; the child reads it, writes the logits and answers.
+So there is one writer at a time, and the packets order the memory.
+Invariants: what the child reads back is checked by its executor, not trusted; there are two slots for logits, used in
+turn, so a result stays as it is until the step after the next one.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.graph.step import SequenceSlice
+
+FloatArray = npt.NDArray[np.float32]
+_OUTPUTS = ("none", "last", "all")
+_CODES = {name: code for code, name in enumerate(_OUTPUTS)}
+_ALIGNMENT_BYTES = 64
+_SLOTS = 2
+_FIELDS = 4  # of a slice: start, tokens, blocks, outputs
+
+
+class Mailbox:
+    """Both ends' view of one block of memory, which `memory` provides for a size in bytes."""
+
+    def __init__(
+        self,
+        memory: Callable[[int], mmap.mmap],
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        max_blocks: int,
+        vocabulary: int,
+    ) -> None:
+        self._max_tokens, self._max_sequences = max_tokens, max_sequences
+        rows = max(max_tokens, max_sequences)
+        shapes: list[tuple[tuple[int, ...], type[np.generic]]] = [
+            ((max_sequences, _FIELDS), np.int32),
+            ((max_tokens,), np.int32),
+            ((max_sequences, max_blocks), np.int32),
+            ((_SLOTS, rows, vocabulary), np.float32),
+        ]
+        offsets, end = [], 0
+        for shape, dtype in shapes:
+            offsets.append(end)
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        flat = memory(end)
+        self._slices, self._tokens, self._tables, self._logits = (
+            np.ndarray(shape, dtype, flat, offset) for (shape, dtype), offset in zip(shapes, offsets, strict=True)
+        )
+
+    def write(self, slices: Sequence[SequenceSlice]) -> None:
+        """Lay out `slices`. ValueError if they do not fit; what else may be wrong with them, the executor says."""
+        if not 0 < len(slices) <= self._max_sequences:
+            raise ValueError(f"a step takes 1 to {self._max_sequences} sequences, not {len(slices)}")
+        total = sum(len(piece.tokens) for piece in slices)
+        if total > self._max_tokens:
+            raise ValueError(f"a step takes at most {self._max_tokens} tokens, not {total}")
+        tables, width = self._tables, self._tables.shape[1]
+        fields = []
+        for index, piece in enumerate(slices):
+            blocks = min(len(piece.block_table), width)
+            tables[index, :blocks] = piece.block_table[:blocks]
+            fields.append((piece.start, len(piece.tokens), blocks, _CODES[piece.outputs]))
+        self._slices[: len(slices)] = fields
+        np.concatenate([piece.tokens for piece in slices], out=self._tokens[:total], casting="same_kind")
+
+    def read(self, count: int) -> list[SequenceSlice]:
+        """The `count` slices that were written, as views."""
+        slices, first = [], 0
+        for index, (start, tokens, blocks, outputs) in enumerate(self._slices[:count].tolist()):
+            table = self._tables[index, :blocks]
+            slices.append(SequenceSlice(self._tokens[first : first + tokens], start, table, _OUTPUTS[outputs]))  # type: ignore[arg-type]  # one of the three
+            first += tokens
+        return slices
+
+    def logits(self, step: int, rows: int | None = None) -> FloatArray:
+        """Where the logits of step number `step` lie, float32 [rows, vocabulary]."""
+        view: FloatArray = self._logits[step % _SLOTS, :rows]
+        return view

@@ -1,0 +1,48 @@
+"""Memory that two processes map: an unlinked, unnamed file.
+
+Owns the descriptor and the sizes. It never decides what lies in the memory.
+Invariant: the file cannot shrink under a mapping (sealed), so no reader gets SIGBUS.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import numpy as np
+
+
+class SharedMemory:
+    """A memfd of this process, to be passed to a child. `allocate` may be called once.
+
+    With `touched`, all pages are there before it returns; without, each comes when first written, so that an upper
+    bound costs nothing until it is used.
+    """
+
+    def __init__(self, name: str, *, touched: bool) -> None:
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._touched = touched
+
+    def allocate(self, size_bytes: int) -> mmap.mmap:
+        """A zeroed mapping of `size_bytes`."""
+        os.ftruncate(self.descriptor, size_bytes)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        memory = attach(self.descriptor, size_bytes)
+        if self._touched:
+            np.frombuffer(memory, np.uint8).fill(0)
+        return memory
+
+    def close(self) -> None:
+        """Close the descriptor; mappings stay until nobody refers to them."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def attach(descriptor: int, size_bytes: int) -> mmap.mmap:
+    """A mapping of memory that another `SharedMemory` made. ValueError if that is smaller."""
+    memory = mmap.mmap(descriptor, size_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # heeded where transparent_hugepage/shmem_enabled says "advise"
+    return memory

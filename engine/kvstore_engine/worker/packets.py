@@ -1,0 +1,61 @@
+"""The packets between an executor and its worker: fixed binary, one datagram each.
+
+Owns their layout. Nothing is evaluated or unpickled on either side.
+
+parent to child: the setup (JSON, once), then `Order` for each step.
+child to parent: `Reply` for the setup and for each order.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+_ORDER = struct.Struct("<QII")
+_REPLY = struct.Struct("<QIIQ")
+MAX_PACKET_BYTES = 1 << 16
+
+
+class Status(IntEnum):
+    """How an order ended. All but DONE come with a message."""
+
+    DONE = 0
+    INVALID = 1  # ValueError: the step breaks a limit
+    FAILED = 2  # RuntimeError: ggml says that it failed
+    USAGE = 3  # UsageError: at the setup, the user's mistake
+    OPERATION = 4  # OperationError: at the setup, the world's
+
+
+class Order(NamedTuple):
+    """Compute the step that lies in the mailbox."""
+
+    step: int
+    slices: int
+    threads: int
+
+    def encode(self) -> bytes:
+        return _ORDER.pack(*self)
+
+    @classmethod
+    def decode(cls, packet: bytes) -> Order:
+        return cls(*_ORDER.unpack(packet))
+
+
+class Reply(NamedTuple):
+    """`rows` of logits lie in the mailbox, or `message` says why not. `compute_ns`: what the executor took."""
+
+    step: int
+    status: Status
+    rows: int = 0
+    compute_ns: int = 0
+    message: str = ""
+
+    def encode(self) -> bytes:
+        text = self.message.encode(errors="replace")[: MAX_PACKET_BYTES - _REPLY.size]
+        return _REPLY.pack(self.step, self.status, self.rows, self.compute_ns) + text
+
+    @classmethod
+    def decode(cls, packet: bytes) -> Reply:
+        step, status, rows, compute_ns = _REPLY.unpack_from(packet)
+        return cls(step, Status(status), rows, compute_ns, packet[_REPLY.size :].decode(errors="replace"))

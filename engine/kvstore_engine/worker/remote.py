@@ -1,0 +1,231 @@
+"""An executor whose ggml runs in another process, and which outlives it.
+
+Owns the worker, its restarts, and the mailbox. It never samples or schedules, and never loses K/V: the pool's memory
+belongs to whoever made the executor.
+
+When a worker dies the same step is computed again by a new one: computing writes K and V of the step's own positions
+and nothing else, so doing it twice is doing it once. A step that has killed `attempts` workers is taken apart: each
+slice runs alone, and those that kill a worker again are named in `StepFailed`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.graph.step import SequenceSlice, StepLimits
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.pool import BlockPool
+from kvstore_engine.worker.failure import StepFailed, WorkerNotice
+from kvstore_engine.worker.mailbox import Mailbox
+from kvstore_engine.worker.memory import SharedMemory
+from kvstore_engine.worker.packets import Order, Reply, Status
+from kvstore_engine.worker.process import WorkerDied, WorkerProcess
+from kvstore_engine.worker.setup import PoolSetup, WorkerSetup
+
+FloatArray = npt.NDArray[np.float32]
+_START_TIMEOUT_S = 600.0  # a large model is read and repacked in this time
+_STEP_TIMEOUT_S = 300.0
+_ATTEMPTS = 3
+_START_ATTEMPTS = 5
+_FIRST_PAUSE_S = 0.1
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """What callers of an executor ask of its model."""
+
+    config: ModelConfig
+
+
+class RemoteExecutor:
+    """`Executor`, in a child process. `pool_memory` is what the pool's planes lie in.
+
+    The logits that `forward` returns are a view that stays valid until the step after the next.
+    `on_notice` is called, in the thread that uses the executor, when a worker starts, is ready, or has died.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        config: ModelConfig,
+        pool: BlockPool,
+        pool_memory: SharedMemory,
+        *,
+        threads: int = 2,
+        max_tokens_per_step: int = 512,
+        max_sequences: int = 16,
+        max_context: int = 8192,
+        attempts: int = _ATTEMPTS,
+        step_timeout_s: float = _STEP_TIMEOUT_S,
+        on_notice: Callable[[WorkerNotice], None] | None = None,
+    ) -> None:
+        """Start the worker and wait until it has the model. UsageError and OperationError as loading a model raises
+        them.
+        """
+        self.model, self.pool, self.threads = RemoteModel(config), pool, threads
+        self.limits = StepLimits(
+            config.vocabulary, pool.blocks, pool.block_tokens, max_tokens_per_step, max_sequences, max_context
+        )
+        self.deaths = 0
+        self.compute_s = (
+            0.0  # of the last step, as the worker measured it: the rest of `forward` is what distance costs
+        )
+        self._setup = WorkerSetup(
+            model=model,
+            pool=PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype),
+            threads=threads,
+            max_tokens_per_step=max_tokens_per_step,
+            max_sequences=max_sequences,
+            max_context=max_context,
+        )
+        self._attempts, self._step_timeout_s = attempts, step_timeout_s
+        self._on_notice = on_notice or (lambda notice: None)
+        self._pool_memory = pool_memory
+        self._mail_memory = SharedMemory("kvengine-steps", touched=False)
+        self._mailbox = Mailbox(
+            self._mail_memory.allocate,
+            max_tokens=max_tokens_per_step,
+            max_sequences=max_sequences,
+            max_blocks=-(-max_context // pool.block_tokens),
+            vocabulary=config.vocabulary,
+        )
+        self._step = 0
+        self._has_served = False
+        self._worker: WorkerProcess | None = None
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id; 0 while there is none."""
+        return self._worker.pid if self._worker else 0
+
+    def fileno(self) -> int:
+        """Readable between steps when the worker has died: call `revive` then."""
+        return self._living().fileno()
+
+    def forward(self, slices: Sequence[SequenceSlice]) -> FloatArray:
+        """Compute one step, as `Executor.forward` does.
+
+        ValueError for a step that breaks a limit; StepFailed if it kills one worker after the other, or ggml says
+        that it failed; OperationError if no worker can be started any more.
+        """
+        self._mailbox.write(slices)
+        for _ in range(self._attempts):
+            try:
+                return self._compute(len(slices))
+            except WorkerDied as error:
+                self._mourn(error)
+                self._start()
+        self._take_apart(slices)
+        raise AssertionError("unreachable")
+
+    def revive(self) -> None:
+        """Replace a worker that died between two steps."""
+        worker = self._living()
+        try:
+            worker.receive(_FIRST_PAUSE_S)  # nothing was ordered: this is the end of it
+        except WorkerDied as error:
+            self._mourn(error)
+        self._start()
+
+    def close(self) -> None:
+        """End the worker; the pool and its memory stay."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+        self._mail_memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _living(self) -> WorkerProcess:
+        if self._worker is None:
+            raise RuntimeError("the executor is closed")
+        return self._worker
+
+    def _compute(self, count: int) -> FloatArray:
+        """Have the step in the mailbox computed. WorkerDied if this worker does not."""
+        self._step += 1
+        reply = self._living().order(Order(self._step, count, self.threads), self._step_timeout_s)
+        assert reply.step == self._step, "one order is out at a time"
+        if reply.status is Status.INVALID:
+            raise ValueError(reply.message)
+        if reply.status is not Status.DONE:
+            raise StepFailed(reply.message, tuple(range(count)))
+        self.compute_s = reply.compute_ns / 1e9
+        return self._mailbox.logits(self._step, reply.rows)
+
+    def _take_apart(self, slices: Sequence[SequenceSlice]) -> None:
+        """Find out which of `slices` kill a worker by themselves; always raises StepFailed."""
+        culprits: list[int] = []
+        reason = f"this step ended {self._attempts} workers"
+        for index, piece in enumerate(slices):
+            if len(slices) == 1:
+                culprits.append(index)
+                break
+            self._mailbox.write([piece])
+            try:
+                self._compute(1)
+            except WorkerDied as error:
+                reason = f"computing this sequence ended {self._attempts + 1} workers: {error}"
+                culprits.append(index)
+                self._mourn(error)
+                self._start()
+        raise StepFailed(f"ggml failed: {reason}", tuple(culprits) or tuple(range(len(slices))))
+
+    def _mourn(self, error: WorkerDied) -> None:
+        """The worker has died: say so."""
+        pid = self.pid
+        self._living().end()
+        self.deaths += 1
+        _log.error("the ggml worker (pid %d) died: %s; death %d", pid, error, self.deaths)
+        self._on_notice(WorkerNotice("dead", pid, self.deaths, str(error)))
+
+    def _start(self) -> None:
+        """A new worker, ready. All but the first are tried for a while: what killed the last may hit the next."""
+        pause_s, last = _FIRST_PAUSE_S, ""
+        attempts = _START_ATTEMPTS if self._has_served else 1
+        for attempt in range(attempts):
+            if attempt:
+                time.sleep(pause_s)
+                pause_s *= 4
+            self._worker = WorkerProcess(self._setup, self._pool_memory.descriptor, self._mail_memory.descriptor)
+            self._on_notice(WorkerNotice("starting", self.pid, self.deaths))
+            try:
+                _raise_refusal(self._worker.receive(_START_TIMEOUT_S))
+            except WorkerDied as error:
+                last = str(error)
+                self._mourn(error)
+                continue
+            self._has_served = True
+            self._on_notice(WorkerNotice("ready", self.pid, self.deaths))
+            if self.deaths:
+                _log.warning("a new ggml worker is ready (pid %d); no K/V was lost", self.pid)
+            return
+        raise OperationError(f"no ggml worker can be started ({attempts} attempts): {last}")
+
+
+def _raise_refusal(reply: Reply) -> None:
+    if reply.status is Status.USAGE:
+        raise UsageError(reply.message)
+    if reply.status is not Status.DONE:
+        raise OperationError(reply.message)

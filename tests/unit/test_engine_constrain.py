@@ -1,0 +1,126 @@
+"""Constrained answers: whatever is allowed is a prefix of a match, and what ends is a whole one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_engine.constrain import Constrainer, ConstraintFailed, Grammar, GrammarError, check_grammar
+from kvstore_engine.tokenizer import Tokenizer
+from tests.reference.tiny_llama import byte_level_vocabulary, sentencepiece_vocabulary
+
+pytest.importorskip("llguidance", reason="the extra server is not installed")
+jsonschema = pytest.importorskip("jsonschema", reason="the extra dev is not installed")
+
+_ROWS_PAST = 5  # embeddings may be padded past the vocabulary
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "tags": {"type": "array", "items": {"enum": ["é", "b"]}, "maxItems": 2},
+        "n": {"type": "integer", "minimum": 3, "maximum": 12},
+    },
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=[byte_level_vocabulary, sentencepiece_vocabulary])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return Tokenizer.from_metadata(request.param())
+
+
+@pytest.fixture(scope="module")
+def constrainer(tokenizer: Tokenizer) -> Iterator[Constrainer]:
+    made = Constrainer(tokenizer, len(tokenizer.vocabulary.tokens) + _ROWS_PAST)
+    made.prepare()
+    yield made
+
+
+def _answer(constrainer: Constrainer, tokenizer: Tokenizer, grammar: Grammar, seed: int) -> str:
+    """Tokens drawn at random from what is allowed, until the constraint or an end token ends it."""
+    constraint, random = constrainer.constraint(grammar)(), np.random.default_rng(seed)
+    text = b""
+    for _ in range(400):
+        if constraint.finished:
+            return text.decode()
+        mask = constraint.mask()
+        assert mask is not None
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        assert allowed.size
+        assert allowed.max() < len(tokenizer.vocabulary.tokens)
+        token = int(random.choice(allowed))
+        if token in tokenizer.end_ids:
+            return text.decode()
+        text += tokenizer.piece(token)
+        constraint.accept(token)
+    raise AssertionError(f"no end: {text!r}")
+
+
+@given(seed=st.integers(0, 1 << 30))
+def test_an_answer_is_valid_json(constrainer: Constrainer, tokenizer: Tokenizer, seed: int) -> None:
+    text = _answer(constrainer, tokenizer, Grammar("json_schema", json.dumps(_SCHEMA)), seed)
+    jsonschema.validate(json.loads(text), _SCHEMA)
+
+
+@given(seed=st.integers(0, 1 << 30))
+def test_an_answer_matches_a_regular_expression(constrainer: Constrainer, tokenizer: Tokenizer, seed: int) -> None:
+    pattern = "(é|[a-c]{1,3})-[0-9]{2}"
+    assert re.fullmatch(pattern, _answer(constrainer, tokenizer, Grammar("regex", pattern), seed))
+
+
+def test_an_answer_follows_a_grammar(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+    grammar = Grammar("lark", 'start: "yes" | "no" | "(" start ")"\n')
+    texts = {_answer(constrainer, tokenizer, grammar, seed) for seed in range(20)}
+    assert len(texts) > 1
+    assert all(re.fullmatch(r"\(*(yes|no)\)*", text) for text in texts)
+    assert all(text.count("(") == text.count(")") for text in texts)
+
+
+def test_answers_of_one_request_do_not_share_their_state(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+    make = constrainer.constraint(Grammar("regex", "ab"))
+    first, second = make(), make()
+    (token,) = tokenizer.encode("a", add_special=False).tolist()[-1:]
+    before = np.copy(second.mask() if second.mask() is not None else [])
+    first.accept(token)
+    np.testing.assert_array_equal(second.mask(), before)
+
+
+def test_a_token_that_is_not_allowed_fails_the_answer(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+    constraint = constrainer.constraint(Grammar("regex", "ab"))()
+    constraint.accept(tokenizer.encode("z", add_special=False).tolist()[-1])
+    assert not constraint.finished
+    with pytest.raises(ConstraintFailed):
+        constraint.mask()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        ("json_schema", "{", "not JSON"),
+        ("json_schema", "[]", "must be an object"),
+        ("json_schema", '{"type": "wrong"}', "cannot be used"),
+        ("json_schema", '{"$ref": "#/nowhere"}', "cannot be used"),
+        ("regex", "(ab", "regular expression cannot be used"),
+        ("lark", "start: missing", "grammar cannot be used"),
+        ("lark", "x" * (1 << 19), "more than"),
+    ],
+)
+def test_a_bad_grammar_is_the_callers_mistake(constrainer: Constrainer, kind: Any, text: str, says: str) -> None:
+    with pytest.raises(GrammarError, match=says):
+        check_grammar(Grammar(kind, text))
+    with pytest.raises(GrammarError, match=says):
+        constrainer.constraint(Grammar(kind, text))
+
+
+def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(GrammarError, match=r"pip install 'kvstored\[server\]'"):
+        check_grammar(Grammar("regex", "a"))

@@ -1,0 +1,226 @@
+"""The server's parts that need no engine: keys, frames, messages, tool calls, metrics, sessions, the command line."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_engine.batching import Event, Finished, Token, Usage
+from kvstore_engine.cli import serve_arguments
+from kvstore_engine.cli.main import main
+from kvstore_engine.errors import UsageError
+from kvstore_engine.sampler import SamplingSettings
+from kvstore_engine.server import frames
+from kvstore_engine.server.keys import KeyRing
+from kvstore_engine.server.messages import Ask, events_header, unpack_events
+from kvstore_engine.server.metrics import Histogram, Metrics
+from kvstore_engine.server.sessions import MAX_SESSIONS, TenantSessions, fingerprint_for
+from kvstore_engine.server.tools import ToolCall, ToolCallReader
+from kvstore_proto.fingerprint import Fingerprint
+from tests.reference.tiny_llama import write_tiny_llama
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "holds no API keys"),
+        ("# nothing\n", "holds no API keys"),
+        ("lonely-key\n", "line 1"),
+        ("good-key-1 anna\nshort b\n", "line 2: a key needs at least 8"),
+        ("good-key-1 anna high\n", "priority must be an integer"),
+        ("good-key-1 anna 5000\n", "-1000 to 1000"),
+        ("good-key-1 anna 1 2\n", "4 words"),
+        ("good-key-1 anna\ngood-key-1 bert\n", "line 2: this key stands"),
+    ],
+)
+def test_a_bad_key_file_is_said_by_line_and_never_shows_a_key(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=says) as caught:
+        KeyRing.read(path)
+    assert "good-key" not in str(caught.value)
+    assert "lonely" not in str(caught.value)
+
+
+def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        KeyRing.read(tmp_path / "keys")
+
+
+@given(st.lists(st.tuples(st.dictionaries(st.text(max_size=5), st.integers()), st.binary(max_size=50)), max_size=5))
+def test_frames_survive_a_socket_in_any_pieces(messages: list[tuple[dict[str, int], bytes]]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        raw = b"".join(frames.encode(header, blob) for header, blob in messages)
+        reader, received = frames.FrameReader(theirs), []
+        for first in range(0, len(raw), 7):
+            ours.sendall(raw[first : first + 7])
+            received += reader.receive()
+        assert received == messages
+        ours.close()
+        with pytest.raises(EOFError):
+            reader.receive()
+
+
+def test_a_frame_that_is_absurd_is_refused() -> None:
+    with pytest.raises(frames.BrokenFrame):
+        frames.lengths(frames.LENGTHS.pack(1 << 31, 0))
+
+
+def test_events_and_requests_survive_the_way() -> None:
+    events: list[Event] = [
+        Token("a", 1, 5, "é\ud7ff", -0.5, ((5, -0.5), (6, -1.0))),
+        Token("b", 0, 6, ""),
+        Finished("a", 1, "stop", Usage(prompt_tokens=3, ttft_s=0.5), "", "tail"),
+    ]
+    assert unpack_events(json.loads(json.dumps(events_header(events)))) == events
+    ask = Ask("a", np.array([1, 2, 70000], np.int32), 5, SamplingSettings(0.5, 3, 0.9, 7), stop=("x",), tenant="t")
+    assert json.loads(json.dumps(ask.header()))["sampling"]["seed"] == 7
+    assert frames.unpack_tokens(frames.pack_tokens(ask.tokens)).tolist() == [1, 2, 70000]
+
+
+def _read(pieces: list[str]) -> tuple[str, list[tuple[str, Any]]]:
+    reader = ToolCallReader()
+    found = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    text = "".join(part for part in found if isinstance(part, str))
+    return text, [(part.name, json.loads(part.arguments)) for part in found if isinstance(part, ToolCall)]
+
+
+_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<b>"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "calls"),
+    [
+        ("plain text", "plain text", []),
+        (_CALL, "", [("f", {"x": "<b>"})]),
+        (f"Let me see. {_CALL}\n{_CALL}\n", "Let me see. ", [("f", {"x": "<b>"})] * 2),
+        (_CALL.removesuffix("</tool_call>"), "", [("f", {"x": "<b>"})]),
+        ("<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
+        ('<tool_call>{"name": 5}</tool_call> x', '<tool_call>{"name": 5}</tool_call> x', []),
+        ("a <tool_call> cut off", "a <tool_call> cut off", []),
+        ("1 < 2 <tool", "1 < 2 <tool", []),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_tool_calls_are_read_however_the_text_is_cut(answer: str, text: str, calls: list[Any], size: int) -> None:
+    assert _read([answer[first : first + size] for first in range(0, len(answer), size)]) == (text, calls)
+
+
+@given(st.text(alphabet="<tool_call>/ {}", max_size=60), st.integers(1, 9))
+def test_no_character_of_an_answer_is_lost(answer: str, size: int) -> None:
+    text, calls = _read([answer[first : first + size] for first in range(0, len(answer), size)])
+    assert calls == []
+    assert text == answer
+
+
+def test_a_histogram_counts_up_to_each_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    assert list(histogram.lines("h")) == [
+        'h_bucket{le="1.0"} 2',
+        'h_bucket{le="2.0"} 3',
+        'h_bucket{le="+Inf"} 4',
+        "h_sum 12.0",
+        "h_count 4",
+    ]
+
+
+def test_metrics_name_each_family_once() -> None:
+    metrics = Metrics()
+    metrics.answered(Finished("a", 0, "end", Usage(prompt_tokens=5, generated_tokens=2, tpot_s=0.1, ttft_s=0.1)))
+    metrics.answered(Finished("a", 1, "end", Usage(prompt_tokens=5, generated_tokens=2, tpot_s=0.1, ttft_s=0.1)))
+    lines = metrics.text(None, {"engine_ready": (1, "x")}).splitlines()
+    families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))
+    assert 'kvengine_tokens_total{kind="prompt"} 5' in lines  # one prompt, whatever the number of its answers
+    assert 'kvengine_tokens_total{kind="generated"} 4' in lines
+
+
+class _Session:
+    state = "connected"
+
+    def close(self) -> None:
+        self.state = "closed"
+
+
+def test_tenants_have_sessions_and_keys_of_their_own(tmp_path: Path) -> None:
+    opened: list[tuple[bytes, _Session]] = []
+
+    def connect(folder: Path, *, fingerprint: Fingerprint, client_name: str) -> Any:
+        opened.append((fingerprint.digest(), _Session()))
+        return opened[-1][1]
+
+    plain = Fingerprint("m", "digest")
+    sessions = TenantSessions(tmp_path, plain, connect)
+    assert sessions.state() == "none"
+    assert sessions("anna") is sessions("anna")
+    assert sessions("") is not sessions("anna")
+    assert len({digest for digest, _ in opened}) == 2
+    assert fingerprint_for(plain, "") == plain
+    assert sessions.state() == "connected"
+    opened[0][1].state = "degraded"
+    assert sessions.state() == "degraded"
+    for number in range(MAX_SESSIONS):
+        sessions(f"tenant {number}")
+    assert len(opened) == MAX_SESSIONS
+    assert sessions("one more") is None
+    sessions.close()
+    assert all(session.state == "closed" for _, session in opened)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--host", "0.0.0.0"], "--api-keys"),
+        (["--api-keys", "/nonexistent/keys"], "cannot read the API keys"),
+        (["--pool", "1KiB"], "give --pool"),
+        (["--pool", "9999TiB"], "does not fit"),
+        (["--context", "100000"], "context"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line_and_exit_2(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    pytest.importorskip("uvicorn", reason="the extra server is not installed")
+    pytest.importorskip("httptools", reason="the extra server is not installed")
+    model = write_tiny_llama(tmp_path / "tiny.gguf")
+    assert main(["serve", "--model", str(model), "--port", "0", *arguments]) == 2
+    errors = capfd.readouterr().err.strip()
+    assert says in errors
+    assert errors.count("\n") == 0
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("uvicorn", reason="the extra server is not installed")
+    pytest.importorskip("httptools", reason="the extra server is not installed")
+    model = write_tiny_llama(tmp_path / "tiny.gguf")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "--model", str(model), "--port", str(port)]) == 2
+    assert f"cannot listen on port {port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "size"), [("2GiB", 2 << 30), ("1.5MiB", 3 << 19), ("100", 100), ("64 KiB", 1 << 16)])
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert serve_arguments._size(text) == size
+
+
+@pytest.mark.parametrize(
+    "option", [["--port", "70000"], ["--pool", "2GB"], ["--max-sequences", "0"], ["--drain-s", "-1"]]
+)
+def test_options_out_of_range_are_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--model", "m", *option])
+    assert ended.value.code == 2
+    assert option[0] in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""The parts of the worker that need no process: packets, mailbox, shared memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_engine.graph.step import SequenceSlice
+from kvstore_engine.worker import PoolSetup, WorkerSetup
+from kvstore_engine.worker.mailbox import Mailbox
+from kvstore_engine.worker.memory import SharedMemory, attach
+from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status
+
+_SIZES = {"max_tokens": 32, "max_sequences": 4, "max_blocks": 6, "vocabulary": 10}
+
+
+def _ints(values: list[int]) -> npt.NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def _pair() -> tuple[Mailbox, Mailbox]:
+    """The parent's and the child's view of one memory."""
+    memory = SharedMemory("test", touched=False)
+    parent = Mailbox(memory.allocate, **_SIZES)
+    child = Mailbox(partial(attach, memory.descriptor), **_SIZES)
+    memory.close()
+    return parent, child
+
+
+_slices = st.lists(
+    st.builds(
+        SequenceSlice,
+        tokens=st.lists(st.integers(0, 9), min_size=1, max_size=8).map(_ints),
+        start=st.integers(0, 1 << 20),
+        block_table=st.lists(st.integers(0, 99), max_size=9).map(_ints),
+        outputs=st.sampled_from(["none", "last", "all"]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(_slices)
+def test_the_child_reads_what_the_parent_wrote(slices: list[SequenceSlice]) -> None:
+    parent, child = _pair()
+    parent.write(slices)
+    for wrote, read in zip(slices, child.read(len(slices)), strict=True):
+        assert (read.start, read.outputs) == (wrote.start, wrote.outputs)
+        assert read.tokens.tolist() == wrote.tokens.tolist()
+        assert read.block_table.tolist() == wrote.block_table.tolist()[: _SIZES["max_blocks"]]
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
+    parent, _ = _pair()
+    piece = SequenceSlice(_ints([1] * 33), 0, _ints([0]))
+    with pytest.raises(ValueError, match="at most 32 tokens"):
+        parent.write([piece])
+    with pytest.raises(ValueError, match="1 to 4 sequences"):
+        parent.write([SequenceSlice(_ints([1]), 0, _ints([0]))] * 5)
+    with pytest.raises(ValueError, match="1 to 4 sequences"):
+        parent.write([])
+
+
+def test_logits_stay_until_the_step_after_the_next() -> None:
+    parent, child = _pair()
+    child.logits(1)[:2] = 1.0
+    first = parent.logits(1, 2)
+    child.logits(2)[:2] = 2.0
+    assert (first == 1.0).all()
+    child.logits(3)[:2] = 3.0
+    assert (first == 3.0).all()
+
+
+def test_shared_memory_cannot_shrink_under_a_mapping() -> None:
+    memory = SharedMemory("test", touched=True)
+    assert isinstance(memory.allocate(4096), mmap.mmap)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.descriptor, 0)
+    memory.close()
+    memory.close()  # twice is once
+
+
+def test_packets_survive_the_way() -> None:
+    order = Order(7, 3, 2)
+    assert Order.decode(order.encode()) == order
+    reply = Reply(7, Status.FAILED, 0, 123, "naïve")
+    assert Reply.decode(reply.encode()) == reply
+    assert len(Reply(1, Status.USAGE, message="x" * 100_000).encode()) <= MAX_PACKET_BYTES
+
+
+def test_the_setup_survives_the_way() -> None:
+    setup = WorkerSetup("/m.gguf", PoolSetup(4, 16, "f16"), 2, 64, 4, 256)
+    assert WorkerSetup.decode(setup.encode()) == setup
