@@ -41,6 +41,10 @@ def _json(quick: bool) -> list[str]:
     return ["--json", "--quick"] if quick else ["--json"]
 
 
+def _quick(_: bool) -> list[str]:
+    return ["--json", "--quick"]
+
+
 def _fio(quick: bool) -> list[str]:
     return ["--json", "--rounds", "2" if quick else "5"]
 
@@ -76,6 +80,12 @@ SUITE = (
     Benchmark("many_clients", _json),
     Benchmark("degraded", _json, _without_engine),
     Benchmark("vs_llama_server", _json, _without_engine),
+    Benchmark("engine_decode", _quick, _without_engine),
+    Benchmark("engine_prefix", _json, _without_engine),
+    Benchmark("engine_steps", _quick, _without_engine),
+    Benchmark("engine_schedule", _json, _without_engine),
+    Benchmark("engine_compaction", _quick, _without_engine),
+    Benchmark("engine_no_compiler", _quick, _without_engine),
 )
 
 

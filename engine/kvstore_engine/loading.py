@@ -69,7 +69,7 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
     """
     # Imported here: the compute half loads ggml and builds or loads the kernels.
     from kvstore_engine.executor import Executor
-    from kvstore_engine.model import load_model
+    from kvstore_engine.model import ModelConfig, load_model
     from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
 
     threads = default_threads() if options.threads is None else options.threads
@@ -78,10 +78,11 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
     with contextlib.ExitStack() as stack:
         file = GGUFFile.open(path)
         tokenizer = Tokenizer.from_metadata(file.metadata)
-        model = stack.enter_context(load_model(file))
+        # How long sequences may become is part of a model's configuration: LongRoPE depends on it.
+        context = context_tokens(options.context, ModelConfig.from_gguf(file).context_length)
+        model = stack.enter_context(load_model(file, context=context))
         config = model.config
-        _check_vocabulary(tokenizer, config.vocabulary)
-        context = _context_tokens(options.context, config.context_length)
+        check_vocabulary(tokenizer, config.vocabulary)
         blocks = -(-context // STORAGE_BLOCK_TOKENS) * STORAGE_BLOCK_TOKENS // ENGINE_BLOCK_TOKENS
         pool = BlockPool(config, blocks)
         executor = stack.enter_context(
@@ -122,7 +123,7 @@ def _connect(folder: Path, model: "Model", tokenizer: Tokenizer, pool: "BlockPoo
         weights_digest=digest,
         tokenizer_digest=tokenizer.digest,
         kv_dtype=pool.kv_dtype,
-        kv_item_bytes=pool.element_bytes,
+        kv_row_bytes=pool.row_bytes,
         engine_block_tokens=pool.block_tokens,
         layout=PAYLOAD_LAYOUT,
     )
@@ -130,7 +131,8 @@ def _connect(folder: Path, model: "Model", tokenizer: Tokenizer, pool: "BlockPoo
     return session
 
 
-def _context_tokens(asked: int | None, most: int) -> int:
+def context_tokens(asked: int | None, most: int) -> int:
+    """The context to use for a model that allows `most` tokens. UsageError if `asked` is out of range."""
     if asked is None:
         return min(DEFAULT_CONTEXT_TOKENS, most)
     if asked < 2:
@@ -140,7 +142,7 @@ def _context_tokens(asked: int | None, most: int) -> int:
     return asked
 
 
-def _check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
+def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
     """Embeddings may be padded past the vocabulary, but every token needs a row."""
     count = len(tokenizer.vocabulary.tokens)
     if count > rows:

@@ -22,6 +22,8 @@ def run(options: argparse.Namespace) -> int:
     """Compare as `options` say; 0, or an error that `main` turns into an exit code."""
     if options.rate:
         raise UsageError("--against is a closed loop: give --concurrency, not --rate")
+    if len(options.load) > 1:
+        raise UsageError("--against takes one load at a time")
     if options.llama_server is not None and not options.llama_server.is_file():
         raise UsageError(f"--llama-server {options.llama_server}: no such file")
     rounds = (_QUICK_ROUNDS if options.quick else _ROUNDS) if options.rounds is None else options.rounds

@@ -9,6 +9,8 @@ as in CacheFlow and Cake (per-chunk costs, refitted online) with the fixed costs
 short prefix looks cheaper to load than it is.
 """
 
+from collections.abc import Iterable
+
 from kvstore_engine.restore.regression import RecursiveLeastSquares
 
 # Features are scaled by these, so that coefficients are seconds per typical step and of one order of
@@ -29,6 +31,14 @@ class CostModel:
     def step_s(self, tokens: int, position: int) -> float:
         """Seconds to compute `tokens` tokens from `position` on, in one forward step."""
         return self.compute.predict(_compute_features(tokens, position)) if tokens else 0.0
+
+    def batch_s(self, pieces: Iterable[tuple[int, int]]) -> float:
+        """Seconds of one step of several sequences' pieces, each so many tokens from a position on."""
+        return self.compute.predict(_batch_features(pieces))
+
+    def observe_batch(self, pieces: Iterable[tuple[int, int]], seconds: float) -> None:
+        """A step of these pieces took `seconds`."""
+        self.compute.observe(_batch_features(pieces), seconds)
 
     def prefill_s(self, start: int, end: int, step_tokens: int) -> float:
         """Seconds to compute positions [start, end) in steps of at most `step_tokens`."""
@@ -55,6 +65,11 @@ class CostModel:
 
 def _compute_features(tokens: int, position: int) -> tuple[float, float, float]:
     return 1.0, tokens / _TOKENS, tokens * (position + tokens / 2) / _ATTENDED
+
+
+def _batch_features(pieces: Iterable[tuple[int, int]]) -> tuple[float, float, float]:
+    rows = [_compute_features(tokens, position) for tokens, position in pieces]
+    return 1.0, sum(row[1] for row in rows), sum(row[2] for row in rows)
 
 
 def _load_features(nbytes: int, estimated_s: float) -> tuple[float, float, float]:

@@ -37,19 +37,24 @@ def plan_restore(
     estimated_load_s: float,
     step_tokens: int,
     costs: CostModel,
+    present_tokens: int = 0,
 ) -> RestorePlan:
     """The plan for a prompt of which `resident_blocks` leading blocks are in the store.
 
     At least one token is left to compute: its logits are what generation starts from (`usable_blocks`).
     `estimated_load_s` is the store's figure for all resident blocks, `step_tokens` the size of a prefill step.
+    `present_tokens` leading tokens are in the pool already, so that loading is worth what comes after them.
     """
     most = usable_blocks(prompt_tokens, block_tokens)
     usable = min(resident_blocks, most)
-    if usable <= 0:
+    present = present_tokens // block_tokens
+    if usable <= present:
         return RestorePlan(0, 0.0, 0.0, "nothing resident" if most else "no full block before the prompt's last token")
     covered = usable * block_tokens
-    load_s = costs.load_s(usable * block_bytes, estimated_load_s * usable / resident_blocks)
-    compute_s = costs.prefill_s(0, prompt_tokens, step_tokens) - costs.prefill_s(covered, prompt_tokens, step_tokens)
+    load_s = costs.load_s((usable - present) * block_bytes, estimated_load_s * usable / resident_blocks)
+    compute_s = costs.prefill_s(present_tokens, prompt_tokens, step_tokens) - costs.prefill_s(
+        covered, prompt_tokens, step_tokens
+    )
     if load_s > compute_s:
         return RestorePlan(0, load_s, compute_s, "computing is estimated to be faster than loading")
     return RestorePlan(usable, load_s, compute_s, "loading is estimated to be faster than computing")

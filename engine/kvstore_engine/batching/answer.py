@@ -1,0 +1,49 @@
+"""One growing answer: its random numbers, its constraint, its text.
+
+Owns what is individual to an answer beside its tokens' K/V. It never computes.
+"""
+
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from kvstore_engine.batching.request import RequestSettings
+from kvstore_engine.batching.stops import StopStrings
+from kvstore_engine.sampler import Sampler, SamplingSettings
+from kvstore_engine.tokenizer.stream import StreamingDetokenizer
+
+
+class TextSource(Protocol):
+    """The part of a tokenizer that answers need."""
+
+    @property
+    def end_ids(self) -> frozenset[int]: ...
+    def stream(self, special: bool = False, continues: bool = False) -> StreamingDetokenizer: ...
+
+
+class Answer:
+    """Answer `index` of a request."""
+
+    def __init__(self, settings: RequestSettings, index: int, tokenizer: TextSource) -> None:
+        self.sampler = Sampler(_own_seed(settings.sampling, index))
+        self.constraint = settings.constraint() if settings.constraint is not None else None
+        self.end_ids = frozenset[int]() if settings.ignore_end else tokenizer.end_ids
+        self._stream = tokenizer.stream(continues=True)
+        self._stops = StopStrings(settings.stop)
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """The text that can be shown after `token`, and whether the answer ends with it by a stop string."""
+        return self._stops.push(self._stream.push(token))
+
+    def finish(self) -> str:
+        """The rest of the text."""
+        shown, stopped = self._stops.push(self._stream.finish())
+        return shown if stopped else shown + self._stops.finish()
+
+
+def _own_seed(sampling: SamplingSettings, index: int) -> SamplingSettings:
+    """The first answer draws as a request with n = 1 would; the others independently of it and of each other."""
+    if index == 0 or sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=int(np.random.SeedSequence([sampling.seed, index]).generate_state(1, np.uint64)[0]))

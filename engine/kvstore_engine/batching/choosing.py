@@ -1,0 +1,80 @@
+"""Chooses the next token of every sequence of a step from its row of logits.
+
+Owns the order: constraint's mask, then the sampler; log probabilities come from the row as the model gave it. Plain
+greedy rows are done together. It never changes the logits that it is given.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.batching.answer import Answer
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A chosen token, or why none could be chosen (`failure`)."""
+
+    token: int
+    failure: str = ""
+
+
+def choose(logits: Floats, answers: Sequence[Answer]) -> list[Choice]:
+    """The choice for each row of `logits`, float32 [len(answers), vocabulary]."""
+    choices: list[Choice | None] = [None] * len(answers)
+    plain = [row for row, answer in enumerate(answers) if _is_plain(answer)]
+    if plain:
+        rows = logits if len(plain) == len(answers) else logits[plain]
+        best = rows.argmax(axis=1)
+        values = rows[np.arange(len(plain)), best]
+        for row, token, value in zip(plain, best.tolist(), values.tolist(), strict=True):
+            failure = "" if math.isfinite(value) else f"the model produced logits that cannot be sampled: {value}"
+            choices[row] = Choice(token, failure)
+    return [choice or _choose_one(logits[row], answers[row]) for row, choice in enumerate(choices)]
+
+
+def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """That of `token`, and the `count` likeliest with theirs, likeliest first, ties by id."""
+    row = logits.astype(np.float64)
+    row -= row.max()
+    row -= math.log(float(np.exp(row).sum()))
+    top: list[int] = []
+    if count:
+        threshold = np.partition(row, len(row) - count)[len(row) - count] if count < len(row) else -math.inf
+        candidates = np.flatnonzero(row >= threshold)
+        top = candidates[np.argsort(-row[candidates], kind="stable")][:count].tolist()
+    return float(row[token]), tuple((other, float(row[other])) for other in top)
+
+
+def _is_plain(answer: Answer) -> bool:
+    sampling = answer.sampler.settings
+    greedy = sampling.temperature == 0 or sampling.top_k == 1 or sampling.top_p == 0
+    return greedy and answer.constraint is None
+
+
+def _choose_one(row: Floats, answer: Answer) -> Choice:
+    try:
+        mask = answer.constraint.mask() if answer.constraint is not None else None
+        if mask is not None:
+            row = _masked(row, mask)
+            if not np.isfinite(row.max()):
+                return Choice(0, "the constraint allows no token that the model has")
+        token = answer.sampler.choose(row)
+    except RuntimeError as error:
+        return Choice(0, str(error))
+    return Choice(token)
+
+
+def _masked(row: Floats, mask: npt.NDArray[np.uint32]) -> Floats:
+    """`row` with minus infinity where `mask` has no bit; tokens past the mask are not allowed."""
+    bits = np.unpackbits(np.ascontiguousarray(mask, "<u4").view(np.uint8), bitorder="little", count=None)
+    allowed = np.zeros(len(row), np.bool_)
+    known = min(len(row), len(bits))
+    allowed[:known] = bits[:known]
+    masked: Floats = np.where(allowed, row, np.float32(-np.inf))
+    return masked

@@ -1,0 +1,30 @@
+"""What the engine needs of whatever computes its steps: the executor in this process, or one in another.
+
+Owns the contract. Between two calls nothing touches the pool's planes but the engine.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.graph import SequenceSlice
+from kvstore_engine.graph.step import StepLimits
+
+
+class Compute(Protocol):
+    """The caller guarantees that the K/V before each slice is in the pool, and that no two slices write to the same
+    place. The implementation MUST have written the slices' K/V to the pool when `forward` returns. It MAY be called
+    again with the same slices after it raised: nothing of the failed call counts.
+    """
+
+    @property
+    def limits(self) -> StepLimits: ...
+
+    def forward(self, slices: Sequence[SequenceSlice], /) -> npt.NDArray[np.float32]:
+        """Logits [outputs, vocabulary] of the wanted tokens, in the order of `slices`, for use before the next call.
+
+        `worker.StepFailed` names slices that cannot be computed; the others can be tried again.
+        """
+        ...

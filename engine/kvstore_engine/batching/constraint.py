@@ -1,0 +1,31 @@
+"""What a grammar, a JSON schema or a tool's arguments may say of the next token.
+
+Owns the contract between the engine and a constraint's implementation, and no implementation. One constraint belongs
+to one sequence: the engine calls it from one thread, in the order of the tokens.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Constraint(Protocol):
+    """The implementation MUST allow at least one token while it is not `finished`.
+
+    The engine calls `mask` before it chooses a token, and `accept` exactly once for each token that it chose; never
+    `accept` for a token that ended the answer.
+    """
+
+    @property
+    def finished(self) -> bool:
+        """Nothing may follow: the answer ends here."""
+        ...
+
+    def mask(self) -> npt.NDArray[np.uint32] | None:
+        """Allowed tokens as bits, token t in bit t % 32 of word t // 32; None where all are. Read at once."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """`token` was chosen."""
+        ...

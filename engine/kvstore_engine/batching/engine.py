@@ -1,0 +1,270 @@
+"""The engine's loop: lets sequences in, computes a step of all that run, chooses their tokens, stores what is new.
+
+Owns the order of a step and the requests under way. Scheduling, blocks, restoring and storing are parts of their own
+that it drives. One thread drives it: nothing here is safe for two.
+Invariants: an answer's tokens do not depend on when it was scheduled, but for the rounding of sums (see `planning`); a
+step whose computing fails has no effect and can be taken again; a store that fails costs nothing but its savings.
+"""
+
+import time
+from collections.abc import Callable
+
+from kvstore_engine.batching.answer import TextSource
+from kvstore_engine.batching.assembly import EngineParts
+from kvstore_engine.batching.compute import Compute
+from kvstore_engine.batching.events import Event
+from kvstore_engine.batching.observer import Observer, SequencePart, StepRecord
+from kvstore_engine.batching.planning import StepPlan
+from kvstore_engine.batching.progress import Progress, SessionOf
+from kvstore_engine.batching.request import Request
+from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.batching.settings import EngineSettings
+from kvstore_engine.errors import UsageError
+from kvstore_engine.pool import BlockPool
+from kvstore_engine.restore import CostModel
+from kvstore_engine.worker.failure import StepFailed
+
+_PATIENCE_S = 0.01  # for the daemon, beside running answers
+_QUICK_ANSWER_S = 0.002
+_ALONE_S = 1.0  # copying without a pause, while nobody is waiting for a token
+_COMPACTION_STEPS = 8
+_IDLE_WAIT_S = 0.05  # for the daemon, with nothing else to do
+
+
+class BatchEngine:
+    """Answers requests over `pool` with `compute`; `sessions(tenant)` is the tenant's daemon session, if there is one.
+
+    `context` is the most tokens of a prompt and its answer.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        pool: BlockPool,
+        tokenizer: TextSource,
+        *,
+        context: int | None = None,
+        settings: EngineSettings | None = None,
+        sessions: SessionOf | None = None,
+        costs: CostModel | None = None,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.compute, self.pool, self.tokenizer = compute, pool, tokenizer
+        self.settings = settings or EngineSettings()
+        self.observer = observer or Observer()
+        self.costs = costs or CostModel()
+        limits = compute.limits
+        self.context = min(context or limits.max_context, limits.max_context, pool.blocks * pool.block_tokens)
+        self._sessions = sessions
+        self._clock = clock
+        self._work = EngineParts(
+            pool,
+            limits,
+            self.settings,
+            costs=self.costs,
+            observer=self.observer,
+            clock=clock,
+            found=self._found,
+            admitted=self._admitted,
+        )
+        self._progress = Progress(
+            self._work, tokenizer, context=self.context, sessions=sessions, observer=self.observer, clock=clock
+        )
+        self._steps = 0
+        self._pending: list[Event] = []
+        self._is_closed = False
+
+    @property
+    def has_work(self) -> bool:
+        """`step` has something to do or to tell."""
+        roster = self._work.roster
+        return bool(self._pending or roster.waiting or roster.running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a place or for blocks."""
+        return len(self._work.roster.waiting)
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._work.roster.running)
+
+    @property
+    def parts(self) -> EngineParts:
+        """What the engine drives, for whoever reports on it."""
+        return self._work
+
+    def add(self, request: Request) -> None:
+        """Take `request` in. UsageError if it can never be answered, Overloaded if too many wait already."""
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
+        count = len(request.tokens)
+        if not count:
+            raise UsageError("the prompt is empty: there is nothing to continue")
+        if count >= self.context:
+            raise UsageError(
+                f"the prompt has {count} tokens and the context holds {self.context}, of which one is needed for the "
+                "answer: shorten the prompt or run with a larger context or pool"
+            )
+        if self._progress.is_under_way(request.id):
+            raise UsageError(f"a request {request.id!r} is under way already")
+        vocabulary = self.compute.limits.vocabulary
+        if int(request.tokens.min()) < 0 or int(request.tokens.max()) >= vocabulary:
+            raise UsageError(f"token ids must be in 0..{vocabulary - 1}")
+        roster, standings = self._work.roster, self._work.standings
+        waiting = len(roster.waiting)
+        self._work.admission.check(waiting, 1, standings.wait_s(waiting, roster.places))
+        sequence = self._progress.new_sequence(request, 0, self._clock())
+        self._progress.enter(sequence)
+        roster.wait(sequence)
+        self.observer.queued(request.id, sequence.arrived_s)
+
+    def cancel(self, request_id: str) -> None:
+        """End all answers of a request, wherever they are; the next `step` tells. Unknown ids are ignored."""
+        for sequence in self._work.roster.of(request_id):
+            self._pending.append(self._progress.finish(sequence, "cancelled"))
+
+    def step(self) -> list[Event]:
+        """One step: let in, restore, compute, choose, store. Returns at once but for computing; while nothing can be
+        computed because all wait for the daemon, it waits for that, a little.
+        """
+        work = self._work
+        begin = self._clock()
+        work.storer.settle(0.0)
+        work.roster.admit()
+        self._restore()
+        plan = work.planner.plan(work.roster.decoding(), work.roster.prompts())
+        events, self._pending = self._pending, []
+        if not plan.parts:
+            self._idle(events)
+            return events
+        failure: StepFailed | None = None
+        try:
+            computing = self._clock()
+            logits = self.compute.forward([part.slice(self.pool.block_tokens) for part in plan.parts])
+            compute_s = self._clock() - computing
+        except StepFailed as error:
+            failure = error
+        except BaseException:
+            self._pending = events + self._pending
+            raise
+        finally:
+            work.planner.release_borrowed(plan)
+        if failure is not None:
+            blamed = [plan.parts[index].sequence for index in failure.slices]
+            return events + [self._progress.finish(sequence, "failed", str(failure)) for sequence in blamed]
+        self._learn(plan, compute_s)
+        events += self._progress.apply(plan, logits)
+        self._store(plan)
+        self._steps += 1
+        if self.settings.compaction and self._steps % _COMPACTION_STEPS == 0:
+            self._compact()
+        self._report(plan, begin, compute_s)
+        return events
+
+    def close(self) -> None:
+        """Cancel what is under way and stop the threads. Compute object, pool and sessions are their makers'."""
+        if not self._is_closed:
+            self._is_closed = True
+            for sequence in [*self._work.roster.waiting, *self._work.roster.running]:
+                self._progress.finish(sequence, "cancelled")
+            self._work.close()
+
+    def _admitted(self, sequence: Sequence, now: float) -> None:
+        if sequence.accounts.admitted_s is None:
+            sequence.accounts.admitted_s = now
+        self.observer.admitted(sequence.request.id, sequence.index, now)
+
+    def _found(self, sequence: Sequence, tokens: int) -> None:
+        if tokens:
+            self.observer.restored(sequence.request.id, sequence.index, "local", tokens, self._clock())
+
+    def _restore(self) -> None:
+        """Ask the daemon for those that are about to compute a prompt, and go on with those that have asked."""
+        if self._sessions is None:
+            return
+        work = self._work
+        self._ask()
+        if work.restorer.is_busy:
+            is_decoding = any(sequence.is_decoding for sequence in work.roster.running)
+            # A question for what lies in DRAM is answered in less than a millisecond: rather than in the next step.
+            work.restorer.wait(_QUICK_ANSWER_S if is_decoding else 0.0)
+            beside_s = (self.settings.step_stretch - 1) * work.standings.step_s
+            for sequence, tokens in work.restorer.advance(beside_s if is_decoding else _ALONE_S):
+                self._restored(sequence, tokens)
+            self._ask()  # those that waited for blocks that have just come, for what follows them
+
+    def _ask(self) -> None:
+        work = self._work
+        for sequence in work.roster.running:
+            if sequence.asked_daemon or sequence.is_decoding:
+                continue
+            work.planner.skip_ready(sequence)
+            if not work.planner.is_asked(sequence):
+                sequence.asked_daemon = True
+                work.restorer.begin(sequence)
+
+    def _restored(self, sequence: Sequence, tokens: int) -> None:
+        if tokens:
+            self.observer.restored(sequence.request.id, sequence.index, "daemon", tokens, self._clock())
+
+    def _idle(self, events: list[Event]) -> None:
+        """Nothing can be computed now: wait for what is under way, unless there is something to tell."""
+        work = self._work
+        work.storer.settle(0.0, everything=True)
+        if events or (not work.roster.running and not work.roster.waiting):
+            return
+        if work.restorer.is_busy:
+            work.restorer.wait(_IDLE_WAIT_S)
+        elif work.storer.outstanding:
+            work.storer.wait(_IDLE_WAIT_S)
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        work = self._work
+        self.costs.observe_batch([(part.end - part.begin, part.begin) for part in plan.parts], seconds)
+        work.budget.observe(plan.decodes, plan.prefill_tokens, seconds)
+        work.standings.stepped(seconds, len(plan.decodes))
+
+    def _store(self, plan: StepPlan) -> None:
+        """Offer new blocks, once their sequence's first token is out: storing must not cost time to first token."""
+        work = self._work
+        for part in plan.parts:
+            if part.sequence.holding is not None and part.sequence.generated:
+                work.storer.offer(part.sequence)
+        work.storer.settle(_PATIENCE_S, everything=not self.has_work)
+
+    def _compact(self) -> None:
+        """Move the blocks of the next to yield together, if being swapped as often as others makes that pay."""
+        sequence = self._work.roster.next_to_yield()
+        if sequence is not None and not sequence.is_restoring:
+            self._work.compactor.compact(sequence.held, self._work.preemption.expected_transfers)
+
+    def _report(self, plan: StepPlan, begin: float, compute_s: float) -> None:
+        statistics = self._work.space.statistics()
+        record = StepRecord(
+            number=self._steps,
+            begin_s=begin,
+            end_s=self._clock(),
+            compute_s=compute_s,
+            running=self.running,
+            waiting=self.waiting,
+            prefill_tokens=plan.prefill_tokens,
+            decode_tokens=len(plan.decodes),
+            budget_tokens=plan.budget_tokens,
+            pool_blocks=statistics.blocks,
+            used_blocks=statistics.used,
+            cached_blocks=statistics.cached,
+            parts=tuple(
+                SequencePart(
+                    part.sequence.request.id,
+                    part.sequence.index,
+                    "decode" if part.is_decode else "prefill",
+                    part.end - part.begin,
+                    part.begin,
+                )
+                for part in plan.parts
+            ),
+        )
+        self.observer.step(record)

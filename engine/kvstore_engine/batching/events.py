@@ -1,0 +1,71 @@
+"""What the engine reports of its requests, one event after another.
+
+Owns plain values. Invariant: an answer's events are any number of `Token`, then one `Finished`; the concatenation of
+all their texts is the answer.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Reason = Literal["end", "length", "context", "stop", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one answer took. Tokens of the prompt are counted by where their K/V came from.
+
+    local_tokens:    from blocks that another request of this engine computed (also while it still ran).
+    daemon_tokens:   restored from the daemon.
+    computed_tokens: computed for this answer, of the prompt; each prompt token is counted in one of the three, and the
+                     further answers of a request with n > 1 count all of the prompt as local.
+    recomputed_tokens: computed again because the sequence had been preempted.
+    generated_tokens: with those that ended the answer without being shown (stop strings), without the end token.
+    queued_s, ttft_s: from `add` to admission, and to the first token. tpot_s: per further token.
+    """
+
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    daemon_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    generated_tokens: int = 0
+    queued_s: float = 0.0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    total_s: float = 0.0
+    preemptions: int = 0
+    swaps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Answer `index` of a request goes on by `token`; `text` is what can be shown now: whole characters only, and
+    nothing that could still become a stop string. `logprob` and `top` (id, log probability; likeliest first) where
+    asked for.
+    """
+
+    request_id: str
+    index: int
+    token: int
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Answer `index` of a request has ended. `text` is the rest of it, which had been held back (mostly empty).
+
+    reason: the model ended ("end"), `max_tokens` are reached ("length"), the context is full ("context"), a stop
+    string or a constraint's end was met ("stop"), "cancelled", or "failed", which `message` explains.
+    """
+
+    request_id: str
+    index: int
+    reason: Reason
+    usage: Usage
+    message: str = ""
+    text: str = ""
+
+
+Event: TypeAlias = Token | Finished

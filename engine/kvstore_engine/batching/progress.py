@@ -1,0 +1,170 @@
+"""Turns what a step has computed into tokens, further answers and ends.
+
+Owns the requests' life from their first token on, and the events that tell of it. It never schedules: a sequence that
+ends, or whose siblings begin, is told to the roster.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.batching.answer import Answer, TextSource
+from kvstore_engine.batching.assembly import EngineParts
+from kvstore_engine.batching.choosing import Choice, choose, log_probabilities
+from kvstore_engine.batching.events import Event, Finished, Reason, Token
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.planning import Part, StepPlan
+from kvstore_engine.batching.request import Request
+from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.restore import KvSession
+
+Floats = npt.NDArray[np.float32]
+SessionOf = Callable[[str], KvSession | None]
+
+
+class Progress:
+    """The answers of one engine."""
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        tokenizer: TextSource,
+        *,
+        context: int,
+        sessions: SessionOf | None,
+        observer: Observer,
+        clock: Callable[[], float],
+    ) -> None:
+        self._parts = parts
+        self._tokenizer = tokenizer
+        self._context = context
+        self._sessions = sessions
+        self._observer = observer
+        self._clock = clock
+        self._order = 0
+        self._under_way: Counter[str] = Counter()
+
+    def is_under_way(self, request_id: str) -> bool:
+        """Some answer of the request has not ended."""
+        return request_id in self._under_way
+
+    def enter(self, sequence: Sequence) -> None:
+        """`sequence` is one of those that this engine answers, from now to `finish`."""
+        self._under_way[sequence.request.id] += 1
+        self._parts.standings.tenants.enter(sequence.request.tenant)
+
+    def new_sequence(self, request: Request, index: int, arrived_s: float) -> Sequence:
+        count = len(request.tokens)
+        tokens = np.empty(min(count + request.settings.max_tokens, self._context), np.int32)
+        tokens[:count] = request.tokens
+        self._order += 1
+        return Sequence(
+            request=request,
+            index=index,
+            order=self._order,
+            arrived_s=arrived_s,
+            answer=Answer(request.settings, index, self._tokenizer),
+            tokens=tokens,
+            length=count,
+            prompt_tokens=count,
+            session=self._sessions(request.tenant) if self._sessions is not None else None,
+            level=float(request.priority),
+        )
+
+    def apply(self, plan: StepPlan, logits: Floats) -> list[Event]:
+        """Account for what was computed and choose the next tokens."""
+        events: list[Event] = []
+        tenants = self._parts.standings.tenants
+        for part in plan.parts:
+            sequence = part.sequence
+            new = sequence.reach(part.end, "computed")
+            tenants.charge(sequence.request.tenant, prompt_tokens=new)
+            self._parts.space.seal(sequence.held, sequence.tokens, part.begin, part.end)
+        outputs = [part for part in plan.parts if part.has_output]
+        choices = choose(logits, [part.sequence.answer for part in outputs]) if outputs else []
+        now = self._clock()
+        for part, choice, row in zip(outputs, choices, logits, strict=True):
+            events += self._continue(part, choice, row, now)
+        return events
+
+    def _continue(self, part: Part, choice: Choice, row: Floats, now: float) -> list[Event]:
+        sequence = part.sequence
+        settings = sequence.request.settings
+        siblings = []
+        if not sequence.generated and sequence.index == 0 and settings.n > 1 and not sequence.is_forked:
+            siblings = self._fork(sequence)
+        events = self._take(sequence, choice, row, now)
+        for sibling in siblings:
+            events += self._take(sibling, choose(row[None], [sibling.answer])[0], row, now)
+        return events
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The further answers of a request with n > 1, at the end of its prompt: they share all of its blocks."""
+        sequence.is_forked = True
+        siblings = []
+        for index in range(1, sequence.request.settings.n):
+            sibling = self.new_sequence(sequence.request, index, sequence.arrived_s)
+            sibling.order = sequence.order
+            sibling.furthest, sibling.accounts.local = sibling.prompt_tokens, sibling.prompt_tokens
+            sibling.asked_daemon, sibling.offered_blocks = True, sequence.offered_blocks
+            siblings.append(sibling)
+            self.enter(sibling)
+            if len(self._parts.roster.running) < self._parts.roster.places:
+                sibling.holding = self._parts.space.fork(sequence.held)
+                sibling.computed = sibling.length
+                self._parts.roster.run(sibling)
+            else:
+                self._parts.roster.wait(sibling)
+        return siblings
+
+    def _take(self, sequence: Sequence, choice: Choice, row: Floats, now: float) -> list[Event]:
+        """`choice` is the next token of `sequence`: tell, and end the answer where it ends."""
+        request, answer, token = sequence.request, sequence.answer, choice.token
+        if choice.failure:
+            return [self.finish(sequence, "failed", choice.failure)]
+        accounts = sequence.accounts
+        accounts.first_s = now if accounts.first_s is None else accounts.first_s
+        accounts.last_s = now
+        if token in answer.end_ids:
+            return [self.finish(sequence, "end")]
+        sequence.generated += 1
+        self._parts.standings.tenants.charge(request.tenant, output_tokens=1)
+        self._observer.token(request.id, sequence.index, now)
+        text, is_stopped = answer.push(token)
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
+        if request.settings.logprobs is not None:
+            logprob, top = log_probabilities(row, token, request.settings.logprobs)
+        events: list[Event] = [Token(request.id, sequence.index, token, text, logprob, top)]
+        if answer.constraint is not None:
+            answer.constraint.accept(token)
+            is_stopped = is_stopped or answer.constraint.finished
+        if is_stopped:
+            events.append(self.finish(sequence, "stop"))
+        elif sequence.generated == request.settings.max_tokens:
+            events.append(self.finish(sequence, "length"))
+        elif sequence.length == len(sequence.tokens):
+            events.append(self.finish(sequence, "context"))
+        else:
+            sequence.tokens[sequence.length] = token
+            sequence.length += 1
+        return events
+
+    def finish(self, sequence: Sequence, reason: Reason, message: str = "") -> Finished:
+        now = self._clock()
+        work, request = self._parts, sequence.request
+        if reason in ("end", "length", "context", "stop"):
+            work.standings.ended(sequence, now)
+            work.preemption.ended(sequence)
+        if sequence.holding is not None:
+            work.storer.offer(sequence)
+        work.roster.leave(sequence)
+        work.standings.tenants.leave(request.tenant)
+        self._under_way[request.id] -= 1
+        if not self._under_way[request.id]:
+            del self._under_way[request.id]
+        usage = sequence.usage(now)
+        self._observer.finished(request.id, sequence.index, reason, usage, now)
+        return Finished(request.id, sequence.index, reason, usage, message, sequence.answer.finish())

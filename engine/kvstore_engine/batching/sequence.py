@@ -1,0 +1,112 @@
+"""One answer under way: its tokens, what of them is computed, which blocks it holds.
+
+Owns the state that the parts of the engine work on, and its accounts. It never acts.
+Invariants: `tokens[:length]` are known, and K/V of [0, computed) are in the blocks of `holding`; computed < length but
+for a moment within a step; a sequence without a holding waits, with what it had in `swapped`, or nothing.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.batching.answer import Answer
+from kvstore_engine.batching.events import Usage
+from kvstore_engine.batching.request import Request
+from kvstore_engine.blocks import Holding, SwappedBlocks
+from kvstore_engine.restore.session import KvSession
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Answer `index` of `request`. `order` numbers arrivals."""
+
+    request: Request
+    index: int
+    order: int
+    arrived_s: float
+    answer: Answer
+    tokens: npt.NDArray[np.int32]
+    length: int
+    prompt_tokens: int
+    session: KvSession | None = None
+    computed: int = 0
+    generated: int = 0
+    holding: Holding | None = None
+    swapped: SwappedBlocks | None = None
+    since_s: float = 0.0
+    level: float = 0.0
+    asked_daemon: bool = False
+    is_restoring: bool = False
+    offered_blocks: int = 0
+    is_forked: bool = False
+    furthest: int = 0
+    forecast_tokens: float = 0.0
+    forecast_prefill_s: float = 0.0
+    forecast_at: tuple[int, int, int] | None = None
+    accounts: "Accounts" = field(default_factory=lambda: Accounts())
+
+    @property
+    def left(self) -> int:
+        """Known tokens that are not computed."""
+        return self.length - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its last generated token is to be computed."""
+        return self.generated > 0 and self.left == 1
+
+    @property
+    def held(self) -> Holding:
+        """The blocks of a sequence that runs."""
+        assert self.holding is not None, "the sequence holds no blocks"
+        return self.holding
+
+    def reach(self, end: int, source: str) -> int:
+        """K/V up to `end` are there now, by "local", "daemon" or "computed"; how many prompt tokens are new by it."""
+        accounts = self.accounts
+        new = max(0, min(end, self.prompt_tokens) - max(self.computed, min(self.furthest, self.prompt_tokens)))
+        if source == "local":
+            accounts.local += new
+        elif source == "daemon":
+            accounts.daemon += new
+        else:
+            accounts.computed += new
+            accounts.recomputed += max(0, min(end, self.furthest) - self.computed)
+        self.computed = end
+        self.furthest = max(self.furthest, end)
+        return new
+
+    def usage(self, now_s: float) -> Usage:
+        """The accounts as of now."""
+        accounts = self.accounts
+        first_s, last_s = accounts.first_s, accounts.last_s
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            local_tokens=accounts.local,
+            daemon_tokens=accounts.daemon,
+            computed_tokens=accounts.computed,
+            recomputed_tokens=accounts.recomputed,
+            generated_tokens=self.generated,
+            queued_s=(now_s if accounts.admitted_s is None else accounts.admitted_s) - self.arrived_s,
+            ttft_s=0.0 if first_s is None else first_s - self.arrived_s,
+            tpot_s=(last_s - first_s) / (self.generated - 1) if first_s is not None and self.generated > 1 else 0.0,
+            total_s=now_s - self.arrived_s,
+            preemptions=accounts.preemptions,
+            swaps=accounts.swaps,
+        )
+
+
+@dataclass(slots=True)
+class Accounts:
+    """Where a sequence's prompt tokens came from and when things happened, for `Usage`."""
+
+    local: int = 0
+    daemon: int = 0
+    computed: int = 0
+    recomputed: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+    admitted_s: float | None = None
+    first_s: float | None = None
+    last_s: float = 0.0

@@ -1,0 +1,57 @@
+"""The engine's limits and choices, with their defaults.
+
+Owns plain values. Every list, queue and pool of the engine has its limit here.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstore_engine.errors import UsageError
+
+PolicyName = Literal["fcfs", "shortest", "priority"]
+POLICIES: tuple[PolicyName, ...] = ("fcfs", "shortest", "priority")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """policy: who goes first (kvstore_engine.scheduler).
+    max_running:     sequences in a step, at most; the compute object's own limit holds as well.
+    prefill_tokens:  prompt tokens in a step beside no decodes.
+    step_stretch:    with decodes running, a step may take this many times as long as without any prompt in it,
+    step_floor_s:    or this long, if that is more.
+    max_queued:      requests that wait; one more is Overloaded.
+    max_queue_s:     Overloaded, too, when the wait is expected to be longer than this.
+    swap_bytes:      memory of the host pool for swapped sequences; 0 always recomputes.
+    ageing:          "shortest": seconds of remaining work that a second of waiting is worth.
+    level_s:         "priority": seconds of waiting that are worth one level.
+    compaction:      move a sequence's scattered blocks together where that pays.
+    prefix_sharing:  share blocks among the requests of a tenant.
+    """
+
+    policy: PolicyName = "fcfs"
+    max_running: int = 16
+    prefill_tokens: int = 256
+    step_stretch: float = 1.8
+    step_floor_s: float = 0.03
+    max_queued: int = 1024
+    max_queue_s: float = 600.0
+    swap_bytes: int = 256 << 20
+    ageing: float = 0.6
+    level_s: float = 30.0
+    compaction: bool = True
+    prefix_sharing: bool = True
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise UsageError(f"policy {self.policy!r} is unknown; known: {', '.join(POLICIES)}")
+        for name in ("max_running", "prefill_tokens", "max_queued"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_queue_s", "level_s"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name} must be over 0, got {getattr(self, name)}")
+        for name in ("step_floor_s", "swap_bytes", "ageing"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.step_stretch <= 1.0:
+            raise UsageError(f"step_stretch must be over 1, got {self.step_stretch}")

@@ -1,0 +1,80 @@
+"""Says of each sequence what policies want to know.
+
+Owns the prediction of how long it still runs, the tenants' accounts, and the speed of steps. It decides nothing.
+"""
+
+from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.restore.costs import CostModel
+from kvstore_engine.scheduler import LengthPredictor, Standing, VirtualTokens
+
+_SPEED_MEMORY = 0.95
+_REFRESH_TOKENS, _REFRESH_ENDED = 16, 8
+
+
+class Standings:
+    """One for an engine. `costs` predicts computing, what has ended predicts lengths."""
+
+    def __init__(self, costs: CostModel, prefill_tokens: int, *, predicts: bool) -> None:
+        """`predicts`: the policy looks at remaining times."""
+        self._costs = costs
+        self._prefill_tokens = prefill_tokens
+        self._predicts = predicts
+        self.lengths = LengthPredictor()
+        self.tenants = VirtualTokens()
+        self._step_s: float | None = None
+        self._service_s: float | None = None
+        self._ended = 0
+
+    def of(self, sequence: Sequence) -> Standing:
+        """Where `sequence` stands now."""
+        return Standing(
+            order=sequence.order,
+            arrived_s=sequence.arrived_s,
+            since_s=sequence.since_s,
+            priority=sequence.request.priority,
+            level=sequence.level,
+            remaining_s=self.remaining_s(sequence) if self._predicts else 0.0,
+            served=self.tenants.served(sequence.request.tenant),
+        )
+
+    def remaining_s(self, sequence: Sequence) -> float:
+        """Seconds until `sequence` ends, once it runs."""
+        # Asked of every waiting sequence at every admission, while predictions change slowly.
+        at = self._ended // _REFRESH_ENDED, sequence.generated // _REFRESH_TOKENS, sequence.computed
+        if sequence.forecast_at != at:
+            sequence.forecast_at = at
+            rest = self.lengths.remaining(
+                sequence.request.tenant,
+                sequence.prompt_tokens,
+                sequence.generated,
+                sequence.request.settings.max_tokens,
+            )
+            sequence.forecast_tokens = sequence.generated + rest
+            computed = sequence.computed if sequence.swapped is None else sequence.swapped.computed
+            sequence.forecast_prefill_s = self._costs.prefill_s(computed, sequence.length, self._prefill_tokens)
+        decode_s = max(1.0, sequence.forecast_tokens - sequence.generated) * self.step_s
+        return decode_s if sequence.is_decoding else decode_s + sequence.forecast_prefill_s
+
+    @property
+    def step_s(self) -> float:
+        """How long a step with decodes takes, of late."""
+        return self._costs.step_s(1, 0) if self._step_s is None else self._step_s
+
+    def wait_s(self, waiting: int, places: int) -> float:
+        """How long `waiting` sequences take to get in, if things go on as they did; 0 while nothing is known."""
+        return waiting * (self._service_s or 0.0) / places
+
+    def stepped(self, seconds: float, decodes: int) -> None:
+        """A step has been done."""
+        if decodes:
+            old = seconds if self._step_s is None else self._step_s
+            self._step_s = _SPEED_MEMORY * old + (1 - _SPEED_MEMORY) * seconds
+
+    def ended(self, sequence: Sequence, now_s: float) -> None:
+        """An answer ended by itself or by its limit."""
+        self._ended += 1
+        self.lengths.observe(sequence.request.tenant, sequence.prompt_tokens, sequence.generated)
+        admitted_s = sequence.accounts.admitted_s
+        if admitted_s is not None:
+            old = now_s - admitted_s if self._service_s is None else self._service_s
+            self._service_s = _SPEED_MEMORY * old + (1 - _SPEED_MEMORY) * (now_s - admitted_s)

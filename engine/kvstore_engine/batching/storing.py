@@ -1,0 +1,116 @@
+"""Offers what running sequences have computed to the daemon, each block once.
+
+Owns which blocks are on their way, and keeps them allocated until they are stored. It never waits for the daemon longer
+than its caller allows, and a daemon that cannot keep up, or is gone, costs only what is not stored.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.blocks import BlockSpace, TrieNode
+from kvstore_engine.restore.putting import MOST_BLOCKS, Put, PutQueue
+from kvstore_engine.restore.session import KvSession
+
+_GIVEN_UP = -1  # Sequence.offered_blocks: a block was not stored, and later ones would not be found
+
+
+@dataclass(slots=True, eq=False)
+class _SequencePut(Put):
+    """A put, whose it is, and the trie nodes that say it is stored."""
+
+    sequence: Sequence = field(kw_only=True)
+    marks: list[TrieNode | None] = field(kw_only=True)
+
+
+class Storer:
+    """Stores blocks of `space` through one queue."""
+
+    def __init__(self, space: BlockSpace, observer: Observer, clock: Callable[[], float]) -> None:
+        self._space = space
+        self._observer = observer
+        self._queue = PutQueue(space.pool, clock)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Blocks by what became of them: "stored", "present", "throttled", "failed"."""
+        return self._queue.counts
+
+    @property
+    def outstanding(self) -> int:
+        """Puts that are not done."""
+        return self._queue.outstanding
+
+    def offer(self, sequence: Sequence) -> None:
+        """Queue the whole storage blocks that `sequence` has computed since the last time."""
+        session = sequence.session
+        if session is None or not sequence.request.settings.store or sequence.offered_blocks == _GIVEN_UP:
+            return
+        full = sequence.computed // session.block_tokens
+        first = sequence.offered_blocks
+        if first >= full or session.state != "connected":
+            return
+        holding = sequence.held
+        per_block = session.block_tokens // self._space.block_tokens
+        nodes, blocks = holding.nodes, holding.blocks
+        while first < full:
+            last_node = _node(nodes, (first + 1) * per_block - 1)
+            if last_node is not None and last_node.stored:
+                first += 1
+                continue
+            if self._queue.is_full:
+                break
+            end = min(first + MOST_BLOCKS, full)
+            self._put(sequence, session, first, end, blocks, nodes)
+            first = end
+        sequence.offered_blocks = first
+
+    def settle(self, patience_s: float, *, everything: bool = False) -> None:
+        """Let go of what is stored, and hand over the next put."""
+        self._collect(self._queue.finished())
+        self._queue.settle(patience_s, everything=everything)
+        self._collect(self._queue.finished())
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the puts under way are done, or `timeout_s` have passed."""
+        self._queue.wait(timeout_s)
+        self._collect(self._queue.finished())
+
+    def close(self) -> None:
+        """Store what was offered; each put has a deadline."""
+        self._queue.settle(0.0, everything=True)
+        self._collect(self._queue.close())
+
+    def _put(
+        self, sequence: Sequence, session: KvSession, first: int, end: int, blocks: list[int], nodes: list[TrieNode]
+    ) -> None:
+        per_block = session.block_tokens // self._space.block_tokens
+        tables = [blocks[index * per_block : (index + 1) * per_block] for index in range(first, end)]
+        tokens = np.array(sequence.tokens[: end * session.block_tokens], np.int32)
+        marks = [_node(nodes, (index + 1) * per_block - 1) for index in range(first, end)]
+        for node in marks:
+            if node is not None:
+                node.stored = True  # or will be: nobody else need offer it
+        self._space.pin(block for table in tables for block in table)
+        self._queue.offer(_SequencePut(session, tokens, first, tables, sequence=sequence, marks=marks))
+
+    def _collect(self, puts: list[Put]) -> None:
+        for put in puts:
+            self._space.unpin(block for table in put.tables for block in table)
+            assert isinstance(put, _SequencePut)
+            is_stored = put.is_stored and bool(put.statuses)
+            request, tokens = put.sequence.request, len(put.tables) * put.session.block_tokens
+            self._observer.stored(request.id, put.sequence.index, tokens, is_stored, put.begin_s, put.end_s)
+            if not is_stored:
+                put.sequence.offered_blocks = _GIVEN_UP
+                for node in put.marks:
+                    if node is not None:
+                        node.stored = False
+
+
+def _node(nodes: list[TrieNode], index: int) -> TrieNode | None:
+    return nodes[index] if index < len(nodes) else None

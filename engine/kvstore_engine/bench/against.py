@@ -1,0 +1,240 @@
+"""Our engine beside llama.cpp, in the same run: servers over HTTP, and decoding alone.
+
+Owns the turns and the ratios. Sides take turns, one at a time, and each figure is the median of its turns, so that a
+slow minute of the machine hits all sides alike. A ratio is ours over theirs: over 1 is more throughput, under 1 less
+latency. Invariant: there is a ratio only where both sides ran the same ggml build, and our kernels use no instruction
+that this build does not.
+
+At a barrier libgomp's threads spin before they sleep. Over HTTP each side has its own default (ours sleeps early, to
+leave the cores to its other processes); decoding alone both spin as libgomp does by default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kvstore_engine.bench.arrivals import ClosedLoop
+from kvstore_engine.bench.child import Child
+from kvstore_engine.bench.ggml_build import cpu_features, kernel_environment, mapped_libraries, same_build
+from kvstore_engine.bench.loads import LoadSettings, make_load
+from kvstore_engine.bench.over_http import Endpoint, run_over_http
+from kvstore_engine.bench.servers import LlamaServerSettings, Running, best_on_cpus, llama_server, our_server
+from kvstore_engine.bench.summary import Summary, summarise
+from kvstore_engine.errors import OperationError
+from kvstore_engine.ggml import find_library
+
+OURS, DEFAULT, BEST = "ours", "default", "best"
+_PLAIN, _FLASH = "plain", "flash"
+_LIBGOMP_SPINS = {"GOMP_SPINCOUNT": "300000"}
+_PAD_TOKENS = 256
+Row = dict[str, Any]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`program`: a stock llama-server; None takes the one in the wheel `xllamacpp`."""
+
+    model: Path
+    threads: int
+    concurrency: Sequence[int] = (1, 4, 8, 16)
+    rounds: int = 3
+    load: LoadSettings = field(default_factory=LoadSettings)
+    load_name: str = "chat"
+    requests_each: int = 3
+    decode_steps: int = 48
+    program: Path | None = None
+
+
+def compare(wanted: Comparison, progress: Progress, *, server: bool = True, decode: bool = True) -> dict[str, Any]:
+    """All rows, and what makes them comparable."""
+    builds = _Builds()
+    with llama_server(wanted.model, LlamaServerSettings(wanted.threads), wanted.program) as probe:
+        builds.see(probe)
+    rows = [_server_row(wanted, count, builds, progress) for count in wanted.concurrency] if server else []
+    # Decoding alone calls llama.cpp's library, which is the one that our engine uses, whatever server there is.
+    decode_rows = []
+    if decode:
+        with decoders(wanted.model, wanted.threads, kernel_environment(cpu_features(find_library()))) as sides:
+            decode_rows = [_decode_row(wanted, count, sides, progress) for count in wanted.concurrency]
+    return {
+        "baseline": str(wanted.program or "xllamacpp"),
+        "baseline_cpu_features": builds.features,
+        "same_ggml_build": builds.same,
+        "rows": rows,
+        "decode_rows": decode_rows,
+    }
+
+
+class _Builds:
+    """What the sides were seen to run."""
+
+    def __init__(self) -> None:
+        self.features: list[str] = []
+        self.same = True
+
+    def see(self, baseline: Running) -> None:
+        """Of a running server of llama.cpp's: which ggml, and whether it is ours."""
+        found = find_library()
+        ours = [found] if found.is_file() else sorted(found.glob("libggml*.so*"))
+        theirs = baseline.libraries()
+        self.same = same_build({path.resolve() for path in ours}, {path.resolve() for path in theirs})
+        if theirs:
+            first = next(iter(theirs))
+            self.features = cpu_features(first if "xllamacpp" in first.name else first.parent)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return kernel_environment(self.features)
+
+
+def _server_row(wanted: Comparison, count: int, builds: _Builds, progress: Progress) -> Row:
+    sizes = replace(wanted.load, requests=max(4, wanted.requests_each * count))
+    workload = make_load(wanted.load_name, sizes)
+    context = -(-(workload.longest_tokens + 1) // _PAD_TOKENS) * _PAD_TOKENS
+    with contextlib.ExitStack() as stack:
+        sides: dict[str, Running] = {}
+        ours = our_server(
+            wanted.model, wanted.threads, ["--context", str(context), "--max-sequences", str(count)], builds.environment
+        )
+        sides[OURS] = stack.enter_context(ours)
+        for name, settings in (
+            (BEST, best_on_cpus(wanted.threads, count, context)),
+            (DEFAULT, LlamaServerSettings(wanted.threads)),
+        ):
+            sides[name] = stack.enter_context(llama_server(wanted.model, settings, wanted.program))
+        builds.same &= same_build(sides[OURS].libraries(), sides[BEST].libraries())
+        found: dict[str, list[Summary]] = {name: [] for name in sides}
+        warm = make_load("decode", replace(sizes, requests=count, generate_tokens=4, seed=sizes.seed + 7))
+        for side in sides.values():
+            run_over_http(Endpoint(side.url), warm, ClosedLoop(count))
+        for turn in range(wanted.rounds):
+            # Other prompts in each turn: none of the sides may have kept what an earlier one left.
+            asked = make_load(wanted.load_name, replace(sizes, seed=sizes.seed + 100 * turn))
+            for name in _rotated(list(sides), turn):
+                run = run_over_http(Endpoint(sides[name].url), asked, ClosedLoop(count))
+                summary = summarise(run)
+                if summary.failed:
+                    message = next(outcome.message for outcome in run.outcomes if not outcome.ok)
+                    raise OperationError(f"{name}: {summary.failed} of {summary.requests} requests failed: {message}")
+                found[name].append(summary)
+    figures = {name: _median_figures(summaries) for name, summaries in found.items()}
+    row: Row = {"concurrency": count, "load": wanted.load_name, "requests": sizes.requests, **_ratios(figures, builds)}
+    for name, values in figures.items():
+        row |= {f"{figure}_{name}": value for figure, value in values.items()}
+    told = ", ".join(f"{name} {values['throughput']:.0f}" for name, values in figures.items())
+    progress(f"{count} clients over HTTP, generated tokens/s: {told}")
+    return row
+
+
+def _rotated(names: list[str], turn: int) -> list[str]:
+    """Each turn begins with another side."""
+    at = turn % len(names)
+    return names[at:] + names[:at]
+
+
+def _median_figures(summaries: Sequence[Summary]) -> dict[str, float]:
+    return {
+        "throughput": median(summary.generated_per_s for summary in summaries),
+        "ttft_p50_s": median(summary.ttft_s["p50"] for summary in summaries),
+        "ttft_p99_s": median(summary.ttft_s["p99"] for summary in summaries),
+        "tpot_p50_s": median(summary.tpot_s["p50"] for summary in summaries),
+        "inter_token_p99_s": median(summary.inter_token_s["p99"] for summary in summaries),
+    }
+
+
+def _ratios(figures: dict[str, dict[str, float]], builds: _Builds) -> dict[str, float | None]:
+    def ratio(figure: str, other: str) -> float | None:
+        theirs = figures[other][figure]
+        return figures[OURS][figure] / theirs if builds.same and theirs else None
+
+    return {
+        "throughput_ratio_default": ratio("throughput", DEFAULT),
+        "throughput_ratio_best": ratio("throughput", BEST),
+        "ttft_ratio_best": ratio("ttft_p50_s", BEST),
+        "tpot_ratio_best": ratio("tpot_p50_s", BEST),
+        "ttft_ratio_default": ratio("ttft_p50_s", DEFAULT),
+        "tpot_ratio_default": ratio("tpot_p50_s", DEFAULT),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpeeds:
+    """Tokens a second of each side at one number of sequences, the median of its turns; and the steps of ours.
+
+    `core_wait`: of the time of a side's steps, how much its threads stood ready without a core. Over some 0.05 the
+    machine was not quiet, and the figures say little.
+    """
+
+    per_s: dict[str, float]
+    core_wait: dict[str, float]
+    our_steps_s: list[float]
+
+    @property
+    def best(self) -> float:
+        """llama.cpp's, at the better of its settings without the unified cache."""
+        return max(self.per_s[_PLAIN], self.per_s[_FLASH])
+
+
+@contextlib.contextmanager
+def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator[dict[str, Child]]:
+    """A process for each side, with nothing loaded yet."""
+    module, arguments = "kvstore_engine.bench.decoding", [str(model), str(threads)]
+    with (
+        Child(module, [OURS, *arguments], {**_LIBGOMP_SPINS, **environment}) as ours,
+        Child(module, ["llama", *arguments]) as llama,
+    ):
+        yield {OURS: ours, _PLAIN: llama, _FLASH: llama, DEFAULT: llama}
+
+
+def decode_speeds(
+    sides: dict[str, Child], count: int, *, prompt_tokens: int, steps: int, rounds: int, **ours: object
+) -> DecodeSpeeds:
+    """Decode with `count` sequences on every side, in turns. `ours`: further questions to our side."""
+    settings: dict[str, dict[str, object]] = {
+        OURS: ours,
+        _PLAIN: {"flash": False, "unified": False},
+        _FLASH: {"flash": True, "unified": False},
+        DEFAULT: {"flash": True, "unified": True},
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    waits: dict[str, list[float]] = {name: [] for name in sides}
+    our_steps: list[float] = []
+    for turn in range(rounds):
+        asked = {"sequences": count, "prompt_tokens": prompt_tokens, "steps": steps, "seed": 1 + turn}
+        for name in _rotated(list(sides), turn):
+            answer = sides[name].ask({**asked, **settings[name]})
+            taken = sum(answer["seconds"])
+            speeds[name].append(count * len(answer["seconds"]) / taken)
+            waits[name].append(answer["core_wait_s"] / taken)
+            if name == OURS:
+                our_steps += answer["seconds"]
+    return DecodeSpeeds(
+        {name: median(values) for name, values in speeds.items()},
+        {name: median(values) for name, values in waits.items()},
+        our_steps,
+    )
+
+
+def _decode_row(wanted: Comparison, count: int, sides: dict[str, Child], progress: Progress) -> Row:
+    speeds = decode_speeds(
+        sides, count, prompt_tokens=wanted.load.prompt_tokens, steps=wanted.decode_steps, rounds=wanted.rounds
+    )
+    same = same_build(mapped_libraries([sides[OURS].pid]), mapped_libraries([sides[DEFAULT].pid]))
+    ours, default = speeds.per_s[OURS], speeds.per_s[DEFAULT]
+    told = ", ".join(f"{name} {value:.0f}" for name, value in speeds.per_s.items())
+    progress(f"{count} sequences without HTTP, tokens/s: {told}")
+    return {
+        "concurrency": count,
+        "throughput_ratio_default": ours / default if same else None,
+        "throughput_ratio_best": ours / speeds.best if same else None,
+        "throughput_ours": ours,
+        "throughput_best": speeds.best,
+        "throughput_default": default,
+        "core_wait": max(speeds.core_wait.values()),
+    }

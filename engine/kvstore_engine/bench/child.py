@@ -1,0 +1,93 @@
+"""A process that answers questions, one line of JSON each way: how sides of a comparison are kept apart.
+
+Owns the process and the protocol. One ggml a process, so no two sides share one; a child that is not asked waits for
+its input and takes no core from the side whose turn it is. What a child writes to standard error is the user's to see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from kvstore_engine.errors import OperationError
+
+_READY = "ready"
+_END_S = 30.0
+
+
+class Child:
+    """`python -m module arguments...`, once it has said that it is ready."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._name = " ".join([module.rpartition(".")[2], *arguments[:1]])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
+        try:
+            if self._read() != _READY:
+                raise OperationError(f"{self._name} did not start as it should")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, question: Mapping[str, object]) -> Any:
+        """The child's answer. OperationError if it has ended."""
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(question), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._ended() from None
+        return self._read()
+
+    def close(self) -> None:
+        """Let it end; killed if it does not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._ended()
+        return json.loads(line)
+
+    def _ended(self) -> OperationError:
+        return OperationError(f"{self._name} ended early, with exit code {self._process.wait(_END_S)}")
+
+
+def answer_questions(respond: Callable[[dict[str, Any]], object]) -> None:
+    """The child's side: say ready, then answer until the parent is done."""
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints must not be taken for an answer
+    print(json.dumps(_READY), file=out, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(respond(json.loads(line))), file=out, flush=True)

@@ -1,0 +1,108 @@
+"""Decode speed without HTTP: the engine's, and llama.cpp's own, each in a process of its own that is asked by lines.
+
+    python -m kvstore_engine.bench.decoding ours|llama MODEL THREADS
+
+Owns what a decode step is on each side: one token for each of so many sequences, with the choice of the likeliest one
+included. A question is {"sequences", "prompt_tokens", "steps", "seed"} and, for llama.cpp, {"flash", "unified"};
+the answer holds the seconds of each step in which all sequences took part, and of those the seconds that threads had
+to wait for a core.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore_engine.bench.child import answer_questions
+from kvstore_engine.bench.core_wait import core_wait_s
+from kvstore_engine.bench.workload import Int32Array
+
+_ROUND_TOKENS = 256  # llama.cpp pads its K/V to so many
+_WARM_STEPS = 2
+_FIRST_WORD = 300
+
+
+def prompts(question: dict[str, Any], vocabulary: int) -> list[Int32Array]:
+    """The same for both sides: as many as sequences, of lengths that differ by up to a quarter."""
+    random = np.random.Generator(np.random.PCG64(question["seed"]))
+    most = question["prompt_tokens"]
+    lengths = random.integers(max(1, most - most // 4), most + 1, question["sequences"])
+    first = min(_FIRST_WORD, vocabulary // 2)
+    return [random.integers(first, vocabulary, length).astype(np.int32) for length in lengths.tolist()]
+
+
+def context_tokens(question: dict[str, Any]) -> int:
+    """What one sequence needs."""
+    needed = question["prompt_tokens"] + question["steps"] + _WARM_STEPS + 1
+    return int(-(-needed // _ROUND_TOKENS) * _ROUND_TOKENS)
+
+
+def decode_llama(model: Path, threads: int, question: dict[str, Any]) -> dict[str, object]:
+    from kvstore_engine.bench.llama_context import LlamaContext, LlamaSettings
+
+    count = question["sequences"]
+    settings = LlamaSettings(
+        context_tokens(question) * count, count, threads, flash=question["flash"], unified=question["unified"]
+    )
+    with LlamaContext(model, settings) as context:
+        asked = prompts(question, context.vocabulary)
+        tokens = [context.prefill(number, prompt) for number, prompt in enumerate(asked)]
+        positions = [len(prompt) for prompt in asked]
+        seconds, waited = [], 0.0
+        for step in range(_WARM_STEPS + question["steps"]):
+            if step == _WARM_STEPS:
+                waited = core_wait_s()
+            begin = time.perf_counter()
+            tokens = context.step(tokens, positions)
+            seconds.append(time.perf_counter() - begin)
+            positions = [position + 1 for position in positions]
+        return {"seconds": seconds[_WARM_STEPS:], "core_wait_s": core_wait_s() - waited}
+
+
+def decode_ours(model: Path, threads: int, question: dict[str, Any]) -> dict[str, object]:
+    from kvstore_engine.batching import EngineSettings, Request, RequestSettings
+    from kvstore_engine.bench.opened_engine import BenchEngine, opened
+
+    count, steps = question["sequences"], question["steps"]
+    settings = EngineSettings(max_running=count, prefix_sharing=False)
+    wanted = BenchEngine(
+        model,
+        context=context_tokens(question) + _ROUND_TOKENS,  # the first go on while the last prompts are computed
+        sequences=count,
+        threads=threads,
+        block_tokens=question.get("block_tokens", 16),
+        kv_dtype=question.get("kv_dtype", "f16"),
+        settings=settings,
+    )
+    with opened(wanted) as engine:
+        asked = prompts(question, engine.compute.limits.vocabulary)
+        most = wanted.context - max(map(len, asked)) - 1
+        for number, prompt in enumerate(asked):
+            engine.add(Request(str(number), prompt, RequestSettings(max_tokens=most, ignore_end=True)))
+            # One prompt after another, as on the other side; who is done goes on decoding, which is not measured.
+            while not any(event.request_id == str(number) for event in engine.step()):
+                pass
+        for _ in range(_WARM_STEPS):
+            engine.step()
+        seconds, waited = [], core_wait_s()
+        for _ in range(steps):
+            begin = time.perf_counter()
+            events = engine.step()
+            seconds.append(time.perf_counter() - begin)
+            if len(events) != count:
+                raise RuntimeError(f"a step brought {len(events)} tokens of {count} sequences")
+        return {"seconds": seconds, "core_wait_s": core_wait_s() - waited}
+
+
+def main(arguments: list[str]) -> None:
+    side, model, threads = arguments[0], Path(arguments[1]), int(arguments[2])
+    decode = decode_ours if side == "ours" else decode_llama
+    answer_questions(lambda question: decode(model, threads, question))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,120 @@
+"""Drives an engine in this process with a load: no HTTP, no other process between.
+
+Owns the feeding and the noting of times. One thread: requests are added between steps, as the engine's own server does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore_engine.batching import BatchEngine, Finished, Overloaded, Request, RequestSettings, Token
+from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop
+from kvstore_engine.bench.outcome import Outcome, Run
+from kvstore_engine.bench.workload import BenchRequest, Workload
+from kvstore_engine.errors import UsageError
+
+
+@dataclass(slots=True)
+class _Feeding:
+    """What is still to be sent, each with the time it is due (None: as soon as a client is free)."""
+
+    left: deque[tuple[float | None, BenchRequest]]
+    clients: int | None
+    running: dict[str, Outcome] = field(default_factory=dict)
+
+    def due(self, now_s: float) -> bool:
+        if not self.left or (self.clients is not None and len(self.running) >= self.clients):
+            return False
+        at = self.left[0][0]
+        return at is None or at <= now_s
+
+
+class EndsAfter:
+    """A constraint that allows everything and ends the answer after so many tokens: nobody knows before."""
+
+    def __init__(self, tokens: int) -> None:
+        self._left = tokens
+
+    @property
+    def finished(self) -> bool:
+        return self._left <= 0
+
+    def mask(self) -> None:
+        return None
+
+    def accept(self, token: int) -> None:
+        self._left -= 1
+
+
+def run_in_process(
+    engine: BatchEngine,
+    workload: Workload,
+    arrivals: Arrivals,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Run:
+    """Send all of `workload` and wait for all answers."""
+    if isinstance(arrivals, ClosedLoop):
+        feeding = _Feeding(deque((None, request) for request in workload.requests), arrivals.concurrency)
+    else:
+        due = arrivals.due_s(len(workload.requests))
+        feeding = _Feeding(deque(zip(due, workload.requests, strict=True)), None)
+    outcomes: list[Outcome] = []
+    begin = clock()
+    while feeding.left or feeding.running:
+        while feeding.due(now := clock() - begin):
+            if not _send(engine, feeding, outcomes, now):
+                break
+        if not engine.has_work:
+            if feeding.left and (at := feeding.left[0][0]) is not None:
+                sleep(max(0.0, at - (clock() - begin)))
+            continue
+        events = engine.step()
+        now = clock() - begin
+        for event in events:
+            outcome = feeding.running.get(event.request_id)
+            if outcome is None:
+                continue
+            if isinstance(event, Token):
+                outcome.token_s.append(now)
+            elif isinstance(event, Finished):
+                _finish(outcome, event, now)
+                del feeding.running[event.request_id]
+    return Run(outcomes, clock() - begin)
+
+
+def _send(engine: BatchEngine, feeding: _Feeding, outcomes: list[Outcome], now_s: float) -> bool:
+    """False if the engine wants no more for now: the request stays where it is, and its wait counts."""
+    at, request = feeding.left[0]
+    outcome = Outcome(request.id, request.kind, now_s if at is None else at, len(request.tokens))
+    settings = RequestSettings(
+        max_tokens=request.limit or request.max_tokens,
+        ignore_end=True,
+        constraint=(lambda: EndsAfter(request.max_tokens)) if request.limit else None,
+    )
+    try:
+        engine.add(Request(request.id, request.tokens, settings))
+    except Overloaded as error:
+        if engine.has_work:
+            return False
+        outcome.message = str(error)
+    except UsageError as error:
+        outcome.message = str(error)
+    feeding.left.popleft()
+    outcomes.append(outcome)
+    if not outcome.message:
+        feeding.running[request.id] = outcome
+    return True
+
+
+def _finish(outcome: Outcome, event: Finished, now_s: float) -> None:
+    usage = event.usage
+    outcome.end_s, outcome.generated = now_s, usage.generated_tokens
+    outcome.queued_s = usage.queued_s
+    outcome.reused_tokens = usage.local_tokens + usage.daemon_tokens
+    if event.reason in ("failed", "cancelled"):
+        outcome.message = event.message or event.reason

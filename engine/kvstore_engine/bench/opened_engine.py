@@ -1,0 +1,83 @@
+"""An engine in this process, put together for a measurement.
+
+Owns the lifetime of the model, the pool, the executor and the engine. The pool is as large as asked for, not as the
+machine would allow: how much fits is part of what is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
+from kvstore_engine.errors import UsageError
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
+from kvstore_engine.threads import default_threads
+from kvstore_engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvstore_engine.pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class BenchEngine:
+    """How to run the engine. `pool_tokens` None: `sequences` of the whole context."""
+
+    model: Path
+    context: int
+    sequences: int = 16
+    threads: int | None = None
+    block_tokens: int = 16
+    kv_dtype: str = "f16"
+    pool_tokens: int | None = None
+    settings: EngineSettings = field(default_factory=EngineSettings)
+
+
+@contextlib.contextmanager
+def opened(wanted: BenchEngine, observer: Observer | None = None) -> Iterator[BatchEngine]:
+    """The engine until the block ends. UsageError and OperationError as loading a model raises them."""
+    from kvstore_engine.executor import Executor
+    from kvstore_engine.model import load_model
+    from kvstore_engine.pool import BlockPool
+
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(GGUFFile.open(wanted.model))
+        tokenizer = Tokenizer.from_metadata(file.metadata)
+        model = stack.enter_context(load_model(file))
+        if wanted.context > model.config.context_length:
+            raise UsageError(
+                f"this load needs a context of {wanted.context} tokens, the model was trained for "
+                f"{model.config.context_length}: ask for shorter prompts or answers"
+            )
+        pool = BlockPool(model.config, _blocks(wanted), block_tokens=wanted.block_tokens, kv_dtype=wanted.kv_dtype)
+        executor = stack.enter_context(
+            Executor(
+                model,
+                pool,
+                threads=wanted.threads or default_threads(),
+                max_tokens_per_step=512 + wanted.sequences,
+                max_sequences=wanted.sequences,
+                max_context=wanted.context,
+            )
+        )
+        engine = BatchEngine(
+            executor, pool, tokenizer, context=wanted.context, settings=wanted.settings, observer=observer
+        )
+        stack.callback(engine.close)
+        yield engine
+
+
+def pool_megabytes(pool: BlockPool) -> float:
+    """The memory of the pool's planes."""
+    return float(pool.planes.nbytes) / 1e6
+
+
+def _blocks(wanted: BenchEngine) -> int:
+    tokens = wanted.pool_tokens or wanted.sequences * wanted.context
+    step = max(STORAGE_BLOCK_TOKENS, wanted.block_tokens)
+    whole = -(-max(tokens, wanted.context) // step) * step
+    return whole // wanted.block_tokens

@@ -1,0 +1,151 @@
+"""What `kvengine bench` measures: one case for each load, block size and number of clients, or rate.
+
+Owns the order of the cases and what is kept of each. An engine in this process is opened once for each load and block
+size; before its cases it answers a few unmeasured requests, since first uses of memory and graphs are slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
+from kvstore_engine.bench.in_process import run_in_process
+from kvstore_engine.bench.loads import LoadSettings, make_load
+from kvstore_engine.bench.opened_engine import BenchEngine, opened
+from kvstore_engine.bench.outcome import Outcome, Run
+from kvstore_engine.bench.over_http import Endpoint, run_over_http
+from kvstore_engine.bench.summary import Summary, kinds, summarise
+from kvstore_engine.bench.workload import Workload, ideal_tokens
+from kvstore_engine.profiler import FanOut, Histogram, Profiler
+
+_WARM_UP = LoadSettings(requests=2, prompt_tokens=32, generate_tokens=4, seed=99)
+_LEAST_CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement. `ideal_tokens`: prompt tokens if each distinct block is computed once."""
+
+    load: str
+    about: str
+    arrivals: str
+    concurrency: int | None
+    rate: float | None
+    block_tokens: int | None
+    ideal_tokens: int
+    summary: Summary
+    by_kind: dict[str, Summary]
+    profile: dict[str, object]
+    ttft: Histogram
+    inter_token: Histogram
+
+    @property
+    def evaluated_ratio(self) -> float | None:
+        """Prompt tokens computed, of the ideal; None where the server does not say."""
+        computed = self.summary.computed_tokens
+        return None if computed is None or not self.ideal_tokens else computed / self.ideal_tokens
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "load": self.load, "about": self.about, "arrivals": self.arrivals, "concurrency": self.concurrency,
+            "rate": self.rate, "block_tokens": self.block_tokens, "ideal_prompt_tokens": self.ideal_tokens,
+            "evaluated_ratio": self.evaluated_ratio, **self.summary.as_json(),
+            "by_kind": {kind: summary.as_json() for kind, summary in self.by_kind.items()}, "profile": self.profile,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StudySettings:
+    loads: Sequence[str]
+    arrivals: Sequence[Arrivals]
+    load: LoadSettings
+    block_sizes: Sequence[int] = (16,)
+
+
+Progress = Callable[[str], None]
+
+
+def study_engine(
+    base: BenchEngine, wanted: StudySettings, progress: Progress, observer: Observer | None = None
+) -> Iterator[Case]:
+    """Every case of an engine in this process. `observer` sees them all, for a trace."""
+    for name in wanted.loads:
+        workload = make_load(name, wanted.load)
+        context = max(_LEAST_CONTEXT, -(-workload.longest_tokens // 256) * 256)
+        for block_tokens in wanted.block_sizes:
+            for arrivals in wanted.arrivals:
+                # An engine of its own: prefixes that another case left behind would be hits that nobody earned.
+                profiler = _Replaceable(observer)
+                config = replace(base, context=context, block_tokens=block_tokens)
+                with opened(config, profiler) as engine:
+                    run_in_process(engine, make_load("decode", _WARM_UP), ClosedLoop(1))
+                    measured = profiler.begin()
+                    run = run_in_process(engine, workload, arrivals)
+                profile = {**measured.as_json(), "pool_blocks": engine.pool.blocks}
+                yield case_of(workload, arrivals, Run(run.outcomes, run.seconds, profile), block_tokens, progress)
+
+
+def study_server(endpoint: Endpoint, wanted: StudySettings, progress: Progress) -> Iterator[Case]:
+    """Every case of a server. Each has prompts of its own, so that none finds what another left behind."""
+    run_over_http(endpoint, make_load("decode", replace(_WARM_UP, vocabulary=wanted.load.vocabulary)), ClosedLoop(1))
+    for number, arrivals in enumerate(wanted.arrivals):
+        for name in wanted.loads:
+            workload = make_load(name, replace(wanted.load, seed=wanted.load.seed + 1000 * number))
+            yield case_of(workload, arrivals, run_over_http(endpoint, workload, arrivals), None, progress)
+
+
+class _Replaceable(FanOut):
+    """A profiler that starts anew once the engine is warm, and whoever else watches."""
+
+    def __init__(self, other: Observer | None) -> None:
+        self._other = (other,) if other else ()
+        super().__init__(Profiler(), *self._other)
+
+    def begin(self) -> Profiler:
+        profiler = Profiler()
+        super().__init__(profiler, *self._other)
+        return profiler
+
+
+def case_of(workload: Workload, arrivals: Arrivals, run: Run, block_tokens: int | None, progress: Progress) -> Case:
+    """One measurement's figures, out of what became of its requests."""
+    done = [outcome for outcome in run.outcomes if outcome.ok]
+    case = Case(
+        load=workload.name,
+        about=workload.about,
+        arrivals=str(arrivals),
+        concurrency=arrivals.concurrency if isinstance(arrivals, ClosedLoop) else None,
+        rate=arrivals.rate if isinstance(arrivals, OpenLoop) else None,
+        block_tokens=block_tokens,
+        ideal_tokens=ideal_tokens((request.tokens for request in workload.requests), block_tokens or 16),
+        summary=summarise(run),
+        by_kind={kind: summarise(run, kind) for kind in kinds(run.outcomes)},
+        profile=run.profile,
+        ttft=Histogram(max(0.0, outcome.ttft_s) for outcome in done),
+        inter_token=_gaps(done),
+    )
+    progress(_line(case, run.outcomes))
+    return case
+
+
+def _gaps(done: Sequence[Outcome]) -> Histogram:
+    return Histogram(
+        max(0.0, later - earlier)
+        for outcome in done
+        for earlier, later in zip(outcome.token_s, outcome.token_s[1:], strict=False)
+    )
+
+
+def _line(case: Case, outcomes: Sequence[Outcome]) -> str:
+    summary = case.summary
+    blocks = f", blocks of {case.block_tokens}" if case.block_tokens else ""
+    text = (
+        f"{case.load}, {case.arrivals}{blocks}: {summary.generated_per_s:.0f} tokens/s, "
+        f"TTFT p50 {summary.ttft_s['p50'] * 1e3:.0f} ms, TPOT p50 {summary.tpot_s['p50'] * 1e3:.1f} ms"
+    )
+    if summary.failed:
+        first = next(outcome.message for outcome in outcomes if not outcome.ok)
+        text += f"; {summary.failed} of {summary.requests} failed: {first}"
+    return text

@@ -1,0 +1,73 @@
+"""A run in figures: latencies as percentiles, throughput, and how much of the prompts had to be computed.
+
+Owns what is counted. Percentiles are those of the profiler's histograms, which have no upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+from kvstore_engine.bench.outcome import Outcome, Run
+from kvstore_engine.profiler.histogram import Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`computed_tokens` None where the server does not say what it reused. Latencies hold count, mean, p50...max."""
+
+    seconds: float
+    requests: int
+    failed: int
+    generated_tokens: int
+    prompt_tokens: int
+    computed_tokens: int | None
+    generated_per_s: float
+    total_per_s: float
+    requests_per_s: float
+    ttft_s: dict[str, float]
+    tpot_s: dict[str, float]
+    inter_token_s: dict[str, float]
+    total_s: dict[str, float]
+    queued_s: dict[str, float]
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def summarise(run: Run, kind: str | None = None) -> Summary:
+    """Of all requests, or of those of one kind."""
+    chosen = [outcome for outcome in run.outcomes if kind is None or outcome.kind == kind]
+    done = [outcome for outcome in chosen if outcome.ok]
+    generated = sum(outcome.generated for outcome in done)
+    prompts = sum(outcome.prompt_tokens for outcome in done)
+    known = bool(done) and all(outcome.reused_tokens is not None for outcome in done)
+    seconds = run.seconds or 1e-9
+    gaps = (later - earlier for outcome in done for earlier, later in pairwise(outcome.token_s))
+    return Summary(
+        seconds=run.seconds,
+        requests=len(chosen),
+        failed=len(chosen) - len(done),
+        generated_tokens=generated,
+        prompt_tokens=prompts,
+        computed_tokens=prompts - sum(outcome.reused_tokens or 0 for outcome in done) if known else None,
+        generated_per_s=generated / seconds,
+        total_per_s=(generated + prompts) / seconds,
+        requests_per_s=len(done) / seconds,
+        ttft_s=_told(outcome.ttft_s for outcome in done),
+        tpot_s=_told(outcome.tpot_s for outcome in done if outcome.tpot_s is not None),
+        inter_token_s=_told(gaps),
+        total_s=_told(outcome.total_s for outcome in done),
+        queued_s=_told(outcome.queued_s for outcome in done if outcome.queued_s is not None),
+    )
+
+
+def kinds(outcomes: Sequence[Outcome]) -> list[str]:
+    """The kinds there are, if there is more than one."""
+    found = sorted({outcome.kind for outcome in outcomes})
+    return found if len(found) > 1 else []
+
+
+def _told(values: Iterable[float]) -> dict[str, float]:
+    return Histogram(max(0.0, value) for value in values).as_json()

@@ -1,0 +1,71 @@
+"""Memory beside the pool for the blocks of sequences that had to yield.
+
+Owns slabs of engine blocks' payloads. It never decides who is swapped. A pool that nobody needs costs nothing: its
+memory goes back to the system when the last swapped sequence is back.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.blocks.runs import split_runs
+from kvstore_engine.blocks.slabs import BlockClass, SlabPool
+from kvstore_engine.free_list import PoolExhausted
+from kvstore_engine.pool import BlockPool
+
+_CLASS = "payload"
+_SLAB_BYTES = 8 << 20
+
+
+class HostPoolFull(RuntimeError):
+    """The host pool has no room for the sequence."""
+
+
+class HostPool:
+    """Room for `limit_bytes` of engine blocks' payloads of `pool`'s shape."""
+
+    def __init__(self, pool: BlockPool, limit_bytes: int) -> None:
+        self._pool = pool
+        self.block_bytes = pool.payload_bytes(1)
+        self._slabs = SlabPool([BlockClass(_CLASS, 1, self.block_bytes)], limit_bytes, _SLAB_BYTES)
+
+    @property
+    def free_blocks(self) -> int:
+        """Engine blocks that still fit."""
+        return self._slabs.available(_CLASS)
+
+    @property
+    def used_blocks(self) -> int:
+        """Engine blocks that are saved here."""
+        return self._slabs.used(_CLASS)
+
+    def save(self, blocks: list[int]) -> list[int]:
+        """Copy pool blocks to places of this pool. HostPoolFull, and then nothing is copied."""
+        try:
+            places = self._slabs.allocate(_CLASS, len(blocks))
+        except PoolExhausted as error:
+            raise HostPoolFull(str(error)) from None
+        done = 0
+        for first, count in split_runs(places):
+            self._pool.gather_block(blocks[done : done + count], self._view(first, count))
+            done += count
+        return places
+
+    def load(self, places: list[int], skip: int, blocks: list[int]) -> None:
+        """Copy what was saved, less its first `skip` blocks, back to pool blocks."""
+        # A run of places was written as one payload, plane by plane, so it is read as one, without its head.
+        done = 0
+        for first, count in split_runs(places):
+            kept = min(max(skip - done, 0), count)
+            targets = blocks[done + kept - skip : done + count - skip]
+            if targets:
+                self._pool.scatter_part(self._view(first, count), kept, targets)
+            done += count
+
+    def free(self, places: list[int]) -> None:
+        """Forget what was saved in `places`."""
+        self._slabs.free(_CLASS, places)
+        if not self.used_blocks:
+            self._slabs.trim()
+
+    def _view(self, first: int, count: int) -> npt.NDArray[np.uint8]:
+        return self._slabs.planes(_CLASS)[0, first : first + count].reshape(-1)

@@ -1,0 +1,62 @@
+"""How many hold each engine block.
+
+Owns the counts; the pool owns the memory and the free list. It never knows who the holders are.
+Invariant: a block is free in the pool exactly while its count is 0.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvstore_engine.pool import BlockPool
+
+
+class BlockReferences:
+    """Reference counts over the blocks of one pool. All allocation goes through here."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self._counts = np.zeros(pool.blocks, np.int32)
+        self._free = pool.free_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return self._free
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` blocks with one holder each. PoolExhausted if there are too few; then none is taken."""
+        blocks = self.pool.allocate(count, after)
+        self._counts[blocks] = 1
+        self._free -= len(blocks)
+        return blocks
+
+    def take(self, blocks: Sequence[int]) -> list[int]:
+        """Exactly these blocks, which are free, with one holder each."""
+        taken = self.pool.take(blocks)
+        self._counts[taken] = 1
+        self._free -= len(taken)
+        return taken
+
+    def count(self, block: int) -> int:
+        """Holders of `block`."""
+        return int(self._counts[block])
+
+    def share(self, block: int) -> None:
+        """One more holder of an allocated block."""
+        if self._counts[block] < 1:
+            raise RuntimeError(f"share: block {block} is free")
+        self._counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One holder less of each; a block without holders is free again. RuntimeError if one was free already."""
+        freed = []
+        for block in blocks:
+            left = int(self._counts[block]) - 1
+            if left < 0:
+                raise RuntimeError(f"release: block {block} is free already")
+            self._counts[block] = left
+            if not left:
+                freed.append(block)
+        self.pool.free(freed)
+        self._free += len(freed)

@@ -1,0 +1,283 @@
+"""The blocks of all sequences: claims, growth, sharing, copy-on-write, and room made by giving up cached prefixes.
+
+Owns which holding and which trie node refer to which block. It never computes K/V and never preempts: where the cached
+prefixes are not enough it raises PoolExhausted and has changed nothing.
+Invariants (`check` walks them): a block's count is the number of holdings, nodes and pins that name it; a block that
+two holdings name outside the trie is written only after it was copied; a node's block is written only until it is
+ready.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.blocks.references import BlockReferences
+from kvstore_engine.blocks.table import Holding
+from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
+from kvstore_engine.pool import BlockPool, PoolExhausted
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceStatistics:
+    """Blocks by who holds them: used (by a sequence), cached (by the trie alone), free; and what has happened."""
+
+    blocks: int
+    used: int
+    cached: int
+    free: int
+    evicted: int
+    copied: int
+    deduplicated: int
+
+
+class BlockSpace:
+    """Hands out the blocks of `pool`. Not for use by two threads."""
+
+    def __init__(self, pool: BlockPool, *, sharing: bool = True) -> None:
+        self.pool = pool
+        self.block_tokens = pool.block_tokens
+        self.references = BlockReferences(pool)
+        self.trie = PrefixTrie()
+        self._sharing = sharing
+        self._evicted = self._copied = self._deduplicated = 0
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that are free or would be, once all unused prefixes are given up."""
+        return self.references.free_blocks + self.trie.unused
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def keys(self, tokens: Int32Array) -> list[bytes]:
+        """The trie keys of the whole blocks of `tokens`."""
+        width = 4 * self.block_tokens
+        data = np.ascontiguousarray(tokens, np.int32).tobytes()
+        return [data[first : first + width] for first in range(0, len(data) - width + 1, width)]
+
+    def price(self, tenant: str, tokens: Int32Array) -> int:
+        """By how much `claim` would lower `available_blocks`."""
+        matched = self.trie.match(tenant, self.keys(tokens)) if self._sharing else []
+        return self.blocks_for(len(tokens)) - sum(1 for node in matched if node.users)
+
+    def price_again(self, tokens: int, path: list[TrieNode]) -> int:
+        """By how much `reclaim` would lower `available_blocks`."""
+        return self.blocks_for(tokens) - sum(1 for node in path if node.users and node.is_attached)
+
+    def claim(self, tenant: str, tokens: Int32Array) -> Holding:
+        """Blocks for `tokens`: those of the longest known prefix, and new ones. PoolExhausted, then nothing changed.
+
+        The whole blocks are shared with whoever comes later, from now on: the caller computes those that are not
+        `ready`, or waits for another sequence that does.
+        """
+        holding = Holding(tenant)
+        keys = self.keys(tokens) if self._sharing else []
+        matched = self.trie.match(tenant, keys)
+        for node in matched:
+            self._use(node)
+        try:
+            blocks = self.allocate(self.blocks_for(len(tokens)) - len(matched), matched[-1].block if matched else None)
+        except PoolExhausted:
+            self.references.release([*self.trie.leave(matched), *(node.block for node in matched)])
+            raise
+        holding.nodes = matched
+        holding.append([node.block for node in matched])
+        for key, block in zip(keys[len(matched) :], blocks, strict=False):
+            holding.nodes.append(self.trie.add(tenant, holding.nodes[-1] if holding.nodes else None, key, block))
+            self.references.share(block)
+        holding.append(blocks)
+        return holding
+
+    def reclaim(self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int) -> tuple[Holding, int]:
+        """Blocks for `tokens` again, for a sequence that held `path` before: a holding, and how many leading blocks of
+        it are the very ones of `path`. The others are new; those of [0, computed) are for the caller to fill, and whole
+        ones of them are shared. PoolExhausted as `claim`.
+        """
+        kept = next((index for index, node in enumerate(path) if not node.is_attached), len(path))
+        holding = Holding(tenant)
+        for node in path[:kept]:
+            self._use(node)
+        holding.nodes = path[:kept]
+        last = path[kept - 1] if kept else None
+        try:
+            blocks = self.allocate(self.blocks_for(len(tokens)) - kept, last.block if last else None)
+        except PoolExhausted:
+            self.references.release([*self.trie.leave(holding.nodes), *(node.block for node in holding.nodes)])
+            raise
+        holding.append([node.block for node in holding.nodes])
+        for key, block in zip(self.keys(tokens[:computed])[kept:], blocks, strict=False):
+            parent = holding.nodes[-1] if holding.nodes else None
+            if not self._sharing or self.trie.child(tenant, parent, key) is not None:
+                break  # somebody else's block stands there: ours stay our own
+            holding.nodes.append(self.trie.add(tenant, parent, key, block))
+            self.references.share(block)
+        holding.append(blocks)
+        return holding, kept
+
+    def extend(self, holding: Holding, tokens: int) -> None:
+        """Make room for `tokens` tokens in all. PoolExhausted, and then nothing changed."""
+        missing = self.blocks_for(tokens) - holding.count
+        if missing > 0:
+            after = int(holding.table[-1]) if holding.count else None
+            holding.append(self.allocate(missing, after))
+
+    def ready_tokens(self, holding: Holding, computed: int) -> int:
+        """Positions whose K/V are there, given that [0, computed) are: others may have put in what follows."""
+        if computed % self.block_tokens:
+            return computed
+        index = computed // self.block_tokens
+        while index < len(holding.nodes) and holding.nodes[index].ready:
+            index += 1
+        return index * self.block_tokens
+
+    def seal(self, holding: Holding, tokens: Int32Array, begin: int, end: int) -> None:
+        """Positions [begin, end) of `tokens` have been computed: the blocks that are now whole are shared."""
+        if not self._sharing:
+            return
+        for index in range(begin // self.block_tokens, end // self.block_tokens):
+            if index < len(holding.nodes):
+                holding.nodes[index].ready = True
+            elif index == len(holding.nodes):
+                self._attach(holding, tokens, index)
+
+    def make_writable(self, holding: Holding, position: int) -> None:
+        """Before `position` is written: copy its block if another holding has it, too. PoolExhausted as `extend`.
+
+        Only for blocks outside the trie; to compute into a block that is ready, take `borrow_copy`.
+        """
+        index = position // self.block_tokens
+        assert index >= len(holding.nodes), "a shared prefix is not written again"
+        block = int(holding.table[index])
+        if self.references.count(block) > 1:
+            copy = self.borrow_copy(block)
+            holding.replace(index, copy)
+            self.references.release([block])
+
+    def borrow_copy(self, block: int) -> int:
+        """A new block with the same bytes, for the caller to release. PoolExhausted as `extend`."""
+        (copy,) = self.allocate(1)
+        self.pool.copy_blocks([block], [copy])
+        self._copied += 1
+        return copy
+
+    def fork(self, holding: Holding) -> Holding:
+        """Another holding of the same blocks; whichever writes first gets a copy."""
+        child = Holding(holding.tenant)
+        child.nodes = list(holding.nodes)
+        for node in child.nodes:
+            self.trie.use(node)
+        child.append(holding.blocks)
+        self.pin(holding.blocks)
+        return child
+
+    def release(self, holding: Holding) -> None:
+        """Give the blocks back; whole ones that were computed stay in the trie until their room is needed."""
+        blocks = holding.blocks
+        dropped = self.trie.leave(holding.nodes)
+        holding.clear()
+        self.references.release([*blocks, *dropped])
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """Keep `blocks` allocated until `unpin`, whoever else lets go of them."""
+        for block in blocks:
+            self.references.share(block)
+
+    def unpin(self, blocks: Iterable[int]) -> None:
+        self.references.release(blocks)
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` blocks with one holder, the caller; gives up cached prefixes for them."""
+        if count > self.available_blocks:
+            raise PoolExhausted(f"{count} blocks wanted, {self.available_blocks} of {self.pool.blocks} can be had")
+        while self.references.free_blocks < count:
+            block = self.trie.give_up()
+            if block is None:  # an unused node whose block is pinned: it frees nothing
+                raise PoolExhausted(f"{count} blocks wanted, {self.references.free_blocks} are free")
+            self._evicted += 1
+            self.references.release([block])
+        return self.references.allocate(count, after)
+
+    def relocate(self, holding: Holding, index: int, block: int) -> None:
+        """Block `index`, which has no other holder but its own node, has been copied to `block`, which is ours."""
+        old = int(holding.table[index])
+        if index < len(holding.nodes):
+            holding.nodes[index].block = block
+            self.references.share(block)
+            self.references.release([old])
+        holding.replace(index, block)
+        self.references.release([old])
+
+    def is_alone(self, holding: Holding, index: int) -> bool:
+        """Nobody else names block `index` of `holding`."""
+        if index < len(holding.nodes):
+            return holding.nodes[index].users == 1 and self.references.count(int(holding.table[index])) == 2
+        return self.references.count(int(holding.table[index])) == 1
+
+    def statistics(self) -> SpaceStatistics:
+        free, cached = self.references.free_blocks, self.trie.unused
+        return SpaceStatistics(
+            blocks=self.pool.blocks,
+            used=self.pool.blocks - free - cached,
+            cached=cached,
+            free=free,
+            evicted=self._evicted,
+            copied=self._copied,
+            deduplicated=self._deduplicated,
+        )
+
+    def check(self, holdings: Iterable[Holding], pinned: Iterable[int] = ()) -> None:
+        """Walk the invariants, given all holdings and pins. AssertionError says which is broken."""
+        wanted, users = Counter(pinned), Counter[int]()
+        for holding in holdings:
+            wanted.update(holding.blocks)
+            users.update(map(id, holding.nodes))
+            parent: TrieNode | None = None
+            for index, node in enumerate(holding.nodes):
+                assert node.block == holding.table[index], "a holding names another block than its node"
+                assert node.is_attached and (parent is None or node.parent is parent), "a path with a gap"
+                parent = node
+        nodes = [node for _, node in self.trie]
+        wanted.update(node.block for node in nodes)
+        assert len(nodes) == self.trie.nodes and sum(not node.users for node in nodes) == self.trie.unused
+        for node in nodes:
+            assert node.users == users[id(node)], "a node's users are miscounted"
+            assert node.users or node.ready, "an unused node without K/V"
+            above = node.parent
+            assert above is not None and (above.parent is None or above.ready or not node.ready), (
+                "ready below not ready"
+            )
+        for block in range(self.pool.blocks):
+            assert self.references.count(block) == wanted[block], f"block {block} is miscounted"
+        assert self.references.free_blocks == self.pool.free_blocks
+
+    def _use(self, node: TrieNode) -> None:
+        self.trie.use(node)
+        self.references.share(node.block)
+
+    def _attach(self, holding: Holding, tokens: Int32Array, index: int) -> None:
+        """Block `index` is whole and the first outside the trie: add it, or take the one that is there."""
+        first = index * self.block_tokens
+        key = np.ascontiguousarray(tokens[first : first + self.block_tokens], np.int32).tobytes()
+        parent = holding.nodes[-1] if holding.nodes else None
+        block = int(holding.table[index])
+        known = self.trie.child(holding.tenant, parent, key)
+        if known is None:
+            node = self.trie.add(holding.tenant, parent, key, block)
+            self.references.share(block)
+            node.ready = True
+            holding.nodes.append(node)
+        elif known.loader is None:
+            if not known.ready:  # others wait for it: let them have ours
+                self.pool.copy_blocks([block], [known.block])
+                known.ready = True
+            self._use(known)
+            holding.nodes.append(known)
+            holding.replace(index, known.block)
+            self.references.release([block])
+            self._deduplicated += 1

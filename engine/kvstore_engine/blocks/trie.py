@@ -1,0 +1,142 @@
+"""Which prefixes have blocks: a trie over engine blocks of tokens, per tenant.
+
+Owns nodes, how many sequences use each, and the order in which unused ones are given up. It never allocates or frees a
+block: it names the block of a node that it drops, and `space.BlockSpace` releases it.
+
+A node stands for one whole block of tokens after all those above it; its K/V are there (`ready`), or some sequence that
+uses it will put them there. That way a prefix is shared from the moment the first request for it is admitted, not only
+when it has been computed. Tokens are compared, not digests, and each tenant has a root of its own, so that no two
+tenants ever share a node.
+Invariants: whoever uses a node uses all above it, so an unused node has only unused ones below; a ready node has only
+ready ones above; an unused node is ready (one that is not is dropped by its last user). So only leaves need be looked
+at to find the least recently used block, and all blocks of unused nodes can be had by giving up one leaf at a time.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+
+class TrieNode:
+    """One block of tokens in its place.
+
+    loader: whoever is bringing its K/V from the daemon, else None. `asked`: somebody has asked the daemon for it.
+    stored: the daemon has it, or will.
+    """
+
+    __slots__ = ("asked", "block", "children", "key", "last_used", "loader", "parent", "ready", "stored", "users")
+
+    def __init__(self, parent: "TrieNode | None", key: bytes, block: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.block = block
+        self.children: dict[bytes, TrieNode] = {}
+        self.users = 0
+        self.ready = False
+        self.stored = False
+        self.asked = False
+        self.loader: object | None = None
+        self.last_used = 0
+
+    @property
+    def is_attached(self) -> bool:
+        """Still in the trie, so that its block has not been given up."""
+        return self.parent is not None and self.parent.children.get(self.key) is self
+
+
+class PrefixTrie:
+    """All tenants' nodes. Not for use by two threads."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, TrieNode] = {}
+        self._clock = 0
+        # (last use, entry number, node): may name nodes that are used again, gone or no longer leaves.
+        self._leaves: list[tuple[int, int, TrieNode]] = []
+        self._entries = 0
+        self.nodes = 0
+        self.unused = 0
+
+    def match(self, tenant: str, keys: Sequence[bytes]) -> list[TrieNode]:
+        """The nodes for the longest prefix of `keys`, ready or not. Uses none."""
+        node, path = self._roots.get(tenant), []
+        for key in keys:
+            node = node.children.get(key) if node is not None else None
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def child(self, tenant: str, parent: TrieNode | None, key: bytes) -> TrieNode | None:
+        """The node for `key` below `parent` (None: the tenant's root)."""
+        above = parent if parent is not None else self._roots.get(tenant)
+        return above.children.get(key) if above is not None else None
+
+    def use(self, node: TrieNode) -> None:
+        """One more sequence uses `node`; it uses all nodes above it already."""
+        if not node.users:
+            self.unused -= 1
+        node.users += 1
+
+    def add(self, tenant: str, parent: TrieNode | None, key: bytes, block: int) -> TrieNode:
+        """A new node below `parent` (None: the tenant's root), with one user and no K/V yet."""
+        above = parent if parent is not None else self._roots.setdefault(tenant, TrieNode(None, b"", -1))
+        assert key not in above.children, "the node is there already"
+        node = above.children[key] = TrieNode(above, key, block)
+        node.users = 1
+        self.nodes += 1
+        return node
+
+    def leave(self, path: Sequence[TrieNode]) -> list[int]:
+        """One user less of each node of `path`, a path from the root. The blocks of nodes that were dropped since
+        nobody is left to compute them.
+        """
+        dropped = []
+        self._clock += 1
+        for node in reversed(path):
+            node.users -= 1
+            node.last_used = self._clock
+            assert node.users >= 0, "left more often than used"
+            if node.users:
+                continue
+            self.unused += 1
+            if not node.ready:
+                dropped.append(self._drop(node))
+            elif not node.children:
+                self._offer(node)
+        return dropped
+
+    def give_up(self) -> int | None:
+        """Drop the least recently used leaf that nobody uses; its block, or None if every node is used."""
+        while self._leaves:
+            last_used, _, node = heapq.heappop(self._leaves)
+            if node.is_attached and not node.users and not node.children and node.last_used == last_used:
+                return self._drop(node)
+        return None
+
+    def __iter__(self) -> Iterator[tuple[str, TrieNode]]:
+        """All nodes with their tenants, parents first."""
+        for tenant, root in self._roots.items():
+            below = list(root.children.values())
+            while below:
+                node = below.pop()
+                yield tenant, node
+                below.extend(node.children.values())
+
+    def _drop(self, node: TrieNode) -> int:
+        parent = node.parent
+        assert parent is not None and not node.users and not node.children
+        del parent.children[node.key]
+        self.nodes -= 1
+        self.unused -= 1
+        if not parent.children:
+            if parent.parent is None:
+                self._roots = {tenant: root for tenant, root in self._roots.items() if root is not parent}
+            elif not parent.users:
+                self._offer(parent)
+        return node.block
+
+    def _offer(self, node: TrieNode) -> None:
+        self._entries += 1
+        heapq.heappush(self._leaves, (node.last_used, self._entries, node))
+        if len(self._leaves) > 2 * self.nodes + 64:
+            self._leaves = [entry for entry in self._leaves if entry[2].is_attached and not entry[2].users]
+            heapq.heapify(self._leaves)

@@ -1,0 +1,78 @@
+"""Which of a number of equal places are free, and which to give out next.
+
+Owns one flag for each place. It knows nothing of what lies in them.
+Invariant: a place is free or given out, never both; freeing a free place is a broken invariant and raises.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Bools = npt.NDArray[np.bool_]
+
+
+class PoolExhausted(RuntimeError):
+    """More places were asked for than are free. Ask `count` first where that is an ordinary event."""
+
+
+class FreeList:
+    """`size` places, all free at first. Runs of neighbours are kept whole where that is possible."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.count = size
+        self._free: Bools = np.ones(size, np.bool_)
+
+    @property
+    def flags(self) -> Bools:
+        """True for each free place; not to be changed."""
+        return self._free
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` places, neighbours where possible. Raises PoolExhausted, and then gives out nothing.
+
+        Those that follow `after`, if they are free; else the smallest free run that holds them all, else the
+        largest runs first: neighbours copy in one memcpy, and small requests leave the large runs whole.
+        """
+        if count <= 0:
+            return []
+        if count > self.count:
+            raise PoolExhausted(f"{count} blocks wanted, {self.count} of {self.size} are free")
+        if after is not None and after + count < self.size and self._free[after + 1 : after + 1 + count].all():
+            return self.take(range(after + 1, after + 1 + count))
+        starts, lengths = free_runs(self._free)
+        fitting = np.flatnonzero(lengths >= count)
+        if fitting.size:
+            best = fitting[np.argmin(lengths[fitting])]
+            return self.take(range(int(starts[best]), int(starts[best]) + count))
+        order = np.argsort(-lengths, kind="stable")
+        runs = [np.arange(starts[i], starts[i] + lengths[i]) for i in order]
+        return self.take([int(place) for place in np.concatenate(runs)[:count]])
+
+    def take(self, places: Sequence[int]) -> list[int]:
+        """Exactly these, which are free."""
+        taken = list(places)
+        if not self._free[taken].all():
+            raise RuntimeError(f"take: a place of {taken} is not free")
+        self._free[taken] = False
+        self.count -= len(taken)
+        return taken
+
+    def free(self, places: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Give places back. RuntimeError if one is out of range, free already, or named twice."""
+        if not len(places):
+            return
+        ids = np.asarray(places, np.int64)
+        if ids.min() < 0 or ids.max() >= self.size:
+            raise RuntimeError(f"free: block ids {places} are outside 0..{self.size - 1}")
+        if self._free[ids].any() or len(np.unique(ids)) != len(ids):
+            raise RuntimeError(f"free: a block of {places} is free already or named twice")
+        self._free[ids] = True
+        self.count += len(ids)
+
+
+def free_runs(free: Bools) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Start and length of each run of set elements."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], free.view(np.int8), [0]))))
+    return edges[::2], edges[1::2] - edges[::2]

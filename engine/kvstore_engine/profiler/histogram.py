@@ -1,0 +1,98 @@
+"""Quantiles of a stream of durations in little memory, with no longest duration that it could hold.
+
+Owns log-spaced buckets, as in HdrHistogram (Tene) and DDSketch (Masson et al., 2019), kept sparsely: a bucket exists
+once a value fell into it. So there is no range to choose and nothing to clip: a value of a week lands in a bucket of
+its own. Invariants: a quantile lies within `ERROR` (relative) of the sample of that rank; least, greatest, count and
+sum are exact, and quantiles 0 and 1 are therefore exact too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+ERROR = 0.005
+_RATIO = (1 + ERROR) / (1 - ERROR)  # of a bucket's bounds: its middle is within ERROR of both
+_LOG_RATIO = math.log(_RATIO)
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
+
+
+class Histogram:
+    """Values of 0 and more. Some 1,400 buckets hold everything from a microsecond to a second."""
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self.count, self.sum = 0, 0.0
+        self.least, self.greatest = math.inf, 0.0
+        self._zeros = 0
+        self._buckets: dict[int, int] = {}
+        for value in values:
+            self.add(value)
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count `value`. ValueError for one below 0 or not finite: such a duration is a mistake of the caller's."""
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{value} is no duration")
+        self.count += times
+        self.sum += value * times
+        self.least, self.greatest = min(self.least, value), max(self.greatest, value)
+        if value == 0:
+            self._zeros += times
+            return
+        bucket = math.ceil(math.log(value) / _LOG_RATIO)
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + times
+
+    def merge(self, other: Histogram) -> None:
+        """Count all that `other` has counted."""
+        self.count += other.count
+        self.sum += other.sum
+        self._zeros += other._zeros
+        self.least, self.greatest = min(self.least, other.least), max(self.greatest, other.greatest)
+        for bucket, times in other._buckets.items():
+            self._buckets[bucket] = self._buckets.get(bucket, 0) + times
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """The least value that at least `share` of all values do not exceed (nearest rank); 0 of none."""
+        if not 0 <= share <= 1:
+            raise ValueError(f"{share} is no share: 0 to 1")
+        if not self.count:
+            return 0.0
+        rank = max(1, math.ceil(share * self.count))
+        if rank == self.count:
+            return self.greatest
+        if rank == 1:
+            return self.least
+        seen = self._zeros
+        if rank <= seen:
+            return 0.0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            if rank <= seen:
+                middle = _RATIO**bucket * (1 - ERROR)
+                return min(max(middle, self.least), self.greatest)
+        raise AssertionError("the buckets hold fewer values than were counted")
+
+    def cumulative(self) -> list[tuple[float, float]]:
+        """Points (value, share of all values up to it), for a curve."""
+        if not self.count:
+            return []
+        seen = self._zeros
+        points = [(0.0, seen / self.count)] if seen else []
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            points.append((min(_RATIO**bucket, self.greatest), seen / self.count))
+        return points
+
+    def as_json(self) -> dict[str, float]:
+        """Count, mean, quantiles by name ("p50", "p99.9") and the extremes."""
+        named = {f"p{share * 100:g}": self.quantile(share) for share in QUANTILES}
+        return {
+            "count": self.count,
+            "mean": self.mean,
+            "min": self.least if self.count else 0.0,
+            **named,
+            "max": self.greatest,
+        }

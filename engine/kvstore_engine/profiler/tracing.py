@@ -1,0 +1,137 @@
+"""The engine's doings as a trace: a track for each sequence, each lane and each worker.
+
+Owns what is drawn where. Sequences: waiting, each chunk of the prompt, decoding, being swapped out. Lanes: what was
+restored and swapped. Workers: the scheduler's steps with the forward pass inside, and counters of the pool's use.
+A sequence's track is its own from the moment it was queued, and used again by one that was queued after it had ended.
+Invariant: what is drawn on a sequence's track never overlaps; a chunk of a step in which it was admitted begins there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvstore_engine.batching.events import Reason, Usage
+from kvstore_engine.batching.observer import Observer, StepRecord
+from kvstore_engine.profiler.trace_file import TraceFile
+
+SEQUENCES, LANES, WORKERS = "sequences", "lanes", "workers"
+_FLUSH_STEPS = 64  # what a killed server loses at most
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """A sequence under way: its track, until when it is drawn, and as what it waits (None while it runs)."""
+
+    number: int
+    track: tuple[int, int]
+    until_s: float
+    waits_as: str | None = "queued"
+
+
+class TracingObserver(Observer):
+    """Writes to `path` until `close`. OperationError if the file cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = TraceFile(path)
+        self._steps = self._file.track(WORKERS, "scheduler")
+        self._compute = self._file.track(WORKERS, "compute")
+        self._drawn: dict[Key, _Drawn] = {}
+        self._leaving: dict[Key, _Drawn] = {}  # ended in this step, whose record comes after it
+        self._free: list[int] = []
+        self._tracks = 0
+
+    def close(self) -> None:
+        self._file.close()
+
+    def queued(self, request_id: str, t: float) -> None:
+        self._drawing(request_id, 0, t)
+
+    def admitted(self, request_id: str, index: int, t: float) -> None:
+        self._waited(self._drawing(request_id, index, t), request_id, t)
+
+    def restored(self, request_id: str, index: int, source: Literal["local", "daemon"], tokens: int, t: float) -> None:
+        told = {"request": request_id, "answer": index, "tokens": tokens}
+        self._file.instant(self._file.track(LANES, f"restore ({source})"), f"{tokens} tokens", t, **told)
+        drawn = self._drawn.get((request_id, index))
+        if drawn is None:
+            return
+        if source == "daemon" and drawn.waits_as is None:  # nothing of it ran meanwhile
+            self._file.span(drawn.track, "restore", drawn.until_s, t, **told)
+            drawn.until_s = max(t, drawn.until_s)
+        else:
+            self._file.instant(drawn.track, f"restored {source}", t, tokens=tokens)
+
+    def stored(self, request_id: str, index: int, tokens: int, is_stored: bool, begin_s: float, end_s: float) -> None:
+        told = {"request": request_id, "answer": index, "stored": is_stored}
+        self._file.span(self._file.track(LANES, "store"), f"{tokens} tokens", begin_s, end_s, **told)
+
+    def step(self, record: StepRecord) -> None:
+        begin, end = record.begin_s, record.end_s
+        steps = {"running": record.running, "prefill_tokens": record.prefill_tokens, "waiting": record.waiting}
+        self._file.span(self._steps, f"step {record.number}", begin, end, **steps, budget=record.budget_tokens)
+        # The forward pass ends before the sampling: drawn from where the scheduler had done, as nearly as is known.
+        computed = min(record.compute_s, end - begin)
+        self._file.span(self._compute, "forward", begin, begin + computed, decode_tokens=record.decode_tokens)
+        for part in record.parts:
+            key = (part.request_id, part.index)
+            drawn = self._leaving.get(key) or self._drawing(*key, begin)
+            name = f"prefill {part.tokens}" if part.kind == "prefill" else "decode"
+            told = {"request": part.request_id, "position": part.position}
+            self._file.span(drawn.track, name, max(begin, drawn.until_s), end, **told)
+            drawn.until_s = max(end, drawn.until_s)
+        for ended in self._leaving.values():
+            heapq.heappush(self._free, ended.number)
+        self._leaving.clear()
+        used = {"used": record.used_blocks, "cached": record.cached_blocks}
+        self._file.counter(WORKERS, "K/V blocks", end, **used)
+        self._file.counter(WORKERS, "requests", end, running=record.running, waiting=record.waiting)
+        if record.number % _FLUSH_STEPS == 0:
+            self._file.flush()
+
+    def preempted(self, request_id: str, index: int, how: Literal["swap", "recompute"], t: float) -> None:
+        drawn = self._drawing(request_id, index, t)
+        self._file.instant(drawn.track, f"preempted: {how}", t, request=request_id)
+        drawn.until_s, drawn.waits_as = max(t, drawn.until_s), "swapped out" if how == "swap" else "dropped"
+
+    def swapped_out(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
+        self._swap("swap out", request_id, index, nbytes, runs, begin_s, end_s)
+
+    def swapped_in(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
+        self._swap("swap in", request_id, index, nbytes, runs, begin_s, end_s)
+
+    def finished(self, request_id: str, index: int, reason: Reason, usage: Usage, t: float) -> None:
+        drawn = self._drawing(request_id, index, t)
+        self._waited(drawn, request_id, t)
+        told = {"request": request_id, "tokens": usage.generated_tokens, "local": usage.local_tokens}
+        self._file.instant(drawn.track, f"finished: {reason}", t, **told, daemon=usage.daemon_tokens)
+        key = (request_id, index)
+        if key in self._leaving:  # the same name again within a step: cancelled at once
+            heapq.heappush(self._free, self._leaving[key].number)
+        self._leaving[key] = self._drawn.pop(key)
+
+    def _swap(
+        self, lane: str, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float
+    ) -> None:
+        told = {"request": request_id, "answer": index, "bytes": nbytes, "runs": runs}
+        self._file.span(self._file.track(LANES, lane), f"{nbytes / 1e6:.1f} MB", begin_s, end_s, **told)
+
+    def _waited(self, drawn: _Drawn, request_id: str, t: float) -> None:
+        if drawn.waits_as is not None:
+            self._file.span(drawn.track, drawn.waits_as, drawn.until_s, t, request=request_id)
+            drawn.until_s, drawn.waits_as = max(t, drawn.until_s), None
+
+    def _drawing(self, request_id: str, index: int, t: float) -> _Drawn:
+        key = (request_id, index)
+        if key not in self._drawn:
+            if self._free:
+                number = heapq.heappop(self._free)
+            else:
+                self._tracks += 1
+                number = self._tracks
+            self._drawn[key] = _Drawn(number, self._file.track(SEQUENCES, f"sequence {number}"), t)
+        return self._drawn[key]

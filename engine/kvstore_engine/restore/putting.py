@@ -1,0 +1,134 @@
+"""Stores full blocks of many sequences, off the engine's thread.
+
+Owns one worker thread and the puts handed to it. It never allocates or frees pool blocks: the caller keeps the blocks
+of a put allocated and unchanged until `finished` has named it. Nothing it does can fail a request.
+
+A put waits for the daemon, and no step may. But copying beside ggml's spinning threads slows both on a machine without
+idle cores, so the engine hands over one put between two steps and waits briefly for it (`settle`); a daemon that does
+not keep up loses that patience until it has answered.
+"""
+
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvstore_engine.restore.session import Bytes, KvSession, Tokens
+from kvstore_engine.restore.store import BlockSender
+
+MOST_BLOCKS = 4  # storage blocks in a put: large enough to spread the round trip, a few milliseconds long
+_MOST_WAITING = 64
+
+
+@dataclass(slots=True, eq=False)
+class Put:
+    """Storage blocks from `first_block` on of the sequence `tokens`, each in the engine blocks of one of `tables`."""
+
+    session: KvSession
+    tokens: Tokens
+    first_block: int
+    tables: list[list[int]]
+    begin_s: float = 0.0
+    end_s: float = 0.0
+    statuses: Sequence[str] = field(default=())
+    failure: str = ""
+
+    @property
+    def is_stored(self) -> bool:
+        """All blocks are in the daemon now."""
+        return not self.failure and all(status in ("stored", "present") for status in self.statuses)
+
+
+class PutQueue:
+    """Puts, one after another. `pool` gives the bytes."""
+
+    def __init__(self, pool: BlockSender, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._waiting: deque[Put] = deque()
+        self._work: queue.SimpleQueue[Put | None] = queue.SimpleQueue()  # None ends the worker
+        self._done: queue.SimpleQueue[Put] = queue.SimpleQueue()
+        self._handed = 0
+        self._is_patient = True
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread: threading.Thread | None = None
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def outstanding(self) -> int:
+        """Puts that `finished` has not named yet."""
+        return len(self._waiting) + self._handed
+
+    @property
+    def is_full(self) -> bool:
+        """The daemon is behind: leave further blocks until later, or for good."""
+        return len(self._waiting) >= _MOST_WAITING
+
+    def offer(self, put: Put) -> None:
+        """Take `put` in; it is handed over by `settle`."""
+        self._waiting.append(put)
+
+    def settle(self, patience_s: float, *, everything: bool = False) -> None:
+        """Hand over the next put, if the worker is idle, and wait for it no longer than given; or `everything`."""
+        if not self._idle.is_set() and not everything:
+            self._is_patient = False
+            return
+        if not self._waiting:
+            return
+        is_patient, self._is_patient = self._is_patient, True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvengine-put", daemon=True)
+            self._thread.start()
+        self._idle.clear()
+        for _ in range(len(self._waiting) if everything else 1):
+            self._handed += 1
+            self._work.put(self._waiting.popleft())
+        if is_patient:
+            self._idle.wait(patience_s)
+
+    def finished(self) -> list[Put]:
+        """Puts that are done since the last call, whose blocks are free to go."""
+        done = []
+        while True:
+            try:
+                done.append(self._done.get_nowait())
+            except queue.Empty:
+                break
+        self._handed -= len(done)
+        for put in done:
+            self.counts.update(put.statuses)
+        return done
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the worker is idle, or `timeout_s` have passed."""
+        self._idle.wait(timeout_s)
+
+    def close(self) -> list[Put]:
+        """Finish what was handed over, give up the rest and stop; the puts whose blocks are free to go."""
+        given_up = list(self._waiting)
+        self._waiting.clear()
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+            self._thread = None
+        return [*self.finished(), *given_up]
+
+    def _run(self) -> None:
+        while (put := self._work.get()) is not None:
+            put.begin_s = self._clock()
+            try:
+                payloads = [partial(self._gather, table) for table in put.tables]
+                put.statuses = put.session.put(put.tokens, first_block=put.first_block, payloads=payloads).statuses
+            except Exception as error:  # the thread's end: a bug in storing must not end an answer
+                put.failure = f"storing failed: {type(error).__name__}: {error}"
+            put.end_s = self._clock()
+            self._done.put(put)
+            if self._work.empty():
+                self._idle.set()
+
+    def _gather(self, table: list[int], dest: Bytes) -> None:
+        self._pool.gather_block(table, dest)

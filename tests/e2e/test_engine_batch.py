@@ -1,0 +1,246 @@
+"""Many requests over a real model: sharing, preempting, swapping and restoring change the time and never the answer.
+
+An answer in a batch may differ from the same alone by rounding: ggml multiplies few rows with another kernel than many.
+So answers are compared up to the first step at which the two likeliest tokens are closer than that rounding reaches,
+and the rounding is measured here, on this machine's library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore_engine.batching import BatchEngine, EngineSettings
+from kvstore_engine.blocks import HostPool, swap_in, swap_out
+from kvstore_engine.executor import Executor
+from kvstore_engine.ggml import GGMLError, load_library
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.graph import SequenceSlice
+from kvstore_engine.model import load_model
+from kvstore_engine.models import KNOWN_MODELS, locate
+from kvstore_engine.models.cache import cache_root
+from kvstore_engine.pool import BlockPool
+from kvstore_engine.restore import CostModel
+from kvstore_engine.tokenizer import Tokenizer
+from tests.reference.batch_runs import Outcome, request, run
+from tests.reference.memory_session import MemorySession
+from tests.reference.tiny_llama import CONTEXT, write_tiny_llama
+
+_WORDS = ["The river", "A merchant", "Every morning", "In the old town", "Nobody", "The library", "Without a doubt"]
+Floats = npt.NDArray[np.float32]
+
+
+class Loaded:
+    """One model; each engine gets a pool of its own."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._stack = stack
+        file = stack.enter_context(GGUFFile.open(path))
+        self.tokenizer = Tokenizer.from_metadata(file.metadata)
+        self.model = stack.enter_context(load_model(file))
+        self._alone = self.executor(CONTEXT // 16, 1)
+
+    def executor(self, blocks: int, sequences: int = 16) -> Executor:
+        pool = BlockPool(self.model.config, blocks)
+        return self._stack.enter_context(
+            Executor(self.model, pool, threads=2, max_tokens_per_step=272, max_sequences=sequences, max_context=CONTEXT)
+        )
+
+    def engine(self, blocks: int = 512, session: MemorySession | None = None, **settings: Any) -> BatchEngine:
+        executor = self.executor(blocks)
+        costs = CostModel()
+        costs.compute.restore(1, [10.0, 10.0, 0.0])  # computing looks slow: restore and swap whatever can be
+        engine = BatchEngine(
+            executor,
+            executor.pool,
+            self.tokenizer,
+            settings=EngineSettings(**{"max_queue_s": 1e9, **settings}),
+            sessions=(lambda tenant: session) if session is not None else None,
+            costs=costs,
+        )
+        self._stack.callback(engine.close)
+        return engine
+
+    def prompt(self, seed: int, count: int) -> list[int]:
+        vocabulary = len(self.tokenizer.vocabulary.tokens)
+        return np.random.default_rng(seed).integers(3, vocabulary, count).tolist()
+
+    def margins_alone(self, prompt: Sequence[int], answer: Sequence[int]) -> list[tuple[int, float]]:
+        """At each step of `answer`, teacher-forced and alone: the likeliest token, and by how much."""
+        rows = [self.logits_alone(prompt)]
+        table = np.arange(CONTEXT // 16, dtype=np.int32)
+        for position, token in enumerate(answer[:-1], len(prompt)):
+            piece = SequenceSlice(np.array([token], np.int32), position, table)
+            rows.append(self._alone.forward([piece])[0])
+        best = [np.partition(row, -2)[-2:] for row in rows]
+        return [(int(row.argmax()), float(two[1] - two[0])) for row, two in zip(rows, best, strict=True)]
+
+    def logits_alone(self, prompt: Sequence[int]) -> Floats:
+        table = np.arange(CONTEXT // 16, dtype=np.int32)
+        logits: Floats = self._alone.prefill(np.array(prompt, np.int32), 0, table)
+        return logits
+
+    def noise(self) -> float:
+        """The largest difference that the company of other rows makes to a logit, over some prompts and steps."""
+        tokens, worst = self.prompt(1, 120), 0.0
+        executor = self.executor(64, 8)
+        table = np.arange(CONTEXT // 16, dtype=np.int32)
+        everything = executor.forward([SequenceSlice(np.array(tokens, np.int32), 0, table[:8], "all")])
+        for position in range(40, 119):
+            piece = SequenceSlice(np.array(tokens[position : position + 1], np.int32), position, table[:8])
+            worst = max(worst, float(np.abs(executor.forward([piece])[0] - everything[position]).max()))
+        return worst
+
+    def assert_as_alone(self, outcome: Outcome, prompts: dict[str, list[int]], floor: float) -> None:
+        """Each answer is what the model says alone, up to the first step that rounding may decide."""
+        compared = 0
+        for name, prompt in prompts.items():
+            answer = outcome.tokens[name, 0]
+            for token, (best, margin) in zip(answer, self.margins_alone(prompt, answer), strict=True):
+                if margin <= floor:
+                    break
+                assert token == best, f"{name}: {token} instead of {best} with a margin of {margin} over {floor}"
+                compared += 1
+        assert compared > sum(len(outcome.tokens[name, 0]) for name in prompts) // 4, (
+            "rounding decides too much to compare anything"
+        )
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    try:
+        load_library()
+    except GGMLError as error:
+        pytest.skip(f"no ggml: {error}")
+    with ExitStack() as stack:
+        yield Loaded(write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf"), stack)
+
+
+@pytest.fixture(scope="module")
+def real(loaded: Loaded) -> Iterator[Loaded]:
+    name = "smollm2-135m-instruct"
+    if not (cache_root() / "models" / KNOWN_MODELS[name].file_name).exists():
+        pytest.skip(f"{name} is not in the model cache (kvengine fetch {name})")
+    with ExitStack() as stack:
+        yield Loaded(locate(f"{name}:q4_0"), stack)
+
+
+def _storm(loaded: Loaded, count: int, blocks: int) -> tuple[Outcome, dict[str, list[int]]]:
+    engine = loaded.engine(blocks, swap_bytes=64 << 20)
+    outcome, prompts = Outcome(), {}
+    for n in range(count):
+        head = loaded.prompt(n % 5, 48) if n % 3 == 0 else []
+        prompts[str(n)] = head + loaded.prompt(100 + n, 5 + n * 37 % 40)
+        engine.add(request(str(n), prompts[str(n)], 30 + n * 13 % 60, tenant=str(n % 2)))
+        if n % 3 == 0:
+            outcome.take(engine.step())
+    run(engine, outcome)
+    usages = [finished.usage for finished in outcome.finished.values()]
+    assert sum(usage.preemptions for usage in usages) > count // 20
+    assert sum(usage.swaps for usage in usages) > 0
+    return outcome, prompts
+
+
+def test_a_preemption_storm_changes_no_answer(loaded: Loaded) -> None:
+    """Sequences of 35 to 182 tokens in a pool of 26 blocks: about a quarter of what 16 of them want."""
+    outcome, prompts = _storm(loaded, 40, 26)
+    loaded.assert_as_alone(outcome, prompts, 2 * loaded.noise())
+
+
+@pytest.mark.slow
+def test_a_preemption_storm_of_500_requests_changes_no_answer(loaded: Loaded) -> None:
+    outcome, prompts = _storm(loaded, 500, 26)
+    assert len(outcome.finished) == 500
+    loaded.assert_as_alone(outcome, prompts, 2 * loaded.noise())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_preemption_storm_of_500_requests_changes_no_answer_of_a_real_model(real: Loaded) -> None:
+    """By priorities, so that requests displace others as well. Every fifth answer is compared."""
+    engine = real.engine(20, swap_bytes=256 << 20, policy="priority")
+    prompts = {
+        str(n): real.tokenizer.encode(
+            f"{_WORDS[n % 7]} number {n} says: {' '.join(_WORDS[n % 5 :] * (1 + n % 5))}"
+        ).tolist()
+        for n in range(500)
+    }
+    outcome = Outcome()
+    for n, (name, prompt) in enumerate(prompts.items()):
+        engine.add(request(name, prompt, 6 + n * 13 % 20, priority=n % 4, tenant=str(n % 2)))
+        if n % 3 == 0:
+            outcome.take(engine.step())
+    run(engine, outcome)
+    usages = [finished.usage for finished in outcome.finished.values()]
+    assert len(usages) == 500 and sum(usage.preemptions for usage in usages) > 25
+    assert sum(usage.swaps for usage in usages) > 0
+    some = {name: prompts[name] for name in list(prompts)[::5]}
+    real.assert_as_alone(outcome, some, 2 * real.noise())
+
+
+def test_a_swapped_sequences_state_comes_back_bit_by_bit(loaded: Loaded) -> None:
+    engine = loaded.engine(64)
+    space, pool = engine.parts.space, engine.pool
+    host = HostPool(pool, 16 * pool.payload_bytes(1))
+    prompt = loaded.prompt(7, 100)
+    engine.add(request("one", prompt, 40))
+    outcome = Outcome()
+    while len(outcome.tokens["one", 0]) < 20:
+        outcome.take(engine.step())
+    (sequence,) = engine.parts.roster.running
+    saved = [np.copy(pool.planes[:, block]) for block in sequence.held.blocks]
+    swapped = swap_out(space, host, sequence.held, sequence.computed)
+    other = loaded.prompt(8, 64 * 16)
+    space.release(space.claim("", np.array(other, np.int32)))  # every cached block is given up
+    pool.planes[:, pool.free_flags] = 0xFF
+    sequence.holding, copied = swap_in(space, host, swapped, sequence.tokens[: sequence.length])
+    assert copied == len(saved)
+    for block, bits in zip(sequence.held.blocks, saved, strict=True):
+        rows = slice(None)
+        if block == sequence.held.blocks[-1]:
+            rows = slice(0, (sequence.computed % 16) * pool.row_bytes)
+        np.testing.assert_array_equal(pool.planes[:, block][:, rows], bits[:, rows])
+    run(engine, outcome)
+    plain = loaded.engine(64)
+    plain.add(request("one", prompt, 40))
+    assert outcome.tokens["one", 0] == run(plain).tokens["one", 0]
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 64, 65, 112, 200])
+def test_alone_a_batch_engine_computes_the_same_bits_however_its_prompt_got_here(loaded: Loaded, count: int) -> None:
+    """Cold, from this engine's own blocks, and from the daemon: the first token's logits are equal, and so is all."""
+    session = MemorySession(BlockPool(loaded.model.config, 4).payload_bytes(4))
+    prompt = loaded.prompt(count, count)
+    cold = loaded.engine(64, session)
+    cold.add(request("cold", prompt, 30, logprobs=5))
+    first = run(cold)
+    cold.add(request("local", prompt, 30, logprobs=5))
+    second = run(cold)
+    cold.close()
+    warm = loaded.engine(64, session)
+    warm.add(request("daemon", prompt, 30, logprobs=5))
+    third = run(warm)
+    shown = [[(e.token, e.logprob, e.top) for e in o.events[:-1]] for o in (first, second, third)]  # type: ignore[union-attr]
+    assert shown[0] == shown[1] == shown[2]
+    assert second.finished["local", 0].usage.local_tokens >= (count - 1) // 16 * 16
+    assert third.finished["daemon", 0].usage.daemon_tokens == (count - 1) // 64 * 64
+
+
+@pytest.mark.parametrize("shared", [0.5, 0.9])
+def test_a_shared_prefix_is_evaluated_once(loaded: Loaded, shared: float) -> None:
+    engine = loaded.engine(512)
+    common = loaded.prompt(1, int(256 * shared) // 16 * 16)
+    prompts = {str(n): common + loaded.prompt(10 + n, 256 - len(common)) for n in range(12)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, 6))
+    outcome = run(engine)
+    ideal = len(common) + 12 * (256 - len(common))
+    computed = sum(finished.usage.computed_tokens for finished in outcome.finished.values())
+    assert computed <= 1.05 * ideal
+    loaded.assert_as_alone(outcome, prompts, 2 * loaded.noise())

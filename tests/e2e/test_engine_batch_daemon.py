@@ -1,0 +1,92 @@
+"""The batch engine and a real daemon: many requests store and restore, and the daemon is killed under them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+import numpy as np
+
+from kvstore_client import Session
+from kvstore_engine.batching import BatchEngine, EngineSettings
+from kvstore_engine.restore import CostModel
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from tests.reference.batch_runs import Outcome, request, run
+from tests.reference.running_daemon import running_daemon
+from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, twin_pool
+
+
+class _Stubborn(CostModel):
+    """Does not learn how quickly the twin computes."""
+
+    def observe_batch(self, pieces: Iterable[tuple[int, int]], seconds: float) -> None:
+        return None
+
+
+def _fingerprint(tenant: str) -> Fingerprint:
+    group = LayerGroup(0, layers=(0,), bytes_per_token_per_layer=32)
+    return Fingerprint(model_name="twin", weights_digest="twin", adapter_digest=tenant, groups=(group,))
+
+
+def _engine(sessions: dict[str, Session], blocks: int = 256) -> BatchEngine:
+    compute = TwinCompute(twin_pool(blocks), on_step=StepClock().step)
+    costs = _Stubborn()
+    costs.compute.restore(1, [10.0, 10.0, 0.0])  # computing looks slow: restore whatever is there
+    return BatchEngine(
+        compute,
+        compute.pool,
+        TwinTokenizer(),
+        settings=EngineSettings(max_queue_s=1e9),
+        sessions=sessions.get,
+        costs=costs,
+    )
+
+
+def _prompt(seed: int, count: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 64, count).tolist()
+    return tokens
+
+
+def _whole(prompt: list[int]) -> int:
+    """Tokens of the storage blocks before the prompt's last token."""
+    return (len(prompt) - 1) // 64 * 64
+
+
+def _add(engine: BatchEngine, prompts: dict[str, list[int]]) -> None:
+    for n, (name, prompt) in enumerate(prompts.items()):
+        engine.add(request(name, prompt, 40, tenant=str(n % 2)))
+
+
+def test_requests_of_two_tenants_restore_what_they_stored_and_survive_the_daemon() -> None:
+    prompts = {str(n): _prompt(n // 4, 100) + _prompt(100 + n, 30 + 10 * n) for n in range(12)}
+    with running_daemon() as daemon, ExitStack() as stack:
+        sessions = {name: stack.enter_context(daemon.connect(_fingerprint(name))) for name in ("0", "1")}
+        cold = _engine(sessions)
+        _add(cold, prompts)
+        run(cold)
+        cold.close()
+        stored = cold.parts.storer.counts
+        assert stored["stored"] > 12 and set(stored) <= {"stored", "present"}
+        for _attempt in range(20):  # a lookup that a busy machine answers too late is a miss
+            warm = _engine(sessions)
+            _add(warm, prompts)
+            outcome = run(warm)
+            warm.close()
+            usages = [(prompts[name], finished.usage) for (name, _), finished in outcome.finished.items()]
+            if all(usage.daemon_tokens + usage.local_tokens >= _whole(prompt) for prompt, usage in usages):
+                break
+        else:
+            raise AssertionError("what was stored is not found")
+        assert sum(usage.daemon_tokens for _, usage in usages) > 0
+        hit = _engine(sessions, blocks=40)
+        _add(hit, prompts)
+        last = Outcome()
+        for _ in range(20):
+            last.take(hit.step())
+        daemon.kill9()
+        run(hit, last)
+        hit.close()
+        for name, prompt in prompts.items():
+            for seen in (outcome, last):
+                assert seen.tokens[name, 0] == answer_alone(prompt, 40)
+        hit.parts.space.check([])

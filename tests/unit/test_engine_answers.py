@@ -1,0 +1,249 @@
+"""What a caller sees of an answer: text, stop strings, log probabilities, constraints, and an end in every case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_engine.batching import Finished, RequestSettings, Token
+from kvstore_engine.batching.choosing import log_probabilities
+from kvstore_engine.batching.stops import StopStrings
+from kvstore_engine.errors import UsageError
+from tests.reference.batch_runs import Outcome, check, request, run, twin_engine
+from tests.reference.twin_compute import TwinCompute, answer_alone, text_of
+
+_PROMPT = list(range(40))
+
+
+def _first_end(text: str, stops: list[str]) -> int | None:
+    """Where the first stop string to be complete begins; of several complete at once the longest."""
+    ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(ends)[1] if ends else None
+
+
+@given(
+    pieces=st.lists(st.text(alphabet="ab", max_size=4), max_size=12),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
+)
+def test_no_stop_string_is_ever_shown_nor_a_part_of_one(pieces: list[str], stops: list[str]) -> None:
+    matcher, shown, stopped = StopStrings(tuple(stops)), "", False
+    for index, piece in enumerate(pieces):
+        text, stopped = matcher.push(piece)
+        shown += text
+        so_far = "".join(pieces[: index + 1])
+        end = _first_end(so_far, stops)
+        assert stopped == (end is not None)
+        if stopped:
+            assert shown == so_far[:end]
+            break
+        assert so_far.startswith(shown)
+        for stop in stops:
+            for size in range(1, len(stop)):
+                assert not so_far.endswith(stop[:size]) or len(shown) <= len(so_far) - size
+    if not stopped:
+        assert shown + matcher.finish() == "".join(pieces)
+
+
+def test_a_stop_string_ends_an_answer_before_itself() -> None:
+    tokens = answer_alone(_PROMPT, 40)
+    text = text_of(tokens)
+    stop = text[10:13]
+    engine = twin_engine()
+    engine.add(request("stops", _PROMPT, 40, stop=(stop, "never there")))
+    outcome = run(engine)
+    finished = outcome.finished["stops", 0]
+    assert finished.reason == "stop"
+    assert outcome.text["stops", 0] == text[: text.index(stop)]
+    assert finished.usage.generated_tokens == text.index(stop) + 3
+
+
+def test_text_held_back_comes_with_the_end() -> None:
+    text = text_of(answer_alone(_PROMPT, 12))
+    engine = twin_engine()
+    engine.add(request("held", _PROMPT, 12, stop=(text[-2:] + "never",)))
+    outcome = run(engine)
+    assert outcome.text["held", 0] == text
+    assert outcome.finished["held", 0].text == text[-2:]
+    assert outcome.finished["held", 0].reason == "length"
+
+
+def test_an_end_token_ends_and_is_not_part_of_the_answer() -> None:
+    tokens = answer_alone(_PROMPT, 40)
+    end = tokens[17]
+    expected = tokens[: tokens.index(end)]
+    engine = twin_engine(end_ids=frozenset([end]))
+    engine.add(request("ends", _PROMPT, 40, ignore_end=False))
+    engine.add(request("goes on", _PROMPT, 40, ignore_end=True))
+    outcome = run(engine)
+    assert outcome.tokens["ends", 0] == expected
+    assert outcome.finished["ends", 0].reason == "end"
+    assert outcome.finished["ends", 0].usage.generated_tokens == len(expected)
+    assert outcome.tokens["goes on", 0] == tokens
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    engine = twin_engine()
+    engine.add(request("logs", _PROMPT, 5, logprobs=3))
+    tokens = [event for event in run(engine).events if isinstance(event, Token)]
+    for event in tokens:
+        assert event.logprob is not None and len(event.top) == 3
+        assert event.top[0] == (event.token, event.logprob)  # greedy
+        assert event.top[0][1] >= event.top[1][1] >= event.top[2][1]
+    row = np.array([1.0, 3.0, 2.0, 3.0], np.float32)
+    logprob, top = log_probabilities(row, 2, 4)
+    assert [token for token, _ in top] == [1, 3, 2, 0]
+    assert sum(np.exp(value) for _, value in top) == pytest.approx(1.0)
+    assert logprob == top[2][1]
+    assert log_probabilities(row, 0, 0)[1] == ()
+
+
+class _Alternates:
+    """Allows even and odd tokens in turns, and ends after `count`."""
+
+    def __init__(self, count: int) -> None:
+        self.accepted: list[int] = []
+        self._count = count
+
+    @property
+    def finished(self) -> bool:
+        return len(self.accepted) == self._count
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        return np.full(2, 0x55555555 if len(self.accepted) % 2 == 0 else 0xAAAAAAAA, np.uint32)
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+
+def test_a_constraint_chooses_among_what_it_allows() -> None:
+    made: list[_Alternates] = []
+
+    def make() -> _Alternates:
+        made.append(_Alternates(9))
+        return made[-1]
+
+    engine = twin_engine()
+    engine.add(request("bound", _PROMPT, 40, n=2, constraint=make))
+    engine.add(request("free", _PROMPT, 9))
+    outcome = run(engine)
+    for index in range(2):
+        tokens = outcome.tokens["bound", index]
+        assert [token % 2 for token in tokens] == [0, 1] * 4 + [0]
+        assert made[index].accepted == tokens
+        assert outcome.finished["bound", index].reason == "stop"
+    assert outcome.tokens["free", 0] == answer_alone(_PROMPT, 9)
+
+
+class _Forbids:
+    finished = False
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        return np.zeros(2, np.uint32)
+
+    def accept(self, token: int) -> None:
+        raise AssertionError
+
+
+def test_an_answer_that_cannot_go_on_fails_alone() -> None:
+    engine = twin_engine()
+    engine.add(request("stuck", _PROMPT, 5, constraint=_Forbids))
+    engine.add(request("fine", _PROMPT, 5))
+    outcome = run(engine)
+    assert outcome.finished["stuck", 0].reason == "failed"
+    assert "allows no token" in outcome.finished["stuck", 0].message
+    assert outcome.tokens["fine", 0] == answer_alone(_PROMPT, 5)
+
+
+def test_logits_that_are_no_numbers_fail_their_answer_alone() -> None:
+    engine = twin_engine()
+    compute = engine.compute
+    assert isinstance(compute, TwinCompute)
+    forward = compute.forward
+
+    def broken(slices: Any) -> Any:
+        logits = forward(slices)
+        if len(logits) == 2:
+            logits[1] = np.nan
+        return logits
+
+    compute.forward = broken  # type: ignore[method-assign]
+    engine.add(request("first", _PROMPT, 5))
+    engine.add(request("second", _PROMPT[:20], 5))
+    outcome = run(engine)
+    assert sorted(finished.reason for finished in outcome.finished.values()) == ["failed", "length"]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 8, 30])
+def test_a_request_may_be_cancelled_at_any_time(steps: int) -> None:
+    """In the queue, in its prompt, while it answers, while it is swapped out, when it has ended."""
+    engine = twin_engine(24, max_running=6)
+    for n in range(12):
+        engine.add(request(str(n), [(n + k) % 64 for k in range(40 + n)], 70, n=1 + n % 2))
+    outcome = Outcome()
+    for _ in range(steps):
+        outcome.take(engine.step())
+    for n in range(0, 12, 2):
+        engine.cancel(str(n))
+        engine.cancel(str(n))
+        check(engine)
+    engine.cancel("unknown")
+    run(engine, outcome)
+    for n in range(12):
+        prompt = [(n + k) % 64 for k in range(40 + n)]
+        for index in range(1 + n % 2):
+            if n % 2 == 0 and index and (str(n), index) not in outcome.finished:
+                continue  # cancelled before the prompt's end: there was one answer only
+            tokens, finished = outcome.tokens[str(n), index], outcome.finished[str(n), index]
+            assert tokens == answer_alone(prompt, len(tokens))
+            assert finished.reason == ("length" if n % 2 else "cancelled") and (len(tokens) == 70 or n % 2 == 0)
+    assert engine.parts.host.used_blocks == 0 and engine.running == engine.waiting == 0
+    engine.parts.space.check([])
+
+
+def test_a_swapped_request_may_be_cancelled() -> None:
+    engine = twin_engine(24, max_running=6)
+    for n in range(8):
+        engine.add(request(str(n), [(7 * n + k) % 64 for k in range(60)], 90))
+    outcome = Outcome()
+    while not engine.parts.host.used_blocks:
+        outcome.take(engine.step())
+    (swapped,) = [sequence for sequence in engine.parts.roster.waiting if sequence.swapped is not None]
+    engine.cancel(swapped.request.id)
+    assert engine.parts.host.used_blocks == 0
+    run(engine, outcome)
+    assert outcome.finished[swapped.request.id, 0].usage.preemptions >= 1
+
+
+def test_usage_accounts_for_every_second_and_token() -> None:
+    engine = twin_engine(max_running=1)
+    engine.add(request("first", _PROMPT, 10))
+    engine.add(request("second", _PROMPT, 10))
+    outcome = run(engine)
+    first, second = (outcome.finished[name, 0].usage for name in ("first", "second"))
+    assert first.queued_s == 0.0 and second.queued_s == pytest.approx(first.total_s)
+    for usage in (first, second):
+        assert usage.prompt_tokens == 40 == usage.local_tokens + usage.computed_tokens
+        assert usage.generated_tokens == 10
+        assert usage.queued_s <= usage.ttft_s
+        assert usage.ttft_s + 9 * usage.tpot_s == pytest.approx(usage.total_s)
+    assert second.local_tokens == 32
+
+
+def test_every_answer_ends_exactly_once() -> None:
+    engine = twin_engine()
+    engine.add(request("many", _PROMPT, 6, n=4))
+    events = run(engine).events
+    assert [event.index for event in events if isinstance(event, Finished)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 0}, {"n": 0}, {"n": 65}, {"stop": ("",)}, {"logprobs": -1}, {"logprobs": 1000}]
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        RequestSettings(**wrong)

@@ -1,0 +1,307 @@
+"""Restoring and storing for several sequences at a time, with a daemon in memory that can misbehave."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_engine.batching import BatchEngine, EngineSettings
+from kvstore_engine.restore import CostModel, KvSession
+from tests.reference.batch_runs import Outcome, check, request, run
+from tests.reference.memory_session import MemorySession
+from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, twin_pool
+
+
+def _prompt(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 64, count).tolist()
+
+
+def _session(**changes: Any) -> MemorySession:
+    return MemorySession(twin_pool(4).payload_bytes(4), **changes)
+
+
+def _engine(*sessions: KvSession, blocks: int = 256, **settings: Any) -> BatchEngine:
+    """An engine whose tenants "", "1"... have the given sessions, and for which computing looks slow."""
+    clock = StepClock()
+    compute = TwinCompute(twin_pool(blocks), on_step=clock.step)
+    costs = CostModel()
+    costs.compute.restore(1, [10.0, 10.0, 0.0])
+    names = {str(index) if index else "": session for index, session in enumerate(sessions)}
+    return BatchEngine(
+        compute,
+        compute.pool,
+        TwinTokenizer(),
+        settings=EngineSettings(**settings),
+        sessions=names.get,
+        costs=costs,
+        clock=clock,
+    )
+
+
+def _stored(engine: BatchEngine) -> None:
+    """Wait until all that was offered is stored."""
+    engine.close()
+    engine.parts.space.check([])
+
+
+def test_what_one_engine_computed_another_restores() -> None:
+    session = _session()
+    prompts = [_prompt(n, 130 + 20 * n) for n in range(6)]
+    cold = _engine(session)
+    for n, prompt in enumerate(prompts):
+        cold.add(request(str(n), prompt, 100))
+    first = run(cold)
+    _stored(cold)
+    assert {usage.daemon_tokens for usage in _usages(first)} == {0}
+    assert len(session.blocks) == sum((len(prompt) + 99) // 64 for prompt in prompts)
+    warm = _engine(session)
+    for n, prompt in enumerate(prompts):
+        warm.add(request(str(n), prompt, 100))
+    second = run(warm)
+    for n, prompt in enumerate(prompts):
+        assert second.tokens[str(n), 0] == first.tokens[str(n), 0] == answer_alone(prompt, 100)
+        usage = second.finished[str(n), 0].usage
+        assert usage.daemon_tokens == (len(prompt) - 1) // 64 * 64
+        assert usage.daemon_tokens + usage.computed_tokens == len(prompt)
+    _stored(warm)
+    assert all(lease.released for lease in session.leases)
+
+
+def test_a_prefix_that_several_want_is_restored_once() -> None:
+    session = _session()
+    common = _prompt(0, 256)
+    cold = _engine(session)
+    cold.add(request("first", [*common, 1], 2))
+    run(cold)
+    _stored(cold)
+    warm = _engine(session)
+    for n in range(5):
+        warm.add(request(str(n), common + _prompt(n + 1, 40), 6))
+    outcome = run(warm)
+    for n in range(5):
+        assert outcome.tokens[str(n), 0] == answer_alone(common + _prompt(n + 1, 40), 6)
+    usages = _usages(outcome)
+    assert sorted(usage.daemon_tokens for usage in usages) == [0, 0, 0, 0, 256]
+    assert sum(usage.local_tokens for usage in usages) == 4 * 256
+    _stored(warm)
+
+
+def test_what_the_daemon_does_not_have_is_asked_for_once() -> None:
+    session = _session()
+    engine = _engine(session)
+    common = _prompt(0, 256)
+    for n in range(5):
+        engine.add(request(str(n), common + _prompt(n + 1, 10), 2))
+    outcome = run(engine)
+    for n in range(5):
+        assert outcome.tokens[str(n), 0] == answer_alone(common + _prompt(n + 1, 10), 2)
+    assert len(session.leases) == 1
+    _stored(engine)
+
+
+def test_a_conversation_finds_its_head_here_and_its_tail_in_the_daemon() -> None:
+    session = _session()
+    common, own = _prompt(0, 100), _prompt(1, 200)
+    cold = _engine(session)
+    cold.add(request("first", common + own, 2))
+    run(cold)
+    _stored(cold)
+    warm = _engine(session)
+    warm.add(request("other", [*common, 1, 2, 3], 2, store=False))
+    run(warm)
+    warm.add(request("back", common + own, 8))
+    outcome = run(warm)
+    usage = outcome.finished["back", 0].usage
+    assert outcome.tokens["back", 0] == answer_alone(common + own, 8)
+    # 96 tokens are here; the daemon's block of 64 to 128 is taken from 96 on, that of 256 on is not whole.
+    assert (usage.local_tokens, usage.daemon_tokens, usage.computed_tokens) == (96, 160, 44)
+    _stored(warm)
+
+
+def test_tenants_have_sessions_of_their_own() -> None:
+    sessions = [_session(), _session()]
+    engine = _engine(*sessions)
+    prompt = _prompt(1, 200)
+    engine.add(request("nameless", prompt, 4))
+    engine.add(request("one", prompt, 4, tenant="1"))
+    engine.add(request("none", prompt, 4, tenant="2"))
+    outcome = run(engine)
+    _stored(engine)
+    assert [len(session.blocks) for session in sessions] == [3, 3]
+    assert {usage.daemon_tokens + usage.local_tokens for usage in _usages(outcome)} == {0}
+
+
+def test_requests_that_do_not_store_do_not() -> None:
+    session = _session()
+    engine = _engine(session)
+    engine.add(request("secret", _prompt(1, 200), 4, store=False))
+    run(engine)
+    _stored(engine)
+    assert not session.puts
+
+
+@pytest.mark.parametrize("status", ["throttled", "failed"])
+def test_blocks_after_a_gap_are_not_stored(status: str) -> None:
+    session = _session(status_of=lambda block: status if block >= 1 else "stored")
+    engine = _engine(session)
+    engine.add(request("long", _prompt(1, 640), 40))
+    outcome = run(engine)
+    assert outcome.tokens["long", 0] == answer_alone(_prompt(1, 640), 40)
+    _stored(engine)
+    assert len(session.blocks) == 1
+
+
+def test_a_lease_that_ended_while_it_was_copied_counts_for_nothing() -> None:
+    session = _session()
+    prompt = _prompt(1, 300)
+    cold = _engine(session)
+    cold.add(request("first", prompt, 2))
+    run(cold)
+    _stored(cold)
+    session.leases_stay_valid = False
+    for key in session.blocks:
+        session.blocks[key] = np.full_like(session.blocks[key], 0x77)  # what the memory is used for now
+    warm = _engine(session)
+    warm.add(request("again", prompt, 8))
+    outcome = run(warm)
+    assert outcome.tokens["again", 0] == answer_alone(prompt, 8)
+    assert outcome.finished["again", 0].usage.daemon_tokens == 0
+    _stored(warm)
+
+
+def test_what_must_be_promoted_is_waited_for_by_its_own_request_only() -> None:
+    session = _HeldSession(_session())
+    prompt = _prompt(1, 300)
+    cold = _engine(session.inner)
+    cold.add(request("first", prompt, 2))
+    run(cold)
+    _stored(cold)
+    session.inner.mapped_blocks = 0
+    warm = _engine(session)
+    warm.add(request("slow", prompt, 8))
+    warm.add(request("new", _prompt(2, 50), 30))
+    outcome = Outcome()
+    while ("new", 0) not in outcome.finished:
+        outcome.take(warm.step())
+    assert ("slow", 0) not in outcome.tokens
+    session.promoted.set()
+    run(warm, outcome)
+    assert outcome.tokens["slow", 0] == answer_alone(prompt, 8)
+    assert outcome.finished["slow", 0].usage.daemon_tokens == 256
+    _stored(warm)
+
+
+@pytest.mark.parametrize("moment", ["asking", "promoting"])
+def test_a_request_may_be_cancelled_while_it_restores(moment: str) -> None:
+    session = _HeldSession(_session())
+    prompt = _prompt(1, 300)
+    cold = _engine(session.inner)
+    cold.add(request("first", prompt, 2))
+    run(cold)
+    _stored(cold)
+    session.inner.mapped_blocks = 0
+    warm = _engine(session)
+    session.answered.clear() if moment == "asking" else session.promoted.clear()
+    warm.add(request("gone", prompt, 8))
+    warm.add(request("same", prompt, 8))
+    outcome = Outcome()
+    for _ in range(3):
+        outcome.take(warm.step())
+    warm.cancel("gone")
+    check(warm)
+    session.answered.set()
+    session.promoted.set()
+    run(warm, outcome)
+    assert outcome.finished["gone", 0].reason == "cancelled"
+    assert outcome.tokens["same", 0] == answer_alone(prompt, 8)
+    _stored(warm)
+    assert all(lease.released for lease in session.inner.leases)
+
+
+def test_a_daemon_that_dies_costs_nothing_but_its_savings() -> None:
+    session = _session()
+    engine = _engine(session, blocks=24)
+    outcome = Outcome()
+    prompts = {str(n): _prompt(n, 70 + n) for n in range(30)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, 40))
+    for _ in range(120):
+        outcome.take(engine.step())
+    session.fail_with = ConnectionResetError("gone")
+    for _ in range(60):
+        outcome.take(engine.step())
+    session.state = "degraded"
+    run(engine, outcome)
+    for name, prompt in prompts.items():
+        assert outcome.tokens[name, 0] == answer_alone(prompt, 40)
+    _stored(engine)
+
+
+def test_a_daemon_that_hangs_on_a_put_stops_no_answer() -> None:
+    session = _HeldSession(_session())
+    session.stored.clear()
+    engine = _engine(session)
+    for n in range(4):
+        engine.add(request(str(n), _prompt(n, 200), 100))
+    outcome = run(engine)
+    for n in range(4):
+        assert outcome.tokens[str(n), 0] == answer_alone(_prompt(n, 200), 100)
+    assert engine.parts.storer.outstanding > 0
+    session.stored.set()
+    _stored(engine)
+    assert len(session.inner.blocks) == 4 * (299 // 64)
+
+
+def test_blocks_on_their_way_to_the_daemon_are_not_used_for_anything_else() -> None:
+    session = _HeldSession(_session())
+    session.stored.clear()
+    engine = _engine(session, blocks=32)
+    engine.add(request("first", _prompt(1, 200), 2))
+    outcome = run(engine)
+    for n in range(10):
+        engine.add(request(str(n), _prompt(100 + n, 200), 2, store=False))
+        run(engine, outcome)
+    session.stored.set()
+    _stored(engine)
+    warm = _engine(session.inner)
+    warm.add(request("first", _prompt(1, 200), 8))
+    second = run(warm)
+    assert second.finished["first", 0].usage.daemon_tokens == 192
+    assert second.tokens["first", 0] == answer_alone(_prompt(1, 200), 8)
+    _stored(warm)
+
+
+def _usages(outcome: Outcome) -> list[Any]:
+    return [finished.usage for finished in outcome.finished.values()]
+
+
+class _HeldSession:
+    """A session whose answers wait for events: `answered` for lookups, `promoted`, `stored` for puts."""
+
+    block_tokens, state = 64, "connected"
+
+    def __init__(self, inner: MemorySession) -> None:
+        self.inner = inner
+        self.answered, self.promoted, self.stored = threading.Event(), threading.Event(), threading.Event()
+        self.answered.set()
+        self.stored.set()
+
+    def get(self, tokens: Any, *, max_blocks: int, deadline_s: float, promote: bool) -> Any:
+        assert (self.promoted if promote else self.answered).wait(60)
+        return self.inner.get(tokens, max_blocks=max_blocks, deadline_s=deadline_s, promote=promote)
+
+    def put(self, tokens: Any, *, first_block: int, payloads: Any) -> Any:
+        assert self.stored.wait(60)
+        return self.inner.put(tokens, first_block=first_block, payloads=payloads)
+
+    def ping(self) -> float | None:
+        return 0.0
+
+    def wake(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None

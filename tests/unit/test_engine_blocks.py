@@ -1,0 +1,137 @@
+"""Corners of the block space that random walks seldom reach, and the figures of compaction."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore_engine.blocks import (
+    BlockSpace,
+    Compactor,
+    Holding,
+    HostPool,
+    TransferCosts,
+    count_runs,
+    swap_in,
+    swap_out,
+)
+from kvstore_engine.pool import PoolExhausted
+from tests.reference.twin_compute import twin_pool
+
+_A, _B, _C = ([letter] * 16 for letter in (1, 2, 3))
+
+
+def _space(blocks: int) -> BlockSpace:
+    return BlockSpace(twin_pool(blocks))
+
+
+def _claim(space: BlockSpace, tokens: list[int], *, filled: int | None = None, tenant: str = "") -> Holding:
+    """A holding whose blocks are computed, each plane full of `filled`."""
+    array = np.array(tokens, np.int32)
+    holding = space.claim(tenant, array)
+    if filled is not None:
+        new = [block for block, node in zip(holding.blocks, holding.nodes, strict=False) if not node.ready]
+        space.pool.planes[:, [*new, *holding.blocks[len(holding.nodes) :]]] = filled
+        space.seal(holding, array, 0, len(tokens))
+    return holding
+
+
+def test_a_used_block_is_never_given_up_and_the_least_recently_used_goes_first() -> None:
+    space = _space(4)
+    for tokens in (_A, _B, _C):
+        space.release(_claim(space, tokens, filled=1))
+    again = _claim(space, _A, filled=1)
+    last = space.claim("", np.array([4] * 32, np.int32))  # the free block and _B's, the oldest unused
+    assert space.statistics().evicted == 1
+    assert space.price("", np.array(_C, np.int32)) == 1 and len(space.trie.match("", [bytes(64)])) == 0
+    assert [node.users for node in space.trie.match("", space.keys(np.array(_B, np.int32)))] == []
+    with pytest.raises(PoolExhausted):
+        space.claim("", np.array([5] * 48, np.int32))
+    space.check([again, last])
+
+
+def test_a_sequence_that_generates_what_another_waits_for_gives_it() -> None:
+    space = _space(8)
+    first = _claim(space, [9] * 20, filled=7)
+    waiting = space.claim("", np.array([9] * 32 + [1], np.int32))
+    assert space.ready_tokens(waiting, 0) == 16
+    space.seal(first, np.array([9] * 32, np.int32), 20, 32)
+    assert space.ready_tokens(waiting, 0) == 32
+    assert (space.pool.planes[:, waiting.blocks[1]] == 7).all()
+    assert first.blocks[1] == waiting.blocks[1]
+    space.check([first, waiting])
+
+
+def test_a_swapped_sequence_gets_its_own_bits_back_although_others_computed_them_anew() -> None:
+    space = _space(4)
+    host = HostPool(space.pool, 4 * space.pool.payload_bytes(1))
+    holding = _claim(space, _A + _B + [1], filled=3)
+    swapped = swap_out(space, host, holding, 33)
+    space.release(_claim(space, _C * 4, filled=8))  # all that was cached is given up
+    other = _claim(space, [*_A, 5], filled=4)
+    tokens = np.array(_A + _B + [1, 2], np.int32)
+    with pytest.raises(PoolExhausted):
+        swap_in(space, host, swapped, tokens)
+    assert host.used_blocks == 3
+    space.release(other)
+    back, copied = swap_in(space, host, swapped, tokens)
+    assert copied == 3 and (space.pool.planes[:, back.blocks] == 3).all()
+    assert host.used_blocks == 0
+    space.check([back])
+
+
+def test_a_block_that_stayed_is_not_copied() -> None:
+    space = _space(8)
+    host = HostPool(space.pool, 8 * space.pool.payload_bytes(1))
+    holding = _claim(space, _A + _B + [1], filled=3)
+    swapped = swap_out(space, host, holding, 33)
+    back, copied = swap_in(space, host, swapped, np.array(_A + _B + [1], np.int32))
+    assert copied == 1
+    space.check([back])
+
+
+def _scattered(space: BlockSpace, count: int) -> tuple[Holding, list[int]]:
+    """A holding of `count` blocks, every other one of the pool, each full of its number; the others are free."""
+    array = np.arange(count * 16, dtype=np.int32) % 50
+    gaps = []
+    holding = space.claim("", array[:16])
+    for index in range(1, count):
+        gaps += space.allocate(1, int(holding.table[-1]))
+        space.extend(holding, (index + 1) * 16)
+    for index, block in enumerate(holding.blocks):
+        space.pool.planes[:, block] = index
+    space.references.release(gaps)
+    return holding, gaps
+
+
+def test_compaction_moves_only_what_pays_and_keeps_every_byte() -> None:
+    space, costs = _space(64), TransferCosts()
+    holding, _ = _scattered(space, 16)
+    assert count_runs(holding.table) == 16
+    compactor = Compactor(space, costs)
+    assert compactor.compact(holding, 0.0).moved_blocks == 0
+    done = compactor.compact(holding, 1e6)
+    assert done.runs_before == 16 and done.runs_after == 1 and done.gain_s > 0
+    for index, block in enumerate(holding.blocks):
+        assert (space.pool.planes[:, block] == index).all()
+    space.check([holding])
+
+
+def test_compaction_leaves_shared_blocks_where_they_are() -> None:
+    space, costs = _space(64), TransferCosts()
+    holding, _ = _scattered(space, 6)
+    child = space.fork(holding)
+    assert Compactor(space, costs).compact(holding, 1e6).moved_blocks == 0
+    space.release(child)
+    assert Compactor(space, costs).compact(holding, 1e6).runs_after == 1
+    space.check([holding])
+
+
+def test_the_cost_of_a_piece_is_learnt_from_transfers() -> None:
+    costs = TransferCosts()
+    randoms = np.random.default_rng(1)
+    for _ in range(400):
+        nbytes, runs = int(randoms.integers(1, 64) << 20), int(randoms.integers(1, 300))
+        costs.observe(nbytes, runs, 1e-5 + nbytes / 4e9 + runs * 2e-5)
+    assert costs.run_s == pytest.approx(2e-5, rel=0.2)
+    assert costs.copy_s(32 << 20, 1) == pytest.approx((32 << 20) / 4e9, rel=0.2)
