@@ -11,7 +11,8 @@ Expected: with answers this unequal, first come, first served makes the many sho
 tenant and length of prompt tell them apart well enough; ageing bounds what the long pay. The gain is that of a queue.
 With sixteen places there is less of it (seen: 0.77): the sixteen share the processor, whoever came first, and no order
 of admission changes that. So the target is for an engine with room for four at a time (seen: 0.59); one and sixteen
-stand beside it. The policy's two constants were chosen on this load and one other. It depends on the load: with lengths less unequal than these, four places gave 0.85 to 1.0.
+stand beside it. The policy took its two constants from this load and one other; with lengths less unequal than these
+four places gave 0.85 to 1.0.
 
     python benchmarks/engine_schedule.py [--json] [--quick]
 """

@@ -9,6 +9,7 @@ The GIL is released while ggml computes. ggml's threads spin at their barriers: 
 and for copies, since a step on an oversubscribed machine takes many times as long.
 """
 
+import ctypes as ct
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ import numpy.typing as npt
 
 from kvstore_engine.ggml import Library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
-from kvstore_engine.graph import LlamaGraph, SequenceSlice, StepInputs, build_graph, chunk_plan, plan_step
-from kvstore_engine.graph.llama import AttentionOperation, PoolTensors
+from kvstore_engine.graph import SequenceSlice, StepGraph, StepInputs, build_graph, chunk_plan, plan_step
+from kvstore_engine.graph.decoder import AttentionOperation, PoolTensors, ProductOperation
 from kvstore_engine.graph.plan import BLOCK_TOKENS, CHUNK_TOKENS
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.kernels.foreign import array_at
-from kvstore_engine.kernels.layout import AttentionShape, StepMemory
+from kvstore_engine.kernels.layout import AttentionShape, LayerAttention, Product, StepMemory
 from kvstore_engine.model import Model
 from kvstore_engine.pool import BlockPool
 
@@ -37,7 +38,7 @@ _MAX_GRAPHS = 32
 class _ReadyGraph:
     """A graph with memory: its inputs and its logits as arrays."""
 
-    graph: LlamaGraph
+    graph: StepGraph
     tokens: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]
     slots: npt.NDArray[np.int64]
@@ -64,24 +65,34 @@ class Executor:
             raise ValueError("the block pool was made for another model")
         if threads < 1 or max_tokens_per_step < 1 or max_sequences < 1 or max_context < 1:
             raise ValueError("threads, tokens per step, sequences and context must all be at least 1")
+        if 0 < config.longest_context < max_context:
+            raise ValueError(
+                f"the model was loaded for contexts up to {config.longest_context} tokens, not {max_context}: "
+                "load it with `context`"
+            )
         self.model, self.pool = model, pool
         self.limits = StepLimits(
             config.vocabulary, pool.blocks, pool.block_tokens, max_tokens_per_step, max_sequences, max_context
         )
         ggml = self._ggml = model.library
         self._cache = _PoolView(ggml, pool)
-        shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, pool.block_tokens, pool.element_bytes)
+        shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, pool.block_tokens, pool.ggml_type)
         self._memory = StepMemory(
             shape,
             [pool.plane_addresses(layer) for layer in range(config.layers)],
             max_sequences=max_sequences,
             max_blocks=-(-max_context // pool.block_tokens),
-            max_tokens=max_tokens_per_step,
+            attention=[
+                LayerAttention(config.window(layer), config.attention_softcap, config.attention_scale)
+                for layer in range(config.layers)
+            ],
         )
         self._attention = AttentionOperation(
             pool.kernels.attention_address,
             tuple(self._memory.layer_address(layer) for layer in range(config.layers)),
         )
+        self._product_memory = Product.new()
+        self._product = ProductOperation(pool.kernels.product_address, ct.addressof(self._product_memory))
         self._backend = ggml.backend_cpu_init()
         self.threads = threads
         self._allocator = ggml.gallocr_new(ggml.backend_cpu_buffer_type())
@@ -98,11 +109,12 @@ class Executor:
         self._threads = count
         self._ggml.backend_cpu_set_n_threads(self._backend, count)
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> FloatArray:
+    def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
         """Compute one step; its K and V are in the pool afterwards.
 
         Returns the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`:
-        a copy. Raises ValueError for a request that breaks a limit, RuntimeError if ggml fails.
+        a copy, in the leading rows of `out` if that is given. Raises ValueError for a request that breaks a limit,
+        RuntimeError if ggml fails.
         """
         if not self._backend:
             raise RuntimeError("the executor is closed")
@@ -112,7 +124,11 @@ class Executor:
         status = self._ggml.backend_graph_compute(self._backend, ready.graph.graph)
         if status != 0:
             raise RuntimeError(f"ggml_backend_graph_compute failed with status {status}")
-        return np.copy(ready.logits)
+        if out is None:
+            return np.copy(ready.logits)
+        rows = out[: len(ready.logits)]
+        np.copyto(rows, ready.logits)
+        return rows
 
     def prefill(
         self,
@@ -155,8 +171,9 @@ class Executor:
     ) -> None:
         self.close()
 
-    def _build(self, tokens: int, outputs: int) -> LlamaGraph:
-        return build_graph(self.model, self._cache.tensors, self._attention, tokens, outputs)
+    def _build(self, tokens: int, outputs: int) -> StepGraph:
+        product = self._product if self._product.function else None
+        return build_graph(self.model, self._cache.tensors, self._attention, tokens, outputs, product)
 
     def _reserve(self, tokens: int, outputs: int) -> None:
         graph = self._build(tokens, outputs)
@@ -201,7 +218,7 @@ class Executor:
         for row, piece in zip(self._memory.tables, slices, strict=False):
             used = min(len(piece.block_table), len(row))
             row[:used] = piece.block_table[:used]
-        self._memory.begin(count)
+        self._memory.begin(count, self._threads)
 
 
 class _PoolView:
@@ -228,7 +245,7 @@ class _PoolView:
         self._ggml.backend_buffer_free(self._buffer)
 
 
-def _ready(graph: LlamaGraph, vocabulary: int) -> _ReadyGraph:
+def _ready(graph: StepGraph, vocabulary: int) -> _ReadyGraph:
     def data(tensor: int) -> int:
         address: int = tensor_at(tensor).data
         return address

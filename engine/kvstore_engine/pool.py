@@ -4,31 +4,30 @@ Owns the planes (K and V of each layer) and the list of free engine blocks. It n
 holds a block, what a block's key is, or what should be evicted: callers own block tables.
 Invariants: a block is free or allocated, never both; freeing a free block is a broken invariant and raises.
 
-Memory is one anonymous map, touched at creation: a first write to an untouched page costs five times the
-copy.
+Memory is one map, touched at creation: a first write to an untouched page costs five times the copy. It is
+anonymous unless the caller brings its own, such as one that another process maps too.
 A storage block's payload is layer-major: for each layer K [tokens, kv_heads * head_dim], then V, rows in
 token order, which is this pool's own layout, so that copies are memcpy.
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.gguf.tensor_types import F16, F32
+from kvstore_engine.free_list import FreeList, PoolExhausted
+from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
 from kvstore_engine.kernels import Kernels, select_kernels
+from kvstore_engine.kernels.elements import KV_TYPES
 from kvstore_engine.model.config import ModelConfig
+
+__all__ = ["ENGINE_BLOCK_TOKENS", "PAYLOAD_LAYOUT", "BlockPool", "PoolExhausted"]
 
 ENGINE_BLOCK_TOKENS = 16
 PAYLOAD_LAYOUT = "layer-major/k-then-v/token-major"
-_ELEMENTS = {"f16": (F16, 2), "f32": (F32, 4)}
 Bytes = npt.NDArray[np.uint8]
 BlockIds = Sequence[int] | npt.NDArray[np.int32]
-
-
-class PoolExhausted(RuntimeError):
-    """More blocks were asked for than are free. Ask `free_blocks` first where that is an ordinary event."""
 
 
 class BlockPool:
@@ -42,10 +41,10 @@ class BlockPool:
         block_tokens: int = ENGINE_BLOCK_TOKENS,
         kv_dtype: str = "f16",
         kernels: Kernels | None = None,
+        memory: Callable[[int], mmap.mmap] | None = None,
     ) -> None:
-        """Map and touch the memory. ValueError for an unknown dtype or a block size outside 8..256 tokens."""
-        if kv_dtype not in _ELEMENTS:
-            raise ValueError(f"K/V type {kv_dtype!r} is not supported; supported: {', '.join(_ELEMENTS)}")
+        """Map and touch the memory. ValueError for a type that does not fit or a block size outside 8..256 tokens."""
+        row_bytes = kv_row_bytes(config, kv_dtype)
         if blocks < 1 or not 8 <= block_tokens <= 256:
             raise ValueError(f"{blocks} blocks of {block_tokens} tokens: need at least 1 of 8..256 tokens")
         self.kernels = kernels or select_kernels()
@@ -53,17 +52,22 @@ class BlockPool:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.kv_dtype = kv_dtype
-        self.ggml_type, self.element_bytes = _ELEMENTS[kv_dtype]
+        self.ggml_type = KV_TYPES[kv_dtype]
         self.row_elements = config.kv_width
-        self.row_bytes = config.kv_width * self.element_bytes
+        self.row_bytes = row_bytes
         self.block_bytes = block_tokens * self.row_bytes
-        self.planes = _planes(2 * config.layers, blocks, self.block_bytes)
-        self._free = np.ones(blocks, np.bool_)
+        self.planes = _planes(memory or _touched_memory, 2 * config.layers, blocks, self.block_bytes)
+        self._free = FreeList(blocks)
 
     @property
     def free_blocks(self) -> int:
         """Engine blocks that `allocate` could still give out."""
-        return int(np.count_nonzero(self._free))
+        return self._free.count
+
+    @property
+    def free_flags(self) -> npt.NDArray[np.bool_]:
+        """True for each free block; not to be changed."""
+        return self._free.flags
 
     def payload_bytes(self, engine_blocks: int) -> int:
         """Size of the payload of a storage block that spans `engine_blocks` engine blocks."""
@@ -74,38 +78,17 @@ class BlockPool:
         base, stride = self.planes.ctypes.data, self.planes.strides[0]
         return base + 2 * layer * stride, base + (2 * layer + 1) * stride
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` block ids, neighbours where possible. Raises PoolExhausted, and then allocates nothing.
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` block ids, those behind `after` if they are free. Raises PoolExhausted as `FreeList.allocate`."""
+        return self._free.allocate(count, after)
 
-        The smallest run of free blocks that holds them all, else the largest runs first: adjacent blocks
-        copy in one memcpy, and small requests leave the large runs whole.
-        """
-        if count <= 0:
-            return []
-        starts, lengths = _runs(self._free)
-        if int(lengths.sum()) < count:
-            raise PoolExhausted(f"{count} blocks wanted, {int(lengths.sum())} of {self.blocks} are free")
-        fitting = np.flatnonzero(lengths >= count)
-        if fitting.size:
-            best = fitting[np.argmin(lengths[fitting])]
-            ids = np.arange(starts[best], starts[best] + count)
-        else:
-            order = np.argsort(-lengths, kind="stable")
-            runs = [np.arange(starts[i], starts[i] + lengths[i]) for i in order]
-            ids = np.concatenate(runs)[:count]
-        self._free[ids] = False
-        return [int(block) for block in ids]
+    def take(self, ids: Sequence[int]) -> list[int]:
+        """Exactly these blocks, which must be free."""
+        return self._free.take(ids)
 
     def free(self, ids: BlockIds) -> None:
         """Give blocks back. RuntimeError if one is out of range, free already, or named twice."""
-        if not len(ids):
-            return
-        blocks = np.asarray(ids, np.int64)
-        if blocks.min() < 0 or blocks.max() >= self.blocks:
-            raise RuntimeError(f"free: block ids {ids} are outside 0..{self.blocks - 1}")
-        if self._free[blocks].any() or len(np.unique(blocks)) != len(blocks):
-            raise RuntimeError(f"free: a block of {ids} is free already or named twice")
-        self._free[blocks] = True
+        self._free.free(ids)
 
     def gather_block(self, block_ids: BlockIds, dest: Bytes) -> None:
         """Write the payload of the storage block held by `block_ids` (in token order) to `dest`, uint8."""
@@ -118,6 +101,24 @@ class BlockPool:
     def scatter_blocks(self, sources: Sequence[Bytes], tables: Sequence[BlockIds], *, threads: int = 2) -> None:
         """`scatter_block` for many storage blocks at once, at memcpy speed: the way to restore a prefix."""
         self._copy(sources, tables, into_pool=True, threads=threads)
+
+    def scatter_part(self, source: Bytes, skip: int, block_ids: BlockIds) -> None:
+        """Read a payload, but for its first `skip` engine blocks, into `block_ids`; what follows them is left, too."""
+        count = source.size // self.payload_bytes(1)
+        if source.size != self.payload_bytes(count) or not 0 <= skip <= count - len(block_ids):
+            raise ValueError(f"{len(block_ids)} blocks from {skip} on are not in a payload of {source.size} bytes")
+        if skip == 0 and len(block_ids) == count:
+            self.scatter_block(source, block_ids)
+            return
+        parts = source.reshape(len(self.planes), count, self.block_bytes)
+        self.planes[:, np.asarray(block_ids, np.int64)] = parts[:, skip : skip + len(block_ids)]
+
+    def copy_blocks(self, sources: BlockIds, targets: BlockIds) -> None:
+        """Copy blocks within the pool, each of `sources` to its place in `targets`; the two share no block."""
+        ids = np.array([sources, targets], np.int64)  # ValueError if they differ in length
+        if ids.size and (ids.min() < 0 or ids.max() >= self.blocks or np.intersect1d(ids[0], ids[1]).size):
+            raise ValueError(f"blocks to copy must be in 0..{self.blocks - 1}, and no source a target")
+        self.kernels.move_blocks(self.planes, *ids.astype(np.int32))
 
     def _copy(self, payloads: Sequence[Bytes], tables: Sequence[BlockIds], *, into_pool: bool, threads: int) -> None:
         """Check everything the kernels take on trust, then copy."""
@@ -138,18 +139,30 @@ class BlockPool:
         self.kernels.copy_blocks(self.planes, flat, table, into_pool=into_pool, threads=threads)
 
 
-def _planes(count: int, blocks: int, block_bytes: int) -> Bytes:
-    """Zeroed, touched memory, uint8 [count, blocks, block_bytes]; each plane starts on a 64-byte boundary."""
-    stride = -(-blocks * block_bytes // 64) * 64
-    memory = mmap.mmap(-1, count * stride)
+def kv_row_bytes(config: ModelConfig, kv_dtype: str) -> int:
+    """Bytes of one token's K (or V) in one layer, kept as `kv_dtype`. ValueError if that cannot be."""
+    if kv_dtype not in KV_TYPES:
+        raise ValueError(f"K/V type {kv_dtype!r} is not supported; supported: {', '.join(KV_TYPES)}")
+    kind = TENSOR_TYPES[KV_TYPES[kv_dtype]]
+    if config.kv_width % kind.block_elements:
+        raise ValueError(
+            f"K/V type {kv_dtype} keeps {kind.block_elements} values in a block, and this model's K has "
+            f"{config.kv_width} a token, which is no multiple: choose f16, bf16 or f32"
+        )
+    return kind.row_bytes(config.kv_width)
+
+
+def _touched_memory(size_bytes: int) -> mmap.mmap:
+    """Zeroed memory of this process alone."""
+    memory = mmap.mmap(-1, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    flat = np.frombuffer(memory, np.uint8)
-    flat.fill(0)
+    np.frombuffer(memory, np.uint8).fill(0)
+    return memory
+
+
+def _planes(memory: Callable[[int], mmap.mmap], count: int, blocks: int, block_bytes: int) -> Bytes:
+    """`memory` as uint8 [count, blocks, block_bytes]; each plane starts on a 64-byte boundary."""
+    stride = -(-blocks * block_bytes // 64) * 64
+    flat = np.frombuffer(memory(count * stride), np.uint8)
     return flat.reshape(count, stride)[:, : blocks * block_bytes].reshape(count, blocks, block_bytes)
-
-
-def _runs(free: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Start and length of each run of set elements."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], free.view(np.int8), [0]))))
-    return edges[::2], edges[1::2] - edges[::2]

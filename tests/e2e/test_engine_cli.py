@@ -11,8 +11,11 @@ import pytest
 from kvstore_engine import loading
 from kvstore_engine.cli.main import main
 from kvstore_engine.ggml import GGMLError, library, load_library
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.gguf.tensor_types import I32
 from tests.reference.gguf_bytes import write_gguf
-from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
+from tests.reference.make_gguf import TinyModel, write_model
+from tests.reference.tiny_llama import write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,6 +95,21 @@ def test_info_describes_a_model(tiny: Path, capsys: pytest.CaptureFixture[str]) 
     assert facts["tokenizer"] == "gpt2 gpt-2"
 
 
+def test_info_shows_windows_caps_and_rotations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    windowed = {"llama.attention.sliding_window": 512, "llama.rope.freq_base": 1e6}
+    for architecture, expected in {
+        "gemma2": ("Gemma 2", "4 of 7 layers see 512 tokens", "attention 50, output 30"),
+        "gemma3": ("Gemma 3 (text)", "6 of 7 layers see 512 tokens", "none"),
+    }.items():
+        model = TinyModel(architecture=architecture, layers=7, width=64, metadata=windowed)
+        assert main(["info", str(write_model(tmp_path / "m.gguf", model)), "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["family"], facts["windows"], facts["soft_caps"]) == expected
+        assert facts["rope"].startswith("neox/64/base=1e+06/scale=1")
+        assert ("within windows neox/64/base=10000" in facts["rope"]) == (architecture == "gemma3")
+        assert facts["runs"] == "yes"
+
+
 def test_info_says_why_a_model_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_llama(tmp_path / "x.gguf", general__architecture="mamba", tokenizer__ggml__pre="klingon")
     assert main(["info", str(model)]) == 0
@@ -125,10 +143,17 @@ def _mistakes() -> dict[str, tuple[Make, str]]:
         path = write_tiny_llama(folder / "t.gguf")
         return ["generate", "--model", str(path), "--prompt-file", str(folder / "p.txt")]
 
-    def k_quant(folder: Path) -> list[str]:
-        tokenizer = byte_level_vocabulary()
-        shape = {"general.architecture": "llama", "llama.block_count": 1, "llama.attention.head_count": 1}
-        return _generate(write_gguf(folder / "t.gguf", {**shape, **tokenizer}, {"w": (14, (256, 1), bytes(210))}))
+    def integers(folder: Path) -> list[str]:
+        with GGUFFile.open(write_tiny_llama(folder / "f.gguf")) as file:
+            tensors = {
+                info.name: (
+                    I32 if info.name == "blk.0.attn_q.weight" else info.ggml_type,
+                    info.shape,
+                    file.tensor_bytes(info.name).tobytes(),
+                )
+                for info in file.tensors.values()
+            }
+            return _generate(write_gguf(folder / "t.gguf", file.metadata, tensors))
 
     def tiny(**overrides: object) -> Callable[..., Make]:
         def options(*more: str) -> Make:
@@ -143,7 +168,7 @@ def _mistakes() -> dict[str, tuple[Make, str]]:
         "not a model": (text, "not a GGUF file"),
         "truncated model": (truncated, "truncated"),
         "architecture": (tiny(general__architecture="mamba")(), "architecture 'mamba' is not supported"),
-        "quantisation": (k_quant, "quantisation q6_k"),
+        "quantisation": (integers, "quantisation i32 (blk.0.attn_q.weight)"),
         "cutting rule": (tiny(tokenizer__ggml__pre="klingon")(), "tokenizer.ggml.pre is 'klingon'"),
         "no tokenizer": (tiny(tokenizer__ggml__model=None)(), "no tokenizer"),
         "no template": (tiny(tokenizer__chat_template=None)("--chat"), "no chat template"),

@@ -23,9 +23,10 @@ def available() -> None:
         pytest.skip(f"{NAME} is not in the model cache (kvengine fetch {NAME})")
 
 
-def _ask(model: Path, question: str) -> str:
+def _ask(model: Path, question: str, begun: str) -> str:
     with open_model(model, LoadOptions(context=512, threads=1, warm_up=False)) as loaded:
-        text = loaded.chat_template().render([{"role": "user", "content": question}])
+        # The answer is begun: how the model would begin it is a near tie, which any change of rounding decides.
+        text = loaded.chat_template().render([{"role": "user", "content": question}]) + begun
         answer = loaded.generator.generate(Prompt(text, rendered=True), GenerationSettings(max_tokens=24))
     assert answer.tokens
     return answer.text
@@ -33,4 +34,4 @@ def _ask(model: Path, question: str) -> str:
 
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
 def test_it_knows_a_capital(quant: str) -> None:
-    assert "Paris" in _ask(locate(f"{NAME}:{quant}"), "What is the capital of France?")
+    assert "Paris" in _ask(locate(f"{NAME}:{quant}"), "What is the capital of France?", "The capital")

@@ -92,3 +92,26 @@ def test_wrong_copies_are_refused_before_memory_is_touched() -> None:
     right.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         pool.gather_block([0, 1], right)
+
+
+@pytest.mark.parametrize("kernels", ["cpp", "numba", "reference"])
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_moved_blocks_are_where_they_were_sent_and_no_other_changes(kernels: str, data: st.DataObject) -> None:
+    planes_count, blocks = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 24))
+    block_bytes, threads = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 3))
+    spare = data.draw(st.integers(0, 64))  # planes need not lie end to end
+    random = np.random.default_rng(data.draw(st.integers(0, 9)))
+    memory = random.integers(0, 256, (planes_count, blocks * block_bytes + spare), np.uint8)
+    planes = np.lib.stride_tricks.as_strided(
+        memory, (planes_count, blocks, block_bytes), (memory.strides[0], block_bytes, 1)
+    )
+    start, count = data.draw(st.integers(0, blocks // 2)), data.draw(st.integers(0, blocks // 2))
+    ids = data.draw(st.one_of(st.permutations(range(blocks)), st.just(list(np.roll(range(blocks), -start)))))
+    sources, targets = (np.array(part, np.int32) for part in (ids[:count], ids[len(ids) - count :]))
+    expected = planes.copy()
+    expected[:, targets] = expected[:, sources]
+    rest = memory[:, blocks * block_bytes :].copy()
+    select_kernels(kernels).move_blocks(planes, sources, targets, threads=threads)
+    np.testing.assert_array_equal(planes, expected)
+    np.testing.assert_array_equal(memory[:, blocks * block_bytes :], rest)

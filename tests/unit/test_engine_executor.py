@@ -15,12 +15,20 @@ TokenArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 _SHAPE = TinyModel(layers=3, width=96, heads=6, kv_heads=2, head_dim=32, feed_forward=160)
 _BLOCKS = 96
+_MODELS = {
+    "f16": _SHAPE,
+    "q8_0": replace(_SHAPE, quantisation="q8_0"),
+    "q4_0": replace(_SHAPE, quantisation="q4_0"),
+    "windowed": replace(
+        _SHAPE, architecture="gemma2", quantisation="q8_0", metadata={"llama.attention.sliding_window": 50}
+    ),
+}
 
 
-@pytest.fixture(scope="module", params=["f16", "q8_0", "q4_0"])
+@pytest.fixture(scope="module", params=_MODELS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    write_model(path, replace(_SHAPE, quantisation=request.param))
+    write_model(path, _MODELS[request.param])
     with (
         load_model(GGUFFile.open(path)) as model,
         Executor(model, BlockPool(model.config, _BLOCKS), threads=1) as executor,
@@ -38,7 +46,7 @@ def _table(count: int, seed: int = 0) -> TokenArray:
 
 def _assert_same(engine: Executor, seen: FloatArray, wanted: FloatArray) -> None:
     """The same bits; for f16 the same to rounding: there ggml multiplies a single row with another kernel."""
-    if engine.model.file.tensors["output.weight"].type_name == "f16":
+    if engine.model.file.tensors["token_embd.weight"].type_name == "f16":
         np.testing.assert_allclose(seen, wanted, atol=0.02)
     else:
         np.testing.assert_array_equal(seen, wanted)
@@ -95,6 +103,38 @@ def test_outputs_are_those_that_were_asked_for(engine: Executor) -> None:
     assert engine.forward([SequenceSlice(tokens, 0, table, "none")]).shape == (0, _SHAPE.vocabulary)
     again = engine.forward([SequenceSlice(tokens[16:], 16, table, "all")])
     np.testing.assert_array_equal(again, every[16:])
+
+
+@pytest.mark.parametrize(("kv_dtype", "noise"), [("f16", 2e-3), ("bf16", 2e-2), ("q8_0", 2e-2), ("q4_0", 0.4)])
+def test_each_kv_type_restores_to_the_same_bits_and_costs_no_more_than_its_rounding(
+    tmp_path: Path, kv_dtype: str, noise: float
+) -> None:
+    """ggml writes the rows, our kernels read them: against f32, and a restored prefix against a computed one."""
+    path, tokens = write_model(tmp_path / "m.gguf", _SHAPE), _tokens(150)
+    with load_model(GGUFFile.open(path)) as model:
+        with Executor(model, BlockPool(model.config, _BLOCKS, kv_dtype="f32"), threads=1) as executor:
+            exact = executor.prefill(tokens, 0, _table(150, 1))
+        pool = BlockPool(model.config, _BLOCKS, kv_dtype=kv_dtype)
+        with Executor(model, pool, threads=2) as executor:
+            cold_table, warm_table = _table(150, 1), _table(150, 2)
+            cold = executor.prefill(tokens, 0, cold_table)
+            stored = [np.empty(pool.payload_bytes(4), np.uint8) for _ in range(2)]
+            for block, payload in enumerate(stored):
+                pool.gather_block(cold_table[4 * block : 4 * block + 4], payload)
+            pool.planes.fill(0xFF)
+            pool.scatter_blocks(stored, [warm_table[:4], warm_table[4:8]])
+            warm = executor.prefill(tokens[128:], 128, warm_table)
+    np.testing.assert_array_equal(warm, cold)
+    scale = exact.std()
+    assert 0 < np.abs(cold - exact).max() < noise * 4 * scale
+
+
+def test_a_kv_type_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
+    config = load_model(GGUFFile.open(write_model(tmp_path / "m.gguf", replace(_SHAPE, head_dim=24)))).config
+    with pytest.raises(ValueError, match=r"32 values in a block.*48 a token.*choose f16"):
+        BlockPool(config, 4, kv_dtype="q8_0")
+    with pytest.raises(ValueError, match="supported: f16, bf16, f32, q8_0, q4_0"):
+        BlockPool(config, 4, kv_dtype="q5_1")
 
 
 def test_many_shapes_do_not_grow_the_graph_cache(engine: Executor) -> None:

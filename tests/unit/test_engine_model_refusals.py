@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_engine import GGUFFile, UnsupportedModel, load_model
+from kvstore_engine import BlockPool, Executor, GGUFFile, UnsupportedModel, load_model
 from kvstore_engine.gguf import TENSOR_TYPES
-from tests.reference.gguf_bytes import write_gguf
+from tests.reference.gguf_bytes import Tensor, write_gguf
 from tests.reference.make_gguf import TinyModel, write_model
 
 _TINY = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, feed_forward=32)
@@ -20,12 +20,22 @@ def _refusal(path: Path) -> str:
     return str(caught.value)
 
 
+def _contents(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
+    with GGUFFile.open(path) as file:
+        tensors = {
+            name: (info.ggml_type, info.shape, file.tensor_bytes(name).tobytes()) for name, info in file.tensors.items()
+        }
+        return dict(file.metadata), tensors
+
+
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"general.architecture": "mamba"}, ("'mamba'", "llama")),
+        ({"general.architecture": "mamba"}, ("'mamba'", "llama", "Qwen3", "Gemma 2", "phi3")),
+        ({"general.architecture": "clip"}, ("'clip'", "supported")),
         ({"llama.expert_count": 8}, ("mixture-of-experts",)),
-        ({"llama.rope.scaling.type": "longrope"}, ("longrope", "yarn")),
+        ({"llama.rope.scaling.type": "dynamic"}, ("dynamic", "yarn", "longrope")),
+        ({"llama.attention.sliding_window_pattern": "often"}, ("sliding_window_pattern", "often")),
         ({"llama.attention.head_count_kv": 3}, ("2 query heads", "3 K/V heads")),
         ({"llama.attention.value_length": 8}, ("differ",)),
         ({"llama.rope.dimension_count": 8}, ("8 of 16",)),
@@ -42,25 +52,46 @@ def test_metadata(tmp_path: Path, metadata: dict[str, object], words: tuple[str,
 
 
 def test_quantisations_name_what_would_do(tmp_path: Path) -> None:
-    q6_k = next(number for number, kind in TENSOR_TYPES.items() if kind.name == "q6_k")
-    path = write_gguf(
-        tmp_path / "m.gguf",
-        {"general.architecture": "llama"},
-        {"token_embd.weight": (q6_k, (256, 2), bytes(420))},
-    )
-    message = _refusal(path)
-    assert "q6_k" in message and "q8_0" in message and "token_embd.weight" in message
+    model = write_model(tmp_path / "m.gguf", replace(_TINY, quantisation="f32"))
+    metadata, tensors = _contents(model)
+    i32 = next(number for number, kind in TENSOR_TYPES.items() if kind.name == "i32")
+    _, shape, raw = tensors["blk.0.ffn_up.weight"]
+    tensors["blk.0.ffn_up.weight"] = (i32, shape, raw)
+    message = _refusal(write_gguf(tmp_path / "odd.gguf", metadata, tensors))
+    for word in ("i32", "blk.0.ffn_up.weight", "q8_0", "iq2_xs", "mxfp4"):
+        assert word in message
 
 
-def test_a_bias_is_not_silently_dropped(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "m.gguf", _TINY)
-    with GGUFFile.open(model) as file:
-        tensors = {
-            name: (info.ggml_type, info.shape, file.tensor_bytes(name).tobytes()) for name, info in file.tensors.items()
-        }
-        metadata = dict(file.metadata)
-    tensors["blk.0.attn_q.bias"] = (0, (32,), bytes(128))
-    assert "blk.0.attn_q.bias" in _refusal(write_gguf(tmp_path / "biased.gguf", metadata, tensors))
+def test_nothing_is_silently_dropped(tmp_path: Path) -> None:
+    metadata, tensors = _contents(write_model(tmp_path / "m.gguf", _TINY))
+    for extra in ("blk.0.attn_q_norm.weight", "blk.0.attn_norm.bias", "output.bias", "rope_factors_long.bias"):
+        more = {**tensors, extra: (0, (32,), bytes(128))}
+        assert extra in _refusal(write_gguf(tmp_path / "more.gguf", metadata, more))
+
+
+def test_half_of_a_projection_is_not_enough(tmp_path: Path) -> None:
+    metadata, tensors = _contents(write_model(tmp_path / "m.gguf", _TINY))
+    del tensors["blk.0.attn_v.weight"]
+    assert "blk.0.attn_v.weight" in _refusal(write_gguf(tmp_path / "less.gguf", metadata, tensors))
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_a_window_where_there_should_be_none_is_refused(tmp_path: Path, architecture: str) -> None:
+    model = replace(_TINY, architecture=architecture, metadata={"llama.attention.sliding_window": 64})
+    assert "sliding window (64)" in _refusal(write_model(tmp_path / "m.gguf", model))
+
+
+def test_a_longer_context_than_the_rotation_was_chosen_for_is_refused(tmp_path: Path) -> None:
+    longrope = {"llama.rope.scaling.original_context_length": 64}
+    model = replace(_TINY, architecture="phi3", long_short=True, metadata=longrope)
+    path = write_model(tmp_path / "m.gguf", model)
+    with load_model(GGUFFile.open(path)) as short, pytest.raises(ValueError, match="up to 64 tokens, not 128"):
+        Executor(short, BlockPool(short.config, 8), max_context=128)
+    with (
+        load_model(GGUFFile.open(path), context=128) as long,
+        Executor(long, BlockPool(long.config, 8), max_context=128),
+    ):
+        assert long.config.rope.factors == "rope_factors_long.weight"
 
 
 def test_weights_are_repacked_where_this_cpu_can_and_used_in_place_elsewhere(tmp_path: Path) -> None:

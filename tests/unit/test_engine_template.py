@@ -43,6 +43,13 @@ def test_a_template_that_misbehaves_is_refused(source: str, complaint: str) -> N
         ChatTemplate(source).render(_MESSAGES)
 
 
+def test_a_model_may_have_a_template_for_tools() -> None:
+    metadata = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "{{ tools | length }} tools"}
+    template = ChatTemplate.from_metadata(metadata)
+    assert template.render(_MESSAGES) == "plain"
+    assert template.render(_MESSAGES, tools=[{"type": "function"}]) == "1 tools"
+
+
 def test_a_model_without_a_template_is_refused() -> None:
     with pytest.raises(TemplateError, match=r"no chat template.*plain prompt"):
         ChatTemplate.from_metadata({})

@@ -1,4 +1,4 @@
-"""What a kernel set is: paged attention as a ggml custom operation, and the block copy.
+"""What a kernel set is: paged attention as a ggml custom operation, and the copies of blocks.
 
 The caller guarantees that step and layer records describe live memory, that block ids lie inside the pool and
 that payloads have the right size. The implementation MUST compute each row independently of the other rows of
@@ -26,6 +26,14 @@ class Kernels(ABC):
     def attention_address(self) -> int:
         """Address of a `ggml_custom_op_t`; its user data is a `layout.Layer`."""
 
+    @property
+    def product_address(self) -> int:
+        """Address of a `ggml_custom_op_t` that multiplies some rows with a q8_0 matrix, or 0: use ggml's.
+
+        Its sources are the rows and the matrix, its user data is a `layout.Product`. It MUST give ggml's bits.
+        """
+        return 0
+
     @abstractmethod
     def copy_blocks(
         self,
@@ -42,3 +50,7 @@ class Kernels(ABC):
         payloads: one uint8 [planes * blocks_per_payload * block_bytes] for each storage block.
         tables:   int32 [storage blocks, blocks_per_payload], engine block ids.
         """
+
+    @abstractmethod
+    def move_blocks(self, planes: Bytes, sources: Int32Array, targets: Int32Array, *, threads: int = 1) -> None:
+        """Copy block sources[i] of every plane over block targets[i]. No block is both a source and a target."""

@@ -1,7 +1,7 @@
-// Moves whole storage blocks between the paged cache and contiguous payloads.
+// Moves whole storage blocks between the paged cache and contiguous payloads, and engine blocks within the cache.
 //
 // A payload is [plane][engine block of the storage block]; planes are K and V of each layer in turn. Engine blocks
-// that lie next to each other in the pool move in one memcpy. Threads take storage blocks in turn, whoever is free the
+// that lie next to each other in the pool move in one memcpy. Threads take planes in turn, whoever is free the
 // next: a thread that starts late, or shares its core, does fewer. A single core does not saturate memory, two nearly do.
 //
 // Into the pool the copy streams past the caches (non-temporal stores), as memcpy itself does for copies larger than a
@@ -11,37 +11,24 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <thread>
 #include <vector>
 
-#if defined(__AVX512F__) || defined(__AVX__)
-#include <immintrin.h>
+#if defined(__x86_64__)
+#include <emmintrin.h>
 #endif
 
 namespace {
 
-#if defined(__AVX512F__)
-using Vector = __m512i;
-inline Vector load(const char* from) { return _mm512_loadu_si512(from); }
-inline void stream(char* to, Vector value) { _mm512_stream_si512(reinterpret_cast<Vector*>(to), value); }
-#elif defined(__AVX__)
-using Vector = __m256i;
-inline Vector load(const char* from) { return _mm256_loadu_si256(reinterpret_cast<const Vector*>(from)); }
-inline void stream(char* to, Vector value) { _mm256_stream_si256(reinterpret_cast<Vector*>(to), value); }
-#endif
-
 // memcpy that leaves nothing of `to` in the caches, where the machine can and `to` is aligned for it.
 void copy_streaming(char* to, const char* from, int64_t bytes) {
-#if defined(__AVX512F__) || defined(__AVX__)
-    constexpr int64_t width = sizeof(Vector);
-    if (reinterpret_cast<uintptr_t>(to) % width == 0) {
-        for (; bytes >= 4 * width; bytes -= 4 * width, to += 4 * width, from += 4 * width) {
-            const Vector a = load(from), b = load(from + width), c = load(from + 2 * width), d = load(from + 3 * width);
-            stream(to, a);
-            stream(to + width, b);
-            stream(to + 2 * width, c);
-            stream(to + 3 * width, d);
+#if defined(__x86_64__)
+    // Sixteen bytes at a time: stores are joined to whole cache lines before they leave, so wider ones gain nothing.
+    if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+        for (; bytes >= 64; bytes -= 64, to += 64, from += 64) {
+            __m128i line[4];
+            for (int i = 0; i < 4; i++) line[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i);
+            for (int i = 0; i < 4; i++) _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, line[i]);
         }
     }
 #endif
@@ -50,7 +37,7 @@ void copy_streaming(char* to, const char* from, int64_t bytes) {
 
 // Streamed stores are weakly ordered: before another thread is told of them they must have happened.
 void finish_streaming() {
-#if defined(__AVX512F__) || defined(__AVX__)
+#if defined(__x86_64__)
     _mm_sfence();
 #endif
 }
@@ -79,10 +66,18 @@ void copy_plane(const Copy& copy, int64_t storage_block, int64_t plane) {
     }
 }
 
-void copy_blocks(const Copy& copy, std::atomic<int64_t>& next) {
-    for (int64_t block = next++; block < copy.storage_blocks; block = next++)
-        for (int64_t plane = 0; plane < copy.plane_count; plane++) copy_plane(copy, block, plane);
-    finish_streaming();
+// Runs `work(0)`..`work(units - 1)` on `threads` threads, whoever is free the next.
+template <class Work>
+void share_out(int64_t units, int32_t threads, const Work& work) {
+    std::atomic<int64_t> next{0};
+    const auto take = [&] {
+        for (int64_t unit = next++; unit < units; unit = next++) work(unit);
+        finish_streaming();
+    };
+    std::vector<std::thread> others;
+    for (int64_t i = 1; i < threads && i < units; i++) others.emplace_back(take);
+    take();
+    for (auto& other : others) other.join();
 }
 
 }  // namespace
@@ -93,10 +88,20 @@ extern "C" void kv_copy_blocks(char* const* planes, char* const* payloads, const
                                int32_t into_pool, int32_t threads) {
     const Copy copy{planes, payloads, tables, plane_count, storage_blocks, blocks_per_payload, block_bytes,
                     into_pool != 0};
-    std::atomic<int64_t> next{0};
-    std::vector<std::thread> others;
-    for (int64_t i = 1; i < threads && i < storage_blocks; i++)
-        others.emplace_back(copy_blocks, std::cref(copy), std::ref(next));
-    copy_blocks(copy, next);
-    for (auto& other : others) other.join();
+    share_out(storage_blocks * plane_count, threads,
+              [&](int64_t unit) { copy_plane(copy, unit / plane_count, unit % plane_count); });
+}
+
+// Block sources[i] of every plane over block targets[i]; the caller has checked that no source is a target.
+extern "C" void kv_move_blocks(char* const* planes, const int32_t* sources, const int32_t* targets, int64_t plane_count,
+                               int64_t count, int64_t block_bytes, int32_t threads) {
+    share_out(plane_count, threads, [&](int64_t plane) {
+        for (int64_t i = 0; i < count;) {
+            int64_t run = 1;
+            while (i + run < count && sources[i + run] == sources[i] + run && targets[i + run] == targets[i] + run) run++;
+            std::memcpy(planes[plane] + targets[i] * block_bytes, planes[plane] + sources[i] * block_bytes,
+                        run * block_bytes);
+            i += run;
+        }
+    });
 }

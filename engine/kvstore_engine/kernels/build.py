@@ -1,11 +1,12 @@
-"""Compiles the C++ kernels for this very machine, once, into the user's cache directory.
+"""Compiles the C++ kernels, once, into the user's cache directory.
 
-Owns the compiler call and the cached file's name. It never decides whether to use the result (`selection`
-does). The name holds a digest of sources, compiler, flags and CPU features: a cache directory shared by
-unlike machines, or kept across an upgrade, can never serve a library with instructions that the CPU
-lacks.
+Owns the compiler calls and the cached file's name. It never decides whether to use the result (`selection` does).
+The library holds the attention kernel once for each instruction set of the architecture and picks at run time
+(dispatch.cpp): a cache directory shared by unlike machines can never serve instructions that a CPU lacks. The name
+holds a digest of sources, compiler and flags.
 """
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -13,21 +14,23 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-_SOURCES = ("paged_attention.cpp", "block_copy.cpp")
-_HEADERS = ("layout.h",)
-# -ffp-contract=fast lets a*b+c become one fused operation, in every loop alike. -ffast-math would also
-# reorder sums, and then a row's result would depend on the tile that it is computed in.
-_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-shared",
-    "-fPIC",
-    "-pthread",
-)
-_TIMEOUT_S = 120.0
+_SOURCES = ("paged_attention.cpp", "q8_product.cpp", "dispatch.cpp", "block_copy.cpp")
+_HEADERS = ("layout.h", "simd.h", "elements.h", "pass.h", "tile.h", "tile_sums.h")
+# -ffp-contract=off and no -ffast-math: the sources say where operations fuse and in which order sums are formed, so
+# that a row's result does not depend on the loop that computes it.
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_TIMEOUT_S = 600.0  # it takes ten seconds of one core, and others may need that core
+
+
+class _Unit(NamedTuple):
+    """One compiler call: `source` with `flags`."""
+
+    source: str
+    flags: tuple[str, ...]
 
 
 class BuildError(RuntimeError):
@@ -40,16 +43,30 @@ def cache_folder() -> Path:
     return Path(root) / "kvstored" / "kernels"
 
 
-def build_kernels(folder: Path | None = None, cpu: str = "native") -> Path:
-    """The shared library's path; compiles it (a few seconds) if the cache has none. Raises BuildError.
-
-    `cpu` is the compiler's -march: another than this machine's own is for tests.
-    """
-    compiler, flags = _compiler(), (*_FLAGS, f"-march={cpu}")
-    target = (folder or cache_folder()) / f"kernels-{_digest(compiler, flags)}.so"
+def build_kernels(folder: Path | None = None) -> Path:
+    """The shared library's path; compiles it (a few seconds) if the cache has none. Raises BuildError."""
+    compiler, units = _compiler(), _units(platform.machine())
+    target = (folder or cache_folder()) / f"kernels-{_digest(compiler, units)}.so"
     if not target.exists():
-        _compile(compiler, flags, target)
+        _build(compiler, units, target)
     return target
+
+
+def _units(machine: str) -> list[_Unit]:
+    """What to compile for the architecture `machine`."""
+    builds: dict[str, tuple[str, ...]] = {"baseline": ()}
+    if x86 := machine in ("x86_64", "AMD64"):
+        builds |= {"avx2": _AVX2, "avx512": _AVX512}
+    attention = [
+        _Unit("paged_attention.cpp", (f"-DKV_ATTENTION=kv_paged_attention_{name}", *flags))
+        for name, flags in builds.items()
+    ]
+    products = {"avx2": _AVX2, "vnni": (*_AVX512, "-mavx512vnni")} if x86 else {}
+    product = [
+        _Unit("q8_product.cpp", (f"-DKV_PRODUCT=kv_q8_product_{name}", *flags)) for name, flags in products.items()
+    ]
+    dispatch = _Unit("dispatch.cpp", ("-DKV_HAS_X86",) if x86 else ())
+    return [*attention, *product, dispatch, _Unit("block_copy.cpp", ())]
 
 
 def _compiler() -> str:
@@ -60,12 +77,12 @@ def _compiler() -> str:
     return found
 
 
-def _digest(compiler: str, flags: tuple[str, ...]) -> str:
+def _digest(compiler: str, units: list[_Unit]) -> str:
     here = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=12)
     for name in _SOURCES + _HEADERS:
         digest.update((here / name).read_bytes())
-    for text in (compiler, _version(compiler), *flags, _cpu()):
+    for text in (compiler, _version(compiler), platform.machine(), *_FLAGS, *(str(unit) for unit in units)):
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()
 
@@ -78,33 +95,46 @@ def _version(compiler: str) -> str:
     return done.stdout
 
 
-def _cpu() -> str:
-    """What -march=native will see: the CPU's model and its feature flags."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = ("flags", "Features", "model name")
-    return platform.machine() + "".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
-
-
-def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
-    """Compile to a temporary name, then rename: of two processes at once, both end with a whole file."""
-    here = Path(__file__).parent
+def _build(compiler: str, units: list[_Unit], target: Path) -> None:
+    """Compile beside the target, then rename: of two processes at once, both end with a whole file."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so.partial")
+        folder = tempfile.mkdtemp(dir=target.parent, suffix=".partial")
     except OSError as error:
         raise BuildError(f"cannot write {target.parent}: {error.strerror}") from None
-    os.close(handle)
     try:
-        command = [compiler, *flags, "-o", temporary, *(str(here / name) for name in _SOURCES)]
-        subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-        Path(temporary).replace(target)
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip() or "no message").splitlines()[0]
-        raise BuildError(f"{compiler} failed: {reason}") from None
-    except (OSError, subprocess.SubprocessError) as error:
+        objects = [str(Path(folder) / f"{index}.o") for index in range(len(units))]
+        here = Path(__file__).parent
+        _run_all(
+            [
+                [compiler, *_FLAGS, *unit.flags, "-c", str(here / unit.source), "-o", made]
+                for unit, made in zip(units, objects, strict=True)
+            ]
+        )
+        linked = Path(folder) / "kernels.so"
+        _run_all([[compiler, "-shared", "-pthread", "-o", str(linked), *objects]])
+        linked.replace(target)
+    except OSError as error:
         raise BuildError(f"{compiler} could not be run: {error}") from None
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Run `commands` side by side. Raises BuildError with the first line of what the first failure says."""
+    compiler = commands[0][0]
+    with contextlib.ExitStack() as stack:
+        running = [
+            stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            for command in commands
+        ]
+        for process in running:
+            try:
+                output, _ = process.communicate(timeout=_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                for late in running:
+                    late.kill()
+                raise BuildError(f"{compiler} took more than {_TIMEOUT_S:g} s") from None
+            if process.returncode:
+                reason = (output.strip() or "no message").splitlines()[0]
+                raise BuildError(f"{compiler} failed: {reason}")

@@ -6,17 +6,37 @@
 struct Step {
     int64_t query_heads, kv_heads, head_dim;
     int64_t block_tokens, table_stride;         // tokens in an engine block; int32s from one block table to the next
-    int64_t element_bytes, row_bytes;           // of one K (or V) element: 2 is f16, 4 is f32; of one token's K
+    int64_t kv_type, row_bytes;                 // ggml's number of the K and V type; bytes of one token's K (or V)
     int64_t data_offset, source_offset;         // of `data` and `src[0]` in this ggml's struct ggml_tensor
     const int32_t* sequences;                   // [n][4]: first row, rows, tokens in context after them, unused
     const int32_t* tables;                      // [n][table_stride]: engine block ids
     int64_t item_count;
-    const int32_t* items;                       // [item_count][4]: sequence, K/V head, first query, queries
+    const struct Item* items;                   // [item_count]
+    float* partials;                            // see Item::partial
+    int32_t* pending;                           // for each split tile its unfinished items; 0 before and after a step
+};
+
+struct Item {
+    int32_t sequence, kv_head, first_query, queries;
+    // Not split: split == 0, and the item covers the context. Else the item is one of `split` that share a tile of
+    // queries; it covers the spans [first_span, last_span) and leaves each one's state in `partials`, from record
+    // partial + span * rows on. Whoever finishes last (pending[tile] counts) merges them, in order.
+    int32_t first_span, last_span, split, tile, partial, last_of_tile;  // last_of_tile: the tile's spans, all items'
+    int32_t unused[2];
 };
 
 struct Layer {
     const void* keys;                           // [blocks][block_tokens][kv_heads][head_dim]
     const void* values;
     const Step* step;
+    int64_t window, sink_tokens;                // a row sees the last `window` keys (0: all) and the first `sink_tokens`
+    double scale, softcap;                      // of the scores; 0: no cap
     int64_t next_item;                          // taken so far, by any thread; 0 before the step
 };
+
+struct Product {
+    int64_t data_offset, source_offset, extent_offset;  // of `data`, `src[0]` and `ne[0]` in struct ggml_tensor
+    int64_t next_column, finished;              // taken so far; threads that are done. 0 before and after a product
+};
+
+constexpr int64_t kSpanKeys = 256;              // keys in a span: SPAN_TOKENS of layout.py

@@ -5,15 +5,20 @@ can be kept and only its inputs rewritten. It never computes.
 """
 
 import ctypes as ct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.ggml.structs import DATA_OFFSET_BYTES, SOURCES_OFFSET_BYTES
+from kvstore_engine.ggml.structs import DATA_OFFSET_BYTES, EXTENTS_OFFSET_BYTES, SOURCES_OFFSET_BYTES
+from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
 from kvstore_engine.kernels.foreign import array_at
+from kvstore_engine.kernels.work import SPAN_TOKENS, WorkPlan, plan_work
 
 Int32Array = npt.NDArray[np.int32]
+_WIDEST_LANES = 16  # kLanes of simd.h with AVX-512
 
 
 class Step(ct.Structure):
@@ -25,7 +30,7 @@ class Step(ct.Structure):
         ("head_dim", ct.c_int64),
         ("block_tokens", ct.c_int64),
         ("table_stride", ct.c_int64),
-        ("element_bytes", ct.c_int64),
+        ("kv_type", ct.c_int64),
         ("row_bytes", ct.c_int64),
         ("data_offset", ct.c_int64),
         ("source_offset", ct.c_int64),
@@ -33,6 +38,8 @@ class Step(ct.Structure):
         ("tables", ct.c_void_p),
         ("item_count", ct.c_int64),
         ("items", ct.c_void_p),
+        ("partials", ct.c_void_p),
+        ("pending", ct.c_void_p),
     )
 
 
@@ -43,27 +50,65 @@ class Layer(ct.Structure):
         ("keys", ct.c_void_p),
         ("values", ct.c_void_p),
         ("step", ct.c_void_p),
+        ("window", ct.c_int64),
+        ("sink_tokens", ct.c_int64),
+        ("scale", ct.c_double),
+        ("softcap", ct.c_double),
         ("next_item", ct.c_int64),
     )
 
 
+class Product(ct.Structure):
+    """`struct Product` of layout.h: where a product's operands lie in tensors, and its work counters."""
+
+    _fields_ = (
+        ("data_offset", ct.c_int64),
+        ("source_offset", ct.c_int64),
+        ("extent_offset", ct.c_int64),
+        ("next_column", ct.c_int64),
+        ("finished", ct.c_int64),
+    )
+
+    @classmethod
+    def new(cls) -> Self:
+        return cls(DATA_OFFSET_BYTES, SOURCES_OFFSET_BYTES, EXTENTS_OFFSET_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How one layer attends. The defaults are plain causal attention.
+
+    window:      a token sees itself and the `window` - 1 tokens before it; 0: everything before it.
+    sink_tokens: the first tokens of a sequence, which stay visible outside the window.
+    scale:       what scores are multiplied with; 0: 1 / sqrt(head_dim).
+    softcap:     scores become cap * tanh(score / cap) (Gemma 2); 0: they stay as they are.
+    """
+
+    window: int = 0
+    softcap: float = 0.0
+    scale: float = 0.0
+    sink_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What the kernels need to know of model and pool."""
+    """What the kernels need to know of model and pool. `kv_type` is ggml's number of the stored K and V's type."""
 
     query_heads: int
     kv_heads: int
     head_dim: int
     block_tokens: int
-    element_bytes: int
+    kv_type: int
 
     @property
     def group(self) -> int:
         """Query heads that share one K/V head."""
         return self.query_heads // self.kv_heads
 
-
-ROWS_PER_ITEM = 48  # kRows of paged_attention.cpp: one pass of the kernel
+    @property
+    def row_bytes(self) -> int:
+        """One token's K, or V, of one layer."""
+        return TENSOR_TYPES[self.kv_type].row_bytes(self.kv_heads * self.head_dim)
 
 
 class StepMemory:
@@ -79,55 +124,71 @@ class StepMemory:
         *,
         max_sequences: int,
         max_blocks: int,
-        max_tokens: int,
+        attention: Sequence[LayerAttention] | None = None,
     ) -> None:
-        """`planes`: for each layer the addresses of its K and V planes."""
+        """`planes`: for each layer the addresses of its K and V planes. `attention`: None is plain for all."""
         self.shape = shape
-        self.queries_per_item = max(1, ROWS_PER_ITEM // shape.group)
-        max_items = (max_tokens // self.queries_per_item + max_sequences) * shape.kv_heads
         self.sequences = np.zeros((max_sequences, 4), np.int32)
         self.tables = np.zeros((max_sequences, max_blocks), np.int32)
-        self.items = np.zeros((max_items, 4), np.int32)
         self.step = Step(
             query_heads=shape.query_heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             block_tokens=shape.block_tokens,
             table_stride=max_blocks,
-            element_bytes=shape.element_bytes,
-            row_bytes=shape.kv_heads * shape.head_dim * shape.element_bytes,
+            kv_type=shape.kv_type,
+            row_bytes=shape.row_bytes,
             data_offset=DATA_OFFSET_BYTES,
             source_offset=SOURCES_OFFSET_BYTES,
             sequences=self.sequences.ctypes.data,
             tables=self.tables.ctypes.data,
-            items=self.items.ctypes.data,
         )
-        self.layers = (Layer * len(planes))(*(Layer(keys=k, values=v, step=ct.addressof(self.step)) for k, v in planes))
+        kinds = attention or [LayerAttention()] * len(planes)
+        self.layers = (Layer * len(planes))(*(self._layer(*pair) for pair in zip(planes, kinds, strict=True)))
         fields = len(Layer._fields_)
         self._counters = array_at(ct.addressof(self.layers), np.int64, len(planes), fields)[:, -1]
+        self._planned: tuple[bytes, int] | None = None
+        self._partials = np.empty(0, np.float32)
+        self._pending = np.zeros(0, np.int32)
+
+    def _layer(self, planes: tuple[int, int], kind: LayerAttention) -> Layer:
+        if kind.window < 0 or kind.sink_tokens < 0 or kind.softcap < 0:
+            raise ValueError(f"window, sink_tokens and softcap must not be negative: {kind}")
+        return Layer(
+            keys=planes[0],
+            values=planes[1],
+            step=ct.addressof(self.step),
+            window=kind.window,
+            sink_tokens=kind.sink_tokens,
+            scale=kind.scale or self.shape.head_dim**-0.5,
+            softcap=kind.softcap,
+        )
 
     def layer_address(self, index: int) -> int:
         """Address of layer `index`'s record: the custom operation's user data."""
         return ct.addressof(self.layers[index])
 
-    def begin(self, count: int) -> None:
-        """Make the first `count` rows of `sequences` (and `tables`) the step's work; resets the counters."""
-        items = work_items(self.sequences[:count], self.queries_per_item, self.shape.kv_heads)
-        self.items[: len(items)] = items
-        self.step.item_count = len(items)
+    def begin(self, count: int, threads: int = 1) -> None:
+        """Make the first `count` rows of `sequences` (and `tables`) the work of a step on `threads` threads.
+
+        Steps of the same shape share a plan: decoding makes a new one only when a context enters its next span.
+        """
         self._counters[:] = 0
+        rows, context = self.sequences[:count, 1], self.sequences[:count, 2]
+        key = np.stack((rows, np.where(rows == 1, -(-context // SPAN_TOKENS), context))).tobytes(), threads
+        if key == self._planned:
+            return
+        plan = plan_work(self.sequences[:count], kv_heads=self.shape.kv_heads, group=self.shape.group, threads=threads)
+        self._items = plan.items
+        self._reserve(plan)
+        self.step.items, self.step.item_count = plan.items.ctypes.data, len(plan.items)
+        self._planned = key
 
-
-def work_items(sequences: Int32Array, queries_per_item: int, kv_heads: int) -> Int32Array:
-    """Cut each sequence's queries into tiles, for each K/V head: int32 [n, 4], the costliest first.
-
-    Longest-first keeps the threads level at the end of a layer: a causal tile's cost is the context it sees.
-    """
-    tiles = [
-        (index, first, min(queries_per_item, rows - first), context - rows + first)
-        for index, (_, rows, context, _) in enumerate(sequences.tolist())
-        for first in range(0, rows, queries_per_item)
-    ]
-    tiles.sort(key=lambda tile: -tile[3])
-    items = [(index, head, first, n) for index, first, n, _ in tiles for head in range(kv_heads)]
-    return np.array(items, np.int32).reshape(-1, 4)
+    def _reserve(self, plan: WorkPlan) -> None:
+        row = -(-self.shape.head_dim // _WIDEST_LANES) * _WIDEST_LANES + _WIDEST_LANES
+        if plan.partial_rows * row > self._partials.size:
+            self._partials = np.empty(plan.partial_rows * row, np.float32)
+            self.step.partials = self._partials.ctypes.data
+        if plan.split_tiles > self._pending.size:
+            self._pending = np.zeros(plan.split_tiles, np.int32)
+            self.step.pending = self._pending.ctypes.data

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
 
@@ -14,18 +15,37 @@ class NativeKernels(Kernels):
 
     name = "cpp"
 
-    def __init__(self, library: Path) -> None:
-        """Load `library`. Raises OSError if it cannot be loaded."""
+    def __init__(self, library: Path, isa: str | None = None) -> None:
+        """Load `library`, for the instruction set `isa` or the best one. Raises OSError if that cannot be."""
         self._library = ct.CDLL(str(library), mode=ct.RTLD_LOCAL)
+        self._library.kv_build_name.restype = ct.c_char_p
+        self._library.kv_attention_of.restype = self._library.kv_product_of.restype = ct.c_void_p
+        self.isas = self._usable()
+        self.isa = isa or self.isas[0]
+        if self.isa not in self.isas:
+            raise OSError(f"instruction set {self.isa!r} cannot be used here; usable: {', '.join(self.isas)}")
         self._copy = self._library.kv_copy_blocks
         self._copy.restype = None
         self._copy.argtypes = [ct.c_void_p] * 3 + [ct.c_int64] * 4 + [ct.c_int32] * 2
+        self._move = self._library.kv_move_blocks
+        self._move.restype = None
+        self._move.argtypes = [ct.c_void_p] * 3 + [ct.c_int64] * 3 + [ct.c_int32]
 
     @property
     def attention_address(self) -> int:
-        address = ct.cast(self._library.kv_paged_attention, ct.c_void_p).value
-        assert address is not None
+        address: int = self._library.kv_attention_of(self.isa.encode())
         return address
+
+    @property
+    def product_address(self) -> int:
+        return self._library.kv_product_of(self.isa.encode()) or 0
+
+    def _usable(self) -> list[str]:
+        """The instruction sets that the library has a build for and this processor can run, the best first."""
+        names: list[str] = []
+        while name := self._library.kv_build_name(len(names)):
+            names.append(name.decode())
+        return names
 
     def copy_blocks(
         self,
@@ -37,8 +57,7 @@ class NativeKernels(Kernels):
         threads: int = 1,
     ) -> None:
         plane_count, _, block_bytes = planes.shape
-        stride = planes.strides[0]
-        plane_addresses = planes.ctypes.data + stride * np.arange(plane_count, dtype=np.int64)
+        plane_addresses = _plane_addresses(planes)
         payload_addresses = np.array([payload.ctypes.data for payload in payloads], np.int64)
         tables = np.ascontiguousarray(tables, np.int32)
         self._copy(
@@ -52,3 +71,21 @@ class NativeKernels(Kernels):
             int(into_pool),
             threads,
         )
+
+    def move_blocks(self, planes: Bytes, sources: Int32Array, targets: Int32Array, *, threads: int = 1) -> None:
+        addresses = _plane_addresses(planes)
+        sources, targets = (np.ascontiguousarray(ids, np.int32) for ids in (sources, targets))
+        self._move(
+            addresses.ctypes.data,
+            sources.ctypes.data,
+            targets.ctypes.data,
+            len(planes),
+            len(sources),
+            planes.shape[2],
+            threads,
+        )
+
+
+def _plane_addresses(planes: Bytes) -> npt.NDArray[np.int64]:
+    addresses: npt.NDArray[np.int64] = planes.ctypes.data + planes.strides[0] * np.arange(len(planes), dtype=np.int64)
+    return addresses

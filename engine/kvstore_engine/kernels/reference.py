@@ -10,32 +10,56 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.gguf.tensor_types import Q8_0
 from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
+from kvstore_engine.kernels.elements import widen_rows
 from kvstore_engine.kernels.foreign import array_at, pointer_at
-from kvstore_engine.kernels.layout import Layer, Step
+from kvstore_engine.kernels.layout import Layer, LayerAttention, Step
+from kvstore_engine.kernels.work import ITEM_FIELDS
 
 FloatArray = npt.NDArray[np.float32]
+_PLAIN = LayerAttention()
 _CALLBACK = ct.CFUNCTYPE(None, ct.c_void_p, ct.c_int, ct.c_int, ct.c_void_p)
 
 
-def paged_attention(queries: FloatArray, keys: FloatArray, values: FloatArray, context: Int32Array) -> FloatArray:
+def paged_attention(
+    queries: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    context: Int32Array,
+    kind: LayerAttention = _PLAIN,
+) -> FloatArray:
     """Causal attention of one sequence whose K and V have been gathered into order.
 
     queries [rows, heads, head_dim]; keys, values [tokens, kv_heads, head_dim]; all float32. context int32
-    [rows]: the number of leading tokens that each row sees. Returns float32 [rows, heads, head_dim].
+    [rows]: the number of leading tokens up to each row's own. Returns float32 [rows, heads, head_dim].
     """
     rows, heads, head_dim = queries.shape
     group = heads // keys.shape[1]
     output = np.empty_like(queries)
     for row in range(rows):
-        seen = int(context[row])
-        key = np.repeat(keys[:seen].astype(np.float64), group, axis=1)
-        value = np.repeat(values[:seen].astype(np.float64), group, axis=1)
-        scores = np.einsum("hd,thd->ht", queries[row].astype(np.float64), key) / np.sqrt(head_dim)
+        position = np.arange(int(context[row]))
+        seen = position[(position < kind.sink_tokens) | (position >= context[row] - (kind.window or len(position)))]
+        key = np.repeat(keys[seen].astype(np.float64), group, axis=1)
+        value = np.repeat(values[seen].astype(np.float64), group, axis=1)
+        scores = np.einsum("hd,thd->ht", queries[row].astype(np.float64), key) * (kind.scale or head_dim**-0.5)
+        if kind.softcap:
+            scores = kind.softcap * np.tanh(scores / kind.softcap)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         output[row] = np.einsum("ht,thd->hd", weights, value)
     return output
+
+
+def product_q8(rows: FloatArray, matrix: Bytes) -> npt.NDArray[np.float64]:
+    """float32 rows [n, elements], quantised to q8_0 as ggml does, times a q8_0 matrix, uint8 [columns, row bytes]."""
+    blocks = rows.reshape(len(rows), -1, 32)
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest != 0)
+    scales = (largest / np.float32(127)).astype(np.float16).astype(np.float64)
+    quantised = (np.rint(blocks * inverse) * scales).reshape(rows.shape)
+    product: npt.NDArray[np.float64] = quantised @ widen_rows(matrix, Q8_0).astype(np.float64).T
+    return product
 
 
 class ReferenceKernels(Kernels):
@@ -69,6 +93,9 @@ class ReferenceKernels(Kernels):
             else:
                 np.copyto(packed, planes[:, table])
 
+    def move_blocks(self, planes: Bytes, sources: Int32Array, targets: Int32Array, *, threads: int = 1) -> None:
+        planes[:, targets] = planes[:, sources]
+
 
 def _attend(destination: int, thread: int, threads: int, userdata: int) -> None:
     """`ggml_custom_op_t`: thread 0 computes every sequence of the step."""
@@ -76,7 +103,7 @@ def _attend(destination: int, thread: int, threads: int, userdata: int) -> None:
         return
     layer = Layer.from_address(userdata)
     step = Step.from_address(layer.step)
-    items = array_at(step.items, np.int32, step.item_count, 4)
+    items = array_at(step.items, np.int32, step.item_count, ITEM_FIELDS)
     sequences = array_at(step.sequences, np.int32, 1 + int(items[:, 0].max()), 4)
     tokens = int((sequences[:, 0] + sequences[:, 1]).max())
     source = pointer_at(destination + step.source_offset)
@@ -84,17 +111,17 @@ def _attend(destination: int, thread: int, threads: int, userdata: int) -> None:
         array_at(pointer_at(tensor + step.data_offset), np.float32, tokens, step.query_heads, step.head_dim)
         for tensor in (source, destination)
     )
+    kind = LayerAttention(layer.window, layer.softcap, layer.scale, layer.sink_tokens)
     for index, (first, rows, context, _) in enumerate(sequences.tolist()):
         table = array_at(step.tables + 4 * index * step.table_stride, np.int32, step.table_stride)
         keys, values = (_gather(plane, step, table, context) for plane in (layer.keys, layer.values))
         seen = np.arange(context - rows + 1, context + 1, dtype=np.int32)
-        output[first : first + rows] = paged_attention(queries[first : first + rows], keys, values, seen)
+        output[first : first + rows] = paged_attention(queries[first : first + rows], keys, values, seen, kind)
 
 
 def _gather(plane: int, step: Step, table: Int32Array, tokens: int) -> FloatArray:
     """The first `tokens` rows of one plane in order, float32 [tokens, kv_heads, head_dim]."""
     blocks = table[: -(-tokens // step.block_tokens)]
-    dtype: type[np.float16 | np.float32] = np.float16 if step.element_bytes == 2 else np.float32
-    shape = (int(blocks.max()) + 1, step.block_tokens, step.kv_heads, step.head_dim)
-    rows = array_at(plane, dtype, *shape)[blocks].reshape(-1, step.kv_heads, step.head_dim)
-    return rows[:tokens].astype(np.float32)
+    stored = array_at(plane, np.uint8, int(blocks.max()) + 1, step.block_tokens, step.row_bytes)
+    rows = widen_rows(stored[blocks].reshape(-1, step.row_bytes)[:tokens], step.kv_type)
+    return rows.reshape(tokens, step.kv_heads, step.head_dim)

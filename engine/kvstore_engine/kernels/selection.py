@@ -1,7 +1,8 @@
 """Chooses the kernels: compiled C++ if this machine has a compiler, else numba, else numpy.
 
 Owns the order and the one-line notice when the first choice fails. $KVENGINE_KERNEL=cpp|numba|reference
-forces one, and then its failure is an error.
+forces one, and then its failure is an error. $KVENGINE_KERNEL_ISA=avx512|avx2|neon|baseline forces the C++ kernels'
+instruction set: a comparison with a ggml that was built without AVX-512 needs that.
 """
 
 import logging
@@ -15,6 +16,7 @@ from kvstore_engine.kernels.native import NativeKernels
 from kvstore_engine.kernels.reference import ReferenceKernels
 
 KERNEL_VARIABLE = "KVENGINE_KERNEL"
+ISA_VARIABLE = "KVENGINE_KERNEL_ISA"
 _NAMES = ("cpp", "numba", "reference")
 _log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ class KernelError(OperationError):
 
 def select_kernels(name: str | None = None) -> Kernels:
     """The kernels `name`, or those of $KVENGINE_KERNEL, or the fastest that work. Raises KernelError."""
-    name = name or os.environ.get(KERNEL_VARIABLE)
+    name = name or os.environ.get(KERNEL_VARIABLE) or ("cpp" if ISA_VARIABLE in os.environ else None)
     if name is None:
         return _fastest()
     if name not in _NAMES:
@@ -39,7 +41,7 @@ def _load(name: str) -> Kernels:
         return ReferenceKernels()
     try:
         if name == "cpp":
-            return NativeKernels(build_kernels())
+            return NativeKernels(build_kernels(), os.environ.get(ISA_VARIABLE))
         from kvstore_engine.kernels.paged_numba import NumbaKernels
 
         return NumbaKernels()

@@ -1,0 +1,57 @@
+// What a work item computes at a time: some rows of queries of one sequence, and one K/V head.
+//
+// Owns the constants of the algorithm and each thread's workspace.
+#pragma once
+
+#include "layout.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int kMaxHeadDim = 256;
+constexpr int kKeys = 32;      // keys in a tile
+constexpr int kRows = 48;      // rows in a pass: the workspace then fits a first-level cache of 48 KiB
+constexpr int kManyRows = 8;   // from here on it pays to turn K
+constexpr float kNothing = -1e30f;  // the peak of no scores: finite, so that differences are
+constexpr int kTileVectors = kKeys / kLanes;
+
+struct alignas(64) Workspace {
+    float keys[kKeys * kMaxHeadDim], values[kKeys * kMaxHeadDim], turned[kKeys * kMaxHeadDim];
+    float queries[kRows * kMaxHeadDim];
+    float output[kRows * kMaxHeadDim], merged[kRows * kMaxHeadDim];  // a span's sum, and that of the spans before it
+    float scores[kRows * kKeys], rescale[kRows];
+    float peak[kRows], total[kRows], merged_peak[kRows], merged_total[kRows];
+};
+thread_local Workspace this_threads;
+alignas(64) const float kZeros[kMaxHeadDim + 32] = {};  // a row that no query sees, in any format
+
+// One pass: up to kRows rows of one work item.
+struct Pass {
+    Workspace& work;
+    const Layer* layer;
+    const Step* step;
+    const int32_t* table;
+    int64_t kv_head;
+    const float* query;      // row r of the item: query + offset(r)
+    float* output;
+    int64_t first_row;       // within the item: row = query index * group + head in group
+    int64_t rows, group;
+    int64_t context_before;  // keys before the item's first query
+    int64_t head_dim, stride;  // stride: head_dim rounded up to whole vectors, the length of a row in the workspace
+
+    int64_t position(int64_t row) const { return context_before + (first_row + row) / group; }
+    int64_t offset(int64_t row) const {
+        return (first_row + row) / group * step->query_heads * head_dim + (first_row + row) % group * head_dim;
+    }
+    // The first key outside the sinks that `row` sees.
+    int64_t window_start(int64_t row) const {
+        return layer->window ? std::max<int64_t>(0, position(row) + 1 - layer->window) : 0;
+    }
+    int64_t end() const { return position(rows - 1) + 1; }
+    // Whether any row sees any key of [first, last).
+    bool sees(int64_t first, int64_t last) const {
+        return first < end() && (last > window_start(0) || first < layer->sink_tokens);
+    }
+};
+
+}  // namespace
