@@ -126,6 +126,7 @@ def test_every_block_of_every_tenant_is_there(tmp_path_factory: pytest.TempPathF
         assert eventually(lambda: daemon.status().books.walks > walks + 1)
         assert list(daemon.status().books.broken) == [], "the daemon's own books are in order"
 
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two tenants")
 def test_what_a_tenant_is_owed_holds_before_its_first_client_is_back(tmp_path: Path) -> None:
     """Its blocks are there again, so are others who want their room."""
