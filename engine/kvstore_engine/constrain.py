@@ -146,7 +146,11 @@ _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "
 
 def _compiled(grammar: Grammar) -> str:
     """The text that llguidance takes."""
-    if len(grammar.text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+    try:
+        size = len(grammar.text.encode())
+    except UnicodeEncodeError:
+        raise GrammarError(f"the {_NAMES[grammar.kind]} is not Unicode: it holds half a surrogate pair") from None
+    if size > MAX_GRAMMAR_BYTES:
         raise GrammarError(f"the {_NAMES[grammar.kind]} has more than {MAX_GRAMMAR_BYTES} bytes")
     matcher: type[LLMatcher] = _library().LLMatcher
     if grammar.kind == "regex":

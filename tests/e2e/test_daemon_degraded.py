@@ -53,6 +53,7 @@ def state(daemon: RunningDaemon) -> str:
     return str(daemon.tiers()["nvme"].state)
 
 
+@pytest.mark.slow  # the probe comes after ten seconds
 def test_reads_that_fail_shed_the_tier_and_a_probe_brings_it_back() -> None:
     with running_daemon(failpoints="nvme.read=error:EIO@1-12;nvme.probe=error:EIO@1-2") as daemon:
         assert set(put(daemon, 1)) == {"durable"}
@@ -93,6 +94,7 @@ def test_a_medium_that_becomes_read_only_serves_what_it_has() -> None:
         assert set(put(daemon, 3)) == {"durable"}
 
 
+@pytest.mark.slow  # noticed after ten seconds
 def test_a_directory_that_is_removed_is_noticed_and_dram_goes_on() -> None:
     with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
         daemon = RunningDaemon(Path(directory))
@@ -166,6 +168,7 @@ def tiny_disk() -> Iterator[Path]:
             subprocess.run(["umount", "-l", directory], check=False)
 
 
+@pytest.mark.slow  # ten seconds; a disk that only says so is in the quick ones
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
 def test_a_disk_that_is_really_full(tiny_disk: Path) -> None:
     """Somebody else's file takes the room that the configuration promised us."""

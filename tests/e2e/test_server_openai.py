@@ -244,9 +244,7 @@ def _finished(server: RunningServer) -> list[str]:
 def test_too_many_requests_are_told_when_to_come_back(server: RunningServer, client: Any) -> None:
     """The worker is stopped in the middle of an answer, so that nothing moves while the requests pile up."""
     worker = server.health(KEYS["anna"])["worker"]["pid"]
-    stream = iter(_chat(client, stream=True, max_tokens=300))
-    next(stream)
-    os.kill(worker, signal.SIGSTOP)
+    stream = _caught(server, client, worker)
     wanted = _SEQUENCES + _QUEUED + 5
     try:
         with ThreadPoolExecutor(wanted) as pool:
@@ -262,6 +260,19 @@ def test_too_many_requests_are_told_when_to_come_back(server: RunningServer, cli
     assert refused
     assert all(end.status_code == 429 and int(end.response.headers["retry-after"]) >= 1 for end in refused)
     assert sum(1 for _ in stream) > 0  # the one that ran is whole
+
+
+def _caught(server: RunningServer, client: Any, worker: int) -> Iterator[Any]:
+    """A stream in the middle of its answer, whose worker stands still."""
+    for _ in range(20):
+        stream = iter(_chat(client, stream=True, max_tokens=300))
+        next(stream)
+        os.kill(worker, signal.SIGSTOP)
+        health = server.health(KEYS["anna"])
+        if health["status"] == "busy" and health["engine"]["requests"]:
+            return stream
+        os.kill(worker, signal.SIGCONT)  # this test was too slow, and the answer complete
+    raise AssertionError("every answer was complete before its worker could be stopped")
 
 
 def _ended(client: Any) -> Any:

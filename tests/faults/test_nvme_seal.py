@@ -118,6 +118,7 @@ def test_a_good_index_is_kept_although_commits_came_before_the_mender(directory:
     assert len(read_sealed(index) or {}) == len(NUMBERS) + 1
 
 
+@pytest.mark.slow  # ten seconds of states
 def test_power_lost_after_a_process_that_found_a_seal_and_died_unsynced(tmp_path: Path) -> None:
     try:
         log = record_large_index(tmp_path / "recorded", seed=3, steps=12)

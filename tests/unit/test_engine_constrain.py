@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.constrain import Constrainer, ConstraintFailed, Grammar, GrammarError, check_grammar
+from kvstore_engine.server.tools import ToolCall, ToolCallReader, call_grammar
 from kvstore_engine.tokenizer import Tokenizer
 from tests.reference.tiny_llama import byte_level_vocabulary, sentencepiece_vocabulary
 
@@ -84,6 +85,29 @@ def test_an_answer_follows_a_grammar(constrainer: Constrainer, tokenizer: Tokeni
     assert all(text.count("(") == text.count(")") for text in texts)
 
 
+@pytest.mark.parametrize("names", [("f",), ("f", 'g "é"')])
+def test_a_forced_call_may_refer_to_definitions_of_its_own(
+    constrainer: Constrainer, tokenizer: Tokenizer, names: tuple[str, ...]
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"colour": {"$ref": "#/$defs/Colour"}},
+        "required": ["colour"],
+        "additionalProperties": False,
+        "$defs": {"Colour": {"enum": ["red", "green"]}},
+    }
+    grammar = Grammar("lark", call_grammar([{"name": name, "parameters": parameters} for name in names]))
+    check_grammar(grammar)
+    called = set()
+    for seed in range(8):
+        reader = ToolCallReader()
+        (call,) = [*reader.push(_answer(constrainer, tokenizer, grammar, seed)), *reader.finish()]
+        assert isinstance(call, ToolCall)
+        assert json.loads(call.arguments)["colour"] in ("red", "green")
+        called.add(call.name)
+    assert called == set(names)
+
+
 def test_answers_of_one_request_do_not_share_their_state(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
     make = constrainer.constraint(Grammar("regex", "ab"))
     first, second = make(), make()
@@ -109,6 +133,7 @@ def test_a_token_that_is_not_allowed_fails_the_answer(constrainer: Constrainer, 
         ("json_schema", '{"type": "wrong"}', "cannot be used"),
         ("json_schema", '{"$ref": "#/nowhere"}', "cannot be used"),
         ("regex", "(ab", "regular expression cannot be used"),
+        ("regex", "\ud800", "is not Unicode"),
         ("lark", "start: missing", "grammar cannot be used"),
         ("lark", "x" * (1 << 19), "more than"),
     ],

@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.batching import Finished, Token, Usage
+from kvstore_engine.server import exchange
 from kvstore_engine.server.api_errors import ApiError, overloaded
 from kvstore_engine.server.app import Application
 from kvstore_engine.server.engine_client import Answering
+from kvstore_engine.server.forms import ChatForm
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.messages import Ask
 from kvstore_engine.server.metrics import Metrics
@@ -149,7 +151,7 @@ def test_completions_take_lists_echo_and_logprobs(model: ServedModel) -> None:
     assert engine.asks[0].max_tokens == 16
     logprobs = _post(service, _COMPLETIONS, {"prompt": "the", "logprobs": 1}).json()["choices"][0]["logprobs"]
     assert logprobs["token_logprobs"] == [-0.5, -0.5]
-    assert logprobs["top_logprobs"][0] == {model.text_of(4): -0.25}
+    assert logprobs["top_logprobs"][0] == {model.text_of(4): -0.25, model.text_of(3): -0.5}  # the chosen one, too
     assert logprobs["text_offset"] == [0, len(model.text_of(3))]
 
 
@@ -159,7 +161,32 @@ def test_an_answer_may_take_what_the_context_leaves(model: ServedModel) -> None:
     assert _post(service, _COMPLETIONS, {"prompt": [5] * 12, "max_tokens": 100}).status == 200
     assert engine.asks[0].max_tokens == 9
     error = _post(service, _COMPLETIONS, {"prompt": [5] * 20}).json()["error"]
-    assert error["code"] == "context_length_exceeded"
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
+@pytest.mark.parametrize(("path", "param"), [(_COMPLETIONS, "prompt"), (_CHAT, "messages")])
+def test_a_text_that_is_far_too_long_is_not_tokenised(
+    model: ServedModel, path: str, param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "the cat " * model.longest * 64
+    assert len(model.tokenizer.encode(text, True, True)) >= model.least_tokens(text) >= 64
+    monkeypatch.setattr(model.tokenizer, "encode", None)
+    error = _post(_service(model), path, {"prompt": text} if path == _COMPLETIONS else _saying(text)).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert "at least" in error["message"]
+
+
+def _saying(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def test_a_call_that_is_followed_by_a_full_context_was_cut_off(model: ServedModel) -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    for reason, said in (("end", "tool_calls"), ("stop", "tool_calls"), ("length", "length"), ("context", "length")):
+        form = ChatForm(model, 1, with_logprobs=False, reads_calls=True)
+        form.chunks(0, Token("a", 0, 3, call))
+        form.chunks(0, Finished("a", 0, reason, _USAGE))  # type: ignore[arg-type]  # one of the reasons
+        assert form.choice(0)["finish_reason"] == said
 
 
 def test_a_request_that_the_engine_refuses_keeps_its_status_in_a_stream(model: ServedModel) -> None:
@@ -255,6 +282,8 @@ _BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": "9"}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"max_tokens": 10**4000}, "max_tokens"),
     ({"top_p": 2}, "top_p"),
     ({"stop": [1]}, "stop"),
     ({"stop": ""}, "stop"),
@@ -270,6 +299,8 @@ _BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"structured_outputs": {"json": {}, "regex": "x"}}, "structured_outputs"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
@@ -289,6 +320,7 @@ def test_a_malformed_chat_is_the_callers_mistake(model: ServedModel, fields: dic
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert (error["param"] or "") == param
+    assert len(error["message"]) < 500
     assert engine.asks == []
 
 
@@ -298,7 +330,7 @@ def test_a_malformed_chat_is_the_callers_mistake(model: ServedModel, fields: dic
         ({}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": ""}, None),
+        ({"prompt": ""}, "prompt"),
         ({"prompt": [1 << 40]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [[1], "x", None]}, "prompt"),
@@ -349,6 +381,21 @@ def test_a_body_that_is_too_large_is_not_read(model: ServedModel) -> None:
     response = _post(_service(model), _CHAT, b" " * ((1 << 20) + 1))
     assert response.status == 413
     assert _post(_service(model), _CHAT, b"", headers={"Content-Length": str(1 << 30)}).status == 413
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.0)
+    sent: list[Any] = []
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": _CHAT, "headers": []}
+    asyncio.run(Application(_service(model))(scope, never, send))
+    assert sent[0]["status"] == 408
 
 
 def test_paths_and_methods(model: ServedModel) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_engine.batching import Event, Finished, Token, Usage
+from kvstore_engine.batching import Event, Finished, Request, Token, Usage
 from kvstore_engine.cli import serve_arguments
 from kvstore_engine.cli.main import main
 from kvstore_engine.errors import UsageError
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server import frames
+from kvstore_engine.server.assembly import Serving
+from kvstore_engine.server.engine_client import EngineClient
+from kvstore_engine.server.engine_loop import EngineLoop
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.messages import Ask, events_header, unpack_events
 from kvstore_engine.server.metrics import Histogram, Metrics
+from kvstore_engine.server.options import EngineOptions
+from kvstore_engine.server.run import _bound, _on_signals
 from kvstore_engine.server.sessions import MAX_SESSIONS, TenantSessions, fingerprint_for
 from kvstore_engine.server.tools import ToolCall, ToolCallReader
 from kvstore_proto.fingerprint import Fingerprint
@@ -47,6 +55,22 @@ def test_a_bad_key_file_is_said_by_line_and_never_shows_a_key(tmp_path: Path, te
         KeyRing.read(path)
     assert "good-key" not in str(caught.value)
     assert "lonely" not in str(caught.value)
+
+
+def test_a_key_may_be_written_by_any_editor_in_any_language(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes("\ufeffkey-of-anna anna\r\nclé-de-bert bert\r\n".encode())
+    keys = KeyRing.read(path)
+    for key, tenant in (("key-of-anna", "anna"), ("clé-de-bert", "bert")):
+        caller = keys.caller(f"Bearer {key}".encode().decode("latin-1"))  # as headers are read
+        assert caller is not None
+        assert caller.tenant == tenant
+
+
+@pytest.mark.parametrize("host", ["..", "a" * 100])
+def test_a_host_that_cannot_be_is_said(host: str) -> None:
+    with pytest.raises(UsageError, match="no address for --host"):
+        _bound(host, 0)
 
 
 def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:
@@ -224,3 +248,46 @@ def test_options_out_of_range_are_refused(option: list[str], capsys: pytest.Capt
         main(["serve", "--model", "m", *option])
     assert ended.value.code == 2
     assert option[0] in capsys.readouterr().err
+
+
+def test_an_engine_that_cannot_be_started_again_is_tried_again_whatever_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = EngineClient(EngineOptions("m.gguf"))
+
+    async def nonsense() -> None:
+        raise frames.BrokenFrame("a frame of 4 GiB")
+
+    monkeypatch.setattr(client, "_spawn", nonsense)
+    assert asyncio.run(client._restarted(0.0)) is False
+    assert client.trouble == "a frame of 4 GiB"
+
+
+class _Broken:
+    """An engine, and a maker of constraints, that fail in a way that nobody has thought of."""
+
+    def add(self, request: Request) -> None:
+        raise ZeroDivisionError("of the request's own")
+
+
+def test_a_request_that_cannot_be_taken_in_leaves_the_others_alone() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        serving = Serving(_Broken(), None, None, None, None)  # type: ignore[arg-type]  # nothing else is asked
+        ask = Ask("a", np.array([1], np.int32), 5, SamplingSettings())
+        EngineLoop(ours)._add(serving, ask.header(), frames.pack_tokens(ask.tokens))
+        ((header, _),) = frames.FrameReader(theirs).receive()
+    assert (header["refused"], header["kind"]) == ("a", "failed")
+    assert "own" not in header["message"]  # it might quote a prompt
+
+
+@pytest.mark.parametrize(("has_started", "says"), [(True, "finishing what runs"), (False, "ending before")])
+def test_a_signal_says_what_it_brings_about(has_started: bool, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    async def run() -> None:
+        stopping = asyncio.Event()
+        _on_signals(stopping, lambda: has_started)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stopping.wait()
+
+    asyncio.run(run())
+    assert says in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.graph.step import SequenceSlice
-from kvstore_engine.worker import PoolSetup, WorkerSetup
+from kvstore_engine.worker import PoolSetup, RemoteExecutor, StepFailed, WorkerSetup
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory, attach
 from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status
@@ -98,3 +99,43 @@ def test_packets_survive_the_way() -> None:
 def test_the_setup_survives_the_way() -> None:
     setup = WorkerSetup("/m.gguf", PoolSetup(4, 16, "f16"), 2, 64, 4, 256)
     assert WorkerSetup.decode(setup.encode()) == setup
+
+
+class _Worker:
+    """A worker that says what a script has for each order, and has no process."""
+
+    pid = 1
+
+    def __init__(self, *replies: Status) -> None:
+        self._replies, self.is_ended = list(replies), False
+
+    def order(self, order: Order, timeout_s: float) -> Reply:
+        return Reply(order.step, self._replies.pop(0), 1, message="ggml says no")
+
+    def receive(self, timeout_s: float) -> Reply:
+        return Reply(0, self._replies.pop(0))
+
+    def end(self) -> None:
+        self.is_ended = True
+
+
+def _executor(worker: _Worker, *, starts: Callable[[], None] = lambda: None) -> RemoteExecutor:
+    made = object.__new__(RemoteExecutor)
+    made._worker, made._mailbox = worker, _pair()[0]  # type: ignore[assignment]  # it has what is asked of it
+    made._attempts, made._step, made._step_timeout_s, made.threads = 3, 0, 1.0, 1
+    made._start = starts  # type: ignore[method-assign]
+    return made
+
+
+def test_a_step_that_is_taken_apart_blames_the_slice_that_fails_and_not_the_first() -> None:
+    pieces = [SequenceSlice(_ints([1]), 0, _ints([0]))] * 3
+    with pytest.raises(StepFailed, match="ggml says no") as caught:
+        _executor(_Worker(Status.DONE, Status.FAILED, Status.DONE))._take_apart(pieces)
+    assert caught.value.slices == (1,)
+
+
+def test_a_worker_that_speaks_out_of_turn_is_ended_before_another_is_started() -> None:
+    worker = _Worker(Status.DONE)
+    ended_by_then: list[bool] = []
+    _executor(worker, starts=lambda: ended_by_then.append(worker.is_ended)).revive()
+    assert ended_by_then == [True]

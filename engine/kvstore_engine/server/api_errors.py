@@ -47,12 +47,13 @@ def unknown_model(name: str, known: str) -> ApiError:
     return ApiError(404, f"no model {name!r} here; there is {known!r}", code="model_not_found", param="model")
 
 
-def too_long(tokens: int, context: int) -> ApiError:
+def too_long(tokens: int, context: int, param: str, *, at_least: bool = False) -> ApiError:
+    count = f"at least {tokens}" if at_least else str(tokens)
     return invalid(
-        f"the prompt has {tokens} tokens and the context holds {context}, of which one is needed for the answer: "
+        f"the prompt has {count} tokens and the context holds {context}, of which one is needed for the answer: "
         "shorten the prompt",
         code="context_length_exceeded",
-        param="messages",
+        param=param,
     )
 
 

@@ -58,13 +58,17 @@ class Asked:
         service: Service,
         logprobs: int | None,
         grammar: Grammar | None = None,
+        *,
+        param: str,
     ) -> Ask:
-        """For one prompt; `grammar` instead of that of the request. ApiError if it does not fit the context."""
+        """For one prompt, which is the field `param`; `grammar` instead of that of the request. ApiError if it does
+        not fit the context.
+        """
         context, count = service.engine.context, len(tokens)
         if not count:
-            raise invalid("the prompt is empty: there is nothing to continue")
+            raise invalid("the prompt is empty: there is nothing to continue", param)
         if count >= context:
-            raise too_long(count, context)
+            raise too_long(count, context, param)
         room = context - count + 1  # the last token of an answer is never computed
         return Ask(
             id=request_id,
@@ -111,6 +115,13 @@ async def read_shared(body: Body, caller: Caller, service: Service, *, default_m
         stream=stream,
         include_usage=include_usage,
     )
+
+
+def check_length(text: str, service: Service, param: str) -> None:
+    """ApiError for a text that can be seen to be too long: to tokenise a whole library takes a minute."""
+    least, context = service.model.least_tokens(text), service.engine.context
+    if least >= context:
+        raise too_long(least, context, param, at_least=True)
 
 
 async def check(grammar: Grammar, param: str) -> Grammar:

@@ -6,11 +6,12 @@ Owns what "an integer from 1 to 64" means and how its absence is told. It never 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection
 from typing import Any
 
 from kvstore_engine.server.api_errors import ApiError, invalid
+
+_MOST_SHOWN = 40  # characters
 
 
 def parse(raw: bytes) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class Body:
         if isinstance(value, bool) or not isinstance(value, int):
             raise invalid(f"{name} must be an integer, got {_kind(value)}", name)
         if not least <= value <= most:
-            raise invalid(f"{name} must be {least} to {most}, got {value}", name)
+            raise invalid(f"{name} must be {least} to {most}, got {_shown(value)}", name)
         return value
 
     def number(self, name: str, least: float, most: float, default: float) -> float:
@@ -64,8 +65,8 @@ class Body:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise invalid(f"{name} must be a number, got {_kind(value)}", name)
-        if not (math.isfinite(value) and least <= value <= most):
-            raise invalid(f"{name} must be {least:g} to {most:g}, got {value:g}", name)
+        if not least <= value <= most:  # nor is NaN
+            raise invalid(f"{name} must be {least:g} to {most:g}, got {_shown(value)}", name)
         return float(value)
 
     def strings(self, name: str, most: int) -> tuple[str, ...]:
@@ -102,6 +103,12 @@ class Body:
         if self._fields:
             name = min(self._fields)
             raise invalid(f"unknown field {name!r}", name, code="unknown_parameter")
+
+
+def _shown(number: float) -> str:
+    """A number from a request: it may have thousands of digits."""
+    text = str(number)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _kind(value: Any) -> str:

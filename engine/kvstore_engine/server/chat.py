@@ -9,7 +9,7 @@ from typing import Any
 
 from kvstore_engine.constrain import Grammar
 from kvstore_engine.server.api_errors import invalid
-from kvstore_engine.server.asking import Asked, check, read_shared
+from kvstore_engine.server.asking import Asked, check, check_length, read_shared
 from kvstore_engine.server.body import Body
 from kvstore_engine.server.chat_messages import read_messages
 from kvstore_engine.server.completions import MAX_LOGPROBS, Plan
@@ -32,11 +32,12 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
     body.refuse("modalities", (["text"],), "this model answers in text")
     body.end()
     text = service.model.render(messages, tools or None)
+    check_length(text, service, "messages")
     # The template has written its own special tokens.
     tokens = await service.model.encode(text, add_special=False, parse_special=True)
     reads_calls = bool(tools) and service.model.calls_tools
     form = ChatForm(service.model, shared.n, with_logprobs=logprobs is not None, reads_calls=reads_calls)
-    ask = shared.ask(form.id, tokens, service, logprobs, grammar)
+    ask = shared.ask(form.id, tokens, service, logprobs, grammar, param="messages")
     return Plan([ask], form, shared.stream, shared.include_usage)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_engine.server.api_errors import invalid
-from kvstore_engine.server.asking import read_shared
+from kvstore_engine.server.asking import check_length, read_shared
 from kvstore_engine.server.body import Body
 from kvstore_engine.server.forms import CompletionForm
 from kvstore_engine.server.frames import Int32Array
@@ -57,7 +57,10 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
     form = CompletionForm(
         service.model, [text for text in echoes for _ in range(shared.n)], with_logprobs=logprobs is not None
     )
-    asks = [shared.ask(f"{form.id}-{number}", tokens, service, logprobs) for number, (_, tokens) in enumerate(prompts)]
+    asks = [
+        shared.ask(f"{form.id}-{number}", tokens, service, logprobs, param="prompt")
+        for number, (_, tokens) in enumerate(prompts)
+    ]
     return Plan(asks, form, shared.stream, shared.include_usage)
 
 
@@ -73,6 +76,7 @@ async def _prompts(value: Any, service: Service) -> list[tuple[str | None, Int32
 
 async def _prompt(value: Any, service: Service) -> tuple[str | None, Int32Array]:
     if isinstance(value, str):
+        check_length(value, service, "prompt")
         return value, await service.model.encode(value, add_special=True, parse_special=True)
     if _is_tokens(value):
         return None, token_array(value, service, "prompt")

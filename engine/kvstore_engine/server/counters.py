@@ -1,6 +1,6 @@
 """What the scheduler's process counts: steps, tokens by where they came from, answers by how they ended.
 
-Owns numbers that only grow, and two gauges of the last step. It never keeps samples: distributions are the HTTP
+Owns numbers that only grow. It never keeps samples: distributions are the HTTP
 process's and the profiler's.
 """
 

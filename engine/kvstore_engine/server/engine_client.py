@@ -178,8 +178,8 @@ class EngineClient:
         self.restarts += 1
         try:
             await self._spawn()
-        except (UsageError, OperationError, OSError) as error:
-            self.trouble = str(error)
+        except Exception as error:  # whatever it is: without another try no request would ever be answered
+            self.trouble = str(error) or type(error).__name__
             _log.error("the engine cannot be started again: %s", error)
             await self._end()
             return False

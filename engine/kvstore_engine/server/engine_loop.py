@@ -58,7 +58,7 @@ class EngineLoop:
                 if serving.engine.has_work:
                     self._step(serving)
         except (EOFError, ConnectionError):
-            _log.info("the HTTP process has gone")
+            _log.debug("the HTTP process has closed its end")
 
     def _step(self, serving: Serving) -> None:
         begin_s = time.monotonic()
@@ -84,6 +84,9 @@ class EngineLoop:
             self._refuse(header["id"], "usage", str(error))
         except Overloaded as error:
             self._refuse(header["id"], "overloaded", str(error), error.retry_after_s)
+        except Exception as error:  # one request's trouble is not that of those that run
+            _log.exception("a request could not be taken in")
+            self._refuse(header["id"], "failed", f"the engine could not take this request in: {type(error).__name__}")
 
     def _refuse(self, request_id: str, kind: Refusal, message: str, retry_after_s: float = 0.0) -> None:
         self.send({"refused": request_id, "kind": kind, "message": message, "retry_after_s": retry_after_s})

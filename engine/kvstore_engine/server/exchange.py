@@ -5,6 +5,7 @@ Owns the reading of the body up to a limit, and the knowledge of whether a respo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from kvstore_engine.server.answering import Send
 from kvstore_engine.server.answers import Receive
 from kvstore_engine.server.api_errors import ApiError, invalid
 from kvstore_engine.server.keys import ANYBODY, Caller
+
+BODY_TIMEOUT_S = 120.0
 
 
 class ClientLeft(Exception):
@@ -43,12 +46,20 @@ class Exchange:
         await self._send(message)
 
     async def body(self, most_bytes: int) -> bytes:
-        """All of it. ApiError 413 if it is larger, without reading the rest."""
+        """All of it. ApiError 413 if it is larger, without reading the rest, 408 if it takes too long to come."""
         announced = self.header("content-length")
         if announced is not None and not announced.isdecimal():
             raise invalid("the Content-Length header is not a number")
         if int(announced or 0) > most_bytes:
             raise _too_large(most_bytes)
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await self._pieces(most_bytes)
+        except TimeoutError:
+            message = f"the body was not complete within {BODY_TIMEOUT_S:g} s"
+            raise ApiError(408, message, code="request_timeout") from None
+
+    async def _pieces(self, most_bytes: int) -> bytes:
         pieces, total = [], 0
         while True:
             message = await self.receive()

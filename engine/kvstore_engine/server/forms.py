@@ -145,7 +145,8 @@ class ChatForm(Form):
         if entries:
             chunks[0]["logprobs"] = {"content": entries, "refusal": None}
         if isinstance(event, Finished):
-            message.reason = "tool_calls" if message.calls and event.reason != "length" else finish_reason(event)
+            reason = finish_reason(event)
+            message.reason = "tool_calls" if message.calls and reason == "stop" else reason
             chunks.append(self._delta(index, {}, None, message.reason))
         return chunks
 

@@ -43,7 +43,7 @@ class KeyRing:
     def read(cls, path: Path) -> KeyRing:
         """Lines `KEY TENANT [PRIORITY]`; '#' begins a comment. UsageError names the line, never the key."""
         try:
-            lines = path.read_text().splitlines()
+            lines = path.read_text("utf-8-sig").splitlines()
         except OSError as error:
             raise UsageError(f"cannot read the API keys in {path}: {error.strerror}") from None
         except UnicodeDecodeError:
@@ -65,11 +65,11 @@ class KeyRing:
         return self._callers is None
 
     def caller(self, authorization: str | None) -> Caller | None:
-        """Whose key an Authorization header carries; None if nobody's."""
+        """Whose key an Authorization header carries, its bytes read as Latin-1; None if nobody's."""
         if self._callers is None:
             return ANYBODY
         scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip()) if scheme.lower() == "bearer" else b""
+        given = _digest(key.strip().encode("latin-1", "replace")) if scheme.lower() == "bearer" else b""
         found = None
         for digest, caller in self._callers.items():  # all of them: how long it takes says nothing
             if hmac.compare_digest(digest, given):
@@ -91,8 +91,8 @@ def _entry(words: list[str], where: str) -> tuple[bytes, Caller]:
             raise UsageError(f"{where}: the priority must be an integer, got {words[2]!r}") from None
         if abs(priority) > MAX_PRIORITY:
             raise UsageError(f"{where}: the priority must be {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
-    return _digest(key), Caller(tenant, priority, priority)
+    return _digest(key.encode()), Caller(tenant, priority, priority)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="replace")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

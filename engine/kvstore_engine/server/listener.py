@@ -1,4 +1,4 @@
-"""uvicorn, told when to stop by us: the only module that imports it.
+"""uvicorn, told when to stop by us: the only module that imports it, but for `connection`.
 
 Owns its configuration. Signals are `run`'s, since uvicorn would end the process by the signal that stopped it.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from kvstore_engine.server.app import Application
+from kvstore_engine.server.connection import Connection
 
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 75
@@ -24,7 +25,7 @@ class Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application,
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 interface="asgi3",

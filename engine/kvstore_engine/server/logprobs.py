@@ -32,11 +32,17 @@ def completion_entries(tokenizer: Tokenizer, events: Sequence[Token], offset: in
     return {
         "tokens": texts,
         "token_logprobs": [_floored(event.logprob) for event in events],
-        "top_logprobs": [
-            {_text(tokenizer, token): _floored(value) for token, value in reversed(event.top)} for event in events
-        ],
+        "top_logprobs": [_top(tokenizer, event) for event in events],
         "text_offset": offsets,
     }
+
+
+def _top(tokenizer: Tokenizer, event: Token) -> dict[str, float]:
+    """The likeliest tokens first, and the chosen one even if it is not one of them: so OpenAI's API has it."""
+    values: dict[str, float] = {}
+    for token, value in (*event.top, (event.token, event.logprob)):
+        values.setdefault(_text(tokenizer, token), _floored(value))  # two tokens may look the same
+    return values
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class Metrics:
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, int]] = Counter()
         self.disconnects = 0
-        self.worker_deaths = 0
         self._finished: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._histograms = {

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstore_engine.errors import UsageError
@@ -47,8 +48,8 @@ async def _serve(options: ServerOptions, keys: KeyRing, model: ServedModel, boun
     engine = EngineClient(options.engine)
     service = Service(model, engine, keys, Metrics(), options.max_body_bytes)
     stopping = asyncio.Event()
-    _on_signals(stopping)
     starting, stopped = asyncio.create_task(engine.start()), asyncio.create_task(stopping.wait())
+    _on_signals(stopping, starting.done)
     try:
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -68,12 +69,13 @@ async def _serve(options: ServerOptions, keys: KeyRing, model: ServedModel, boun
         await engine.close()
 
 
-def _on_signals(stopping: asyncio.Event) -> None:
+def _on_signals(stopping: asyncio.Event, has_started: Callable[[], bool]) -> None:
     def stop(number: signal.Signals) -> None:
         if stopping.is_set() and number is signal.SIGINT:
             os._exit(_INTERRUPTED)  # the other processes leave when their socket closes
         if not stopping.is_set():
-            print("kvengine: finishing what runs; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+            what = "finishing what runs; Ctrl-C again ends at once" if has_started() else "ending before it has served"
+            print(f"kvengine: {what}", file=sys.stderr, flush=True)
         stopping.set()
 
     loop = asyncio.get_running_loop()
@@ -89,6 +91,8 @@ def _bound(host: str, port: int) -> socket.socket:
         )[0]
     except socket.gaierror as error:
         raise UsageError(f"no address for --host {host}: {error.strerror}") from None
+    except UnicodeError:
+        raise UsageError(f"no address for --host {host}: this cannot be a name") from None
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

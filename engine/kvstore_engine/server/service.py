@@ -22,7 +22,7 @@ from kvstore_engine.template import ChatTemplate, TemplateError
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.tokenizer.vocabulary import TokenizerError
 
-_LONG_TEXT = 4096  # characters: what takes over a millisecond to tokenise does so in a thread
+_LONG_TEXT = 4096  # characters or tokens: what takes over a millisecond to tokenise does so in a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class ServedModel:
     template: ChatTemplate | None
     vocabulary: int
     calls_tools: bool
+    longest: int  # bytes of a token
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -54,7 +55,8 @@ class ServedModel:
                 template = None
         calls_tools = isinstance(source, str) and tools.understands(source)
         others = frozenset({name, path.stem, *aliases})
-        return cls(name, others, tokenizer, template, config.vocabulary, calls_tools)
+        longest = max(len(tokenizer.piece(token)) for token in range(len(vocabulary.tokens)))
+        return cls(name, others, tokenizer, template, config.vocabulary, calls_tools, longest)
 
     def check_name(self, asked: str | None) -> None:
         """A request that names no model means this one."""
@@ -69,6 +71,16 @@ class ServedModel:
             return await asyncio.to_thread(self.tokenizer.encode, text, add_special, parse_special)
         except TokenizerError as error:
             raise invalid(str(error)) from None
+
+    async def decode(self, tokens: list[int]) -> str:
+        """Their text, control tokens with it."""
+        if len(tokens) < _LONG_TEXT:
+            return self.tokenizer.decode(tokens, special=True)
+        return await asyncio.to_thread(self.tokenizer.decode, tokens, special=True)
+
+    def least_tokens(self, text: str) -> int:
+        """No fewer tokens than these make up `text`."""
+        return len(text) // self.longest
 
     def text_of(self, token: int) -> str:
         """One token as a text by itself; half a character becomes U+FFFD."""

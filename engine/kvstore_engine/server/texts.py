@@ -56,7 +56,7 @@ async def detokenize(fields: dict[str, Any], service: Service) -> dict[str, Any]
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise invalid("tokens must be a list of token ids", "tokens")
     ids = token_array(tokens, service, "tokens")
-    text = service.model.tokenizer.decode(ids.tolist(), special=True)
+    text = await service.model.decode(ids.tolist())
     return {"content": text, "prompt": text}
 
 

@@ -106,18 +106,12 @@ def _overlap(text: str) -> int:
 
 def call_grammar(functions: list[dict[str, Any]]) -> str:
     """A grammar (Lark's syntax, as llguidance reads it) of exactly one call of one of `functions`."""
-    schemas: list[dict[str, Any]] = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    schema: dict[str, Any] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    schema["x-guidance"] = JSON_OPTIONS
-    return f'start: "{OPENING}\\n" call "\\n{CLOSING}"\ncall: %json {json.dumps(schema)}\n'
+    rules = []
+    for number, function in enumerate(functions):
+        name = json.dumps(function["name"], ensure_ascii=False)
+        opening = json.dumps(f'{{"name":{name},"arguments":', ensure_ascii=False)
+        # Each schema stands by itself: what it refers to by "#/$defs/..." lies in it.
+        schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_OPTIONS}
+        rules += [f'call{number}: {opening} arguments{number} "}}"', f"arguments{number}: %json {json.dumps(schema)}"]
+    calls = " | ".join(f"call{number}" for number in range(len(functions)))
+    return "\n".join([f'start: "{OPENING}\\n" ({calls}) "\\n{CLOSING}"', *rules, ""])

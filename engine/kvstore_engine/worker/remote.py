@@ -138,6 +138,7 @@ class RemoteExecutor:
         worker = self._living()
         try:
             worker.receive(_FIRST_PAUSE_S)  # nothing was ordered: this is the end of it
+            worker.end()  # it speaks out of turn: no order could be sure of its answer
         except WorkerDied as error:
             self._mourn(error)
         self._start()
@@ -185,6 +186,9 @@ class RemoteExecutor:
             self._mailbox.write([piece])
             try:
                 self._compute(1)
+            except StepFailed as error:
+                reason = str(error)
+                culprits.append(index)
             except WorkerDied as error:
                 reason = f"computing this sequence ended {self._attempts + 1} workers: {error}"
                 culprits.append(index)

@@ -72,6 +72,7 @@ class JudgingAhead:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._reading.close()
         self._slabs.clear()
+        self._checksums = None
 
     def _judge(self, number: int) -> _Judged | None:
         region = self._reading.wait_for(number)

@@ -1,0 +1,112 @@
+"""One HTTP connection: uvicorn's, with limits on what a client may take before it has asked for anything.
+
+Owns the size of a request's head, the time it may take to come, and two things that uvicorn leaves undone: a request
+that offers another protocol (`Upgrade: h2c`, as Java's client does) keeps its body, and requests that wait behind
+another one on their connection end with it. It never reads a body: `Exchange` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 1 << 16
+HEAD_TIMEOUT_S = 60.0
+_MOST_PIPELINED = 8  # requests behind the one that is answered; further ones are not read before it has ended
+_OFFER = (b"connection", b"upgrade", b"http2-settings")
+
+
+class Connection(HttpToolsProtocol):
+    """Made by uvicorn, one for each client."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._incomplete_bytes = 0  # since the last part of a request that was whole
+        self._offers_other = False
+        self._earlier: list[Any] = []
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self._watch_the_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_the_clock()
+        for cycle in self._earlier + [cycle for cycle, _ in self.pipeline]:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._incomplete_bytes += len(data)
+        self._feed(data)
+        if self.transport.is_closing():
+            return
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if self._incomplete_bytes > MAX_HEAD_BYTES:
+            if is_idle:
+                self.send_400_response(f"The head of the request is larger than {MAX_HEAD_BYTES} bytes.")
+            self.transport.close()
+        elif is_idle:
+            self._watch_the_clock()
+        else:
+            self._stop_the_clock()
+
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            for _ in range(_MOST_PIPELINED):
+                try:
+                    self.parser.feed_data(data)
+                except httptools.HttpParserUpgrade as upgrade:
+                    if self._offers_other:
+                        # The parser takes what follows for the other protocol: another one gets it all once more.
+                        self._offers_other = False
+                        data = self._head_without_offer() + data[upgrade.args[0] :]
+                        self.parser = httptools.HttpRequestParser(self)
+                        continue
+                return
+        except httptools.HttpParserError:
+            pass
+        self.send_400_response("Invalid HTTP request received.")
+
+    def on_headers_complete(self) -> None:
+        self._incomplete_bytes = 0
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._offers_other = True
+            return
+        previous = self.cycle
+        super().on_headers_complete()
+        if self.pipeline and len(self.pipeline) <= _MOST_PIPELINED:
+            self._earlier = [cycle for cycle in [*self._earlier, previous] if not cycle.response_complete]
+            self.flow.resume_reading()  # else nobody would notice that the client leaves
+
+    def on_chunk_header(self) -> None:
+        self._incomplete_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._incomplete_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._offers_other:
+            super().on_message_complete()
+
+    def _head_without_offer(self) -> bytes:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        lines += [b"%s: %s" % (name, value) for name, value in self.headers if name not in _OFFER]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _watch_the_clock(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _stop_the_clock(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
