@@ -1,7 +1,7 @@
 """Swapping out a sequence whose blocks lie scattered: with and without moving them together first.
 
 A pool of SmolLM2-135M's shape in which sequences grew by turns and half of them have left, so that what is left lies in
-pieces. Each survivor is then copied to the host pool and back, 1, 4, 16 or 64 times, once as it lies and once after the
+pieces. Each survivor is then copied to the host pool 1, 4, 16 or 64 times, once as it lies and once after the
 compactor was asked to prepare it for so many transfers; its moves count. The costs that the compactor decides by were
 learnt from 200 transfers before. The two ways take turns, on pools laid out alike.
 

@@ -14,6 +14,7 @@ from kvstore_engine.batching import (
     EngineSettings,
     Event,
     Finished,
+    Observer,
     Request,
     RequestSettings,
     Token,
@@ -51,6 +52,7 @@ def twin_engine(
     max_sequences: int = 16,
     max_context: int = 4096,
     clock: StepClock | None = None,
+    observer: Observer | None = None,
     **settings: Any,
 ) -> BatchEngine:
     """An engine over the twin, on a clock that only steps move."""
@@ -61,6 +63,7 @@ def twin_engine(
         compute.pool,
         TwinTokenizer(end_ids),
         settings=EngineSettings(**settings),
+        observer=observer,
         clock=clock,
     )
 

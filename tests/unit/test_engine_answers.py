@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_engine.batching import Finished, RequestSettings, Token
+from kvstore_engine.batching import Finished, Observer, RequestSettings, Token
+from kvstore_engine.batching.answer import Answer
 from kvstore_engine.batching.choosing import log_probabilities
 from kvstore_engine.batching.stops import StopStrings
 from kvstore_engine.errors import UsageError
+from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 from tests.reference.batch_runs import Outcome, check, request, run, twin_engine
 from tests.reference.twin_compute import TwinCompute, answer_alone, text_of
 
@@ -159,6 +161,110 @@ def test_an_answer_that_cannot_go_on_fails_alone() -> None:
     assert outcome.tokens["fine", 0] == answer_alone(_PROMPT, 5)
 
 
+class _Raises:
+    """Allows all and ends nothing, until it raises at the third call of `where`."""
+
+    finished = False
+
+    def __init__(self, where: str) -> None:
+        self._where, self._calls = where, 0
+
+    def mask(self) -> None:
+        self._count("mask")
+
+    def accept(self, token: int) -> None:
+        self._count("accept")
+
+    def _count(self, where: str) -> None:
+        self._calls += where == self._where
+        if self._calls == 3 and where == self._where:
+            raise ValueError("this constraint is broken")
+
+
+@pytest.mark.parametrize("where", ["mask", "accept"])
+def test_a_constraint_that_raises_fails_its_answer_alone(where: str) -> None:
+    engine = twin_engine()
+    engine.add(request("broken", _PROMPT, 5, constraint=lambda: _Raises(where)))
+    engine.add(request("fine", _PROMPT, 5))
+    outcome = run(engine)
+    assert outcome.tokens["broken", 0] == answer_alone(_PROMPT, 2)
+    assert outcome.finished["broken", 0].reason == "failed"
+    assert "this constraint is broken" in outcome.finished["broken", 0].message
+    assert outcome.tokens["fine", 0] == answer_alone(_PROMPT, 5)
+
+
+def test_a_further_answer_whose_constraint_cannot_be_made_fails_alone() -> None:
+    made: list[_Raises] = []
+
+    def make() -> _Raises:
+        if made:
+            raise RuntimeError("only one")
+        made.append(_Raises("never"))
+        return made[0]
+
+    engine = twin_engine()
+    engine.add(request("several", _PROMPT, 5, n=3, constraint=make))
+    outcome = run(engine)
+    assert outcome.tokens["several", 0] == answer_alone(_PROMPT, 5)
+    assert [outcome.finished["several", index].reason for index in range(3)] == ["length", "failed", "failed"]
+
+
+def test_all_answers_of_a_request_end_though_only_one_has_begun() -> None:
+    engine = twin_engine()
+    engine.add(request("several", list(range(64)) * 10, 5, n=3))
+    engine.step()
+    engine.cancel("several")
+    with pytest.raises(UsageError, match="under way"):
+        engine.add(request("several", _PROMPT))  # its ends would be taken for the new one's
+    outcome = run(engine)
+    assert [outcome.finished["several", index].reason for index in range(3)] == ["cancelled"] * 3
+    engine.add(request("several", _PROMPT, 5))
+    assert run(engine).tokens["several", 0] == answer_alone(_PROMPT, 5)
+
+
+def test_nothing_follows_a_stop_string_not_even_half_a_character() -> None:
+    settings = RequestSettings(stop=(".",))
+    answer = Answer(settings, 0, _Pieces([b"a \xe2\x82", b"\xac.\xe2\x82"]))
+    assert answer.push(0) == ("a ", False)
+    assert answer.push(1) == ("\u20ac", True)
+    assert answer.finish() == ""
+
+
+class _Pieces:
+    """A tokenizer with these pieces."""
+
+    end_ids: frozenset[int] = frozenset()
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._pieces = pieces
+
+    def stream(self, special: bool = False, continues: bool = False) -> StreamingDetokenizer:
+        return StreamingDetokenizer(self._pieces.__getitem__)
+
+
+class _FullDisk(Observer):
+    """Fails in the middle of an answer."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def token(self, request_id: str, index: int, t: float) -> None:
+        self.told += 1
+        if self.told == 3:
+            raise OSError("no space left on device")
+
+
+def test_an_observer_that_raises_costs_no_token(caplog: pytest.LogCaptureFixture) -> None:
+    observer = _FullDisk()
+    engine = twin_engine(observer=observer)
+    for name in ("first", "second"):
+        engine.add(request(name, _PROMPT, 5))
+    outcome = run(engine)
+    assert [outcome.tokens[name, 0] for name in ("first", "second")] == [answer_alone(_PROMPT, 5)] * 2
+    assert observer.told == 3
+    assert [record.message for record in caplog.records] == ["the observer _FullDisk raised: it is told nothing more"]
+
+
 def test_logits_that_are_no_numbers_fail_their_answer_alone() -> None:
     engine = twin_engine()
     compute = engine.compute
@@ -196,8 +302,6 @@ def test_a_request_may_be_cancelled_at_any_time(steps: int) -> None:
     for n in range(12):
         prompt = [(n + k) % 64 for k in range(40 + n)]
         for index in range(1 + n % 2):
-            if n % 2 == 0 and index and (str(n), index) not in outcome.finished:
-                continue  # cancelled before the prompt's end: there was one answer only
             tokens, finished = outcome.tokens[str(n), index], outcome.finished[str(n), index]
             assert tokens == answer_alone(prompt, len(tokens))
             assert finished.reason == ("length" if n % 2 else "cancelled") and (len(tokens) == 70 or n % 2 == 0)
@@ -232,6 +336,19 @@ def test_usage_accounts_for_every_second_and_token() -> None:
         assert usage.queued_s <= usage.ttft_s
         assert usage.ttft_s + 9 * usage.tpot_s == pytest.approx(usage.total_s)
     assert second.local_tokens == 32
+
+
+def test_the_end_token_is_no_further_token() -> None:
+    tokens = answer_alone(_PROMPT, 40)
+    end = next(token for index, token in enumerate(tokens) if index > 1 and token not in tokens[:index])
+    usages = []
+    for limit in (40, tokens.index(end)):
+        engine = twin_engine(end_ids=frozenset([end]))
+        engine.add(request("", _PROMPT, limit, ignore_end=False))
+        usages.append(run(engine).finished["", 0].usage)
+    ends, same = usages
+    assert ends.generated_tokens == same.generated_tokens > 1
+    assert ends.tpot_s == pytest.approx(same.tpot_s, rel=0.01)
 
 
 def test_every_answer_ends_exactly_once() -> None:

@@ -154,6 +154,23 @@ def test_blocks_after_a_gap_are_not_stored(status: str) -> None:
     assert len(session.blocks) == 1
 
 
+def test_what_led_to_a_failure_is_not_stored() -> None:
+    session = _session()
+    engine = _engine(session)
+    forward = engine.compute.forward
+
+    def broken(slices: Any) -> Any:
+        logits = forward(slices)
+        logits[:] = np.nan
+        return logits
+
+    engine.compute.forward = broken  # type: ignore[method-assign]
+    engine.add(request("broken", _prompt(1, 200), 4))
+    assert run(engine).finished["broken", 0].reason == "failed"
+    _stored(engine)
+    assert not session.blocks
+
+
 def test_a_lease_that_ended_while_it_was_copied_counts_for_nothing() -> None:
     session = _session()
     prompt = _prompt(1, 300)
@@ -172,6 +189,26 @@ def test_a_lease_that_ended_while_it_was_copied_counts_for_nothing() -> None:
     _stored(warm)
 
 
+@pytest.mark.parametrize("damaged", [0, 2])
+def test_a_stored_block_of_another_size_is_computed(damaged: int) -> None:
+    session = _session()
+    prompt = _prompt(1, 300)
+    cold = _engine(session)
+    cold.add(request("cold", prompt, 4))
+    run(cold)
+    _stored(cold)
+    key = sorted(session.blocks, key=len)[damaged]
+    session.blocks[key] = session.blocks[key][:-8]
+    warm = _engine(session)
+    warm.add(request("warm", prompt, 4))
+    warm.add(request("beside", _prompt(2, 50), 4))
+    outcome = run(warm)
+    assert outcome.tokens["warm", 0] == answer_alone(prompt, 4)
+    assert outcome.tokens["beside", 0] == answer_alone(_prompt(2, 50), 4)
+    _stored(warm)
+    assert all(lease.released for lease in session.leases)
+
+
 def test_what_must_be_promoted_is_waited_for_by_its_own_request_only() -> None:
     session = _HeldSession(_session())
     prompt = _prompt(1, 300)
@@ -184,14 +221,40 @@ def test_what_must_be_promoted_is_waited_for_by_its_own_request_only() -> None:
     warm.add(request("slow", prompt, 8))
     warm.add(request("new", _prompt(2, 50), 30))
     outcome = Outcome()
+    waits: list[float] = []
+    wait = warm.parts.fetcher.wait
+
+    def noted(fetches: Any, timeout_s: float) -> None:
+        if session.is_promoting:
+            waits.append(timeout_s)
+        wait(fetches, timeout_s)
+
+    warm.parts.fetcher.wait = noted  # type: ignore[method-assign]
     while ("new", 0) not in outcome.finished:
         outcome.take(warm.step())
     assert ("slow", 0) not in outcome.tokens
+    assert not waits, "a running answer waited for somebody else's promotion"
     session.promoted.set()
     run(warm, outcome)
     assert outcome.tokens["slow", 0] == answer_alone(prompt, 8)
     assert outcome.finished["slow", 0].usage.daemon_tokens == 256
     _stored(warm)
+
+
+def test_a_question_that_is_not_answered_in_time_holds_up_nobody() -> None:
+    session = _HeldSession(_session())
+    session.answered.clear()
+    prompt = _prompt(1, 300)
+    engine = _engine(session)
+    engine.add(request("asks", prompt, 4))
+    engine.add(request("asks as well", [*prompt, 1], 4))
+    engine.add(request("beside", _prompt(2, 50), 200))
+    outcome = run(engine)
+    assert outcome.tokens["asks", 0] == answer_alone(prompt, 4)
+    assert outcome.tokens["asks as well", 0] == answer_alone([*prompt, 1], 4)
+    session.answered.set()
+    _stored(engine)
+    assert all(lease.released for lease in session.inner.leases)
 
 
 @pytest.mark.parametrize("moment", ["asking", "promoting"])
@@ -286,10 +349,12 @@ class _HeldSession:
     def __init__(self, inner: MemorySession) -> None:
         self.inner = inner
         self.answered, self.promoted, self.stored = threading.Event(), threading.Event(), threading.Event()
+        self.is_promoting = False
         self.answered.set()
         self.stored.set()
 
     def get(self, tokens: Any, *, max_blocks: int, deadline_s: float, promote: bool) -> Any:
+        self.is_promoting |= promote
         assert (self.promoted if promote else self.answered).wait(60)
         return self.inner.get(tokens, max_blocks=max_blocks, deadline_s=deadline_s, promote=promote)
 

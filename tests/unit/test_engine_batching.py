@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import Overloaded
+from kvstore_engine.batching import Finished, Overloaded
 from kvstore_engine.errors import UsageError
 from tests.reference.batch_runs import Outcome, request, run, twin_engine
 from tests.reference.twin_compute import TwinCompute, answer_alone, text_of
@@ -86,6 +86,19 @@ def test_equal_prompts_cost_a_few_rows_each_and_never_write_a_shared_block() -> 
             assert outcome.tokens[f"{count}.{n}", 0] == answer_alone(prompt, 20)
         computed = [outcome.finished[f"{count}.{n}", 0].usage.computed_tokens for n in range(6)]
         assert sorted(computed)[:5] == [min(count, (count - 1) % 16 + 1 if count % 16 else 4)] * 5
+
+
+def test_a_known_prompt_waits_for_a_step_that_has_room_for_its_last_rows() -> None:
+    """A prompt that ends two rows short of a full step leaves no room for the four of one that is there already."""
+    engine = twin_engine()
+    known, other = _prompt(1, 64), _prompt(2, 254)
+    engine.add(request("known", known, 2))
+    run(engine)
+    engine.add(request("other", other, 4))
+    engine.add(request("again", known, 4))
+    outcome = run(engine)
+    assert outcome.tokens["other", 0] == answer_alone(other, 4)
+    assert outcome.tokens["again", 0] == answer_alone(known, 4)
 
 
 def test_what_was_generated_is_shared_with_the_next_turn() -> None:
@@ -231,6 +244,21 @@ def test_overload_is_said_at_the_door_with_a_time_to_come_back() -> None:
     assert len(outcome.finished) == 5
     engine.add(request("more", [1], 5))
     assert run(engine).finished["more", 0].reason == "length"
+
+
+def test_a_tenant_with_a_long_queue_keeps_no_other_out() -> None:
+    engine = twin_engine(max_sequences=1, max_queued=8)
+    for n in range(9):
+        engine.add(request(f"many{n}", _prompt(n, 10), 20, tenant="many"))
+        engine.step()
+    with pytest.raises(Overloaded):
+        engine.add(request("one more", [1], tenant="many"))
+    for n in range(4):
+        engine.add(request(f"few{n}", _prompt(20 + n, 10), 20, tenant="few"))
+    with pytest.raises(Overloaded):  # that was its half
+        engine.add(request("one more", [1], tenant="few"))
+    ends = [event.request_id for event in run(engine).events if isinstance(event, Finished)]
+    assert [name[:-1] for name in ends[:5]].count("few") >= 2
 
 
 def test_closing_ends_everything() -> None:

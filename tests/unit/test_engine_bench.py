@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,20 +20,24 @@ import numpy as np
 import pytest
 
 from kvstore_engine.batching import BatchEngine, EngineSettings
+from kvstore_engine.bench import against, study
+from kvstore_engine.bench.against import Comparison, context_for, turn_loads
 from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
 from kvstore_engine.bench.files import COLUMNS, as_csv, as_json, write_files
 from kvstore_engine.bench.ggml_build import kernel_environment, same_build
 from kvstore_engine.bench.in_process import run_in_process
 from kvstore_engine.bench.loads import LOADS, LoadSettings, make_load
+from kvstore_engine.bench.opened_engine import BenchEngine
 from kvstore_engine.bench.outcome import Run
 from kvstore_engine.bench.over_http import Endpoint, run_over_http
 from kvstore_engine.bench.report import report_page
 from kvstore_engine.bench.servers import LlamaServerSettings, best_on_cpus
-from kvstore_engine.bench.study import Case, case_of
+from kvstore_engine.bench.study import Case, StudySettings, case_of, study_engine, study_server
 from kvstore_engine.bench.summary import summarise
 from kvstore_engine.bench.workload import Workload, ideal_tokens
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.profiler import Profiler
+from tests.reference.batch_runs import twin_engine
 from tests.reference.twin_compute import VOCABULARY, StepClock, TwinCompute, TwinTokenizer, twin_pool
 
 SMALL = LoadSettings(requests=12, prompt_tokens=64, generate_tokens=8, vocabulary=VOCABULARY)
@@ -274,6 +281,45 @@ def streaming() -> Iterator[ThreadingHTTPServer]:
         thread.join()
 
 
+class TestStudy:
+    def test_no_load_of_a_server_finds_what_another_left_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[Workload] = []
+
+        def answered(endpoint: Endpoint, workload: Workload, arrivals: Arrivals) -> Run:
+            asked.append(workload)
+            return Run([], 1.0)
+
+        monkeypatch.setattr(study, "run_over_http", answered)
+        wanted = StudySettings(tuple(LOADS), (ClosedLoop(1), ClosedLoop(4)), replace(SMALL, prompt_tokens=64))
+        list(study_server(Endpoint("http://somewhere"), wanted, lambda text: None))
+        assert [workload.name for workload in asked[1:]] == [*LOADS, *LOADS]
+        heads = [{request.tokens[:8].tobytes() for request in workload.requests} for workload in asked]
+        assert sum(map(len, heads)) == len(set.union(*heads))
+
+    def test_the_first_requests_of_an_engine_are_ones_that_its_model_knows(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = twin_engine(512)
+        monkeypatch.setattr(study, "opened", lambda config, observer: contextlib.nullcontext(engine))
+        asked: list[Run] = []
+
+        def noted(engine: BatchEngine, workload: Workload, arrivals: Arrivals) -> Run:
+            asked.append(run_in_process(engine, workload, arrivals))
+            return asked[-1]
+
+        monkeypatch.setattr(study, "run_in_process", noted)
+        wanted = StudySettings(("decode",), (ClosedLoop(1),), SMALL)
+        list(study_engine(BenchEngine(Path("model"), 0), wanted, lambda text: None))
+        assert len(asked) == 2 and not any(outcome.message for run in asked for outcome in run.outcomes)
+
+    def test_the_ideal_is_that_of_what_was_answered(self) -> None:
+        workload = make_load("chat", SMALL)
+        run = run_in_process(twin_engine(512), workload, ClosedLoop(2))
+        run.outcomes[0].message = "failed"
+        case = case_of(workload, ClosedLoop(2), run, 16, lambda text: None)
+        assert case.evaluated_ratio == 1.0
+
+
 class TestOverHttp:
     def test_answers_are_read_as_they_stream(self, streaming: ThreadingHTTPServer) -> None:
         url = f"http://127.0.0.1:{streaming.server_port}/v1"
@@ -303,6 +349,25 @@ class TestOverHttp:
 
 
 class TestComparable:
+    def test_the_context_holds_the_longest_request_of_every_turn(self) -> None:
+        wanted = Comparison(Path("model"), 2, rounds=3)
+        turns = turn_loads(wanted, replace(SMALL, requests=1, prompt_tokens=256, seed=3))
+        assert len({load.requests[0].tokens[:16].tobytes() for load in turns}) == 3
+        assert context_for(turns[:1]) == 256 and context_for(turns) == 512
+
+    def test_barriers_spin_alike_on_both_sides(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told: list[str] = []
+
+        class Child(contextlib.nullcontext[None]):
+            def __init__(self, module: str, arguments: list[str], environment: dict[str, str] | None = None) -> None:
+                super().__init__()
+                told.append({**os.environ, **(environment or {})}["GOMP_SPINCOUNT"])
+
+        monkeypatch.setenv("GOMP_SPINCOUNT", "1000")  # as a ggml that was loaded in this process leaves it
+        monkeypatch.setattr(against, "Child", Child)
+        with against.decoders(Path("model"), 2, {}):
+            assert told == ["300000", "300000"]
+
     def test_a_build_is_its_bytes(self, tmp_path: Path) -> None:
         for name, content in (("libggml-cpu.so", b"a"), ("copy-libggml-cpu.so", b"a"), ("libggml-base.so", b"b")):
             (tmp_path / name).write_bytes(content)

@@ -145,6 +145,15 @@ def test_bytes_whose_lease_was_lost_while_copying_do_not_count(
     assert _restore(session, tokens, PlainPool(), table).tokens == 0
 
 
+def test_payloads_of_another_size_do_not_count(session: MemorySession, store: tuple[BlockStore, PlainPool]) -> None:
+    tokens, table = _tokens(256), list(range(16))
+    _store_all(*store, tokens, table)
+    for key, payload in session.blocks.items():
+        session.blocks[key] = payload[:-8]
+    assert _restore(session, tokens, PlainPool(), table).tokens == 0
+    assert all(lease.released for lease in session.leases)
+
+
 def test_what_is_mapped_takes_one_question_and_what_is_not_a_second(
     session: MemorySession, store: tuple[BlockStore, PlainPool]
 ) -> None:

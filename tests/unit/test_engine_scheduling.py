@@ -168,6 +168,18 @@ def test_a_step_beside_decodes_is_as_long_as_it_may_be_and_no_longer() -> None:
     assert budget.tokens([(1, 100)] * 76, 0) == 64
 
 
+def test_a_budget_that_a_busy_minute_cut_to_a_block_grows_again() -> None:
+    budget = StepBudget(CostModel(), stretch=1.8, floor_s=0.1, most_tokens=256, block_tokens=16)
+    decodes = [(1, 100)] * 4
+    before = budget.tokens(decodes, 0)
+    for _ in range(100):
+        budget.observe(decodes, budget.tokens(decodes, 0), 10.0)
+    assert budget.tokens(decodes, 0) == 16 < before
+    for _ in range(2000):
+        budget.observe(decodes, budget.tokens(decodes, 0), 0.01)
+    assert budget.tokens(decodes, 0) == before
+
+
 def test_steps_at_sixteen_sequences_are_of_one_length() -> None:
     """Requests come and go, so that prompts are computed beside decodes all the time."""
     lengths: list[float] = []

@@ -31,13 +31,22 @@ class Answer:
         self.end_ids = frozenset[int]() if settings.ignore_end else tokenizer.end_ids
         self._stream = tokenizer.stream(continues=True)
         self._stops = StopStrings(settings.stop)
+        self._is_stopped = False
 
     def push(self, token: int) -> tuple[str, bool]:
-        """The text that can be shown after `token`, and whether the answer ends with it by a stop string."""
-        return self._stops.push(self._stream.push(token))
+        """The text that can be shown after `token`, and whether the answer ends with it by a stop string or by its
+        constraint. Raises what a constraint or a tokenizer that does not know the token raises.
+        """
+        shown, self._is_stopped = self._stops.push(self._stream.push(token))
+        if self.constraint is None:
+            return shown, self._is_stopped
+        self.constraint.accept(token)
+        return shown, self._is_stopped or self.constraint.finished
 
     def finish(self) -> str:
-        """The rest of the text."""
+        """The rest of the text; nothing follows a stop string, not even the bytes of half a character."""
+        if self._is_stopped:
+            return ""
         shown, stopped = self._stops.push(self._stream.finish())
         return shown if stopped else shown + self._stops.finish()
 

@@ -65,8 +65,8 @@ def _choose_one(row: Floats, answer: Answer) -> Choice:
             if not np.isfinite(row.max()):
                 return Choice(0, "the constraint allows no token that the model has")
         token = answer.sampler.choose(row)
-    except RuntimeError as error:
-        return Choice(0, str(error))
+    except Exception as error:  # the answer's end: whatever a constraint raises concerns no other answer
+        return Choice(0, str(error) or type(error).__name__)
     return Choice(token)
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class Constraint(Protocol):
-    """The implementation MUST allow at least one token while it is not `finished`.
+    """The implementation MUST allow at least one token while it is not `finished`. What it raises fails its own answer.
 
     The engine calls `mask` before it chooses a token, and `accept` exactly once for each token that it chose; never
     `accept` for a token that ended the answer.

@@ -13,6 +13,7 @@ from kvstore_engine.batching.answer import TextSource
 from kvstore_engine.batching.assembly import EngineParts
 from kvstore_engine.batching.compute import Compute
 from kvstore_engine.batching.events import Event
+from kvstore_engine.batching.guarding import guarded
 from kvstore_engine.batching.observer import Observer, SequencePart, StepRecord
 from kvstore_engine.batching.planning import StepPlan
 from kvstore_engine.batching.progress import Progress, SessionOf
@@ -52,7 +53,7 @@ class BatchEngine:
     ) -> None:
         self.compute, self.pool, self.tokenizer = compute, pool, tokenizer
         self.settings = settings or EngineSettings()
-        self.observer = observer or Observer()
+        self.observer = guarded(observer) if observer is not None else Observer()
         self.costs = costs or CostModel()
         limits = compute.limits
         self.context = min(context or limits.max_context, limits.max_context, pool.blocks * pool.block_tokens)
@@ -108,14 +109,14 @@ class BatchEngine:
                 f"the prompt has {count} tokens and the context holds {self.context}, of which one is needed for the "
                 "answer: shorten the prompt or run with a larger context or pool"
             )
-        if self._progress.is_under_way(request.id):
+        if self._progress.is_under_way(request.id) or any(event.request_id == request.id for event in self._pending):
             raise UsageError(f"a request {request.id!r} is under way already")
         vocabulary = self.compute.limits.vocabulary
         if int(request.tokens.min()) < 0 or int(request.tokens.max()) >= vocabulary:
             raise UsageError(f"token ids must be in 0..{vocabulary - 1}")
         roster, standings = self._work.roster, self._work.standings
-        waiting = len(roster.waiting)
-        self._work.admission.check(waiting, 1, standings.wait_s(waiting, roster.places))
+        ahead = roster.ahead(request.tenant)
+        self._work.admission.check(ahead, 1, standings.wait_s(ahead, roster.places))
         sequence = self._progress.new_sequence(request, 0, self._clock())
         self._progress.enter(sequence)
         roster.wait(sequence)
@@ -124,7 +125,7 @@ class BatchEngine:
     def cancel(self, request_id: str) -> None:
         """End all answers of a request, wherever they are; the next `step` tells. Unknown ids are ignored."""
         for sequence in self._work.roster.of(request_id):
-            self._pending.append(self._progress.finish(sequence, "cancelled"))
+            self._pending += self._progress.end_request(sequence, "cancelled")
 
     def step(self) -> list[Event]:
         """One step: let in, restore, compute, choose, store. Returns at once but for computing; while nothing can be
@@ -154,7 +155,7 @@ class BatchEngine:
             work.planner.release_borrowed(plan)
         if failure is not None:
             blamed = [plan.parts[index].sequence for index in failure.slices]
-            return events + [self._progress.finish(sequence, "failed", str(failure)) for sequence in blamed]
+            return events + [end for one in blamed for end in self._progress.end_request(one, "failed", str(failure))]
         self._learn(plan, compute_s)
         events += self._progress.apply(plan, logits)
         self._store(plan)
@@ -169,7 +170,7 @@ class BatchEngine:
         if not self._is_closed:
             self._is_closed = True
             for sequence in [*self._work.roster.waiting, *self._work.roster.running]:
-                self._progress.finish(sequence, "cancelled")
+                self._progress.end_request(sequence, "cancelled")
             self._work.close()
 
     def _admitted(self, sequence: Sequence, now: float) -> None:
@@ -190,7 +191,7 @@ class BatchEngine:
         if work.restorer.is_busy:
             is_decoding = any(sequence.is_decoding for sequence in work.roster.running)
             # A question for what lies in DRAM is answered in less than a millisecond: rather than in the next step.
-            work.restorer.wait(_QUICK_ANSWER_S if is_decoding else 0.0)
+            work.restorer.wait(_QUICK_ANSWER_S if is_decoding else 0.0, is_quick=True)
             beside_s = (self.settings.step_stretch - 1) * work.standings.step_s
             for sequence, tokens in work.restorer.advance(beside_s if is_decoding else _ALONE_S):
                 self._restored(sequence, tokens)

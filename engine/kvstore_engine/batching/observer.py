@@ -2,7 +2,7 @@
 
 Owns the contract, with an observer that does nothing as its base. Times are those of the engine's clock, in seconds.
 An observer is called from the engine's thread between steps: the implementation MUST return at once and MUST NOT
-raise or call the engine.
+raise or call the engine; one that raises is told nothing more.
 """
 
 from dataclasses import dataclass, field

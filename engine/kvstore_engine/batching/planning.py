@@ -158,7 +158,7 @@ class StepPlanner:
         node, size = self._next_node(sequence), self._space.block_tokens
         begin = sequence.computed
         if node is not None and node.ready:
-            return self._borrowing(sequence)
+            return self._borrowing(sequence) if sequence.left <= most else None
         if node is not None and (node in busy or node.loader not in (None, sequence)):
             return None
         end = min(sequence.length, begin + most)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvstore_engine.batching.answer import Answer, TextSource
 from kvstore_engine.batching.assembly import EngineParts
 from kvstore_engine.batching.choosing import Choice, choose, log_probabilities
-from kvstore_engine.batching.events import Event, Finished, Reason, Token
+from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.planning import Part, StepPlan
 from kvstore_engine.batching.request import Request
@@ -92,20 +92,28 @@ class Progress:
     def _continue(self, part: Part, choice: Choice, row: Floats, now: float) -> list[Event]:
         sequence = part.sequence
         settings = sequence.request.settings
-        siblings = []
+        siblings: list[Sequence] = []
+        failed: list[Event] = []
         if not sequence.generated and sequence.index == 0 and settings.n > 1 and not sequence.is_forked:
-            siblings = self._fork(sequence)
+            siblings, failed = self._fork(sequence)
         events = self._take(sequence, choice, row, now)
         for sibling in siblings:
             events += self._take(sibling, choose(row[None], [sibling.answer])[0], row, now)
-        return events
+        return events + failed
 
-    def _fork(self, sequence: Sequence) -> list[Sequence]:
-        """The further answers of a request with n > 1, at the end of its prompt: they share all of its blocks."""
+    def _fork(self, sequence: Sequence) -> tuple[list[Sequence], list[Event]]:
+        """The further answers of a request with n > 1, at the end of its prompt: they share all of its blocks. And the
+        ends of those that cannot begin.
+        """
         sequence.is_forked = True
-        siblings = []
+        siblings: list[Sequence] = []
+        failed: list[Event] = []
         for index in range(1, sequence.request.settings.n):
-            sibling = self.new_sequence(sequence.request, index, sequence.arrived_s)
+            try:
+                sibling = self.new_sequence(sequence.request, index, sequence.arrived_s)
+            except Exception as error:  # its constraint cannot be made: that concerns no other answer
+                failed.append(self._never_begun(sequence, index, "failed", str(error)))
+                continue
             sibling.order = sequence.order
             sibling.furthest, sibling.accounts.local = sibling.prompt_tokens, sibling.prompt_tokens
             sibling.asked_daemon, sibling.offered_blocks = True, sequence.offered_blocks
@@ -117,7 +125,7 @@ class Progress:
                 self._parts.roster.run(sibling)
             else:
                 self._parts.roster.wait(sibling)
-        return siblings
+        return siblings, failed
 
     def _take(self, sequence: Sequence, choice: Choice, row: Floats, now: float) -> list[Event]:
         """`choice` is the next token of `sequence`: tell, and end the answer where it ends."""
@@ -126,21 +134,21 @@ class Progress:
             return [self.finish(sequence, "failed", choice.failure)]
         accounts = sequence.accounts
         accounts.first_s = now if accounts.first_s is None else accounts.first_s
-        accounts.last_s = now
         if token in answer.end_ids:
-            return [self.finish(sequence, "end")]
+            return [self.finish(sequence, "end")]  # not one of its tokens: the time per token ends before
+        accounts.last_s = now
+        try:
+            text, is_stopped = answer.push(token)
+        except Exception as error:  # of a constraint, say: it concerns no other answer
+            return [self.finish(sequence, "failed", f"token {token} cannot follow: {error or type(error).__name__}")]
         sequence.generated += 1
         self._parts.standings.tenants.charge(request.tenant, output_tokens=1)
         self._observer.token(request.id, sequence.index, now)
-        text, is_stopped = answer.push(token)
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
         if request.settings.logprobs is not None:
             logprob, top = log_probabilities(row, token, request.settings.logprobs)
         events: list[Event] = [Token(request.id, sequence.index, token, text, logprob, top)]
-        if answer.constraint is not None:
-            answer.constraint.accept(token)
-            is_stopped = is_stopped or answer.constraint.finished
         if is_stopped:
             events.append(self.finish(sequence, "stop"))
         elif sequence.generated == request.settings.max_tokens:
@@ -152,13 +160,29 @@ class Progress:
             sequence.length += 1
         return events
 
+    def end_request(self, sequence: Sequence, reason: Reason, message: str = "") -> list[Event]:
+        """End `sequence`, and with it the further answers of its request that it had not come to."""
+        ends: list[Event] = [self.finish(sequence, reason, message)]
+        if sequence.index == 0 and not sequence.is_forked:
+            further = range(1, sequence.request.settings.n)
+            ends += [self._never_begun(sequence, index, reason, message) for index in further]
+        return ends
+
+    def _never_begun(self, sequence: Sequence, index: int, reason: Reason, message: str) -> Finished:
+        """The end of answer `index`, which was to begin where `sequence` has its first token."""
+        now, name = self._clock(), sequence.request.id
+        waited_s = now - sequence.arrived_s
+        usage = Usage(prompt_tokens=sequence.prompt_tokens, queued_s=waited_s, total_s=waited_s)
+        self._observer.finished(name, index, reason, usage, now)
+        return Finished(name, index, reason, usage, message)
+
     def finish(self, sequence: Sequence, reason: Reason, message: str = "") -> Finished:
         now = self._clock()
         work, request = self._parts, sequence.request
         if reason in ("end", "length", "context", "stop"):
             work.standings.ended(sequence, now)
             work.preemption.ended(sequence)
-        if sequence.holding is not None:
+        if sequence.holding is not None and reason != "failed":  # what led to a failure is not for others to restore
             work.storer.offer(sequence)
         work.roster.leave(sequence)
         work.standings.tenants.leave(request.tenant)

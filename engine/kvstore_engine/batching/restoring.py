@@ -6,6 +6,7 @@ running answers go on. Invariants: no byte is read outside a lease; blocks count
 valid after they were copied; a block that is ready is never written; what is not restored is simply computed.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,7 +19,9 @@ from kvstore_engine.restore.fetching import Fetch, Fetcher
 from kvstore_engine.restore.plan import RestorePlan, plan_restore, usable_blocks
 from kvstore_engine.restore.session import KvLease, KvSession, Tokens
 
+_log = logging.getLogger(__name__)
 _LEAST_DEADLINE_S, _MOST_DEADLINE_S = 0.25, 30.0
+_GRACE_S = 0.25  # on top of a question's own deadline
 _PORTION_BLOCKS = 8
 
 
@@ -90,9 +93,10 @@ class Restorer:
             for node in restoration.nodes:
                 node.asked = False  # nobody has heard the answer
 
-    def wait(self, timeout_s: float) -> None:
-        """Until an answer has come, or `timeout_s` have passed."""
-        fetches = [restoration.fetch for restoration in self._under_way.values()]
+    def wait(self, timeout_s: float, *, is_quick: bool = False) -> None:
+        """Until an answer has come, or `timeout_s` have passed. `is_quick`: for no promotion, which takes its time."""
+        under_way = self._under_way.values()
+        fetches = [each.fetch for each in under_way if not (is_quick and each.is_promoting)]
         if fetches and not any(fetch.done for fetch in fetches):
             self._fetcher.wait(fetches, timeout_s)
 
@@ -101,10 +105,14 @@ class Restorer:
         through = []
         deadline = self._clock() + budget_s
         for restoration in list(self._under_way.values()):
-            if restoration.fetch.done and self._proceed(restoration, deadline):
+            if restoration.fetch.done:
+                is_through = self._is_through(restoration, deadline)
+            else:  # behind others' promotions, or a daemon that hangs: computing is not put off for it
+                is_through = self._clock() > restoration.fetch.due_s + _GRACE_S
+            if is_through:
                 sequence = restoration.sequence
                 del self._under_way[sequence]
-                restoration.fetch.release()
+                self._fetcher.drop(restoration.fetch)
                 self._let_go(restoration)
                 restored = (restoration.next_block - restoration.first_block) * restoration.session.block_tokens
                 through.append((sequence, restored))
@@ -115,6 +123,13 @@ class Restorer:
         for node in restoration.nodes:
             if node.loader is restoration.sequence:
                 node.loader = None
+
+    def _is_through(self, restoration: _Restoration, deadline: float) -> bool:
+        try:
+            return self._proceed(restoration, deadline)
+        except Exception as error:  # a payload of another size, say: the prompt is computed from here on
+            _log.warning("restoring ended early: %s: %s", type(error).__name__, error)
+            return True
 
     def _proceed(self, restoration: _Restoration, deadline: float) -> bool:
         """One more part of the way; whether it has ended."""

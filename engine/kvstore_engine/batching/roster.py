@@ -4,6 +4,7 @@ Owns the two lists and the moves between them: admission in the policy's order, 
 blocks are short. It never computes or samples. Invariant: a sequence runs exactly while it holds blocks.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 from kvstore_engine.batching.preemption import Preemption
@@ -98,6 +99,13 @@ class Roster:
         now = self._clock()
         prompts = [sequence for sequence in self.running if not sequence.is_decoding]
         return sorted(prompts, key=lambda sequence: self._policy.turn(self._standings.of(sequence), now))
+
+    def ahead(self, tenant: str) -> int:
+        """How many of those that wait go before one more of `tenant`: tenants take turns, so that one with a long queue
+        does not keep the others out.
+        """
+        waiting = Counter([tenant, *(sequence.request.tenant for sequence in self.waiting)])
+        return min(len(self.waiting), waiting[tenant] * len(waiting) - 1)
 
     def of(self, request_id: str) -> list[Sequence]:
         """All answers of a request that are under way."""

@@ -19,7 +19,7 @@ class EngineSettings:
     prefill_tokens:  prompt tokens in a step beside no decodes.
     step_stretch:    with decodes running, a step may take this many times as long as without any prompt in it,
     step_floor_s:    or this long, if that is more.
-    max_queued:      requests that wait; one more is Overloaded.
+    max_queued:      requests that wait; one more is Overloaded. Of several tenants each has its share for certain.
     max_queue_s:     Overloaded, too, when the wait is expected to be longer than this.
     swap_bytes:      memory of the host pool for swapped sequences; 0 always recomputes.
     ageing:          "shortest": seconds of remaining work that a second of waiting is worth.

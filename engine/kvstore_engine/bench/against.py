@@ -25,6 +25,7 @@ from kvstore_engine.bench.loads import LoadSettings, make_load
 from kvstore_engine.bench.over_http import Endpoint, run_over_http
 from kvstore_engine.bench.servers import LlamaServerSettings, Running, best_on_cpus, llama_server, our_server
 from kvstore_engine.bench.summary import Summary, summarise
+from kvstore_engine.bench.workload import Workload
 from kvstore_engine.errors import OperationError
 from kvstore_engine.ggml import find_library
 
@@ -95,8 +96,8 @@ class _Builds:
 
 def _server_row(wanted: Comparison, count: int, builds: _Builds, progress: Progress) -> Row:
     sizes = replace(wanted.load, requests=max(4, wanted.requests_each * count))
-    workload = make_load(wanted.load_name, sizes)
-    context = -(-(workload.longest_tokens + 1) // _PAD_TOKENS) * _PAD_TOKENS
+    turns = turn_loads(wanted, sizes)
+    context = context_for(turns)
     with contextlib.ExitStack() as stack:
         sides: dict[str, Running] = {}
         ours = our_server(
@@ -113,9 +114,7 @@ def _server_row(wanted: Comparison, count: int, builds: _Builds, progress: Progr
         warm = make_load("decode", replace(sizes, requests=count, generate_tokens=4, seed=sizes.seed + 7))
         for side in sides.values():
             run_over_http(Endpoint(side.url), warm, ClosedLoop(count))
-        for turn in range(wanted.rounds):
-            # Other prompts in each turn: none of the sides may have kept what an earlier one left.
-            asked = make_load(wanted.load_name, replace(sizes, seed=sizes.seed + 100 * turn))
+        for turn, asked in enumerate(turns):
             for name in _rotated(list(sides), turn):
                 run = run_over_http(Endpoint(sides[name].url), asked, ClosedLoop(count))
                 summary = summarise(run)
@@ -130,6 +129,17 @@ def _server_row(wanted: Comparison, count: int, builds: _Builds, progress: Progr
     told = ", ".join(f"{name} {values['throughput']:.0f}" for name, values in figures.items())
     progress(f"{count} clients over HTTP, generated tokens/s: {told}")
     return row
+
+
+def turn_loads(wanted: Comparison, sizes: LoadSettings) -> list[Workload]:
+    """Other prompts in each turn: none of the sides may have kept what an earlier one left."""
+    seeds = [sizes.seed + 100 * turn for turn in range(wanted.rounds)]
+    return [make_load(wanted.load_name, replace(sizes, seed=seed)) for seed in seeds]
+
+
+def context_for(turns: Sequence[Workload]) -> int:
+    """Tokens that hold the longest request of any turn."""
+    return -(-(max(load.longest_tokens for load in turns) + 1) // _PAD_TOKENS) * _PAD_TOKENS
 
 
 def _rotated(names: list[str], turn: int) -> list[str]:
@@ -187,7 +197,8 @@ def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator
     module, arguments = "kvstore_engine.bench.decoding", [str(model), str(threads)]
     with (
         Child(module, [OURS, *arguments], {**_LIBGOMP_SPINS, **environment}) as ours,
-        Child(module, ["llama", *arguments]) as llama,
+        # Told to this side, too, lest it inherit another count from this process.
+        Child(module, ["llama", *arguments], _LIBGOMP_SPINS) as llama,
     ):
         yield {OURS: ours, _PLAIN: llama, _FLASH: llama, DEFAULT: llama}
 

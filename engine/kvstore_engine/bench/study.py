@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
@@ -80,7 +81,7 @@ def study_engine(
                 profiler = _Replaceable(observer)
                 config = replace(base, context=context, block_tokens=block_tokens)
                 with opened(config, profiler) as engine:
-                    run_in_process(engine, make_load("decode", _WARM_UP), ClosedLoop(1))
+                    run_in_process(engine, _warm_up(wanted), ClosedLoop(1))
                     measured = profiler.begin()
                     run = run_in_process(engine, workload, arrivals)
                 profile = {**measured.as_json(), "pool_blocks": engine.pool.blocks}
@@ -89,11 +90,16 @@ def study_engine(
 
 def study_server(endpoint: Endpoint, wanted: StudySettings, progress: Progress) -> Iterator[Case]:
     """Every case of a server. Each has prompts of its own, so that none finds what another left behind."""
-    run_over_http(endpoint, make_load("decode", replace(_WARM_UP, vocabulary=wanted.load.vocabulary)), ClosedLoop(1))
-    for number, arrivals in enumerate(wanted.arrivals):
-        for name in wanted.loads:
-            workload = make_load(name, replace(wanted.load, seed=wanted.load.seed + 1000 * number))
-            yield case_of(workload, arrivals, run_over_http(endpoint, workload, arrivals), None, progress)
+    run_over_http(endpoint, _warm_up(wanted), ClosedLoop(1))
+    # A seed for each load, too: of one seed, the shared prefixes of two loads begin alike.
+    for number, (arrivals, name) in enumerate(product(wanted.arrivals, wanted.loads)):
+        workload = make_load(name, replace(wanted.load, seed=wanted.load.seed + 1000 * number))
+        yield case_of(workload, arrivals, run_over_http(endpoint, workload, arrivals), None, progress)
+
+
+def _warm_up(wanted: StudySettings) -> Workload:
+    """With tokens that the model has: a request that is refused warms nothing."""
+    return make_load("decode", replace(_WARM_UP, vocabulary=wanted.load.vocabulary))
 
 
 class _Replaceable(FanOut):
@@ -112,6 +118,8 @@ class _Replaceable(FanOut):
 def case_of(workload: Workload, arrivals: Arrivals, run: Run, block_tokens: int | None, progress: Progress) -> Case:
     """One measurement's figures, out of what became of its requests."""
     done = [outcome for outcome in run.outcomes if outcome.ok]
+    answered = {outcome.id for outcome in done}  # what failed was not computed either
+    prompts = (request.tokens for request in workload.requests if request.id in answered)
     case = Case(
         load=workload.name,
         about=workload.about,
@@ -119,7 +127,7 @@ def case_of(workload: Workload, arrivals: Arrivals, run: Run, block_tokens: int 
         concurrency=arrivals.concurrency if isinstance(arrivals, ClosedLoop) else None,
         rate=arrivals.rate if isinstance(arrivals, OpenLoop) else None,
         block_tokens=block_tokens,
-        ideal_tokens=ideal_tokens((request.tokens for request in workload.requests), block_tokens or 16),
+        ideal_tokens=ideal_tokens(prompts, block_tokens or 16),
         summary=summarise(run),
         by_kind={kind: summarise(run, kind) for kind in kinds(run.outcomes)},
         profile=run.profile,

@@ -18,9 +18,12 @@ _THREADS = 4
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One question. Once `done`, `lease` is entered and the engine's to exit, or None with the `failure`."""
+    """One question. Once `done`, `lease` is entered and the engine's to exit, or None with the `failure`. `due_s`: when
+    it should be done, had it not waited for a thread.
+    """
 
     begun_s: float
+    due_s: float
     done: bool = False
     lease: KvLease | None = None
     failure: str = ""
@@ -46,7 +49,8 @@ class Fetcher:
         """Start `session.get` with these arguments; `tokens` must not change any more."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvengine-fetch")
-        fetch = Fetch(self._clock())
+        now = self._clock()
+        fetch = Fetch(now, now + deadline_s)
         self._threads.submit(self._run, fetch, session, tokens, max_blocks, deadline_s, promote)
         return fetch
 

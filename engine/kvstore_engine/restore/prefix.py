@@ -10,6 +10,7 @@ The tokens of each block are compared with the prompt's by the client (`get` ver
 colliding key cannot bring another conversation's state in.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kvstore_engine.restore.plan import RestorePlan, plan_restore, usable_blocks
 from kvstore_engine.restore.session import Bytes, KvLease, KvSession, Tokens
 
 BlockIds = Sequence[int]
+_log = logging.getLogger(__name__)
 _LEAST_DEADLINE_S, _MOST_DEADLINE_S = 0.25, 30.0
 
 
@@ -108,7 +110,11 @@ def _copy_in(lease: KvLease, pool: BlockReceiver, block_table: BlockIds, most: i
         return 0
     sources = [lease.payload(index) for index in range(count)]
     tables = [block_table[index * per_block : (index + 1) * per_block] for index in range(count)]
-    pool.scatter_blocks(sources, tables)
+    try:
+        pool.scatter_blocks(sources, tables)
+    except ValueError as error:  # payloads of another size than this model's blocks have
+        _log.warning("stored blocks cannot be used: %s", error)
+        return 0
     return count if lease.valid else 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from kvstore_engine.restore.costs import CostModel
 
 _SMALLEST_SCALE = 0.3
+_RECOVERY, _SLOW_RECOVERY = 1.02, 1.001
 Pieces = Sequence[tuple[int, int]]
 
 
@@ -43,12 +44,14 @@ class StepBudget:
 
     def observe(self, decodes: Pieces, prefill_tokens: int, seconds: float) -> None:
         """A step took `seconds`."""
-        if not decodes or prefill_tokens <= self._block:
+        if not decodes or not prefill_tokens:
             return
-        if seconds > 1.1 * self._target_s(decodes):
+        is_least = prefill_tokens <= self._block
+        if seconds <= 1.1 * self._target_s(decodes):
+            # One block says little of two. But without it a budget that a busy minute cut to one block would stay so.
+            self._scale = min(1.0, self._scale * (_SLOW_RECOVERY if is_least else _RECOVERY))
+        elif not is_least:
             self._scale = max(_SMALLEST_SCALE, self._scale * 0.9)
-        else:
-            self._scale = min(1.0, self._scale * 1.02)
 
     def _target_s(self, decodes: Pieces) -> float:
         return max(self._stretch * self._costs.batch_s(decodes), self._floor_s)
