@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.batching import BatchEngine, EngineSettings, Finished
+from kvstore_engine.bench.in_process import EndsAfter
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.restore import CostModel
 from tests.reference.batch_runs import request
@@ -76,7 +77,7 @@ def run_load(arrivals: Sequence[Arrival], rate: float, **settings: Any) -> dict[
                     tenant=arrival.tenant,
                     priority=arrival.priority,
                     ignore_end=False,
-                    constraint=lambda length=arrival.answer_tokens: _EndsAfter(length),
+                    constraint=lambda length=arrival.answer_tokens: EndsAfter(length),
                 )
             )
         for event in engine.step():
@@ -91,20 +92,3 @@ class _TimedCompute(TwinCompute):
     def forward(self, slices: Sequence[SequenceSlice]) -> npt.NDArray[np.float32]:
         self.on_step(slices)
         return np.zeros((sum(piece.outputs == "last" for piece in slices), VOCABULARY), np.float32)
-
-
-class _EndsAfter:
-    """A constraint that allows everything and ends the answer after so many tokens."""
-
-    def __init__(self, length: int) -> None:
-        self._left = length
-
-    @property
-    def finished(self) -> bool:
-        return self._left <= 0
-
-    def mask(self) -> None:
-        return None
-
-    def accept(self, token: int) -> None:
-        self._left -= 1
