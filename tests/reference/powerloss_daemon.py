@@ -49,6 +49,7 @@ class RecordedDaemon(RunningDaemon):
 
     def __init__(self, directory: Path, *settings: str) -> None:
         super().__init__(directory, *SETTINGS, *settings)
+        self.as_a_command = True  # the recorder is loaded with a program, not into one that was there before
         root = directory / "root"
         root.mkdir()
         self.recording = Recording(root, directory / "recorded")
