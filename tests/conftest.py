@@ -5,6 +5,10 @@ processes as quickly as the other tests do.
 
 from __future__ import annotations
 
+import os
+
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # its handlers may wait for ever in a fork; what tests fork uses no gRPC
+
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
