@@ -136,9 +136,8 @@ class Room:
             if row < 0:
                 if not await self.demoter.progress():
                     return None
-                stuck = self._not_for(
-                    parent
-                )  # a write behind has ended: its block may leave now, and its arena be reclaimed
+                # A write behind has ended: its block may leave now, and its arena be reclaimed.
+                stuck = self._not_for(parent)
                 continue
             if self._is_of_use(row, nbytes, tenant):
                 if not await self.evict(row, Cause.EVICTED if confined is None else Cause.QUOTA):

@@ -176,13 +176,8 @@ class ResidencyView:
     def run_above(self, row: int, tier: int, limit: int) -> list[int]:
         """`row`, which may leave `tier` now, and up to `limit` in all of those above it that may once it has gone, each
         once the one below has."""
-        copies, pins, parents, links, mask = (
-            self.copies[tier],
-            self.pins,
-            self.rows.parent,
-            self.rows.links,
-            self.rows.mask,
-        )
+        copies, pins, rows = self.copies[tier], self.pins, self.rows
+        parents, links, mask = rows.parent, rows.links, rows.mask
         state, kids, only = copies.state, copies.kids, 1 << tier if tier == len(self.copies) - 1 else 0
         found = [row]
         while len(found) < limit:
