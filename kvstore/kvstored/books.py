@@ -110,6 +110,6 @@ class BooksWalk:
             faults += store.nvme.check_held(
                 np.frombuffer(copies.container, np.uint32)[rows],
                 np.frombuffer(copies.offset, np.uint64)[rows],
-                np.frombuffer(copies.generation, np.uint32)[rows],
+                np.frombuffer(copies.generation, np.uint64)[rows],
             )
             yield

@@ -152,8 +152,8 @@ class Daemon:
         self._start_tasks()
         assert self.lifetime is not None
         self.lifetime.state = State.SERVING
-        gc.collect()
-        gc.freeze()  # what start-up made lives as long as the daemon: full collections need not walk it
+        gc.freeze()  # what start-up made lives as long as the daemon: collections need not walk it
+        gc.enable()  # `kvstored serve` begins without
         self._ready_after_s = _since_process_start_s()
         notify("READY=1", f"STATUS=serving {len(self._store.residency)} blocks on {config.daemon.socket_dir}")
         log.info(

@@ -110,16 +110,48 @@ def test_a_stale_image_of_the_same_key_is_not_served(directory: Path) -> None:
     raw = slab_path(directory).read_bytes()
     offset = slot_offset(directory, 0)
     with opened(directory) as tier:
-        tier.free(recovered(tier)[1])
+        former = recovered(tier)[1]
+        tier.free(former)
         assert finish(tier.sync).ok, "so that the slot is taken again first"
         slot = put(tier, *block(1, PAYLOAD_BYTES))
-        assert slot is not None and slot.offset == offset and slot.generation == 2
+        assert slot is not None and slot.offset == offset and slot.generation == former.generation + 1
         assert finish(tier.sync).ok
     with open(slab_path(directory), "r+b") as file:
         file.seek(offset)
         file.write(raw[offset : offset + slot.nbytes])
     with opened(directory) as tier:
         assert served(tier, recovered(tier)) == set(NUMBERS) - {1}
+
+
+def test_a_former_image_of_a_block_that_lies_elsewhere_now_is_not_served(directory: Path) -> None:
+    """Stored again, with other bytes, in the same use of another slot; then a write of the former slot goes astray."""
+    with opened(directory) as tier:
+        former = recovered(tier)[1]
+        tier.free(former)
+        slot = put(tier, block(1, PAYLOAD_BYTES)[0], block(99, PAYLOAD_BYTES)[1])
+        assert slot is not None and slot.offset != former.offset
+        assert finish(tier.sync).ok
+    with open(slab_path(directory), "r+b") as file:
+        image = os.pread(file.fileno(), former.nbytes, former.offset)
+        assert image != os.pread(file.fileno(), slot.nbytes, slot.offset)
+        os.pwrite(file.fileno(), image, slot.offset)
+    assert Severity.DAMAGE in [finding.severity for finding in check_directory(directory)]
+    with opened(directory) as tier:
+        assert recovered(tier)[1].offset == slot.offset
+        assert served(tier, recovered(tier)) == set(NUMBERS) - {1}
+
+
+def test_slots_whose_records_were_lost_count_on_apart_from_each_other(directory: Path) -> None:
+    with opened(directory) as tier:
+        before = {slot.offset: slot.generation for slot in recovered(tier).values()}
+    for index in range(3):
+        flip(slab_path(directory), SUPERBLOCK_BYTES + index * RECORD_BYTES + 8)
+    with opened(directory) as tier:
+        lost = before.keys() - {slot.offset for slot in recovered(tier).values()}
+        again = [put(tier, *block(100 + number, PAYLOAD_BYTES)) for number in range(3)]
+        assert {slot.offset for slot in again if slot} == lost
+        generations = {slot.generation for slot in again if slot}
+        assert len(generations) == 3 and min(generations) > max(before.values())
 
 
 @pytest.mark.parametrize("where", [0, 6, 8, 24, 136, 250])

@@ -169,3 +169,17 @@ def test_columns_leave_out_what_was_freed_or_quarantined_before_they_were_asked_
         found = tier.recover_columns()
         assert [found.slot_of(position) for position in range(len(found))] == slots[2:]
         assert len(tier.recover_columns()) == 3, "a second time, from the medium"
+
+
+@pytest.mark.parametrize("how", ["free", "quarantine"])
+def test_columns_leave_out_a_single_block_that_is_gone(tmp_path: Path, how: str) -> None:
+    with closing(NvmeTier.open(tmp_path, 8 << 20, slab_bytes=256 << 10)) as tier:
+        slots = [put(tier, *block(number, 5000)) for number in range(1, 4)]
+    with closing(NvmeTier.open(tmp_path, 8 << 20, slab_bytes=256 << 10)) as tier:
+        assert slots[0] is not None
+        if how == "free":
+            tier.free(slots[0])
+        else:
+            tier.quarantine(slots[0], "bad")
+        found = tier.recover_columns()
+        assert [found.slot_of(position) for position in range(len(found))] == slots[1:]

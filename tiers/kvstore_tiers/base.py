@@ -228,7 +228,7 @@ class Tier(ABC):
         return []
 
     def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
-        """What is wrong with slots that the caller holds, named by columns (generations by their low 32 bits)."""
+        """What is wrong with slots that the caller holds, named by columns."""
         return []
 
     def publish_again(self, slot: Slot, header: BlockHeader) -> None:

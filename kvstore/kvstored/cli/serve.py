@@ -39,8 +39,10 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    import gc
     import logging
 
+    gc.disable()  # until it serves: what a start makes is there to stay, and to look through it would cost 0.1 s
     from kvstored.config import ConfigError, load_config
 
     logging.basicConfig(

@@ -137,7 +137,7 @@ def _enter(
     fill(copies.container, np.uint32, blocks.container)
     fill(copies.offset, np.uint64, blocks.offset)
     fill(copies.nbytes, np.uint32, blocks.nbytes)
-    fill(copies.generation, np.uint32, blocks.generation)
+    fill(copies.generation, np.uint64, blocks.generation)
     copies.blocks += count
     children = np.bincount(parents + 1, minlength=count + 1)[1:]
     fill(rows.parent, np.int32, np.where(parents >= 0, parents + first, _NONE) if first else parents)

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore_tiers.base import Slot
-from kvstored.residency.rows import add_zeros
+from kvstored.residency.rows import add_zeros, grown
 
+_PLACE_COLUMNS = ("container", "offset", "nbytes", "generation")
 _new_slot = tuple.__new__  # half the time of Slot's own
 
 
@@ -49,13 +50,14 @@ class TierCopies:
         self.container = array("I")
         self.offset = array("Q")
         self.nbytes = array("I")
-        self.generation = array("I")
+        self.generation = array("Q")
 
     def grow(self, rows: int) -> None:
         more = rows - self._capacity
         self.state.extend(bytes(more))
-        for column in (self.kids, self.container, self.offset, self.nbytes, self.generation):
-            add_zeros(column, more)
+        add_zeros(self.kids, more)  # which policies keep hold of
+        for name in _PLACE_COLUMNS:
+            setattr(self, name, grown(getattr(self, name), more))
         self._capacity = rows
 
     def put(self, row: int, slot: Slot, tenant: int) -> None:

@@ -25,8 +25,7 @@ def check_books(slabs: dict[int, Slab], quarantined: Iterable[Slot]) -> list[str
 
 
 def check_held(slabs: dict[int, Slab], containers: Column, offsets: Column, generations: Column) -> list[str]:
-    """Slots that somebody holds, by columns, generations as their low 32 bits: each must be out, in that generation,
-    and not in quarantine."""
+    """Slots that somebody holds, by columns: each must be out, in that generation, and not in quarantine."""
     faults: list[str] = []
     for number in np.unique(containers).tolist():
         slab = slabs.get(number)
@@ -40,7 +39,7 @@ def check_held(slabs: dict[int, Slab], containers: Column, offsets: Column, gene
             faults.append(f"slab {number}: a slot is held where none begins")
             continue
         states = np.frombuffer(slab.states, np.uint8)[index]
-        now = np.frombuffer(slab.generations, np.uint64)[index] & np.uint64(0xFFFFFFFF)
+        now = np.frombuffer(slab.generations, np.uint64)[index]
         bad = (states == SlotState.FREE) | (states == SlotState.QUARANTINED) | (now != generations[here])
         for position in np.flatnonzero(bad).tolist():
             faults.append(f"slab {number} slot {index[position]} is held and is not allocated so")

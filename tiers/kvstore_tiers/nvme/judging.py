@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_tiers.nvme.judging_ahead import JudgingAhead
-from kvstore_tiers.nvme.layout import RECORD_BYTES, RecordState
+from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, RecordState
 from kvstore_tiers.nvme.read_buffer import read_buffer
 from kvstore_tiers.nvme.record_checksums import RECORD_WORDS, RecordChecksums
 from kvstore_tiers.nvme.slab import Slab
@@ -49,13 +49,18 @@ class JudgedSlab(Verdicts):
 
     def generations(self) -> npt.NDArray[np.uint64]:
         """The generation of each slot now: that of its block, or one that was never used where there is none."""
-        first = np.uint64(self.slab.superblock.first_generation)
-        seen: npt.NDArray[np.uint64] = np.maximum(self.seen_generations, first - np.uint64(1))
-        if self.withdrawn:
-            sound = np.ones(len(seen), dtype=bool)
-            sound[list(self.withdrawn)] = False
-            seen[~sound] = seen[sound].max(initial=first)  # a damaged record's own generation means nothing
-        seen[self.states == RecordState.FREE] += np.uint64(1)
+        superblock, one = self.slab.superblock, np.uint64(1)
+        unused, unsound = self.seen_generations == 0, list(self.withdrawn)
+        seen: npt.NDArray[np.uint64] = np.maximum(self.seen_generations, np.uint64(superblock.first_generation) - one)
+        if unsound or unused.any():
+            firsts = superblock.first_generations()
+            seen[unused] = firsts[unused] - one
+            if unsound:  # a damaged record's own generation means nothing
+                sound = np.ones(len(seen), dtype=bool)
+                sound[unsound] = False
+                past = max(int(seen[sound].max(initial=0)), superblock.first_generation + GENERATION_SPREAD)
+                seen[unsound] = firsts[unsound] + np.uint64(past - superblock.first_generation)
+        seen[self.states == RecordState.FREE] += one
         return seen
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore_tiers.nvme.layout import RECORD_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.lock_mark import LockMark
-from kvstore_tiers.nvme.reading_ahead import Look, ReadAhead
+from kvstore_tiers.nvme.reading_ahead import LIMIT_BYTES, Look, ReadAhead
 from kvstore_tiers.nvme.record_checksums import RECORD_WORDS, RecordChecksums
 from kvstore_tiers.nvme.verdicts import LiveBlocks, Origins, Verdicts, judge
 
@@ -33,6 +33,8 @@ class JudgingAhead:
     def __init__(self, reading: ReadAhead) -> None:
         self._reading = reading
         self._checksums: RecordChecksums | None = None
+        self._room = LiveBlocks.room(LIMIT_BYTES // RECORD_BYTES)  # for all that is read; not touched before it is used
+        self._used = 0
         self._thread = ThreadPoolExecutor(1, "nvme-judge-ahead")
         self._slabs = {number: self._thread.submit(self._judge, number) for number in reading.numbers()}
 
@@ -73,6 +75,7 @@ class JudgingAhead:
         self._reading.close()
         self._slabs.clear()
         self._checksums = None
+        self._room = LiveBlocks.room(0)
 
     def _judge(self, number: int) -> _Judged | None:
         region = self._reading.wait_for(number)
@@ -85,6 +88,7 @@ class JudgingAhead:
         if self._checksums is None:
             self._checksums = RecordChecksums()
         records = np.frombuffer(region.records, "<u8", slots * RECORD_WORDS).reshape(slots, RECORD_WORDS)
-        origins, room = Origins(), LiveBlocks.room(slots)
+        origins, room = Origins(), self._room.part(slice(self._used, self._used + slots))
+        self._used += slots
         verdicts = judge(superblock, region.look.length_bytes, 0, records, self._checksums, origins, room)
         return _Judged(region.look, superblock, verdicts, origins)

@@ -8,7 +8,7 @@
 Owns packing, parsing and the arithmetic; never touches a file.
 Invariants: little-endian; reserved bytes zero; everything carries a checksum; a record's checksum is seeded with the
 slab's `format_id` and the record's place, so that a record of an earlier format of the file, or one that was written
-to a wrong place, does not hold.
+to a wrong place, does not hold. A slot image has no seed; there its generation is of its place.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvstore_tiers.sizes import aligned_down, aligned_up
 FORMAT_VERSION = 1
 SUPERBLOCK_BYTES = 4096
 RECORD_BYTES = 256
+GENERATION_SPREAD = 1 << 40
 _SUPERBLOCK_MAGIC = b"KVSLAB\r\n"
 _RECORD_MAGIC = b"KVR1"
 RECORD_MAGIC_WORD = int.from_bytes(_RECORD_MAGIC, "little")
@@ -82,6 +83,15 @@ class Superblock:
     def record_seed(self, index: int) -> int:
         return (self.format_id + index) & (2**64 - 1)
 
+    def first_generations(self) -> npt.NDArray[np.uint64]:
+        """Where each slot, shape (slots,), begins to count: at a number of its own, from `first_generation` on.
+
+        A block that is stored again under its key lies in another slot, and what was there before may still be in its
+        former one. Should that land here (a write that went astray), key and checksums hold; the generation does not.
+        """
+        words = np.arange(self.slots, dtype=np.uint64) + np.uint64(self.format_id)
+        return np.uint64(self.first_generation) + _mixed(words) % np.uint64(GENERATION_SPREAD)
+
     def pack(self) -> bytes:
         raw = bytearray(SUPERBLOCK_BYTES)
         _SUPERBLOCK.pack_into(
@@ -90,6 +100,13 @@ class Superblock:
         )  # fmt: skip
         raw[-8:] = xxhash.xxh3_64_intdigest(raw[:-8]).to_bytes(8, "little")
         return bytes(raw)
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele et al., OOPSLA 2014): neighbours give numbers far from each other."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 def slots_that_fit(file_bytes: int, slot_bytes: int) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_tiers.nvme.read_buffer import read_buffer
+
 RECORD_WORDS = 32
 DIGESTED_WORDS = RECORD_WORDS - 1  # the last one is the checksum
 BATCH_RECORDS = 4096  # 3 MB of scratch: larger ones leave the cache, smaller ones pay for calls
@@ -46,11 +48,16 @@ def _shift(bits: int) -> np.uint64:
 
 
 class RecordChecksums:
-    """Scratch memory for `digests`."""
+    """Scratch memory for `digests`: a mapping of its own, in huge pages, which is gone when this is."""
 
     def __init__(self) -> None:
+        words_in_all = RECORD_WORDS + _SECRET_WORDS + 6 * _LANES
+        left = np.frombuffer(read_buffer(words_in_all * BATCH_RECORDS * 8), np.uint64).reshape(-1, BATCH_RECORDS)
+
         def scratch(words: int) -> Words:
-            return np.empty((words, BATCH_RECORDS), np.uint64)
+            nonlocal left
+            taken, left = left[:words], left[words:]
+            return taken
 
         self._data = scratch(RECORD_WORDS)
         self._secret = scratch(_SECRET_WORDS)

@@ -25,6 +25,7 @@ import numpy as np
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Slot
+from kvstore_tiers.heap import expect
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.index import KeyIndex
 from kvstore_tiers.nvme.index_mending import IndexColumns
@@ -44,6 +45,8 @@ from kvstore_tiers.nvme.verdicts import Array, LiveBlocks, Origins
 from kvstore_tiers.recovered import RecoveredBlocks
 
 _REPAIR_THREADS = 8  # they wait for the medium
+_HEAP_BYTES_A_SLOT = 256  # what books of all kinds take of a block, and what making them takes meanwhile
+_MANY_SLOTS = 1 << 16
 _SLOT_STATES = np.array([SlotState.FREE, SlotState.WRITTEN, SlotState.QUARANTINED], dtype=np.uint8)
 
 
@@ -77,13 +80,19 @@ class RecoveryReport:
 def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bool) -> RecoveryReport:
     """Open every slab file and count it; nothing of them is handed out yet. A file without geometry is put aside."""
     report = RecoveryReport(unfinished_slabs=directory.remove_unfinished())
+    files = []
     for number in directory.numbers():
         file = SlabFile.open(directory, number, require_direct=require_direct)
         if isinstance(file, str):
             directory.put_aside(number)
             report.damaged_slabs += 1
         else:
-            space.adopt(Slab(directory, file.superblock, file=file, require_direct=require_direct))
+            files.append(file)
+    slots = sum(file.superblock.slots for file in files)
+    if slots >= _MANY_SLOTS:
+        expect(slots * _HEAP_BYTES_A_SLOT)
+    for file in files:
+        space.adopt(Slab(directory, file.superblock, file=file, require_direct=require_direct))
     space.damaged_bytes = directory.damaged_bytes()
     return report
 

@@ -73,7 +73,8 @@ class Slab:
         self.number = superblock.number
         self.in_use = 0
         self.states = bytearray(superblock.slots)
-        self.generations = array("Q", [superblock.first_generation]) * superblock.slots
+        fresh = superblock.first_generations().tobytes() if file is None else bytes(8 * superblock.slots)
+        self.generations = array("Q", fresh)  # of a file that is there already: see `adopt`
         self.payload_bytes = array("Q", bytes(8 * superblock.slots))
         self.recorded = array("Q", bytes(8 * superblock.slots))
         self._returned = array("I")  # their records are free on the medium; the commit appends, allocating takes

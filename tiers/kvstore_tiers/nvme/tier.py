@@ -80,6 +80,7 @@ class NvmeTier(Tier):
         )
         self.recovery_report = report
         self._recovered: RecoveredBlocks | None = recovered
+        self._is_as_recovered = True  # no slot was taken out of use since, nor freed
         self._directory = directory
         self._space = space
         self._index = index
@@ -174,6 +175,7 @@ class NvmeTier(Tier):
         return found[1]
 
     def free(self, slot: Slot) -> None:
+        self._is_as_recovered = False
         slab, index = self._space.free(slot)
         self._journal.note_freed(slab, index, slab.generations[index])
         if self._quarantined.pop(slot, None) is None:
@@ -186,6 +188,7 @@ class NvmeTier(Tier):
         if len(self._quarantined) >= self._max_quarantined:
             self.free(slot)
             return
+        self._is_as_recovered = False
         slab.states[index] = SlotState.QUARANTINED
         self._quarantined[slot] = reason
         self._blocks -= 1
@@ -255,6 +258,8 @@ class NvmeTier(Tier):
         recovered, self._recovered = self._recovered, None
         if recovered is None:
             return super().recover_columns()
+        if self._is_as_recovered:
+            return recovered
         there = still_there(self._space.slabs, recovered)
         return recovered if there.all() else recovered.take(there)
 
