@@ -14,8 +14,8 @@ from kvstored.policies import Policy, RequestContext, ResidencyClass, Share, cre
 from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.policies.chains import prior
 from kvstored.policies.chains.features import Features, features_of, with_answer
-from kvstored.policies.chains.ghost import SHARDS, ChainGhost, ghost_limit
-from kvstored.policies.chains.gittins import BINS, EDGES_S, bin_of, bins_of, ranks
+from kvstored.policies.chains.ghost import SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit
+from kvstored.policies.chains.gittins import BINS, EDGES_S, bins_of, fading, passed, passed_by, ranks
 from kvstored.policies.chains.guard import LruGuard
 from kvstored.policies.chains.hazards import HazardTables, Ladder
 from kvstored.simulator.replay import Replay, ReplaySettings
@@ -236,7 +236,64 @@ def test_a_rank_looks_at_the_best_horizon() -> None:
 
 def test_bins_of_ages() -> None:
     ages = np.array([0.0, 0.74, 0.75, 1e9])
-    assert bins_of(ages).tolist() == [bin_of(age) for age in ages.tolist()] == [0, 0, 1, BINS - 1]
+    assert bins_of(ages).tolist() == [0, 0, 1, BINS - 1]
+    ages = np.array([0.0, 0.74, 0.75, EDGES_S[-1] * 1.9, EDGES_S[-1] * 2.1, 1e9])
+    assert passed_by(ages).tolist() == [passed(age) for age in ages.tolist()] == [0, 0, 1, BINS - 1, BINS, BINS]
+
+
+def test_beyond_the_last_bin_a_rank_falls_with_age() -> None:
+    assert fading(np.array([0.0, 1.0, 2.0, 8.0]) * EDGES_S[-1]).tolist() == [1.0, 1.0, 0.5, 0.125]
+
+
+def test_a_chain_that_never_returned_counts_in_every_bin() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    for number in range(0, 120, 2):
+        shelf.chain(number, number + 1)
+    shelf.now_ns = round(EDGES_S[-1] * 3) * S
+    for number in range(1000, 1200, 2):
+        shelf.chain(number, number + 1)
+    exposed, returned = policy._book.tables.counts()[-1].counts[()]
+    assert exposed[-1] > 50 > 0 == returned[-1]
+
+
+def test_of_chains_worth_the_same_the_one_that_is_dearer_to_compute_stays() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    short = shelf.chain(*range(1, 50))
+    shelf.now_ns += 1
+    long = shelf.chain(*range(1000, 1200))
+    book, candidates = policy._book, policy._candidates[0]
+    chains, ours, theirs = book.chains, book.owner[short[-1]], book.owner[long[-1]]
+    chains.base[theirs] = chains.base[ours]
+    worth = candidates.worth(ours, 0.0)
+    assert worth < candidates.worth(theirs, 0.0) < 1.1 * worth
+
+
+def test_what_others_gave_a_prefix_is_known_when_it_comes_back() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    for number in range(10, 20):
+        rows = shelf.chain(1, 2, number)
+        shelf.residency.remove(rows[2], Cause.EVICTED, shelf.now_ns)
+    before = policy._book.shared[rows[1]]
+    assert before > 3
+    for row in (rows[1], rows[0]):
+        shelf.residency.remove(row, Cause.EVICTED, shelf.now_ns)
+    assert policy._book.shared[rows[1]] == 0
+    again = shelf.chain(1, 2, 20)
+    assert policy._book.shared[again[1]] >= before
+
+
+def test_touches_of_what_has_left_are_bounded() -> None:
+    ghost = ChainGhost(ghost_limit(0))
+    for number in range(TOUCHED_MAX + 5):
+        ghost.remember_touches(key(number), 1.0, 0.0)
+    assert len(ghost.touched) == TOUCHED_MAX
+    assert key(4) not in ghost.touched and key(5) in ghost.touched
 
 
 def cell_features(turn: int) -> Features:

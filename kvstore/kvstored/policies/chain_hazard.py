@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvstored.policies.base import HOT_WORTH, WARM_WORTH, ResidencyClass
 from kvstored.policies.chains.book import NOBODY, NS, UNKNOWN
 from kvstored.policies.chains.following import APART, HOUR_S, ChainFollower
-from kvstored.policies.chains.gittins import bins_of
+from kvstored.policies.chains.gittins import bins_of, fading
 from kvstored.policies.chains.keeping import worth_of
 from kvstored.policies.lru import Lru
 
@@ -93,9 +93,11 @@ class ChainHazard(ChainFollower):
             return False
         if not self._is_plain and (self.is_lru or self._is_expired(victim, now_ns)):
             return False
-        learning = book.learning
-        if learning.requests < self.declining_min or learning.returns < self.returns_min:
-            return False  # what a client asks to be stored is refused on evidence alone
+        if not self._is_sure:
+            learning = book.learning
+            if learning.requests < self.declining_min or learning.returns < self.returns_min:
+                return False  # what a client asks to be stored is refused on evidence alone
+            self._is_sure = True
         if self.shares and self.residency.tenant_of(victim) != tenant:
             return False  # what tenants are owed goes before what blocks are worth
         ours = book.owner_of(key, tenant)
@@ -162,6 +164,7 @@ class ChainHazard(ChainFollower):
         table = self._book.chains
         ages = now_ns * NS - table.floats(table.used_s)[chains]
         rank = self._book.tables.ranks(table.ints(table.cell)[chains].astype(np.int64), bins_of(ages))
+        rank *= fading(ages)
         return rank * table.flags(table.live)[chains]
 
     def _class_masks(self, now_ns: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstored.policies.admission import Admission
 from kvstored.policies.base import Policy, PolicySettings
+from kvstored.policies.ordered import together
 from kvstored.residency import Residency
 
 POLICIES: dict[str, str] = {
@@ -81,9 +82,10 @@ def _adopt(policy: Policy) -> None:
     residency, tier = policy.residency, policy.tier
     rows = np.flatnonzero(np.frombuffer(residency.rows.mask, np.uint8) >> tier & 1)
     if len(rows):
-        last_access_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[rows]
-        height = np.frombuffer(residency.rows.depth, np.uint32)[rows]
-        np.subtract(height.max(), height, out=height)
+        here = together(rows)
+        last_access_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[here]
+        depth = np.frombuffer(residency.rows.depth, np.uint32)[here]
+        height = depth.max() - depth
         if (last_access_ns == last_access_ns[0]).all():  # a start: few small numbers, which are sorted in linear time
             shallow = height.astype(np.uint16) if height.max() <= np.iinfo(np.uint16).max else height
             order = np.argsort(shallow, kind="stable")

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from kvstored.residency.rows import add_zeros
+
 _NONE = -1
 
 
@@ -25,9 +27,9 @@ class Links:
         self.after = array("i")
 
     def grow(self, rows: int) -> None:
-        more = bytes(4 * (rows - len(self.before)))
-        self.before.frombytes(more)
-        self.after.frombytes(more)
+        more = rows - len(self.before)
+        add_zeros(self.before, more)
+        add_zeros(self.after, more)
 
 
 class RowQueue:
@@ -54,8 +56,9 @@ class RowQueue:
     def extend(self, rows: npt.NDArray[np.int64]) -> None:
         """`push_back` for each of `rows`, of which there is one at least."""
         first, last, back = int(rows[0]), int(rows[-1]), self.back
-        np.frombuffer(self._before, np.int32)[rows[1:]] = rows[:-1]
-        np.frombuffer(self._after, np.int32)[rows[:-1]] = rows[1:]
+        numbers = rows.astype(np.int32)  # which are scattered twice as fast as what has to be cast on the way
+        np.frombuffer(self._before, np.int32)[rows[1:]] = numbers[:-1]
+        np.frombuffer(self._after, np.int32)[rows[:-1]] = numbers[1:]
         self._before[first] = back
         self._after[last] = _NONE
         if back >= 0:

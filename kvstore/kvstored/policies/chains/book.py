@@ -34,6 +34,7 @@ _FEW = 24  # rows, for which arrays do not pay
 _BRANCH_MIN = 2  # blocks of others
 _SHARED_FAN = 4  # a block that so many different blocks follow belongs to no session
 SHARED_TAU_S = 300.0
+_SPAN_MIN_S, _SPAN_FULL_S = 10.0, 0.999 * SHARED_TAU_S
 _TYPES_MAX = 7
 _RUNNING_MAX = 4096
 
@@ -57,6 +58,8 @@ class ChainBook:
         self.fan = bytearray()
         self.shared = array("d")  # touches by other chains, decayed
         self.shared_s = array("d")
+        self.shared_span_s = _SPAN_MIN_S  # what decayed touches are to be divided by
+        self._began_s = math.nan
         self.asked = 0  # blocks, by all requests so far
         self.features: list[Features] = []  # by slot
         self._ghosts: list[ChainGhost] = []
@@ -96,23 +99,35 @@ class ChainBook:
     def met(self, rows: Sequence[int], tenant: int) -> None:
         """`rows` are new in the tier; the ghost may know them."""
         keys, owner, fan = self.residency.rows.keys, self.owner, self.fan
-        for row, packed in zip(rows, self._ghosts[tenant].recall_run([keys[row] for row in rows]), strict=True):
+        ghost = self._ghosts[tenant]
+        touched = ghost.touched
+        for row, packed in zip(rows, ghost.recall_run([keys[row] for row in rows]), strict=True):
             owner[row] = packed >> FAN_BITS  # NOBODY of nothing
             fan[row] = packed & FAN_MAX if packed >= 0 else 0
+            key = keys[row] if touched and packed >= 0 else None
+            if key is not None and key in touched:
+                self.shared[row], self.shared_s[row] = touched.pop(key)
 
     def met_one(self, row: int, tenant: int) -> None:
         """`met` of one row."""
-        packed = self._ghosts[tenant].packed(self.residency.rows.keys[row])  # type: ignore[arg-type]  # it has just come
+        key, ghost = self.residency.rows.keys[row], self._ghosts[tenant]
+        packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just come
         self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (NOBODY, 0)
+        if packed >= 0 and key in ghost.touched:
+            self.shared[row], self.shared_s[row] = ghost.touched.pop(key)
 
     def left(self, rows: Sequence[int], chain: int, tenant: int, rows_here: int) -> None:
         """`rows` of `chain` leave the tier, the deepest first."""
         owner, shared, fan, columns = self.owner, self.shared, self.fan, self.residency.rows
         keys = columns.keys
-        self._ghosts[tenant].remember_run([keys[row] for row in rows], chain, [fan[row] for row in rows])
+        ghost = self._ghosts[tenant]
+        ghost.remember_run([keys[row] for row in rows], chain, [fan[row] for row in rows])
         for row in rows:
             owner[row] = NOBODY
             if shared[row]:
+                key = keys[row]
+                if key is not None:
+                    ghost.remember_touches(key, shared[row], self.shared_s[row])
                 shared[row] = 0.0
         if rows_here > self._most_rows:
             self._most_rows = rows_here
@@ -147,7 +162,7 @@ class ChainBook:
         touches = self.shared[row]
         if not touches:
             return 0.0
-        return touches * math.exp((self.shared_s[row] - now_s) / SHARED_TAU_S) / SHARED_TAU_S
+        return touches * math.exp((self.shared_s[row] - now_s) / SHARED_TAU_S) / self.shared_span_s
 
     # Requests
 
@@ -165,6 +180,8 @@ class ChainBook:
         as well, as far as the ghost goes: as if they had come and left. Without `rows`, `missing` continue `parent`.
         """
         chains, here = self.chains, len(rows)
+        if self.shared_span_s < _SPAN_FULL_S:
+            self._see_longer(now_s)
         path = path_of(rows, missing, parent, self.residency.rows, self.owner, self.fan, self._ghosts[tenant])
         known, count = path.known, len(path.before)
         self.asked += count
@@ -185,8 +202,10 @@ class ChainBook:
         # Chains all of whose rows are taken over have none any more.
         if known:
             whole, tails = rows[:known], chains.tail
+            last = whole[-1] if whole else -1
             for chain in set(path.before[: min(known, here)]):
-                if tails[chain] in whole:
+                tail = tails[chain]
+                if tail == last or tail in whole:  # as a rule the last, or none
                     tails[chain] = -1
         slot = prev if prev >= 0 and chains.tail[prev] < 0 else chains.take()
         owner = self.owner
@@ -211,6 +230,13 @@ class ChainBook:
                 del self._running[next(iter(self._running))]
         self.learning.requests += 1
         return slot
+
+    def _see_longer(self, now_s: float) -> None:
+        """Until the decay has forgotten as much as comes, touches are of a shorter time than `SHARED_TAU_S`."""
+        if math.isnan(self._began_s):
+            self._began_s = now_s
+        seen_s = SHARED_TAU_S * -math.expm1((self._began_s - now_s) / SHARED_TAU_S)
+        self.shared_span_s = max(_SPAN_MIN_S, seen_s)
 
     def _continued(self, path: Path) -> int:
         """The chain that the request continues, or -1; counts those that follow the last known block."""
@@ -264,7 +290,10 @@ class ChainBook:
     def filled(self, rows: Sequence[int], chain: int) -> int:
         """Of `rows`, which have just been stored, the leading ones that the chain's request had missed: how many."""
         owner = self.owner
-        count = next((at for at, row in enumerate(rows) if owner[row] != chain), len(rows))
+        owners = [owner[row] for row in rows]
+        count = len(rows)
+        if owners.count(chain) != count:
+            count = next(at for at, each in enumerate(owners) if each != chain)
         tails, depth = self.chains.tail, self.residency.rows.depth
         last = rows[count - 1]
         if tails[chain] < 0 or depth[last] > depth[tails[chain]]:

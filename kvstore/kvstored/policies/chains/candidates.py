@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.policies.chains.book import SHARED_TAU_S, ChainBook
-from kvstored.policies.chains.gittins import bins_of
+from kvstored.policies.chains.gittins import bins_of, fading
 from kvstored.policies.chains.learning import CELL_US, MAKING_US
 from kvstored.residency import ResidencyView
 
+_TWICE_DEPTH = 3000.0  # a block so far down its prompt counts twice: attention makes it dearer; more of it costs hits
 _LEFTOVER = 1e-9  # what is left of a chain that another one has continued
 _LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of all
 _STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as many as an eighth of all chains,
@@ -119,18 +120,22 @@ class Candidates:
         book = self._book
         chains = book.chains
         row = chains.tail[chain]
-        distance = max(0, chains.length[chain] - book.residency.rows.depth[row] - 1)
+        depth = book.residency.rows.depth[row]
+        distance = max(0, chains.length[chain] - depth - 1)
         base = chains.base[chain]
         if chains.due_s[chain]:
             base = max(base, due_rank(chains.due_s[chain] - now_s))
         worth = base * book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
+        worth *= 1.0 + depth / _TWICE_DEPTH
         return worth + book.shared_rate(row, now_s) if book.shared[row] else worth
 
     def worth_of_new(self, chain: int, depth: int) -> float:
         """Of a block of the chain's that is not here, in that depth."""
-        chains = self._book.chains
-        distance = max(0, chains.length[chain] - depth - 1)
-        return chains.base[chain] * self._book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
+        book = self._book
+        chains = book.chains
+        distance = chains.length[chain] - depth - 1
+        end = 3 if distance >= 4 else _END_OF_DISTANCE[max(0, distance)]  # far from the end, as nearly always
+        return chains.base[chain] * book.end_reuse[end] * (1.0 + depth / _TWICE_DEPTH)
 
     def look_at(self, chain: int, now_s: float) -> None:
         """The chain's tail or rank is another one."""
@@ -194,7 +199,9 @@ class Candidates:
         book = self._book
         chains = book.chains
         cells = chains.ints(chains.cell)[slots]
-        base = book.tables.ranks(cells, bins_of(now_s - chains.floats(chains.used_s)[slots]))
+        ages_s = now_s - chains.floats(chains.used_s)[slots]
+        base = book.tables.ranks(cells, bins_of(ages_s))
+        base *= fading(ages_s)
         due_s = chains.floats(chains.due_s)[slots]
         if due_s.any():
             queued = np.flatnonzero(due_s)
@@ -202,15 +209,17 @@ class Candidates:
                 base[at] = max(base[at], due_rank(due - now_s))
         base[~chains.flags(chains.live)[slots]] = _LEFTOVER
         chains.floats(chains.base)[slots] = base
-        distance = chains.ints(chains.length)[slots] - np.frombuffer(book.residency.rows.depth, np.int32)[rows]
+        depth = np.frombuffer(book.residency.rows.depth, np.int32)[rows]
+        distance = chains.ints(chains.length)[slots] - depth
         distance -= 1
         np.maximum(distance, 0, out=distance)
         np.minimum(distance, 4, out=distance)
         worth = base * np.array(book.end_reuse)[_ENDS[distance]]
+        worth *= 1.0 + depth / _TWICE_DEPTH
         shared = np.frombuffer(book.shared, np.float64)[rows]
         if shared.any():
             touched = np.flatnonzero(shared)
             since = np.frombuffer(book.shared_s, np.float64)[rows[touched]]
-            worth[touched] += shared[touched] * np.exp((since - now_s) / SHARED_TAU_S) / SHARED_TAU_S
+            worth[touched] += shared[touched] * np.exp((since - now_s) / SHARED_TAU_S) / book.shared_span_s
         found: npt.NDArray[np.float64] = worth
         return found

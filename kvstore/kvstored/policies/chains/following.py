@@ -60,6 +60,7 @@ class ChainFollower(Lru):
         self._context: RequestContext | None = None
         self._now_s = 0.0
         self._is_plain = False  # the chains' order is in force, and no time to live
+        self._is_sure = False  # enough has been seen to decline a newcomer, once and for all
         self._named_worth = -1.0  # once it has been asked for
         self._named = self._next = -1  # the last victim by that order; who follows it, until something else happens
         self._keeping: Keeping | None = None
@@ -226,10 +227,13 @@ class ChainFollower(Lru):
         where[row] = OUT
         self._rows -= 1
         tail = book.left_last(row, chain, tenant, self._rows)
-        if tail >= 0:
-            self._lost(row, chain, tail, was_last=row)
-        else:
+        depth = self.residency.rows.depth[row]
+        if tail < 0:
             self._next = self._named = -1
+        elif book.shared[tail] or chains.blocked[chain] or chains.length[chain] - depth <= APART:
+            self._lost(row, chain, tail, was_last=row)
+        else:  # what `_lost` would find, without a call
+            self._next, self._named = (tail if row == self._named else -1), -1
 
     def _removed_any(self, row: int, chain: int) -> None:
         self._next = self._named = -1
@@ -276,21 +280,24 @@ class ChainFollower(Lru):
         self._look_at(chain)
 
     def released(self, row: int) -> None:
-        if self._kids[row] or not self.residency.may_leave(row, self.tier):
+        if self._kids[row]:
             return  # what holds it will say so in its turn
-        if self._where[row] == PARKED:
+        chains, chain, is_parked = self._book.chains, self._book.owner[row], self._where[row] == PARKED
+        is_known = chain < 0 or (chains.tail[chain] == row and not chains.blocked[chain])
+        if is_known and not is_parked and self._keeping is None:
+            return  # whether it may leave or not: as a rule its child has just left, and it is the tail already
+        if not self.residency.may_leave(row, self.tier):
+            return
+        if is_parked:
             super().released(row)
-        chain = self._book.owner[row]
         if chain < 0:
             return
         if self._keeping is not None:
             self._keeping.released(chain)
-        chains = self._book.chains
+        if is_known:
+            return
         tail = chains.tail[chain]
-        if tail == row:
-            if not chains.blocked[chain]:
-                return
-        elif tail >= 0:
+        if 0 <= tail != row:
             depth = self.residency.rows.depth
             if depth[row] < depth[tail] and self.residency.may_leave(tail, self.tier):
                 return

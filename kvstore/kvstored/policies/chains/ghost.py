@@ -22,6 +22,7 @@ SHARD_MASK = SHARDS - 1
 _GHOST_MIN = 4096
 _GHOST_RATIO = 10  # of the tier's blocks,
 _GHOST_MANY = 1 << 18  # but no more than this, or than the tier's blocks
+TOUCHED_MAX = 4096  # blocks that others than their chain used
 
 Chains = npt.NDArray[np.int64]
 
@@ -44,11 +45,12 @@ class Shard:
 class ChainGhost:
     """One for each tenant. `limit` may be set anew at any time; `forgetting` is told the chains of what goes."""
 
-    __slots__ = ("_forgetting", "limit", "shards")
+    __slots__ = ("_forgetting", "limit", "shards", "touched")
 
     def __init__(self, limit: int, forgetting: Callable[[Chains], None] = lambda chains: None) -> None:
         self.limit = limit
         self.shards = [Shard() for _ in range(SHARDS)]
+        self.touched: dict[bytes, tuple[float, float]] = {}  # touches by others, decayed, as of when
         self._forgetting = forgetting
 
     def __len__(self) -> int:
@@ -61,6 +63,16 @@ class ChainGhost:
         if len(young) > self.limit // SHARDS:
             self._forgetting(_chains(shard.old))
             shard.old, shard.young = young, {}
+
+    def remember_touches(self, key: bytes, touches: float, as_of_s: float) -> None:
+        """Without them a shared prefix that has left would have to be proven anew each time it comes back, and be the
+        first to leave each time.
+        """
+        touched = self.touched
+        touched.pop(key, None)
+        touched[key] = touches, as_of_s
+        if len(touched) > TOUCHED_MAX:
+            del touched[next(iter(touched))]
 
     def remember_run(self, keys: Sequence[bytes | None], chain: int, fans: Sequence[int]) -> None:
         """`remember` for each of `keys` that there is."""

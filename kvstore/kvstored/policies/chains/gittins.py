@@ -21,9 +21,9 @@ BINS = 24
 _FIRST_S, _RATIO = 0.75, 1.42
 EDGES_S: Floats = np.concatenate([[0.0], _FIRST_S * _RATIO ** np.arange(BINS - 1)])  # where each bin begins
 WIDTHS_S: Floats = np.diff(np.concatenate([EDGES_S, [EDGES_S[-1] * 2]]))
-_IS_LATER = np.triu(np.ones((BINS, BINS), dtype=bool))  # bin a, horizon at the end of bin k >= a
+_IS_LATER = np.tril(np.ones((BINS, BINS)))[:, None, :]  # horizon at the end of bin k >= a, bin a
 _INNER_EDGES = EDGES_S[1:]
-_INNER: list[float] = _INNER_EDGES.tolist()
+_ENDS_S: list[float] = [*_INNER_EDGES.tolist(), float(EDGES_S[-1] + WIDTHS_S[-1])]
 
 
 def bins_of(ages_s: Floats) -> npt.NDArray[np.int64]:
@@ -31,8 +31,19 @@ def bins_of(ages_s: Floats) -> npt.NDArray[np.int64]:
     return np.searchsorted(_INNER_EDGES, ages_s, side="right")
 
 
-def bin_of(age_s: float) -> int:
-    return bisect_right(_INNER, age_s)
+def passed_by(ages_s: Floats) -> npt.NDArray[np.int64]:
+    """How many bins each age is past; the last one ends, too, when it has lasted as long as all those before."""
+    return np.searchsorted(_ENDS_S, ages_s, side="right")
+
+
+def passed(age_s: float) -> int:
+    return bisect_right(_ENDS_S, age_s)
+
+
+def fading(ages_s: Floats) -> Floats:
+    """What is left of the last bin's rank: in bins that grow with age, an even hazard is a rate of 1 / age."""
+    faded: Floats = EDGES_S[-1] / np.maximum(ages_s, EDGES_S[-1])
+    return faded
 
 
 def ranks(hazards: Floats) -> Floats:
@@ -44,10 +55,11 @@ def ranks(hazards: Floats) -> Floats:
     np.cumprod(1.0 - hazards, axis=1, out=survival[:, 1:])
     held = np.zeros((rows, BINS + 1))
     np.cumsum(survival[:, :-1] * WIDTHS_S * (1.0 - 0.5 * hazards), axis=1, out=held[:, 1:])
-    returns = survival[:, :-1, None] - survival[:, None, 1:]
-    seconds = held[:, None, 1:] - held[:, :-1, None]
+    returns, seconds = np.empty((2, BINS, rows, BINS))  # horizons first: their maximum goes through whole rows
+    np.subtract(survival[:, :-1], survival.T[1:, :, None], out=returns)
+    np.subtract(held.T[1:, :, None], held[:, :-1], out=seconds)
     np.maximum(seconds, 1e-12, out=seconds)
     np.divide(returns, seconds, out=returns)
     returns *= _IS_LATER
-    best: Floats = returns.max(axis=2)
+    best: Floats = returns.max(axis=0)
     return best

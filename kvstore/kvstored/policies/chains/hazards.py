@@ -28,7 +28,7 @@ Ints = npt.NDArray[np.int64]
 _CELLS_MAX = 4096
 _STEPS_MAX = 6  # of a ladder: the root and five features
 _SHRINK_FIRST, _SHRINK = 15.0, 30.0  # how many exposures of its own a step needs to weigh as much as the one above
-_WEIGHTS: Final[Floats] = np.array([_SHRINK_FIRST] + [_SHRINK] * (_STEPS_MAX - 1))[:, None]
+_WEIGHTS: Final[Floats] = np.array([_SHRINK_FIRST] + [_SHRINK] * (_STEPS_MAX - 1))[:, None, None, None]  # by step
 _LEAST, _MOST = 1e-7, 0.999
 _TRUST = 0.05  # how sharply likelihood tells ladders apart; cells are not independent of each other
 _EVIDENCE_DECAY = 2.0
@@ -262,15 +262,17 @@ class HazardTables:
 
     def _make(self, cells: Sequence[int]) -> None:
         self._counts[0] = 0.0
-        taken = self._counts[self._paths[cells]]  # by cell, ladder and step
+        counts = self._counts.reshape(-1, BINS)
+        nodes = 2 * self._paths[cells].transpose(2, 0, 1)  # steps first: what follows goes through memory in one piece
+        own, events = counts.take(nodes, axis=0), counts.take(nodes + 1, axis=0)
         weights = self._gain * _WEIGHTS
-        own = taken[:, :, :, 0] + weights
+        own += weights
         above = weights / own
-        np.divide(taken[:, :, :, 1], own, out=own)
-        told = own[:, :, 0] + above[:, :, 0] * FLAT
+        np.divide(events, own, out=own)
+        told = own[0] + above[0] * FLAT
         for step in range(1, _STEPS_MAX):
-            told *= above[:, :, step]
-            told += own[:, :, step]
+            told *= above[step]
+            told += own[step]
         self._told[cells] = told = np.minimum(np.maximum(told, _LEAST), _MOST)
         self._mixed[cells] = mixed = np.matmul(self.weights(), told)
         hints = self._hint_of[cells]

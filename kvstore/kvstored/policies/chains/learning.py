@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstored.policies.chains.gittins import bin_of, bins_of
+from kvstored.policies.chains.gittins import BINS, passed, passed_by
 from kvstored.policies.chains.hazards import HazardTables, Ladder
 from kvstored.policies.chains.table import ChainTable
 
@@ -46,10 +46,11 @@ class Learning:
     def returned(self, chain: int, missing: int, gap_s: float) -> None:
         """`chain` was continued, all but its last `missing` blocks."""
         chains = self._chains
-        cell, reached, now_bin = chains.cell[chain], chains.bin[chain], bin_of(gap_s)
+        cell, reached, now_bin = chains.cell[chain], chains.bin[chain], passed(gap_s)
         if reached < now_bin:
             self.tables.passed(cell, reached, now_bin)
-        self.tables.returned(cell, max(reached, now_bin))
+        if max(reached, now_bin) < BINS:  # later than that it counts as one that did not
+            self.tables.returned(cell, max(reached, now_bin))
         self.returns += 1
         for number, counts in enumerate(self._end_counts):
             counts[1] += 1.0
@@ -60,7 +61,7 @@ class Learning:
     def grew_older(self, chain: int, now_s: float) -> None:
         """Count the age bins that `chain` has passed, which is of another class from now on."""
         chains = self._chains
-        now_bin, reached = bin_of(now_s - chains.used_s[chain]), chains.bin[chain]
+        now_bin, reached = passed(now_s - chains.used_s[chain]), chains.bin[chain]
         if reached < now_bin:
             self.tables.passed(chains.cell[chain], reached, now_bin)
             chains.bin[chain] = now_bin
@@ -120,7 +121,7 @@ class Learning:
         live = first + np.flatnonzero(chains.flags(chains.live)[first:last])
         reached, cells = chains.ints(chains.bin), chains.ints(chains.cell)
         self.tables.want(cells[live[chains.ints(chains.tail)[live] >= 0]])
-        now_bins = bins_of(now_s - chains.floats(chains.used_s)[live])
+        now_bins = passed_by(now_s - chains.floats(chains.used_s)[live])
         while True:
             behind = reached[live] < now_bins
             live, now_bins = live[behind], now_bins[behind]
