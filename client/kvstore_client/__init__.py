@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvstore_client.errors import DaemonUnavailable
     from kvstore_client.lease import Lease
+    from kvstore_client.opening import connect
     from kvstore_client.receipt import PutReceipt
     from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
-    from kvstore_client.session import Session, connect
+    from kvstore_client.session import Session
     from kvstore_proto.errors import ErrorKind, KVStoreError
     from kvstore_proto.fingerprint import Fingerprint, LayerGroup
     from kvstore_proto.identity import BlockKeys
@@ -34,7 +35,7 @@ _HOMES = {
     "PutReceipt": "kvstore_client.receipt",
     "Session": "kvstore_client.session",
     "Statistics": "kvstore_client.results",
-    "connect": "kvstore_client.session",
+    "connect": "kvstore_client.opening",
 }
 
 __all__ = [

@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease
+from kvstore_client.opening import connect as connect_now
 from kvstore_client.receipt import PutReceipt
 from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
 from kvstore_client.session import Session
-from kvstore_client.session import connect as connect_now
 from kvstore_client.staging import Payload
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.identity import BlockKeys, TokenIds

@@ -18,6 +18,7 @@ from kvstore_client.keys import Chain
 from kvstore_client.lease import Anchor, Lease, LeasedBlock
 from kvstore_client.memory import Bytes, populate
 from kvstore_client.results import (
+    REASON_LATE,
     REASON_LIMIT,
     REASON_NO_ARENA,
     REASON_VERIFY_FAILED,
@@ -124,8 +125,10 @@ class Reader:
         if stopped == REASON_VERIFY_FAILED:
             self._counters.add(verify_failures=1)
         reason = stopped or miss_reason(reply.miss_reason)
-        if not reason and len(blocks) < len(chain):
-            reason = REASON_LIMIT if len(keys) < len(chain) else ""
+        if not reason and promote and len(blocks) < len(keys):
+            reason = REASON_LATE
+        elif not reason and len(blocks) == len(keys) < len(chain):
+            reason = REASON_LIMIT
         if not blocks:
             if reply.lease_id:
                 connection.release(reply.lease_id)

@@ -27,6 +27,7 @@ REASON_VERIFY_FAILED = "verify_failed"  # the bytes in the arena are not those t
 REASON_NO_ARENA = "arena_not_mapped"  # the daemon did not hand over the memory in time
 REASON_ABSENT = "absent"  # of a probe: the lookup index says so, and does not know why
 REASON_UNKNOWN = "unknown"  # of a probe: no index, or it cannot tell
+REASON_LATE = "late"  # stored, but in a slower tier, and not promoted before the deadline
 REASON_LIMIT = "limit"  # more blocks than one request may name
 
 

@@ -7,9 +7,6 @@ deadlines, or raise for a miss, a throttle or an absent daemon (unless `required
 
 from __future__ import annotations
 
-import math
-import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,15 +14,15 @@ from types import TracebackType
 from typing import Literal
 
 from kvstore_client.asking import Asker
-from kvstore_client.connection import Connection, Introduction, open_connection
+from kvstore_client.connection import Connection
 from kvstore_client.counters import Counters
-from kvstore_client.errors import ConnectError, DaemonUnavailable, invalid
+from kvstore_client.errors import invalid
+from kvstore_client.hinting import Expected, NextStep
 from kvstore_client.keys import Chain
 from kvstore_client.lease import Lease
 from kvstore_client.link import Link
 from kvstore_client.lookup_index import probe
-from kvstore_client.paths import socket_directory
-from kvstore_client.put_order import DURABILITY_MODES, PutOrder
+from kvstore_client.put_order import DURABILITY_MODES, PutOrder, payload_bytes_of
 from kvstore_client.reading import Reader, key_set
 from kvstore_client.receipt import STORED, PutReceipt
 from kvstore_client.results import (
@@ -38,7 +35,7 @@ from kvstore_client.results import (
     Prefetched,
     Statistics,
 )
-from kvstore_client.staging import Payload, payload_size
+from kvstore_client.staging import Payload
 from kvstore_client.storing import put_blocks
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
@@ -46,17 +43,8 @@ from kvstore_proto.identity import BlockKeys, TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 DEFAULT_DEADLINE_S = 0.25
-MAX_DUE_S = 24 * 3600.0
-NextStep = Literal["tool_call", "end_of_turn", "closed"]
-NEXT_STEPS: dict[str, wire.NextStep.ValueType] = {
-    "tool_call": wire.NEXT_STEP_TOOL_CALL,
-    "end_of_turn": wire.NEXT_STEP_END_OF_TURN,
-    "closed": wire.NEXT_STEP_CLOSED,
-}
-DEFAULT_CONNECT_TIMEOUT_S = 0.5
 DEFAULT_PUT_DEADLINE_S = 5.0
 WAKE_YIELD_S = 5e-5  # lets the sending thread have the GIL: a busy caller would keep it until its own next wait
-DEFAULT_STAGING_BYTES = 72 * 1024 * 1024  # 64 blocks of 1 MiB and their headers
 
 
 class Session:
@@ -163,13 +151,13 @@ class Session:
     ) -> Lease:
         """A lease on the leading blocks that can be had within the deadline; empty (a miss) if none.
 
-        Blocks in slower tiers are promoted first, as many as the deadline allows. With `promote=False` nothing is:
-        the lease holds what is mapped already, and its `resident_blocks` and `estimated_load_s` say what another
-        get would bring and cost: a lookup and the common case of a get in one round trip. `verify` compares the token
-        ids in each block's header with `tokens` (only keys, with `keys=`). `prefault` enters the leased pages
-        into our page table in one system call. Measured, that moves the cost of a first pass (64 MiB: 3.5 ms)
-        from the pass into this call and costs 3 ms again each time, so it is off; turn it on where `get` runs
-        in a thread of its own and the pass is what somebody waits for.
+        Blocks in slower tiers are promoted first, as many as the deadline allows; `reason` is "late" where more are
+        stored. With `promote=False` nothing is: the lease holds what is mapped already, and its `resident_blocks` and
+        `estimated_load_s` say what another get would bring and cost: a lookup and the common case of a get in one
+        round trip. `verify` compares the token ids in each block's header with `tokens` (only keys, with `keys=`).
+        `prefault` enters the leased pages into our page table in one system call. Measured, that moves the cost of a
+        first pass (64 MiB: 3.5 ms) from the pass into this call and costs 3 ms again each time, so it is off; turn it
+        on where `get` runs in a thread of its own and the pass is what somebody waits for.
         """
         layers, connection = self._group(group), self._link.current()
         if connection is None:
@@ -227,7 +215,7 @@ class Session:
             raise invalid(f"durability {durability!r} is unknown; known: {', '.join(DURABILITY_MODES)}")
         if wait not in ("published", "settled"):
             raise invalid(f'wait must be "published" or "settled", got {wait!r}')
-        size = self._payload_bytes(payloads, layers, payload_bytes)
+        size = payload_bytes_of(payloads, self.fingerprint, layers, payload_bytes)
         deadline = self._clock() + deadline_s
         connection = self._link.current()
         self._counters.add(puts=1)
@@ -294,14 +282,7 @@ class Session:
         `next_step`, why the engine stopped; and `answer_tokens`. `due_in_s` is for a request that waits in a queue: it
         will use the chain in about that time. What each is worth is learnt from what follows.
         """
-        if will_continue is not None and not 0.0 <= will_continue <= 1.0:
-            raise invalid(f"will_continue must be from 0 to 1, got {will_continue}")
-        if due_in_s is not None and not 0.0 <= due_in_s <= MAX_DUE_S:
-            raise invalid(f"due_in_s must be from 0 to {MAX_DUE_S:.0f} seconds, got {due_in_s}")
-        if next_step is not None and next_step not in NEXT_STEPS:
-            raise invalid(f"next_step {next_step!r} is unknown; known: {', '.join(NEXT_STEPS)}")
-        if not 0 <= answer_tokens < 1 << 32:
-            raise invalid(f"answer_tokens must be from 0 to 4,294,967,295, got {answer_tokens}")
+        expected = Expected(will_continue, due_in_s, next_step, answer_tokens)
         layers, connection = self._group(group), self._link.current()
         if connection is None:
             return 0
@@ -309,13 +290,7 @@ class Session:
         if not named.packed:
             return 0
         last = named[max(0, len(named) - connection.max_keys) :]
-        told = wire.Hint(
-            set=key_set(self.fingerprint, layers, last.packed),
-            will_continue=will_continue,
-            due_in_ms=None if due_in_s is None else round(due_in_s * 1000),
-            next_step=NEXT_STEPS[next_step] if next_step is not None else wire.NEXT_STEP_UNSPECIFIED,
-            answer_tokens=answer_tokens,
-        )
+        told = expected.of(key_set(self.fingerprint, layers, last.packed))
         try:
             answer = self._asker.ask(connection, wire.Request(hint=told), self._deadline_s)
         except (
@@ -453,65 +428,6 @@ class Session:
             return None
         packed = connection.chains.chain(tokens, keys, group.group_id).keys[: connection.max_keys].packed
         return (connection, key_set(self.fingerprint, group, packed)) if packed else None
-
-    def _payload_bytes(self, payloads: Sequence[Payload], group: LayerGroup, stated: int | None) -> int:
-        if payloads is None:
-            raise invalid("payloads is None: give one payload a block, of bytes, an array or a function(dest)")
-        fixed = self.fingerprint.payload_bytes(group.group_id)
-        sizes = {size for size in map(payload_size, payloads) if size is not None}
-        expected = fixed or stated or (min(sizes) if sizes else 0)
-        if stated is not None and stated != expected:
-            raise invalid(f"payload_bytes={stated}, but the fingerprint fixes {expected} bytes for a block")
-        if payloads and not expected:
-            raise invalid("the fingerprint leaves the payload size open: give payload_bytes=")
-        wrong = sorted(sizes - {expected})
-        if wrong:
-            raise invalid(f"a payload has {wrong[0]} bytes, but a block of group {group.group_id} has {expected}")
-        return expected
-
-
-def connect(
-    socket: str | os.PathLike[str] | None = None,
-    *,
-    fingerprint: Fingerprint,
-    client_name: str = "",
-    deadline_s: float = DEFAULT_DEADLINE_S,
-    connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
-    required: bool = False,
-    staging_bytes: int = DEFAULT_STAGING_BYTES,
-    prefault: bool = False,
-    rng: random.Random | None = None,
-) -> Session:
-    """Open a session with the daemon whose sockets are in `socket` (default: $KVSTORED_SOCKET_DIR or
-    /run/kvstored).
-
-    Without a daemon the session is returned degraded and reconnects by itself; with `required=True`
-    DaemonUnavailable is raised instead. A daemon that answers and refuses for good (fingerprint, protocol,
-    permission by policy) is the caller's mistake in both cases: KVStoreError. `staging_bytes=0` makes a
-    session that only reads.
-    """
-    if not (math.isfinite(deadline_s) and deadline_s > 0 and connect_timeout_s > 0):
-        raise invalid(f"deadlines must be positive seconds, got {deadline_s} and {connect_timeout_s}")
-    introduction = Introduction(socket_directory(socket), fingerprint, client_name, staging_bytes)
-
-    last: Connection | None = None
-
-    def attempt(timeout_s: float, on_end: Callable[[str], None], on_answer: Callable[[], None]) -> Connection:
-        nonlocal last
-        last = open_connection(introduction, timeout_s, on_end=on_end, on_answer=on_answer, former=last)
-        return last
-
-    link = Link(attempt, connect_timeout_s=connect_timeout_s, rng=rng or random.Random())
-    try:
-        link.connect()
-    except ConnectError as error:
-        if error.is_permanent and error.refused_as is not None:
-            link.close()
-            raise KVStoreError(error.refused_as, str(error)) from None
-        if required:
-            link.close()
-            raise DaemonUnavailable(str(error), is_denied=error.is_denied) from None
-    return Session(link, fingerprint, deadline_s=deadline_s, prefault=prefault)
 
 
 def _head(chain: Chain, max_blocks: int | None) -> Chain:

@@ -45,6 +45,7 @@ class Knobs:
     max_keys: int = 1024
     lease_ttl_ms: int = 10_000
     throttle_all: bool = False
+    mapped_blocks: int = 1 << 30  # what a get has of those that are stored, in time
     generation_skew: int = 0
     pending_then_durable: bool = False
     present_as_pending: int = 0  # how many reserves answer PENDING, or stores AGAIN, before the truth
@@ -336,6 +337,8 @@ class FakeDaemon:
     def _acquire(self, client: Client, acquire: pb.Acquire) -> pb.AcquireReply:
         keys, usable = self._leading(acquire.set)
         reason = pb.MISS_REASON_NEVER_STORED if usable < len(keys) else 0
+        if usable > self.knobs.mapped_blocks:
+            usable, reason = self.knobs.mapped_blocks, 0
         if not usable:
             return pb.AcquireReply(miss_reason=reason)
         held = [self.blocks[key] for key in keys[:usable]]

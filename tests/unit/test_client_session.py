@@ -283,6 +283,16 @@ def test_a_reader_cannot_put_and_says_why(daemon: FakeDaemon) -> None:
         reader.put(TOKENS, payloads=PAYLOADS)
 
 
+def test_what_is_stored_and_does_not_come_in_time_is_told_from_what_is_not_stored(tmp_path: Path) -> None:
+    for mapped in (0, 3):
+        with FakeDaemon(tmp_path / str(mapped), Knobs(mapped_blocks=mapped)) as daemon, open_session(daemon) as session:
+            session.put(TOKENS, payloads=PAYLOADS)
+            with session.get(TOKENS) as lease:
+                assert (len(lease), lease.reason) == (mapped, "late")
+            with session.get(TOKENS, promote=False) as lease:
+                assert (len(lease), lease.reason) == (mapped, ""), "nobody asked for more"
+
+
 def test_a_lookup_over_the_key_limit_is_split(tmp_path: Path) -> None:
     with FakeDaemon(tmp_path / "s", Knobs(max_keys=5)) as daemon, open_session(daemon) as session:
         session.put(TOKENS, payloads=PAYLOADS)

@@ -20,6 +20,7 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "invalidated": "an operator invalidated its fingerprint",
     "dropped": "deleted by its owner or dropped by an operator",
     "read_failed": "NVMe would not give it: the block could not be read, or the tier is shed (`kvctl status`)",
+    "late": "stored, but not brought to DRAM before the deadline",
 }
 # Why a stored block is not on NVMe.
 _VOLATILE: Final[Mapping[str, str]] = {

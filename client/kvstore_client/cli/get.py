@@ -28,6 +28,7 @@ from kvstore_client.cli.target import Target, find_target
 from kvstore_client.cli.units import human_blocks, human_bytes, human_count
 from kvstore_client.memory import Bytes
 from kvstore_client.objects import HEAD_BYTES, get_head, object_tokens
+from kvstore_client.results import REASON_LATE
 from kvstore_client.session import Session
 from kvstore_proto.identity import TokenIds
 
@@ -79,7 +80,7 @@ class _Reading:
                     raise CommandError(FAILED, "the daemon ended the lease while its bytes were read; try again")
                 self.blocks += len(lease)
                 self.promoted_bytes += lease.promoted_bytes
-                if len(lease) < len(part) and lease.reason:
+                if len(lease) < len(part) and lease.reason not in ("", REASON_LATE):
                     self.reason = lease.reason
                     return False
                 if len(lease):

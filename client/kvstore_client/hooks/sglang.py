@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.hooks.sglang_pages import KV, PageKeys, ending_in, namespace, whole_prefixes
+from kvstore_client.opening import connect
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON, Lookup
-from kvstore_client.session import Session, connect
+from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys
 

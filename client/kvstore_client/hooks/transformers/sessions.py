@@ -13,8 +13,9 @@ from typing import Any
 
 from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS, model_fingerprint
 from kvstore_client.hooks.transformers.storing import storer_of
+from kvstore_client.opening import connect
 from kvstore_client.paths import socket_directory
-from kvstore_client.session import DEFAULT_DEADLINE_S, Session, connect
+from kvstore_client.session import DEFAULT_DEADLINE_S, Session
 
 CLOSE_TIMEOUT_S = 10.0
 

@@ -30,7 +30,8 @@ from kvstore_client.hooks.vllm.saver import Saver
 from kvstore_client.hooks.vllm.scheduler import SchedulerSide
 from kvstore_client.hooks.vllm.settings import parse_settings
 from kvstore_client.hooks.vllm.worker import WorkerSide
-from kvstore_client.session import Session, connect
+from kvstore_client.opening import connect
+from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 

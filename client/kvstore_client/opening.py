@@ -1,0 +1,67 @@
+"""Opening a session: the one way in, for an engine that must run whether there is a daemon or not.
+
+Owns what is decided once: where the sockets are, how much staging memory is asked for, and which failures are the
+caller's. Never does: ask for a block; reconnecting is `link`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable
+
+from kvstore_client.connection import Connection, Introduction, open_connection
+from kvstore_client.errors import ConnectError, DaemonUnavailable, invalid
+from kvstore_client.link import Link
+from kvstore_client.paths import socket_directory
+from kvstore_client.session import DEFAULT_DEADLINE_S, Session
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.fingerprint import Fingerprint
+
+DEFAULT_CONNECT_TIMEOUT_S = 0.5
+DEFAULT_STAGING_BYTES = 72 * 1024 * 1024  # 64 blocks of 1 MiB and their headers
+
+
+def connect(
+    socket: str | os.PathLike[str] | None = None,
+    *,
+    fingerprint: Fingerprint,
+    client_name: str = "",
+    deadline_s: float = DEFAULT_DEADLINE_S,
+    connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+    required: bool = False,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    prefault: bool = False,
+    rng: random.Random | None = None,
+) -> Session:
+    """Open a session with the daemon whose sockets are in `socket` (default: $KVSTORED_SOCKET_DIR or
+    /run/kvstored).
+
+    Without a daemon the session is returned degraded and reconnects by itself; with `required=True`
+    DaemonUnavailable is raised instead. A daemon that answers and refuses for good (fingerprint, protocol,
+    permission by policy) is the caller's mistake in both cases: KVStoreError. `staging_bytes=0` makes a
+    session that only reads.
+    """
+    if not (math.isfinite(deadline_s) and deadline_s > 0 and connect_timeout_s > 0):
+        raise invalid(f"deadlines must be positive seconds, got {deadline_s} and {connect_timeout_s}")
+    introduction = Introduction(socket_directory(socket), fingerprint, client_name, staging_bytes)
+
+    last: Connection | None = None
+
+    def attempt(timeout_s: float, on_end: Callable[[str], None], on_answer: Callable[[], None]) -> Connection:
+        nonlocal last
+        last = open_connection(introduction, timeout_s, on_end=on_end, on_answer=on_answer, former=last)
+        return last
+
+    link = Link(attempt, connect_timeout_s=connect_timeout_s, rng=rng or random.Random())
+    try:
+        link.connect()
+    except ConnectError as error:
+        if error.is_permanent and error.refused_as is not None:
+            link.close()
+            raise KVStoreError(error.refused_as, str(error)) from None
+        if required:
+            link.close()
+            raise DaemonUnavailable(str(error), is_denied=error.is_denied) from None
+    return Session(link, fingerprint, deadline_s=deadline_s, prefault=prefault)
