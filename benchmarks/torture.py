@@ -103,8 +103,13 @@ class OnTheWay:
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
         self._started = self._told_at = time.monotonic()
+        self._failures: set[str] = set()
 
     def __call__(self, figures: dict[str, Any]) -> None:
+        new = [failure for failure in figures.get("failures", ()) if failure not in self._failures]
+        for failure in new:  # at once: a run may be ended because of it
+            progress(f"  {failure}")
+        self._failures.update(new)
         now = time.monotonic()
         if now - self._told_at >= TELL_EVERY_S:
             self._told_at = now
@@ -117,8 +122,8 @@ def _in_words(harness: Harness, figures: dict[str, Any]) -> str:
 
 def _tell(harness: Harness, figures: dict[str, Any], seconds: float, failure: str) -> None:
     progress(f"{harness.name}: {_in_words(harness, figures)} in {seconds:.1f} s")
-    for line in (*figures.get("failures", ()), *([failure] if failure else ())):
-        progress(f"  {line}")
+    if failure:  # what the figures call a failure was told on the way
+        progress(f"  {failure}")
 
 
 def _fill_in(result: dict[str, Any], only: Sequence[str]) -> None:

@@ -90,25 +90,28 @@ def run_to_the_end(
     log = root / f"{harness.name}.log"
     command = [sys.executable, str(Path(__file__).with_name("run_harness.py")), harness.module, str(seed)]
     command += [str(seconds), str(directory), *([str(stop_at)] if stop_at is not None else [])]
-    figures: dict[str, Any] = {}
+    latest: list[Told] = [{}]
+    failure = ""
     with log.open("wb") as errors:
         child = start_child(command, stdout=-1, stderr=errors, text=True, new_session=True)
     try:
-        figures = _listen(child, seconds + OVERTIME_S, on_the_way)
+        _listen(child, seconds + OVERTIME_S, latest, on_the_way)
         status = child.wait(OVERTIME_S)
         failure = f"ended with status {status}\n{_tail(log)}" if status else ""
-    except TimeoutError as error:
-        figures, failure = error.args[0], f"did not end within {seconds + OVERTIME_S:.0f} s\n{_tail(log)}"
+    except TimeoutError:
+        failure = f"did not end within {seconds + OVERTIME_S:.0f} s\n{_tail(log)}"
     except KeyboardInterrupt as interrupt:
-        interrupt.args = (figures,)
+        interrupt.args = (latest[0],)
         raise
     finally:
         end_all(child, directory)
-    return Ended(figures, time.monotonic() - started, failure)
+    return Ended(latest[0], time.monotonic() - started, failure)
 
 
-def _listen(child: subprocess.Popen[Any], patience_s: float, on_the_way: Callable[[Told], None]) -> Told:
-    """The last figures it told. Raises TimeoutError and KeyboardInterrupt with those so far."""
+def _listen(
+    child: subprocess.Popen[Any], patience_s: float, latest: list[Told], on_the_way: Callable[[Told], None]
+) -> None:
+    """Until it ends, `latest[0]` are the last figures it told. Raises TimeoutError."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def forward() -> None:
@@ -119,19 +122,16 @@ def _listen(child: subprocess.Popen[Any], patience_s: float, on_the_way: Callabl
 
     threading.Thread(target=forward, daemon=True).start()
     deadline = time.monotonic() + patience_s
-    figures: Told = {}
     while True:
         try:
             line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            raise TimeoutError(figures) from None
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(figures) from None
+            raise TimeoutError from None
         if not line:
-            return figures
+            return
         with suppress(ValueError):
-            figures = json.loads(line)
-            on_the_way(figures)
+            latest[0] = json.loads(line)
+            on_the_way(latest[0])
 
 
 def end_all(child: subprocess.Popen[Any], directory: Path) -> None:

@@ -45,6 +45,7 @@ RESHAPES = ("nvme.slab-records-zeroed", "nvme.slab-reformat")
 HITS = {"host": 60, "nvme.read": 12, "nvme.slab": 3, "nvme.recover": 1, "nvme.index-seal": 1, "nvme": 25}
 STARTUP_SHARE, RANDOM_SHARE = 0.06, 0.5
 COMMAND_SHARE = 0.1  # of all lives: started as `kvstored serve`; the others are forked from a process that imported it
+COMPLAINTS = 5  # of a daemon's log are told beside what was lost
 LATEST_STARTUP_KILL = 1.2  # in times of the last start that was let through
 
 
@@ -185,11 +186,17 @@ class Lives:
                 ("durable_lost", "lost"), ("wrong_bytes_after_kill", "wrong"), ("resurrected", "resurrected"),
             ):  # fmt: skip
                 for what in told[key]:
-                    figures.fail(name, f"life {self._number}, {client.name}: {what}")
+                    figures.fail(name, f"life {self._number}, {client.name}: {what}{self._complaints()}")
             for name in ("checked_durable", "checked_gone", "read_blocks", "puts", "deletes"):
                 figures.add(f"kill_{name}", told[name])
             figures.add("kill_checks_cut_short", int(not told["verified_all"]))
             figures.at_least("most_durable_blocks_of_a_client", told["durable"])
+
+    def _complaints(self) -> str:
+        """What the daemon had to say of its tiers, which may be why a block was not served."""
+        lines = self._daemon.log.splitlines()
+        said = [line for line in lines if " WARNING " in line or " ERROR " in line]
+        return "".join(f"\n    {line}" for line in said[-COMPLAINTS:])
 
     def _begin_anew(self) -> None:
         self._daemon.kill9()

@@ -103,6 +103,16 @@ def test_an_interrupted_run_leaves_nothing_behind(place: Path, number: signal.Si
     assert [path.name for path in place.iterdir()] == ["ledger"]
 
 
+def test_an_interrupted_run_tells_what_it_had_found(place: Path) -> None:
+    arguments = command(place, "--seed", "5", "--seconds", "120", "--only", "corruption")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        assert any("corruptions" in line for line in child.stderr)
+        child.send_signal(signal.SIGINT)
+        told, _ = child.communicate(timeout=60)
+    assert json.loads(told.splitlines()[-1])["corruptions"] > 0
+
+
 @pytest.mark.slow
 def test_a_daemon_that_forgets_is_caught(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness can fail: what was promised is taken away between two lives."""
