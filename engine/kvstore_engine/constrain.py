@@ -86,6 +86,12 @@ class Constrainer:
         matcher: LLMatcher = _library().LLMatcher(self._vocabulary, _compiled(grammar), log_level=_SILENT)
         if matcher.is_error():
             raise GrammarError(f"the {_NAMES[grammar.kind]} cannot be used: {_one_line(matcher.get_error())}")
+        try:
+            first = _Matching(matcher.deep_copy(), -(-self._rows // 32)).mask()
+        except ConstraintFailed as error:
+            raise GrammarError(f"no answer matches the {_NAMES[grammar.kind]}: {error}") from None
+        if first is not None and not first.any():
+            raise GrammarError(f"no answer matches the {_NAMES[grammar.kind]}: not even a first token is allowed")
         return matcher
 
     @cached_property
@@ -100,15 +106,22 @@ class Constrainer:
         return vocabulary
 
 
+def special_token(tokenizer: Tokenizer, text: str) -> int | None:
+    """The special token that is written `text`, if there is one: in a grammar it stands for itself, as `<[id]>`, and no
+    text matches it.
+    """
+    tokens = tokenizer.vocabulary.tokens
+    found = [token for token, written in enumerate(tokens) if written == text]
+    return next((token for token in found if _is_special(tokenizer, token)), None)
+
+
 class _Spelling:
     """Our tokenizer in the shape that llguidance asks for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        vocabulary, kinds = tokenizer.vocabulary, tokenizer.vocabulary.kinds
+        vocabulary = tokenizer.vocabulary
         pieces = [tokenizer.piece(token) for token in range(len(vocabulary.tokens))]
-        special = np.isin(kinds, (CONTROL, UNKNOWN, UNUSED)) | np.array(
-            [kinds[token] == USER_DEFINED and _looks_special(piece) for token, piece in enumerate(pieces)], np.bool_
-        )
+        special = np.array([_is_special(tokenizer, token) for token in range(len(pieces))], np.bool_)
         self.tokens = [_NOT_TEXT + piece if special[token] else piece for token, piece in enumerate(pieces)]
         self.special_token_ids = [int(token) for token in np.flatnonzero(special)]
         self.bos_token_id = vocabulary.bos_id
@@ -169,8 +182,12 @@ def _compiled(grammar: Grammar) -> str:
         raise GrammarError(f"the JSON schema cannot be used: {_one_line(str(error))}") from None
 
 
-def _looks_special(piece: bytes) -> bool:
-    return piece.startswith(b"<") and piece.endswith(b">") and len(piece) > 2
+def _is_special(tokenizer: Tokenizer, token: int) -> bool:
+    kind = tokenizer.vocabulary.kinds[token]
+    if kind == USER_DEFINED:
+        piece = tokenizer.piece(token)
+        return piece.startswith(b"<") and piece.endswith(b">") and len(piece) > 2
+    return kind in (CONTROL, UNKNOWN, UNUSED)
 
 
 def _one_line(text: str) -> str:

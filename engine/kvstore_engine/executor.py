@@ -22,8 +22,9 @@ import numpy.typing as npt
 from kvstore_engine.ggml import Library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.graph import SequenceSlice, StepGraph, StepInputs, build_graph, chunk_plan, plan_step
-from kvstore_engine.graph.decoder import AttentionOperation, PoolTensors, ProductOperation
+from kvstore_engine.graph.decoder import AttentionOperation, PoolTensors
 from kvstore_engine.graph.plan import BLOCK_TOKENS, CHUNK_TOKENS
+from kvstore_engine.graph.products import ProductOperations
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import AttentionShape, LayerAttention, Product, StepMemory
@@ -92,7 +93,11 @@ class Executor:
             tuple(self._memory.layer_address(layer) for layer in range(config.layers)),
         )
         self._product_memory = Product.new()
-        self._product = ProductOperation(pool.kernels.product_address, ct.addressof(self._product_memory))
+        self._products = ProductOperations(
+            pool.kernels.q4_product_address,
+            pool.kernels.q8_product_address,
+            ct.addressof(self._product_memory),
+        )
         self._backend = ggml.backend_cpu_init()
         self.threads = threads
         self._allocator = ggml.gallocr_new(ggml.backend_cpu_buffer_type())
@@ -172,8 +177,7 @@ class Executor:
         self.close()
 
     def _build(self, tokens: int, outputs: int) -> StepGraph:
-        product = self._product if self._product.function else None
-        return build_graph(self.model, self._cache.tensors, self._attention, tokens, outputs, product)
+        return build_graph(self.model, self._cache.tensors, self._attention, tokens, outputs, self._products)
 
     def _reserve(self, tokens: int, outputs: int) -> None:
         graph = self._build(tokens, outputs)

@@ -34,6 +34,10 @@ class FreeList:
 
         Those that follow `after`, if they are free; else the smallest free run that holds them all, else the
         largest runs first: neighbours copy in one memcpy, and small requests leave the large runs whole.
+
+        What goes on behind `after` and finds that taken will go on further. It gets its places in the midst of the
+        largest run: holes would cut it into single places, and at the run's beginning it would stand in the way of
+        whoever goes on from before it. So those that grow side by side share out what is free among them.
         """
         if count <= 0:
             return []
@@ -43,6 +47,10 @@ class FreeList:
             return self.take(range(after + 1, after + 1 + count))
         starts, lengths = free_runs(self._free)
         fitting = np.flatnonzero(lengths >= count)
+        if fitting.size and after is not None:
+            largest = np.argmax(lengths)
+            first = int(starts[largest]) + (int(lengths[largest]) - count) // 2
+            return self.take(range(first, first + count))
         if fitting.size:
             best = fitting[np.argmin(lengths[fitting])]
             return self.take(range(int(starts[best]), int(starts[best]) + count))

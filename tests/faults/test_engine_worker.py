@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.worker import RemoteExecutor, StepFailed, WorkerNotice
 from kvstore_engine.worker.memory import SharedMemory
+from kvstore_engine.worker.patience import StepPatience
 from tests.reference.tiny_llama import write_tiny_llama
 
 _BLOCKS, _CONTEXT = 64, 256
@@ -46,6 +47,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except GGMLError as error:
         pytest.skip(f"no ggml: {error}")
     return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+class _Impatient(StepPatience):
+    def limit_s(self, slices: Sequence[SequenceSlice]) -> float:
+        return 0.2
 
 
 def _open(model: Path) -> _Setting:
@@ -72,7 +78,7 @@ def setting(shared: _Setting) -> _Setting:
     shared.pool.planes.fill(0)
     shared.notices.clear()
     shared.executor.deaths = 0
-    shared.executor._step_timeout_s = _PATIENCE_S
+    shared.executor._patience = StepPatience(_PATIENCE_S)
     shared.executor._on_notice = shared.notices.append
     return shared
 
@@ -163,10 +169,10 @@ def test_a_step_that_kills_every_worker_names_its_sequence(setting: _Setting, mo
     poison = np.array([77], np.int32)
     order = setting.executor._compute
 
-    def compute(count: int) -> npt.NDArray[np.float32]:
-        if any(77 in piece.tokens for piece in setting.executor._mailbox.read(count)):
+    def compute(slices: Sequence[SequenceSlice]) -> npt.NDArray[np.float32]:
+        if any(77 in piece.tokens for piece in setting.executor._mailbox.read(len(slices))):
             _kill(setting.executor)
-        return order(count)
+        return order(slices)
 
     monkeypatch.setattr(setting.executor, "_compute", compute)
     good = [_piece(_prompt(5), 0, 0), _piece(_prompt(6), 0, 16)]
@@ -187,10 +193,10 @@ def test_a_wrong_step_is_the_callers_mistake_and_kills_nobody(setting: _Setting)
 def test_a_worker_that_hangs_is_killed(setting: _Setting) -> None:
     executor = setting.executor
     os.kill(executor.pid, signal.SIGSTOP)
-    executor._step_timeout_s = 0.2
+    executor._patience = _Impatient()
 
     def patient(notice: WorkerNotice) -> None:
-        executor._step_timeout_s = _PATIENCE_S
+        executor._patience = StepPatience(_PATIENCE_S)
 
     executor._on_notice = patient
     assert executor.forward([_piece(_prompt(3), 0, 0)]).shape[0] == 1

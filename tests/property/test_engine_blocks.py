@@ -156,33 +156,49 @@ class Blocks(RuleBasedStateMachine):
             self.live.remove(sequence)
             self.space.release(sequence.holding)
 
-    @rule(target=yielded, sequence=consumes(sequences))
-    def swap_out(self, sequence: _Sequence) -> object:
+    @rule(target=yielded, sequence=consumes(sequences), most=st.integers(1, 4))
+    def swap_out(self, sequence: _Sequence, most: int) -> object:
+        """Alone, or together with others, whose blocks are copied once."""
         if sequence not in self.live:
             return multiple()
+        others = [each for each in self.live if each is not sequence and each.tenant == sequence.tenant]
+        unit = [sequence, *others[: most - 1]]
+        held = [(each.holding, each.computed) for each in unit]
+        distinct = {block for holding, computed in held for block in holding.blocks[: -(-computed // _TOKENS)]}
+        before = self.host.used_blocks
         try:
-            sequence.swapped = swap_out(self.space, self.host, sequence.holding, sequence.computed)
+            swapped = swap_out(self.space, self.host, held)
         except HostPoolFull:
+            assert self.host.used_blocks == before
             self.space.release(sequence.holding)
             self.live.remove(sequence)
             return multiple()
-        self.live.remove(sequence)
-        return sequence
+        assert self.host.used_blocks - before == len(distinct)
+        for each, blocks in zip(unit, swapped, strict=True):
+            self.live.remove(each)
+            each.swapped = blocks
+        return unit
 
-    @rule(target=sequences, sequence=consumes(yielded))
-    def swap_in(self, sequence: _Sequence) -> object:
-        assert sequence.swapped is not None
-        price = self.space.price_again(len(sequence.tokens), sequence.swapped.path)
+    @rule(target=sequences, unit=consumes(yielded))
+    def swap_in(self, unit: list[_Sequence]) -> object:
+        swapped = [each.swapped for each in unit if each.swapped is not None]
+        price = sum(
+            self.space.price_again(len(each.tokens), blocks.path, blocks.shared)
+            for each, blocks in zip(unit, swapped, strict=True)
+        )
         before = self.space.available_blocks
         try:
-            sequence.holding, _ = swap_in(self.space, self.host, sequence.swapped, np.array(sequence.tokens, np.int32))
+            back = swap_in(self.space, self.host, swapped, [np.array(each.tokens, np.int32) for each in unit])
         except PoolExhausted:
-            assert price > before
-            self.host.free(sequence.swapped.places)
+            assert price > before == self.space.available_blocks
+            for blocks in swapped:
+                self.host.free(blocks.places)
             return multiple()
         assert self.space.available_blocks == before - price
-        self.live.append(sequence)
-        return sequence
+        for each, (holding, _) in zip(unit, back, strict=True):
+            each.holding = holding
+        self.live += unit
+        return multiple(*unit)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), transfers=st.sampled_from([0.0, 1.0, 1e4]))

@@ -17,7 +17,7 @@ from kvstore_engine.batching.stops import StopStrings
 from kvstore_engine.errors import UsageError
 from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 from tests.reference.batch_runs import Outcome, check, request, run, twin_engine
-from tests.reference.twin_compute import TwinCompute, answer_alone, text_of
+from tests.reference.twin_compute import answer_alone, text_of
 
 _PROMPT = list(range(40))
 
@@ -265,23 +265,17 @@ def test_an_observer_that_raises_costs_no_token(caplog: pytest.LogCaptureFixture
     assert [record.message for record in caplog.records] == ["the observer _FullDisk raised: it is told nothing more"]
 
 
-def test_logits_that_are_no_numbers_fail_their_answer_alone() -> None:
+def test_a_constraint_that_cannot_be_made_refuses_the_request() -> None:
     engine = twin_engine()
-    compute = engine.compute
-    assert isinstance(compute, TwinCompute)
-    forward = compute.forward
 
-    def broken(slices: Any) -> Any:
-        logits = forward(slices)
-        if len(logits) == 2:
-            logits[1] = np.nan
-        return logits
+    def make() -> Any:
+        raise ValueError("no such grammar")
 
-    compute.forward = broken  # type: ignore[method-assign]
-    engine.add(request("first", _PROMPT, 5))
-    engine.add(request("second", _PROMPT[:20], 5))
-    outcome = run(engine)
-    assert sorted(finished.reason for finished in outcome.finished.values()) == ["failed", "length"]
+    with pytest.raises(UsageError, match="the constraint cannot be made: no such grammar"):
+        engine.add(request("bad", _PROMPT, 5, constraint=make))
+    assert not engine.has_work
+    engine.add(request("bad", _PROMPT, 5))  # the name is free
+    assert run(engine).tokens["bad", 0] == answer_alone(_PROMPT, 5)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 8, 30])

@@ -43,15 +43,18 @@ def test_a_long_prompt_does_not_stall_running_answers() -> None:
     engine.add(request("long", _prompt(99, 2000), 2))
     compute.longest_step_tokens = 0
     before = {key: len(tokens) for key, tokens in outcome.tokens.items()}
-    steps = 0
+    longest = []
     while ("long", 0) not in outcome.tokens:
         outcome.take(engine.step())
-        steps += 1
+        longest.append(compute.longest_step_tokens)
+    steps = len(longest)
     for key, tokens in outcome.tokens.items():
         if key[0] != "long":
             assert len(tokens) - before[key] == steps, "a running answer missed a step"
-    # 12 ms of decodes alone; the blocks of 16 prompt tokens that fit into 1.8 times that: one.
-    assert compute.longest_step_tokens <= 8 + 16
+    # 12 ms of decodes alone; the blocks of 16 prompt tokens that fit into 1.8 times that: one. Only when most of the
+    # last 64 steps were as long may they grow, and never beyond four times a step of decodes: two blocks.
+    assert max(longest[:32]) <= 8 + 16
+    assert compute.longest_step_tokens <= 8 + 32
     run(engine, outcome)
     assert outcome.tokens["long", 0] == answer_alone(_prompt(99, 2000), 2)
 
@@ -173,9 +176,11 @@ def test_a_preemption_storm_loses_no_token(policy: str, swap_bytes: int, count: 
         assert outcome.tokens[name, 0] == answer_alone(prompt, limits[name])
         assert outcome.finished[name, 0].reason == "length"
     usages = [finished.usage for finished in outcome.finished.values()]
-    assert sum(usage.preemptions for usage in usages) > 15
+    assert sum(usage.preemptions for usage in usages) > 10
     assert (sum(usage.swaps for usage in usages) > 0) == (swap_bytes > 0)
     assert engine.parts.host.used_blocks == 0
+    assert engine.parts.host.resident_bytes == 0  # nobody is left who could want it
+    assert engine.parts.preemption.expected_transfers <= 1  # what was swapped lies elsewhere afterwards
 
 
 def test_a_failing_step_counts_for_nothing_and_is_taken_again() -> None:

@@ -66,15 +66,15 @@ def test_a_swapped_sequence_gets_its_own_bits_back_although_others_computed_them
     space = _space(4)
     host = HostPool(space.pool, 4 * space.pool.payload_bytes(1))
     holding = _claim(space, _A + _B + [1], filled=3)
-    swapped = swap_out(space, host, holding, 33)
+    swapped = swap_out(space, host, [(holding, 33)])
     space.release(_claim(space, _C * 4, filled=8))  # all that was cached is given up
     other = _claim(space, [*_A, 5], filled=4)
     tokens = np.array(_A + _B + [1, 2], np.int32)
     with pytest.raises(PoolExhausted):
-        swap_in(space, host, swapped, tokens)
+        swap_in(space, host, swapped, [tokens])
     assert host.used_blocks == 3
     space.release(other)
-    back, copied = swap_in(space, host, swapped, tokens)
+    ((back, copied),) = swap_in(space, host, swapped, [tokens])
     assert copied == 3 and (space.pool.planes[:, back.blocks] == 3).all()
     assert host.used_blocks == 0
     space.check([back])
@@ -84,10 +84,48 @@ def test_a_block_that_stayed_is_not_copied() -> None:
     space = _space(8)
     host = HostPool(space.pool, 8 * space.pool.payload_bytes(1))
     holding = _claim(space, _A + _B + [1], filled=3)
-    swapped = swap_out(space, host, holding, 33)
-    back, copied = swap_in(space, host, swapped, np.array(_A + _B + [1], np.int32))
+    swapped = swap_out(space, host, [(holding, 33)])
+    ((back, copied),) = swap_in(space, host, swapped, [np.array(_A + _B + [1], np.int32)])
     assert copied == 1
     space.check([back])
+
+
+def test_host_memory_stays_between_swaps_and_goes_back_when_none_come() -> None:
+    """What a sequence has left is the next one's: fresh memory would have to be touched anew."""
+    space = _space(64)
+    one = space.pool.payload_bytes(1)
+    host = HostPool(space.pool, 64 * one)
+    assert host.resident_bytes == 0
+    places = host.save(list(range(8)))
+    resident = host.resident_bytes
+    assert resident >= 8 * one
+    host.free(places)
+    for _ in range(31):
+        host.look()
+    host.free(host.save([1]))  # somebody needs it still
+    for _ in range(31):
+        host.look()
+    assert host.resident_bytes == resident
+    host.look()
+    assert host.resident_bytes == 0
+    places = host.save([1])
+    for _ in range(100):
+        host.look()
+    assert host.resident_bytes > 0  # it holds somebody's K/V
+    host.free(places)
+    host.trim()
+    assert host.resident_bytes == 0
+
+
+def test_sequences_that_grow_side_by_side_share_out_what_is_free() -> None:
+    space = _space(1024)
+    holdings = [space.claim("", np.full(16, n, np.int32)) for n in range(8)]
+    for count in range(2, 33):
+        for holding in holdings:
+            space.extend(holding, count * 16)
+    pieces = [count_runs(holding.table) for holding in holdings]
+    assert max(pieces) <= 4 and sum(pieces) <= 20, pieces
+    space.check(holdings)
 
 
 def _scattered(space: BlockSpace, count: int) -> tuple[Holding, list[int]]:
@@ -115,6 +153,22 @@ def test_compaction_moves_only_what_pays_and_keeps_every_byte() -> None:
     for index, block in enumerate(holding.blocks):
         assert (space.pool.planes[:, block] == index).all()
     space.check([holding])
+
+
+def test_a_compaction_that_cannot_pay_does_not_look_for_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked every few steps, and would else cost more than it ever saves."""
+    space, costs = _space(64), TransferCosts()
+    holding, _ = _scattered(space, 16)
+    even = costs.copy_s(16 * space.pool.payload_bytes(1), 2) / (15 * costs.run_s)  # transfers that pay for a move
+
+    def fail(blocks: list[int]) -> None:
+        raise AssertionError("it looked for places")
+
+    monkeypatch.setattr("kvstore_engine.blocks.compaction.split_runs", fail)
+    for transfers in (0.0, 0.1 * even, 0.4 * even):
+        assert Compactor(space, costs).compact(holding, transfers).moved_blocks == 0
+    with pytest.raises(AssertionError, match="looked"):
+        Compactor(space, costs).compact(holding, 2 * even)
 
 
 def test_compaction_leaves_shared_blocks_where_they_are() -> None:

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.constrain import Constrainer, ConstraintFailed, Grammar, GrammarError, check_grammar
-from kvstore_engine.server.tools import ToolCall, ToolCallReader, call_grammar
+from kvstore_engine.server.tools import CallMarks, ToolCall, ToolCallReader, call_grammar
 from kvstore_engine.tokenizer import Tokenizer
+from kvstore_engine.tokenizer.vocabulary import CONTROL, USER_DEFINED
 from tests.reference.tiny_llama import byte_level_vocabulary, sentencepiece_vocabulary
 
 pytest.importorskip("llguidance", reason="the extra server is not installed")
@@ -96,7 +97,9 @@ def test_a_forced_call_may_refer_to_definitions_of_its_own(
         "additionalProperties": False,
         "$defs": {"Colour": {"enum": ["red", "green"]}},
     }
-    grammar = Grammar("lark", call_grammar([{"name": name, "parameters": parameters} for name in names]))
+    grammar = Grammar(
+        "lark", call_grammar([{"name": name, "parameters": parameters} for name in names], CallMarks.of(tokenizer))
+    )
     check_grammar(grammar)
     called = set()
     for seed in range(8):
@@ -106,6 +109,48 @@ def test_a_forced_call_may_refer_to_definitions_of_its_own(
         assert json.loads(call.arguments)["colour"] in ("red", "green")
         called.add(call.name)
     assert called == set(names)
+
+
+@pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
+def test_a_forced_call_is_marked_by_special_tokens_where_there_are_such(kind: int) -> None:
+    vocabulary = byte_level_vocabulary()
+    tokens = vocabulary["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    first = len(tokens)
+    vocabulary["tokenizer.ggml.tokens"] = [*tokens, "<tool_call>", "</tool_call>"]
+    vocabulary["tokenizer.ggml.token_type"] = np.append(vocabulary["tokenizer.ggml.token_type"], [kind, kind])
+    tokenizer = Tokenizer.from_metadata(vocabulary)
+    marks = CallMarks.of(tokenizer)
+    assert (marks.unseen != {}) == (kind == CONTROL)
+    grammar = Grammar("lark", call_grammar([{"name": "f", "parameters": {"const": {}}}], marks))
+    check_grammar(grammar)
+    constraint, chosen = Constrainer(tokenizer, first + 2).constraint(grammar)(), []
+    while not constraint.finished:
+        mask = constraint.mask()
+        assert mask is not None
+        chosen.append(int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[-1]))
+        constraint.accept(chosen[-1])
+    assert (chosen[0], chosen[-1]) == (first, first + 1)
+    assert not {first, first + 1} & set(chosen[1:-1])
+    reader, stream = ToolCallReader(), tokenizer.stream(continues=True)
+    found = [piece for token in chosen for piece in reader.push(stream.push(token) + marks.unseen.get(token, ""))]
+    assert [call.name for call in found if isinstance(call, ToolCall)] == ["f"]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", r"[^\s\S]"),
+        Grammar("lark", "start: start"),
+        Grammar("lark", "start: A\nA: /a/ & /b/"),
+        Grammar("lark", 'start: <nobody_has_this> "a"'),
+        Grammar("json_schema", json.dumps({"type": "string", "minLength": 5, "maxLength": 2})),
+        Grammar("json_schema", json.dumps({"type": "object", "properties": {"a": False}, "required": ["a"]})),
+    ],
+)
+def test_a_grammar_that_nothing_matches_is_the_callers_mistake(constrainer: Constrainer, grammar: Grammar) -> None:
+    with pytest.raises(GrammarError, match=r"no answer matches|cannot be used"):
+        constrainer.constraint(grammar)
 
 
 def test_answers_of_one_request_do_not_share_their_state(constrainer: Constrainer, tokenizer: Tokenizer) -> None:

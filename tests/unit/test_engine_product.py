@@ -1,104 +1,148 @@
-"""Few rows times a q8_0 matrix: against the definition, and to the bit against ggml's own product."""
+"""Rows times q8_0 and interleaved q4_0 matrices: against the definition, and to the bit against ggml's own products."""
 
-import ctypes as ct
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from kvstore_engine.ggml import Library, load_library, tensor_at
-from kvstore_engine.ggml.structs import InitParams
-from kvstore_engine.gguf.tensor_types import F32, Q8_0, TENSOR_TYPES
-from kvstore_engine.graph.decoder import ProductOperation
+from kvstore_engine.ggml import load_library, tensor_at
+from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0, TENSOR_TYPES
+from kvstore_engine.graph.products import ProductOperations
 from kvstore_engine.kernels import Kernels, select_kernels
 from kvstore_engine.kernels.build import build_kernels
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import Product
 from kvstore_engine.kernels.native import NativeKernels
-from kvstore_engine.kernels.reference import product_q8
+from kvstore_engine.kernels.reference import quantised_product
+from kvstore_engine.model import Linear
+from kvstore_engine.model.interleaving import ROWS_TOGETHER, interleave, is_interleaved
+from tests.reference.product_graph import ProductGraph, random_matrix
 
-FloatArray = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
+_TIMEOUT_S = 900
 _LIBRARY = build_kernels()
+_KERNELS = [*NativeKernels(_LIBRARY).isas, "numba"]
 
 
-@pytest.fixture(params=[*NativeKernels(_LIBRARY).isas, "numba"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    made = select_kernels("numba") if request.param == "numba" else NativeKernels(_LIBRARY, request.param)
-    if not made.product_address:
-        pytest.skip(f"{request.param} leaves the product to ggml")
+def _operation(name: str, matrix_type: int) -> tuple[Kernels, int]:
+    """The kernels, which own the operation, and its address."""
+    kernels = select_kernels("numba") if name == "numba" else NativeKernels(_LIBRARY, name)
+    address = kernels.q8_product_address if matrix_type == Q8_0 else kernels.q4_product_address
+    if not address:
+        pytest.skip(f"{name} leaves the product to ggml")
+    return kernels, address
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[ProductGraph]]:
+    """Whatever a test puts here is closed after it."""
+    made: list[ProductGraph] = []
     yield made
+    for graph in made:
+        graph.close()
 
 
-class _Graph:
-    """One product in a ggml context with memory."""
-
-    def __init__(self, rows: FloatArray, matrix: Bytes) -> None:
-        self.ggml: Library = load_library()
-        columns = len(matrix)
-        size_bytes = matrix.nbytes + rows.nbytes + 4 * len(rows) * columns + (1 << 20)
-        self.context = self.ggml.init(InitParams(size_bytes, None, False))
-        self.matrix = self.ggml.new_tensor_2d(self.context, Q8_0, rows.shape[1], columns)
-        self.rows = self.ggml.new_tensor_2d(self.context, F32, rows.shape[1], len(rows))
-        array_at(tensor_at(self.matrix).data, np.uint8, *matrix.shape)[:] = matrix
-        array_at(tensor_at(self.rows).data, np.float32, *rows.shape)[:] = rows
-        self.shape = len(rows), columns
-
-    def ggmls(self) -> FloatArray:
-        return self._compute(self.ggml.mul_mat(self.context, self.matrix, self.rows), 1)
-
-    def ours(self, kernels: Kernels, product: Product, threads: int) -> FloatArray:
-        sources = (ct.c_void_p * 2)(self.rows, self.matrix)
-        count, columns = self.shape
-        address = kernels.product_address
-        node = self.ggml.custom_4d(
-            self.context, F32, columns, count, 1, 1, sources, 2, address, -1, ct.addressof(product)
-        )
-        return self._compute(node, threads)
-
-    def _compute(self, node: int, threads: int) -> FloatArray:
-        graph = self.ggml.new_graph_custom(self.context, 8, False)
-        self.ggml.build_forward_expand(graph, node)
-        backend = self.ggml.backend_cpu_init()
-        self.ggml.backend_cpu_set_n_threads(backend, threads)
-        assert self.ggml.backend_graph_compute(backend, graph) == 0
-        self.ggml.backend_free(backend)
-        return array_at(tensor_at(node).data, np.float32, *self.shape).copy()
-
-    def close(self) -> None:
-        self.ggml.free(self.context)
-
-
-def _matrix(random: np.random.Generator, columns: int, elements: int) -> Bytes:
-    made = random.integers(-127, 128, (columns, elements // 32, 34), np.int8).view(np.uint8)
-    made[:, :, :2] = random.uniform(1e-3, 1e-2, (columns, elements // 32, 1)).astype(np.float16).view(np.uint8)
-    return made.reshape(columns, -1)
-
-
-@pytest.mark.parametrize(("columns", "elements"), [(1, 32), (31, 64), (33, 96), (100, 576), (257, 1536)])
-def test_products_have_ggmls_bits(kernels: Kernels, columns: int, elements: int) -> None:
-    """For every number of rows that a step may have; the counters are ready for the next product each time."""
+@pytest.mark.parametrize("name", _KERNELS)
+@pytest.mark.parametrize(
+    ("matrix_type", "columns", "elements"),
+    [
+        (Q8_0, 1, 32),
+        (Q8_0, 31, 64),
+        (Q8_0, 33, 96),
+        (Q8_0, 100, 576),
+        (Q8_0, 257, 1536),
+        (Q8_0, 1999, 64),
+        (Q4_0, 8, 32),
+        (Q4_0, 32, 64),
+        (Q4_0, 40, 96),
+        (Q4_0, 200, 576),
+        (Q4_0, 264, 1536),
+        (Q4_0, 1992, 64),
+    ],
+)
+def test_products_have_ggmls_bits(
+    name: str, matrix_type: int, columns: int, elements: int, graphs: list[ProductGraph]
+) -> None:
+    """For every number of rows that a decode step may have, and some chunks of prompts; the counters are ready for
+    the next product each time."""
+    kernels, address = _operation(name, matrix_type)
     random, product = np.random.default_rng(columns), Product.new()
-    matrix = _matrix(random, columns, elements)
-    for count in range(1, 18):
+    matrix = random_matrix(random, columns, elements, matrix_type)
+    for count in (*range(1, 19), 33, 64, 128):
         rows = random.standard_normal((count, elements), dtype=np.float32)
         rows[count // 2, :32] = 0  # a block without a scale
-        graph = _Graph(rows, matrix)
-        try:
-            ours = graph.ours(kernels, product, threads=1 + count % 3)
-            np.testing.assert_allclose(ours, product_q8(rows, matrix), rtol=1e-4, atol=1e-3)
-            np.testing.assert_array_equal(ours, graph.ggmls())
-        finally:
-            graph.close()
+        graphs.append(ProductGraph(rows, matrix, matrix_type))
+        ours = graphs[-1].ours(address, product, threads=1 + count % 3)
+        np.testing.assert_allclose(ours, quantised_product(rows, matrix, matrix_type), rtol=1e-4, atol=1e-3)
+        np.testing.assert_array_equal(ours, graphs[-1].ggmls())
         assert (product.next_column, product.finished) == (0, 0)
+    assert kernels.name
 
 
-def test_few_rows_are_taken() -> None:
-    product, elements = ProductOperation(1, 1), 1024
-    matrix = np.zeros((64, TENSOR_TYPES[Q8_0].row_bytes(elements)), np.uint8)
-    for count, taken in ((1, False), (2, True), (128, True), (129, False)):
-        graph = _Graph(np.zeros((count, elements), np.float32), matrix)
-        assert product.takes(graph.matrix, graph.rows) is taken
-        assert not product.takes(graph.rows, graph.rows)
-        graph.close()
+@pytest.mark.parametrize("name", _KERNELS)
+@pytest.mark.parametrize("matrix_type", [Q4_0, Q8_0])
+def test_extreme_values_do_not_overflow(name: str, matrix_type: int, graphs: list[ProductGraph]) -> None:
+    """The greatest sums within a block, of either sign."""
+    kernels, address = _operation(name, matrix_type)
+    elements, kind = 64, TENSOR_TYPES[matrix_type]
+    matrix = np.zeros((16, elements // 32, kind.block_bytes), np.uint8)
+    matrix[:, :, :2] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
+    low, high = (0x00, 0xFF) if matrix_type == Q4_0 else (0x81, 0x7F)  # -8 and 7 in each nibble; -127 and 127
+    matrix[::2, :, 2:], matrix[1::2, :, 2:] = low, high
+    matrix = matrix.reshape(16, -1)
+    rows = np.array([[1e3], [-1e3], [1e-3]], np.float32) * np.ones((3, elements), np.float32)
+    graphs.append(ProductGraph(rows, matrix, matrix_type))
+    ours = graphs[0].ours(address, Product.new(), 1)
+    np.testing.assert_allclose(ours, quantised_product(rows, matrix, matrix_type), rtol=1e-3)
+    np.testing.assert_array_equal(ours, graphs[0].ggmls())
+    assert kernels.name
+
+
+@pytest.mark.slow
+def test_numba_has_the_same_bits_without_vnni() -> None:
+    """The tests above, for numba as it compiles for a processor that has AVX2 alone."""
+    from numba.core.codegen import get_host_cpu_features
+
+    features = get_host_cpu_features().split(",")
+    if "+avx2" not in features:
+        pytest.skip("this processor has no AVX2")
+    newer = ("avx512", "avxvnni", "avx10")
+    lesser = ["-" + name[1:] if name[1:].startswith(newer) else name for name in features]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "numba and not without", __file__]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"NUMBA_CPU_FEATURES": ",".join(lesser)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout, done.stdout
+
+
+def test_which_products_are_taken(graphs: list[ProductGraph]) -> None:
+    operations, elements = ProductOperations(4, 8, 1), 1024
+    q8, q4 = (np.zeros((64, TENSOR_TYPES[kind].row_bytes(elements)), np.uint8) for kind in (Q8_0, Q4_0))
+    for count, of_q8, of_q4 in ((1, 8, 4), (128, 8, 4), (129, 0, 4)):
+        rows = np.zeros((count, elements), np.float32)
+        graphs += [ProductGraph(rows, q8, Q8_0), ProductGraph(rows, q4, Q4_0)]
+        eight, four = graphs[-2:]
+        assert operations.faster(Linear(eight.matrix), eight.rows) == of_q8
+        assert operations.faster(Linear(four.matrix, interleaved=True), four.rows) == of_q4
+        assert operations.faster(Linear(four.matrix), four.rows) == 0  # repacked otherwise
+        assert operations.faster(Linear(eight.rows), eight.rows) == 0
+
+
+def test_ggmls_repacking_is_recognised(graphs: list[ProductGraph]) -> None:
+    matrix = random_matrix(np.random.default_rng(3), 24, 96, Q4_0)
+    graphs.append(ProductGraph(np.zeros((1, 96), np.float32), matrix, Q4_0))
+    packed = array_at(tensor_at(graphs[0].matrix).data, np.uint8, 3, ROWS_TOGETHER * matrix.shape[1])
+    if not load_library().describe()["cpu_features"].count("avx2"):
+        pytest.skip("other processors have other layouts")
+    np.testing.assert_array_equal(interleave(matrix), packed)
+    assert is_interleaved(matrix, packed[0])
+    assert not is_interleaved(matrix, matrix[:ROWS_TOGETHER].reshape(-1))

@@ -150,34 +150,76 @@ def test_no_two_sequences_displace_each_other(name: str) -> None:
             assert not policy.displaces(replace(two, since_s=now), one_runs, now)
 
 
-def test_a_step_beside_decodes_is_as_long_as_it_may_be_and_no_longer() -> None:
+def budget_of(costs: CostModel, floor_s: float = 0.0) -> StepBudget:
+    return StepBudget(costs, stretch=1.8, most_stretch=3.0, floor_s=floor_s, most_tokens=256, block_tokens=16)
+
+
+def exact_costs() -> CostModel:
+    """4 ms and 1 ms a row."""
     costs = CostModel()
-    costs.compute.restore(1, [0.004, 0.512, 0.0])  # 4 ms and 1 ms a row
-    budget = StepBudget(costs, stretch=1.8, floor_s=0.0, most_tokens=256, block_tokens=16)
-    assert budget.tokens([], 0) == 256
-    assert budget.tokens([(1, 100)] * 16, 0) == 16  # 20 ms of decodes, 16 ms more
-    assert budget.tokens([(1, 100)] * 76, 0) == 64  # 80 ms of decodes, 64 ms more
-    assert budget.tokens([(1, 100)], 0) == 16  # never less than a block
-    generous = StepBudget(costs, stretch=1.8, floor_s=0.07, most_tokens=256, block_tokens=16)
-    assert generous.tokens([(1, 100)], 0) == 64
+    costs.compute.restore(1, [0.004, 0.512, 0.0])
+    return costs
+
+
+PROMPT = [(1, 0)]
+
+
+def test_a_step_beside_decodes_is_as_long_as_it_may_be_and_no_longer() -> None:
+    budget = budget_of(exact_costs())
+    assert budget.tokens([], PROMPT) == 256
+    decodes = [(1, 100)] * 76  # 80 ms
+    for _ in range(64):
+        budget.observe(decodes, 0, 0.08)
+    assert budget.tokens(decodes, PROMPT) == 64  # 64 ms more
+    assert budget.tokens(decodes[:1], PROMPT) == 16  # never less than a block
+    assert budget_of(exact_costs(), floor_s=0.07).tokens(decodes[:1], PROMPT) == 64
     for _ in range(20):
-        budget.observe([(1, 100)] * 76, 64, 0.5)
-    assert budget.tokens([(1, 100)] * 76, 0) == 16
+        budget.tokens(decodes, PROMPT)
+        budget.observe(decodes, 64, 0.5)
+    for _ in range(64):  # what was unusually long is no measure any more
+        budget.observe(decodes, 0, 0.08)
+    assert budget.tokens(decodes, PROMPT) == 16
     for _ in range(200):
-        budget.observe([(1, 100)] * 76, 64, 0.1)
-    assert budget.tokens([(1, 100)] * 76, 0) == 64
+        budget.observe(decodes, 64, 0.08)
+    assert budget.tokens(decodes, PROMPT) == 64
+
+
+def test_steps_grow_together_while_prompts_keep_coming_and_shrink_after() -> None:
+    budget = budget_of(exact_costs())
+    decodes = [(1, 100)] * 16  # 20 ms
+    for _ in range(64):
+        budget.observe(decodes, 0, 0.02)
+    sizes = []
+    for _ in range(200):
+        sizes.append(budget.tokens(decodes, PROMPT))
+        budget.observe(decodes, sizes[-1], 0.02 + 0.001 * sizes[-1])
+    assert sizes == sorted(sizes)  # each little longer than those before it
+    assert (sizes[0], sizes[-1]) == (16, 32)  # at most three times 21 ms, of which 20 are the decodes', in whole blocks
+    for _ in range(64):
+        budget.observe(decodes, 0, 0.02)
+    assert budget.tokens(decodes, PROMPT) == 16
+
+
+def test_where_nobody_has_decoded_steps_begin_as_long_as_they_may_become() -> None:
+    budget = budget_of(exact_costs())
+    budget.observe([(1, 100)] * 16, 0, 0.02)
+    assert budget.tokens([], PROMPT) == 256
+    # 16 run: a step of 20 ms if all decoded, of 60 at most; the one that decodes takes 5.
+    assert budget.tokens([(1, 100)], [(1, 0)] * 15) == 48
 
 
 def test_a_budget_that_a_busy_minute_cut_to_a_block_grows_again() -> None:
-    budget = StepBudget(CostModel(), stretch=1.8, floor_s=0.1, most_tokens=256, block_tokens=16)
+    budget = budget_of(CostModel(), floor_s=0.1)
     decodes = [(1, 100)] * 4
-    before = budget.tokens(decodes, 0)
+    before = budget.tokens(decodes, PROMPT)
     for _ in range(100):
-        budget.observe(decodes, budget.tokens(decodes, 0), 10.0)
-    assert budget.tokens(decodes, 0) == 16 < before
+        budget.observe(decodes, budget.tokens(decodes, PROMPT), 10.0)
+    for _ in range(64):
+        budget.observe(decodes, 0, 0.01)
+    assert budget.tokens(decodes, PROMPT) == 16 < before
     for _ in range(2000):
-        budget.observe(decodes, budget.tokens(decodes, 0), 0.01)
-    assert budget.tokens(decodes, 0) == before
+        budget.observe(decodes, budget.tokens(decodes, PROMPT), 0.01)
+    assert budget.tokens(decodes, PROMPT) == before
 
 
 def test_steps_at_sixteen_sequences_are_of_one_length() -> None:

@@ -173,6 +173,104 @@ def test_requests_behind_another_one_end_with_their_client() -> None:
     assert (echo.waiting, echo.left) == (1, 1)
 
 
+class _Flood:
+    """Streams without end; `left` once it is told that its client has left."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.left = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+        async def watch() -> None:
+            assert (await receive())["type"] == "http.disconnect"
+            self.left.set()
+
+        watcher = asyncio.create_task(watch())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not self.left.is_set():
+            await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+            self.sent += 1
+            await asyncio.sleep(0)
+        await watcher
+
+
+def test_a_client_that_stops_reading_its_stream_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", 0.1)
+    flood = _Flood()
+
+    async def run() -> None:
+        async with _listening(flood) as (port, listener):
+            with socket.create_connection(("127.0.0.1", port)) as client:  # nobody reads from it
+                client.sendall(_request(b""))
+                await asyncio.wait_for(flood.left.wait(), _PATIENCE_S)
+                assert not listener.server_state.connections
+
+    asyncio.run(run())
+    assert flood.sent < 1000, "a bounded number of pieces was held for it"
+
+
+def test_a_client_that_reads_slowly_gets_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is of single pauses, not of the whole answer."""
+    size = 8 << 20
+    timers: list[float] = []
+
+    async def whole(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(size >> 16):
+            await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    watch = connection.Connection._watch_the_write_clock
+    monkeypatch.setattr(
+        connection.Connection, "_watch_the_write_clock", lambda self: (timers.append(1.0), watch(self))[1]
+    )
+
+    async def run() -> None:
+        async with _listening(whole) as (port, listener):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(_request(b""))
+            await reader.readuntil(b"\r\n\r\n")
+            got = 0
+            while got < size:
+                got += len(await asyncio.wait_for(reader.read(1 << 14), _PATIENCE_S))
+            connections: set[Any] = listener.server_state.connections
+            assert [one._write_timer for one in connections] == [None]
+            writer.close()
+
+    asyncio.run(run())
+    assert timers, "it was slow enough to be waited for"
+
+
+def test_what_a_client_has_not_taken_when_its_connection_ends_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole answer, smaller than what makes uvicorn pause, lies in the buffers of one that does not read."""
+    monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", 0.1)
+    aborted = asyncio.Event()
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": bytes(16 << 20)})
+
+    lost = connection.Connection.connection_lost
+
+    def connection_lost(self: Any, exc: Exception | None) -> None:
+        lost(self, exc)
+        aborted.set()
+
+    monkeypatch.setattr(connection.Connection, "connection_lost", connection_lost)
+
+    async def run() -> None:
+        async with _listening(answer) as (port, _):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(_request(b""))
+                await asyncio.wait_for(aborted.wait(), _PATIENCE_S)
+
+    asyncio.run(run())
+
+
 def test_what_is_not_http_is_told_so() -> None:
     async def run() -> None:
         async with _listening(_Echo()) as (port, _):

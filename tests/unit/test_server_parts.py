@@ -25,7 +25,7 @@ from kvstore_engine.server.assembly import Serving
 from kvstore_engine.server.engine_client import EngineClient
 from kvstore_engine.server.engine_loop import EngineLoop
 from kvstore_engine.server.keys import KeyRing
-from kvstore_engine.server.messages import Ask, events_header, unpack_events
+from kvstore_engine.server.messages import Ask, events_headers, unpack_events
 from kvstore_engine.server.metrics import Histogram, Metrics
 from kvstore_engine.server.options import EngineOptions
 from kvstore_engine.server.run import _bound, _on_signals
@@ -104,7 +104,17 @@ def test_events_and_requests_survive_the_way() -> None:
         Token("b", 0, 6, ""),
         Finished("a", 1, "stop", Usage(prompt_tokens=3, ttft_s=0.5), "", "tail"),
     ]
-    assert unpack_events(json.loads(json.dumps(events_header(events)))) == events
+    (header,) = events_headers(events)
+    assert unpack_events(json.loads(json.dumps(header))) == events
+
+
+def test_answers_that_come_all_at_once_travel_in_several_frames() -> None:
+    events: list[Event] = [Token("a", 0, number, "x") for number in range(10_000)]
+    events.append(Finished("a", 0, "end", Usage(), score=-0.5))
+    headers = events_headers(events)
+    assert len(headers) > 2
+    assert [event for header in headers for event in unpack_events(json.loads(json.dumps(header)))] == events
+    assert events_headers([]) == []
     ask = Ask("a", np.array([1, 2, 70000], np.int32), 5, SamplingSettings(0.5, 3, 0.9, 7), stop=("x",), tenant="t")
     assert json.loads(json.dumps(ask.header()))["sampling"]["seed"] == 7
     assert frames.unpack_tokens(frames.pack_tokens(ask.tokens)).tolist() == [1, 2, 70000]
@@ -241,7 +251,15 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [["--port", "70000"], ["--pool", "2GB"], ["--max-sequences", "0"], ["--drain-s", "-1"]]
+    "option",
+    [
+        ["--port", "70000"],
+        ["--pool", "2GB"],
+        ["--max-sequences", "0"],
+        ["--max-sequences", "257"],
+        ["--drain-s", "-1"],
+        ["--hung-after-s", "0"],
+    ],
 )
 def test_options_out_of_range_are_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

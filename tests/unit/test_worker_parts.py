@@ -18,6 +18,7 @@ from kvstore_engine.worker import PoolSetup, RemoteExecutor, StepFailed, WorkerS
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory, attach
 from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status
+from kvstore_engine.worker.patience import StepPatience
 
 _SIZES = {"max_tokens": 32, "max_sequences": 4, "max_blocks": 6, "vocabulary": 10}
 
@@ -122,7 +123,7 @@ class _Worker:
 def _executor(worker: _Worker, *, starts: Callable[[], None] = lambda: None) -> RemoteExecutor:
     made = object.__new__(RemoteExecutor)
     made._worker, made._mailbox = worker, _pair()[0]  # type: ignore[assignment]  # it has what is asked of it
-    made._attempts, made._step, made._step_timeout_s, made.threads = 3, 0, 1.0, 1
+    made._attempts, made._step, made._patience, made.threads = 3, 0, StepPatience(), 1
     made._start = starts  # type: ignore[method-assign]
     return made
 

@@ -5,13 +5,14 @@ from kvstore_engine.batching.constraint import Constraint
 from kvstore_engine.batching.engine import BatchEngine
 from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
 from kvstore_engine.batching.observer import Observer, SequencePart, StepRecord
-from kvstore_engine.batching.request import Request, RequestSettings
+from kvstore_engine.batching.request import BeamSettings, Request, RequestSettings
 from kvstore_engine.batching.settings import POLICIES, EngineSettings
 from kvstore_engine.scheduler import Overloaded
 
 __all__ = [
     "POLICIES",
     "BatchEngine",
+    "BeamSettings",
     "Compute",
     "Constraint",
     "EngineSettings",

@@ -3,13 +3,16 @@
 Owns what is individual to an answer beside its tokens' K/V. It never computes.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
+from kvstore_engine.batching.constraint import Constraint
 from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.batching.stops import StopStrings
+from kvstore_engine.errors import UsageError
 from kvstore_engine.sampler import Sampler, SamplingSettings
 from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 
@@ -23,11 +26,11 @@ class TextSource(Protocol):
 
 
 class Answer:
-    """Answer `index` of a request."""
+    """Answer `index` of a request. UsageError if its constraint cannot be made."""
 
     def __init__(self, settings: RequestSettings, index: int, tokenizer: TextSource) -> None:
         self.sampler = Sampler(_own_seed(settings.sampling, index))
-        self.constraint = settings.constraint() if settings.constraint is not None else None
+        self.constraint = _made(settings.constraint) if settings.constraint is not None else None
         self.end_ids = frozenset[int]() if settings.ignore_end else tokenizer.end_ids
         self._stream = tokenizer.stream(continues=True)
         self._stops = StopStrings(settings.stop)
@@ -49,6 +52,13 @@ class Answer:
             return ""
         shown, stopped = self._stops.push(self._stream.finish())
         return shown if stopped else shown + self._stops.finish()
+
+
+def _made(make: Callable[[], Constraint]) -> Constraint:
+    try:
+        return make()
+    except Exception as error:  # whatever it is, a grammar that nothing can follow, say: it is the caller's constraint
+        raise UsageError(f"the constraint cannot be made: {error or type(error).__name__}") from error
 
 
 def _own_seed(sampling: SamplingSettings, index: int) -> SamplingSettings:

@@ -50,6 +50,7 @@ class EngineParts:
         self.budget = StepBudget(
             costs,
             stretch=settings.step_stretch,
+            most_stretch=settings.step_most_stretch,
             floor_s=settings.step_floor_s,
             most_tokens=most_tokens,
             block_tokens=block,

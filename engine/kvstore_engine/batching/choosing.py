@@ -14,14 +14,18 @@ import numpy.typing as npt
 from kvstore_engine.batching.answer import Answer
 
 Floats = npt.NDArray[np.float32]
+UNSOUND = "the model produced logits that cannot be sampled: {}"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen token, or why none could be chosen (`failure`)."""
+    """A chosen token, or why none could be chosen (`failure`); `is_unsound`: since the logits are no numbers, so that
+    the K/V that they were made of are not to be trusted.
+    """
 
     token: int
     failure: str = ""
+    is_unsound: bool = False
 
 
 def choose(logits: Floats, answers: Sequence[Answer]) -> list[Choice]:
@@ -33,22 +37,31 @@ def choose(logits: Floats, answers: Sequence[Answer]) -> list[Choice]:
         best = rows.argmax(axis=1)
         values = rows[np.arange(len(plain)), best]
         for row, token, value in zip(plain, best.tolist(), values.tolist(), strict=True):
-            failure = "" if math.isfinite(value) else f"the model produced logits that cannot be sampled: {value}"
-            choices[row] = Choice(token, failure)
+            choices[row] = Choice(token) if math.isfinite(value) else _unsound(value)
     return [choice or _choose_one(logits[row], answers[row]) for row, choice in enumerate(choices)]
 
 
 def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     """That of `token`, and the `count` likeliest with theirs, likeliest first, ties by id."""
-    row = logits.astype(np.float64)
-    row -= row.max()
-    row -= math.log(float(np.exp(row).sum()))
+    row = logits.astype(np.float64) - log_of_sum(logits)
     top: list[int] = []
     if count:
         threshold = np.partition(row, len(row) - count)[len(row) - count] if count < len(row) else -math.inf
         candidates = np.flatnonzero(row >= threshold)
         top = candidates[np.argsort(-row[candidates], kind="stable")][:count].tolist()
     return float(row[token]), tuple((other, float(row[other])) for other in top)
+
+
+def log_of_sum(logits: Floats) -> float:
+    """log(sum(exp(logits))); what is no finite number where the logits are none."""
+    most = float(logits.max())
+    if not math.isfinite(most):
+        return most
+    return most + math.log(float(np.exp(logits.astype(np.float64) - most).sum()))
+
+
+def _unsound(value: float) -> Choice:
+    return Choice(0, UNSOUND.format(value), is_unsound=True)
 
 
 def _is_plain(answer: Answer) -> bool:
@@ -58,6 +71,9 @@ def _is_plain(answer: Answer) -> bool:
 
 
 def _choose_one(row: Floats, answer: Answer) -> Choice:
+    most = float(row.max())  # NaN if there is one anywhere
+    if not math.isfinite(most):
+        return _unsound(most)
     try:
         mask = answer.constraint.mask() if answer.constraint is not None else None
         if mask is not None:

@@ -9,12 +9,13 @@ step whose computing fails has no effect and can be taken again; a store that fa
 import time
 from collections.abc import Callable
 
+from kvstore_engine.batching.acceptance import check_request
 from kvstore_engine.batching.answer import TextSource
 from kvstore_engine.batching.assembly import EngineParts
 from kvstore_engine.batching.compute import Compute
 from kvstore_engine.batching.events import Event
 from kvstore_engine.batching.guarding import guarded
-from kvstore_engine.batching.observer import Observer, SequencePart, StepRecord
+from kvstore_engine.batching.observer import Observer, StepRecord
 from kvstore_engine.batching.planning import StepPlan
 from kvstore_engine.batching.progress import Progress, SessionOf
 from kvstore_engine.batching.request import Request
@@ -28,7 +29,7 @@ from kvstore_engine.worker.failure import StepFailed
 _PATIENCE_S = 0.01  # for the daemon, beside running answers
 _QUICK_ANSWER_S = 0.002
 _ALONE_S = 1.0  # copying without a pause, while nobody is waiting for a token
-_COMPACTION_STEPS = 8
+_TIDY_STEPS = 8
 _IDLE_WAIT_S = 0.05  # for the daemon, with nothing else to do
 
 
@@ -101,24 +102,20 @@ class BatchEngine:
         """Take `request` in. UsageError if it can never be answered, Overloaded if too many wait already."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        count = len(request.tokens)
-        if not count:
-            raise UsageError("the prompt is empty: there is nothing to continue")
-        if count >= self.context:
-            raise UsageError(
-                f"the prompt has {count} tokens and the context holds {self.context}, of which one is needed for the "
-                "answer: shorten the prompt or run with a larger context or pool"
-            )
-        if self._progress.is_under_way(request.id) or any(event.request_id == request.id for event in self._pending):
-            raise UsageError(f"a request {request.id!r} is under way already")
-        vocabulary = self.compute.limits.vocabulary
-        if int(request.tokens.min()) < 0 or int(request.tokens.max()) >= vocabulary:
-            raise UsageError(f"token ids must be in 0..{vocabulary - 1}")
         roster, standings = self._work.roster, self._work.standings
+        check_request(
+            request,
+            context=self.context,
+            vocabulary=self.compute.limits.vocabulary,
+            places=roster.places,
+            space=self._work.space,
+        )
+        if request.id in self._progress.under_way or any(event.request_id == request.id for event in self._pending):
+            raise UsageError(f"a request {request.id!r} is under way already")
         ahead = roster.ahead(request.tenant)
         self._work.admission.check(ahead, 1, standings.wait_s(ahead, roster.places))
         sequence = self._progress.new_sequence(request, 0, self._clock())
-        self._progress.enter(sequence)
+        self._progress.under_way.enter(sequence)
         roster.wait(sequence)
         self.observer.queued(request.id, sequence.arrived_s)
 
@@ -154,14 +151,16 @@ class BatchEngine:
         finally:
             work.planner.release_borrowed(plan)
         if failure is not None:
-            blamed = [plan.parts[index].sequence for index in failure.slices]
+            blamed = dict.fromkeys(plan.parts[index].sequence.unit[0] for index in failure.slices)
             return events + [end for one in blamed for end in self._progress.end_request(one, "failed", str(failure))]
         self._learn(plan, compute_s)
         events += self._progress.apply(plan, logits)
         self._store(plan)
         self._steps += 1
-        if self.settings.compaction and self._steps % _COMPACTION_STEPS == 0:
-            self._compact()
+        if self._steps % _TIDY_STEPS == 0:
+            self._tidy()
+        if not self.has_work:
+            work.host.trim()
         self._report(plan, begin, compute_s)
         return events
 
@@ -169,7 +168,7 @@ class BatchEngine:
         """Cancel what is under way and stop the threads. Compute object, pool and sessions are their makers'."""
         if not self._is_closed:
             self._is_closed = True
-            for sequence in [*self._work.roster.waiting, *self._work.roster.running]:
+            for sequence in self._work.roster.leaders():
                 self._progress.end_request(sequence, "cancelled")
             self._work.close()
 
@@ -215,7 +214,10 @@ class BatchEngine:
         """Nothing can be computed now: wait for what is under way, unless there is something to tell."""
         work = self._work
         work.storer.settle(0.0, everything=True)
-        if events or (not work.roster.running and not work.roster.waiting):
+        if not work.roster.running and not work.roster.waiting:
+            work.host.trim()
+            return
+        if events:
             return
         if work.restorer.is_busy:
             work.restorer.wait(_IDLE_WAIT_S)
@@ -232,13 +234,17 @@ class BatchEngine:
         """Offer new blocks, once their sequence's first token is out: storing must not cost time to first token."""
         work = self._work
         for part in plan.parts:
-            if part.sequence.holding is not None and part.sequence.generated:
-                work.storer.offer(part.sequence)
+            sequence = part.sequence
+            if sequence.holding is not None and sequence.generated and sequence.leads:
+                work.storer.offer(sequence)
         work.storer.settle(_PATIENCE_S, everything=not self.has_work)
 
-    def _compact(self) -> None:
-        """Move the blocks of the next to yield together, if being swapped as often as others makes that pay."""
-        sequence = self._work.roster.next_to_yield()
+    def _tidy(self) -> None:
+        """Give back memory that swapped sequences have left, and move the blocks of the next to yield together, if
+        being swapped as others were makes that pay.
+        """
+        self._work.host.look()
+        sequence = self._work.roster.next_to_yield() if self.settings.compaction else None
         if sequence is not None and not sequence.is_restoring:
             self._work.compactor.compact(sequence.held, self._work.preemption.expected_transfers)
 
@@ -257,15 +263,6 @@ class BatchEngine:
             pool_blocks=statistics.blocks,
             used_blocks=statistics.used,
             cached_blocks=statistics.cached,
-            parts=tuple(
-                SequencePart(
-                    part.sequence.request.id,
-                    part.sequence.index,
-                    "decode" if part.is_decode else "prefill",
-                    part.end - part.begin,
-                    part.begin,
-                )
-                for part in plan.parts
-            ),
+            parts=plan.record(),
         )
         self.observer.step(record)

@@ -58,6 +58,7 @@ class Finished:
 
     reason: the model ended ("end"), `max_tokens` are reached ("length"), the context is full ("context"), a stop
     string or a constraint's end was met ("stop"), "cancelled", or "failed", which `message` explains.
+    score: of a beam search: the answer's log probability over length ** length_penalty.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class Finished:
     usage: Usage
     message: str = ""
     text: str = ""
+    score: float | None = None
 
 
 Event: TypeAlias = Token | Finished

@@ -18,8 +18,9 @@ borrowed copy of its last block, so that a shared block is never written again.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Series
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kvstore_engine.batching.observer import SequencePart
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace, TrieNode
 from kvstore_engine.graph import SequenceSlice
@@ -69,6 +70,17 @@ class StepPlan:
     def prefill_tokens(self) -> int:
         return sum(part.end - part.begin for part in self.parts if not part.is_decode)
 
+    def record(self) -> tuple[SequencePart, ...]:
+        """For observers: one for each answer. The beams of a search are one, with the rows of all."""
+        found: dict[tuple[str, int], SequencePart] = {}
+        for part in self.parts:
+            key, rows = (part.sequence.request.id, part.sequence.index), part.end - part.begin
+            if (known := found.get(key)) is not None:
+                found[key] = replace(known, tokens=known.tokens + rows)
+            else:
+                found[key] = SequencePart(*key, "decode" if part.is_decode else "prefill", rows, part.begin)
+        return tuple(found.values())
+
 
 class StepPlanner:
     """Plans steps over one space. `make_room(sequence)` preempts somebody, maybe `sequence` itself; False if nobody is
@@ -107,11 +119,14 @@ class StepPlanner:
 
     def plan(self, decoding: Series[Sequence], prompts: Series[Sequence]) -> StepPlan:
         """The next step: `decoding` in the order in which they keep their blocks, `prompts` by whose turn it is."""
-        decodes = [part for sequence in decoding if (part := self._decode(sequence)) is not None]
+        planned = {sequence: part for sequence in decoding if (part := self._decode(sequence)) is not None}
+        # Beams go on together: those of a unit of which one has no block left wait with it.
+        decodes = [part for sequence, part in planned.items() if all(beam in planned for beam in sequence.unit)]
         budget = 0
         if prompts:
             pieces = [(1, part.begin) for part in decodes]
-            budget = min(self._budget.tokens(pieces, prompts[0].computed), self._most_tokens - len(decodes))
+            waiting = [(1, sequence.computed) for sequence in prompts]
+            budget = min(self._budget.tokens(pieces, waiting), self._most_tokens - len(decodes))
         left = budget
         is_alone = len(prompts) == 1 and not decodes
         whole: list[Part] = []
@@ -161,8 +176,8 @@ class StepPlanner:
             return self._borrowing(sequence) if sequence.left <= most else None
         if node is not None and (node in busy or node.loader not in (None, sequence)):
             return None
-        end = min(sequence.length, begin + most)
-        if end < sequence.length:
+        end = min(sequence.prefill_end, begin + most)
+        if end < sequence.prefill_end:
             end = end // size * size
         elif is_alone:
             tail = (end - 1) // size * size

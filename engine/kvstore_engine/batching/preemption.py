@@ -1,16 +1,28 @@
-"""Takes a running sequence's blocks away, in the way that costs least to undo.
+"""Takes a running unit's blocks away, in the way that costs least to undo, and gives it blocks again.
 
 Owns the choice between swapping (copy out now, copy in later) and recomputing (drop, then share, restore or compute
 again), by the cost models. It never chooses the victim. No token is lost either way: what is known of a sequence is its
 tokens, and they stay.
 """
 
+from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Series
 from typing import Literal
 
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
-from kvstore_engine.blocks import BlockSpace, Holding, HostPool, TransferCosts, count_runs, swap_in, swap_out
+from kvstore_engine.blocks import (
+    BlockSpace,
+    HostPool,
+    TransferCosts,
+    TrieNode,
+    count_runs,
+    own_parts,
+    swap_in,
+    swap_out,
+)
+from kvstore_engine.pool import PoolExhausted
 from kvstore_engine.restore.costs import CostModel
 
 _MEMORY = 0.05
@@ -41,42 +53,59 @@ class Preemption:
 
     @property
     def expected_transfers(self) -> float:
-        """How often the blocks of a sequence will still be copied, out and in, going by those that have ended."""
-        return 2 * self._swaps_a_sequence
+        """How often a sequence's blocks will still be copied as they lie now, going by those that have ended: once, if
+        it is swapped. What comes back lies elsewhere, together where there is room.
+        """
+        return min(self._swaps_a_sequence, 1.0)
 
     def ended(self, sequence: Sequence) -> None:
         """A sequence has ended: that is how often it was swapped."""
         self._swaps_a_sequence += _MEMORY * (sequence.accounts.swaps - self._swaps_a_sequence)
 
-    def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
-        """`sequence` holds no blocks afterwards."""
-        holding = sequence.held
-        sequence.accounts.preemptions += 1
+    def preempt(self, unit: Series[Sequence]) -> Literal["swap", "recompute"]:
+        """The sequences of `unit` hold no blocks afterwards."""
+        leader = unit[0]
+        leader.accounts.preemptions += 1
         how: Literal["swap", "recompute"] = "recompute"
-        if self._swap_pays(sequence, holding):
+        if self._swap_pays(unit):
             how = "swap"
-            self._swap_out(sequence, holding)
+            self._swap_out(unit)
         else:
-            self._space.release(holding)
-            sequence.computed = 0
-        sequence.holding = None
-        sequence.asked_daemon = False
-        self._observer.preempted(sequence.request.id, sequence.index, how, self._clock())
+            for sequence in unit:
+                self._space.release(sequence.held)
+                sequence.computed = 0
+        for sequence in unit:
+            sequence.holding = None
+            sequence.asked_daemon = False
+        self._observer.preempted(leader.request.id, leader.index, how, self._clock())
         return how
 
-    def resume(self, sequence: Sequence) -> None:
-        """Bring a swapped sequence's blocks back. PoolExhausted: nothing has changed."""
-        swapped = sequence.swapped
-        assert swapped is not None
-        begin = self._clock()
-        holding, copied = swap_in(self._space, self._host, swapped, sequence.tokens[: sequence.length])
-        end = self._clock()
-        sequence.holding, sequence.swapped, sequence.computed = holding, None, swapped.computed
-        sequence.accounts.swaps += 1
-        runs = count_runs(holding.table[len(swapped.places) - copied : len(swapped.places)])
-        nbytes = copied * self._host.block_bytes
-        self._transfers.observe(nbytes, runs, end - begin)
-        self._observer.swapped_in(sequence.request.id, sequence.index, nbytes, runs, begin, end)
+    def resume(self, unit: Series[Sequence]) -> None:
+        """Give the sequences of a preempted or new unit blocks, and swapped ones theirs. PoolExhausted: nothing has
+        changed.
+        """
+        if any(sequence.swapped is not None for sequence in unit):
+            self._swap_in(unit)
+            return
+        claimed = []
+        try:
+            for sequence in unit:
+                tokens = sequence.tokens[: sequence.prefill_end]
+                claimed.append(self._space.claim(sequence.request.tenant, tokens))
+        except PoolExhausted:
+            for holding in claimed:
+                self._space.release(holding)
+            raise
+        for sequence, holding in zip(unit, claimed, strict=True):
+            sequence.holding = holding
+
+    def price(self, unit: Series[Sequence]) -> int:
+        """By how much `resume` would lower the blocks that are to be had."""
+        swapped = [(sequence.length, sequence.swapped) for sequence in unit if sequence.swapped is not None]
+        if swapped:
+            return sum(self._space.price_again(length, blocks.path, blocks.shared) for length, blocks in swapped)
+        texts = [sequence.tokens[: sequence.prefill_end] for sequence in unit]
+        return self._space.price(unit[0].request.tenant, *texts)
 
     def forget(self, sequence: Sequence) -> None:
         """A swapped sequence has ended."""
@@ -84,25 +113,54 @@ class Preemption:
             self._host.free(sequence.swapped.places)
             sequence.swapped = None
 
-    def _swap_out(self, sequence: Sequence, holding: Holding) -> None:
-        begin = self._clock()
-        swapped = sequence.swapped = swap_out(self._space, self._host, holding, sequence.computed)
+    def _swap_out(self, unit: Series[Sequence]) -> None:
+        begin, leader = self._clock(), unit[0]
+        swapped = swap_out(self._space, self._host, [(sequence.held, sequence.computed) for sequence in unit])
         end = self._clock()
-        self._transfers.observe(swapped.nbytes, swapped.runs, end - begin)
-        self._observer.swapped_out(sequence.request.id, sequence.index, swapped.nbytes, swapped.runs, begin, end)
+        for sequence, blocks in zip(unit, swapped, strict=True):
+            sequence.swapped = blocks
+        nbytes, runs = sum(blocks.nbytes for blocks in swapped), sum(blocks.runs for blocks in swapped)
+        self._transfers.observe(nbytes, runs, end - begin)
+        self._observer.swapped_out(leader.request.id, leader.index, nbytes, runs, begin, end)
 
-    def _swap_pays(self, sequence: Sequence, holding: Holding) -> bool:
+    def _swap_in(self, unit: Series[Sequence]) -> None:
+        swapped = [sequence.swapped for sequence in unit if sequence.swapped is not None]
+        assert len(swapped) == len(unit), "beams are swapped together"
+        begin, leader = self._clock(), unit[0]
+        back = swap_in(self._space, self._host, swapped, [sequence.tokens[: sequence.length] for sequence in unit])
+        end = self._clock()
+        nbytes = runs = 0
+        for sequence, blocks, (holding, copied) in zip(unit, swapped, back, strict=True):
+            sequence.holding, sequence.swapped, sequence.computed = holding, None, blocks.computed
+            filled = blocks.shared + len(blocks.places)
+            runs += count_runs(holding.table[filled - copied : filled])
+            nbytes += copied * self._host.block_bytes
+        leader.accounts.swaps += 1
+        self._transfers.observe(nbytes, runs, end - begin)
+        self._observer.swapped_in(leader.request.id, leader.index, nbytes, runs, begin, end)
+
+    def _swap_pays(self, unit: Series[Sequence]) -> bool:
         """Whether copying out and in is expected to be quicker than getting the K/V back in any other way."""
-        blocks = self._space.blocks_for(sequence.computed)
+        tables = [sequence.held.blocks[: self._space.blocks_for(sequence.computed)] for sequence in unit]
+        parts = own_parts(tables)
+        own = [table[shared:] for table, (_, shared) in zip(tables, parts, strict=True)]
+        blocks, runs = sum(map(len, own)), sum(map(count_runs, own))
         if not blocks or blocks > self._host.free_blocks:
             return False
-        runs = count_runs(holding.table[:blocks])
-        return 2 * self._transfers.copy_s(blocks * self._host.block_bytes, runs) < self._again_s(sequence, holding)
+        users = Counter(node for sequence in unit for node in sequence.held.nodes)
+        again_s = sum(
+            self._again_s(sequence, shared * self._space.block_tokens, users)
+            for sequence, (_, shared) in zip(unit, parts, strict=True)
+        )
+        return 2 * self._transfers.copy_s(blocks * self._host.block_bytes, runs) < again_s
 
-    def _again_s(self, sequence: Sequence, holding: Holding) -> float:
-        """Seconds to have [0, computed) again: shared as far as others keep it, loaded as far as stored, computed."""
-        kept = next((index for index, node in enumerate(holding.nodes) if node.users < 2), len(holding.nodes))
-        start = min(kept * self._space.block_tokens, sequence.computed)
+    def _again_s(self, sequence: Sequence, shared: int, users: Counter[TrieNode]) -> float:
+        """Seconds to have [shared, computed) again: shared as far as others than its unit, which uses nodes as `users`
+        says, keep it, loaded as far as stored, computed.
+        """
+        nodes = sequence.held.nodes
+        kept = next((index for index, node in enumerate(nodes) if node.users <= users[node]), len(nodes))
+        start = min(max(kept * self._space.block_tokens, shared), sequence.computed)
         again_s = self._costs.prefill_s(start, sequence.computed, self._step_tokens)
         session = sequence.session
         if session is not None and session.state == "connected" and sequence.offered_blocks > 0:

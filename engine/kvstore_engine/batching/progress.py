@@ -1,10 +1,9 @@
 """Turns what a step has computed into tokens, further answers and ends.
 
-Owns the requests' life from their first token on, and the events that tell of it. It never schedules: a sequence that
-ends, or whose siblings begin, is told to the roster.
+Owns the requests' life from their first token on, and the events that tell of it, but for those of beams, which `beams`
+owns. It never schedules: a sequence that ends, or whose siblings begin, is told to the roster.
 """
 
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -12,12 +11,14 @@ import numpy.typing as npt
 
 from kvstore_engine.batching.answer import Answer, TextSource
 from kvstore_engine.batching.assembly import EngineParts
+from kvstore_engine.batching.beams import Beams, search_of
 from kvstore_engine.batching.choosing import Choice, choose, log_probabilities
 from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
 from kvstore_engine.batching.observer import Observer
-from kvstore_engine.batching.planning import Part, StepPlan
+from kvstore_engine.batching.planning import StepPlan
 from kvstore_engine.batching.request import Request
 from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.batching.under_way import UnderWay
 from kvstore_engine.restore import KvSession
 
 Floats = npt.NDArray[np.float32]
@@ -44,21 +45,14 @@ class Progress:
         self._observer = observer
         self._clock = clock
         self._order = 0
-        self._under_way: Counter[str] = Counter()
-
-    def is_under_way(self, request_id: str) -> bool:
-        """Some answer of the request has not ended."""
-        return request_id in self._under_way
-
-    def enter(self, sequence: Sequence) -> None:
-        """`sequence` is one of those that this engine answers, from now to `finish`."""
-        self._under_way[sequence.request.id] += 1
-        self._parts.standings.tenants.enter(sequence.request.tenant)
+        self.under_way = UnderWay(parts.standings.tenants)
+        self._beams = Beams(parts, tokenizer, self.under_way, observer=observer, clock=clock)
 
     def new_sequence(self, request: Request, index: int, arrived_s: float) -> Sequence:
         count = len(request.tokens)
         tokens = np.empty(min(count + request.settings.max_tokens, self._context), np.int32)
         tokens[:count] = request.tokens
+        room = min(request.settings.max_tokens, self._context - count + 1)  # the last token is never computed
         self._order += 1
         return Sequence(
             request=request,
@@ -71,6 +65,7 @@ class Progress:
             prompt_tokens=count,
             session=self._sessions(request.tenant) if self._sessions is not None else None,
             level=float(request.priority),
+            search=search_of(request, room, self._tokenizer.end_ids),
         )
 
     def apply(self, plan: StepPlan, logits: Floats) -> list[Event]:
@@ -82,15 +77,21 @@ class Progress:
             new = sequence.reach(part.end, "computed")
             tenants.charge(sequence.request.tenant, prompt_tokens=new)
             self._parts.space.seal(sequence.held, sequence.tokens, part.begin, part.end)
-        outputs = [part for part in plan.parts if part.has_output]
-        choices = choose(logits, [part.sequence.answer for part in outputs]) if outputs else []
+        outputs = [part.sequence for part in plan.parts if part.has_output]
+        beams = {sequence: row for row, sequence in enumerate(outputs) if sequence.search is not None}
+        drawn = logits
+        if beams:
+            drawn = logits[[row for row, sequence in enumerate(outputs) if sequence not in beams]]
+            outputs = [sequence for sequence in outputs if sequence not in beams]
+        choices = choose(drawn, [sequence.answer for sequence in outputs]) if outputs else []
         now = self._clock()
-        for part, choice, row in zip(outputs, choices, logits, strict=True):
-            events += self._continue(part, choice, row, now)
+        for sequence, choice, row in zip(outputs, choices, drawn, strict=True):
+            events += self._continue(sequence, choice, row, now)
+        for unit in [sequence.unit for sequence in beams if sequence.leads]:
+            events += self._beams.advance(unit, logits[[beams[beam] for beam in unit]])
         return events
 
-    def _continue(self, part: Part, choice: Choice, row: Floats, now: float) -> list[Event]:
-        sequence = part.sequence
+    def _continue(self, sequence: Sequence, choice: Choice, row: Floats, now: float) -> list[Event]:
         settings = sequence.request.settings
         siblings: list[Sequence] = []
         failed: list[Event] = []
@@ -118,8 +119,8 @@ class Progress:
             sibling.furthest, sibling.accounts.local = sibling.prompt_tokens, sibling.prompt_tokens
             sibling.asked_daemon, sibling.offered_blocks = True, sequence.offered_blocks
             siblings.append(sibling)
-            self.enter(sibling)
-            if len(self._parts.roster.running) < self._parts.roster.places:
+            self.under_way.enter(sibling)
+            if self._parts.roster.free_places > 0:
                 sibling.holding = self._parts.space.fork(sequence.held)
                 sibling.computed = sibling.length
                 self._parts.roster.run(sibling)
@@ -131,7 +132,7 @@ class Progress:
         """`choice` is the next token of `sequence`: tell, and end the answer where it ends."""
         request, answer, token = sequence.request, sequence.answer, choice.token
         if choice.failure:
-            return [self.finish(sequence, "failed", choice.failure)]
+            return [self.finish(sequence, "failed", choice.failure, is_sound=not choice.is_unsound)]
         accounts = sequence.accounts
         accounts.first_s = now if accounts.first_s is None else accounts.first_s
         if token in answer.end_ids:
@@ -161,7 +162,11 @@ class Progress:
         return events
 
     def end_request(self, sequence: Sequence, reason: Reason, message: str = "") -> list[Event]:
-        """End `sequence`, and with it the further answers of its request that it had not come to."""
+        """End `sequence`, and with it the other beams of its search, or the further answers of its request that it had
+        not come to.
+        """
+        if sequence.search is not None:
+            return self._beams.end(sequence.unit, reason, message)
         ends: list[Event] = [self.finish(sequence, reason, message)]
         if sequence.index == 0 and not sequence.is_forked:
             further = range(1, sequence.request.settings.n)
@@ -176,7 +181,8 @@ class Progress:
         self._observer.finished(name, index, reason, usage, now)
         return Finished(name, index, reason, usage, message)
 
-    def finish(self, sequence: Sequence, reason: Reason, message: str = "") -> Finished:
+    def finish(self, sequence: Sequence, reason: Reason, message: str = "", *, is_sound: bool = True) -> Finished:
+        """The end of `sequence`; not `is_sound`: what it has computed is not for others."""
         now = self._clock()
         work, request = self._parts, sequence.request
         if reason in ("end", "length", "context", "stop"):
@@ -184,11 +190,8 @@ class Progress:
             work.preemption.ended(sequence)
         if sequence.holding is not None and reason != "failed":  # what led to a failure is not for others to restore
             work.storer.offer(sequence)
-        work.roster.leave(sequence)
-        work.standings.tenants.leave(request.tenant)
-        self._under_way[request.id] -= 1
-        if not self._under_way[request.id]:
-            del self._under_way[request.id]
+        work.roster.leave(sequence, is_sound=is_sound)
+        self.under_way.leave(sequence)
         usage = sequence.usage(now)
         self._observer.finished(request.id, sequence.index, reason, usage, now)
         return Finished(request.id, sequence.index, reason, usage, message, sequence.answer.finish())

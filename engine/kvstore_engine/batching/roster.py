@@ -1,7 +1,8 @@
 """Who waits and who runs, and who takes whose place.
 
 Owns the two lists and the moves between them: admission in the policy's order, displacement, and making room when
-blocks are short. It never computes or samples. Invariant: a sequence runs exactly while it holds blocks.
+blocks are short. It never computes or samples. Invariants: a sequence runs exactly while it holds blocks; the sequences
+of a unit are in the same list.
 """
 
 from collections import Counter
@@ -56,12 +57,15 @@ class Roster:
         self.running.append(sequence)
         self._admitted(sequence, self._clock())
 
-    def leave(self, sequence: Sequence) -> None:
-        """`sequence` has ended: its blocks are let go."""
+    def leave(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """`sequence` has ended: its blocks are let go. Where the K/V in them are not sound, nobody else gets them."""
         if sequence.holding is not None:
             self._restorer.drop(sequence)
             self.running.remove(sequence)
-            self._space.release(sequence.holding)
+            if is_sound:
+                self._space.release(sequence.holding)
+            else:
+                self._space.discard(sequence.holding)
             sequence.holding = None
         else:
             self.waiting.remove(sequence)
@@ -79,10 +83,11 @@ class Roster:
                 return
 
     def make_room(self, sequence: Sequence) -> bool:
-        """Preempt the running sequence that is to yield first, be it `sequence`; False if it runs alone."""
-        if len(self.running) < 2:
+        """Preempt the running unit that is to yield first, be it that of `sequence`; False if that runs alone."""
+        order = self._yielding_order()
+        if len(order) < 2:
             return False
-        self._preempt(self._yielding_order()[-1])
+        self._preempt(order[-1])
         return True
 
     def next_to_yield(self) -> Sequence | None:
@@ -91,8 +96,9 @@ class Roster:
         return order[-1] if order else None
 
     def decoding(self) -> list[Sequence]:
-        """Running sequences with one token to compute, those that yield last first."""
-        return [sequence for sequence in self._yielding_order() if sequence.is_decoding]
+        """Running sequences with one token to compute, in whole units, those that yield last first."""
+        units = (leader.unit for leader in self._yielding_order())
+        return [sequence for unit in units if all(beam.is_decoding for beam in unit) for sequence in unit]
 
     def prompts(self) -> list[Sequence]:
         """Running sequences with prompts to compute, by whose turn it is."""
@@ -108,44 +114,50 @@ class Roster:
         return min(len(self.waiting), waiting[tenant] * len(waiting) - 1)
 
     def of(self, request_id: str) -> list[Sequence]:
-        """All answers of a request that are under way."""
-        return [sequence for sequence in (*self.waiting, *self.running) if sequence.request.id == request_id]
+        """All answers of a request that are under way; one for each unit."""
+        return [sequence for sequence in self.leaders() if sequence.request.id == request_id]
+
+    def leaders(self) -> list[Sequence]:
+        """One sequence for each unit."""
+        return [sequence for sequence in (*self.waiting, *self.running) if sequence.leads]
+
+    @property
+    def free_places(self) -> int:
+        """Sequences that may still be let in."""
+        return self.places - sum(sequence.places for sequence in self.running if sequence.leads)
 
     def _yielding_order(self) -> list[Sequence]:
+        """One sequence for each unit that runs."""
         now = self._clock()
-        return sorted(self.running, key=lambda sequence: self._policy.yields(self._standings.of(sequence), now))
+        leaders = (sequence for sequence in self.running if sequence.leads)
+        return sorted(leaders, key=lambda sequence: self._policy.yields(self._standings.of(sequence), now))
 
     def _let_in(self, head: Sequence, now: float) -> bool:
         displaceable = self._displaceable(head, now)
-        if len(self.running) >= self.places and not displaceable:
+        if self.free_places < head.places and not displaceable:
             return False
-        while len(self.running) >= self.places or self._price(head) > self._space.available_blocks:
+        while self.free_places < head.places or self._price(head) > self._space.available_blocks:
             missing = self._price(head) - self._space.available_blocks
-            if not displaceable or missing > sum(sequence.held.count for sequence in displaceable):
+            if not displaceable or missing > sum(_blocks(sequence) for sequence in displaceable):
                 return False
             self._preempt(displaceable.pop())
         try:
-            if head.swapped is not None:
-                self._preemption.resume(head)
-            else:
-                head.holding = self._space.claim(head.request.tenant, head.tokens[: head.length])
+            self._preemption.resume(head.unit)
         except PoolExhausted:  # blocks that are kept for the daemon: they come free by themselves
             return False
-        self.waiting.remove(head)
-        head.level, head.since_s = self._policy.level(self._standings.of(head), now), now
-        self.run(head)
+        level = self._policy.level(self._standings.of(head), now)
+        for sequence in head.unit:
+            self.waiting.remove(sequence)
+            sequence.level, sequence.since_s = level, now
+            self.run(sequence)
         return True
 
     def _price(self, head: Sequence) -> int:
         """Blocks that must be to be had: its own, and one for each that runs, so that they need not yield at once."""
-        if head.swapped is not None:
-            own = self._space.price_again(head.length, head.swapped.path)
-        else:
-            own = self._space.price(head.request.tenant, head.tokens[: head.length])
-        return own + (len(self.running) + 1 if self.running else 0)
+        return self._preemption.price(head.unit) + (len(self.running) + len(head.unit) if self.running else 0)
 
     def _displaceable(self, head: Sequence, now: float) -> list[Sequence]:
-        """Running sequences whom `head` may displace, the first to yield last."""
+        """Running units whom that of `head` may displace, the first to yield last."""
         standing = self._standings.of(head)
         return [
             sequence
@@ -153,9 +165,17 @@ class Roster:
             if self._policy.displaces(standing, self._standings.of(sequence), now)
         ]
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._restorer.drop(sequence)
-        self._preemption.preempt(sequence)
-        self.running.remove(sequence)
-        sequence.since_s = self._clock()
-        self.waiting.append(sequence)
+    def _preempt(self, leader: Sequence) -> None:
+        for sequence in leader.unit:
+            self._restorer.drop(sequence)
+        self._preemption.preempt(leader.unit)
+        now = self._clock()
+        for sequence in leader.unit:
+            self.running.remove(sequence)
+            sequence.since_s = now
+            self.waiting.append(sequence)
+
+
+def _blocks(leader: Sequence) -> int:
+    """Blocks that the unit holds, at most."""
+    return sum(sequence.held.count for sequence in leader.unit)

@@ -1,6 +1,7 @@
 """One answer under way: its tokens, what of them is computed, which blocks it holds.
 
 Owns the state that the parts of the engine work on, and its accounts. It never acts.
+The beams of one search are a unit: they are let in, preempted and ended together, and step together.
 Invariants: `tokens[:length]` are known, and K/V of [0, computed) are in the blocks of `holding`; computed < length but
 for a moment within a step; a sequence without a holding waits, with what it had in `swapped`, or nothing.
 """
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.batching.answer import Answer
+from kvstore_engine.batching.beam_search import BeamSearch
 from kvstore_engine.batching.events import Usage
 from kvstore_engine.batching.request import Request
 from kvstore_engine.blocks import Holding, SwappedBlocks
@@ -19,7 +21,9 @@ from kvstore_engine.restore.session import KvSession
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Answer `index` of `request`. `order` numbers arrivals."""
+    """Answer `index` of `request`. `order` numbers arrivals. `search`: it is a beam, and `unit` lists all of them in
+    the search's order, one list for all; else it is a unit by itself.
+    """
 
     request: Request
     index: int
@@ -45,6 +49,32 @@ class Sequence:
     forecast_prefill_s: float = 0.0
     forecast_at: tuple[int, int, int] | None = None
     accounts: "Accounts" = field(default_factory=lambda: Accounts())
+    search: BeamSearch | None = None
+    unit: list["Sequence"] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.unit:
+            self.unit.append(self)
+
+    @property
+    def leads(self) -> bool:
+        """It stands for its unit."""
+        return self.unit[0] is self
+
+    @property
+    def places(self) -> int:
+        """Sequences of a step that its unit may have: a search has its beams' from the beginning."""
+        return self.search.width if self.search is not None else 1
+
+    @property
+    def prefill_end(self) -> int:
+        """So far its tokens are computed whenever there is room; beams compute their last one all in one step."""
+        return self.length if self.search is None or not self.generated else self.length - 1
+
+    @property
+    def storable(self) -> int:
+        """Tokens whose K/V may be offered to the daemon. Of beams the prompt's: most of what follows is given up."""
+        return self.computed if self.search is None else min(self.computed, self.prompt_tokens)
 
     @property
     def left(self) -> int:

@@ -17,7 +17,9 @@ class EngineSettings:
     """policy: who goes first (kvstore_engine.scheduler).
     max_running:     sequences in a step, at most; the compute object's own limit holds as well.
     prefill_tokens:  prompt tokens in a step beside no decodes.
-    step_stretch:    with decodes running, a step may take this many times as long as without any prompt in it,
+    step_stretch:    with decodes running, a step may take this many times as long as without any prompt in it, or as
+                     the steps before it,
+    step_most_stretch: but never so many times as long as one in which all that run decode;
     step_floor_s:    or this long, if that is more.
     max_queued:      requests that wait; one more is Overloaded. Of several tenants each has its share for certain.
     max_queue_s:     Overloaded, too, when the wait is expected to be longer than this.
@@ -32,6 +34,7 @@ class EngineSettings:
     max_running: int = 16
     prefill_tokens: int = 256
     step_stretch: float = 1.8
+    step_most_stretch: float = 4.0
     step_floor_s: float = 0.03
     max_queued: int = 1024
     max_queue_s: float = 600.0
@@ -55,3 +58,5 @@ class EngineSettings:
                 raise UsageError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.step_stretch <= 1.0:
             raise UsageError(f"step_stretch must be over 1, got {self.step_stretch}")
+        if self.step_most_stretch < self.step_stretch:
+            raise UsageError(f"step_most_stretch must be at least step_stretch, got {self.step_most_stretch}")

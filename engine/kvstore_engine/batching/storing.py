@@ -50,7 +50,7 @@ class Storer:
         session = sequence.session
         if session is None or not sequence.request.settings.store or sequence.offered_blocks == _GIVEN_UP:
             return
-        full = sequence.computed // session.block_tokens
+        full = sequence.storable // session.block_tokens
         first = sequence.offered_blocks
         if first >= full or session.state != "connected":
             return

@@ -5,8 +5,9 @@ from kvstore_engine.blocks.host_pool import HostPool, HostPoolFull
 from kvstore_engine.blocks.references import BlockReferences
 from kvstore_engine.blocks.runs import count_runs
 from kvstore_engine.blocks.slabs import BlockClass, SlabPool
-from kvstore_engine.blocks.space import BlockSpace, SpaceStatistics
-from kvstore_engine.blocks.swapping import SwappedBlocks, swap_in, swap_out
+from kvstore_engine.blocks.space import BlockSpace
+from kvstore_engine.blocks.statistics import SpaceStatistics
+from kvstore_engine.blocks.swapping import SwappedBlocks, own_parts, swap_in, swap_out
 from kvstore_engine.blocks.table import Holding
 from kvstore_engine.blocks.transfer_costs import TransferCosts
 from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
@@ -27,6 +28,7 @@ __all__ = [
     "TransferCosts",
     "TrieNode",
     "count_runs",
+    "own_parts",
     "swap_in",
     "swap_out",
 ]

@@ -2,7 +2,7 @@
 
 Owns the decision and the moves. A move is one more copy of its bytes, so it pays only by the transfers that follow it:
 runs saved x measured seconds per run x expected transfers, against the measured seconds of the move. Where it does not
-pay, nothing is moved: that holds for every single move, so a compaction is never at a loss by the model's figures.
+pay, nothing is moved: that holds for every single move, with a margin for the errors of the measurements.
 Invariants: only blocks without another holder are moved; a move goes to free blocks; tokens keep their order.
 """
 
@@ -20,6 +20,20 @@ from kvstore_engine.blocks.transfer_costs import TransferCosts
 from kvstore_engine.free_list import free_runs
 
 Bools = npt.NDArray[np.bool_]
+_MARGIN = 1.5  # both costs are estimates, and what they are wrong by must not make a move a loss
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Table entries [first, first + count) are the blocks [start, start + count)."""
+
+    first: int
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,46 +74,52 @@ class Compactor:
             gain, move = best
             self._apply(holding, move)
             moved, gain_s = moved + move.count, gain_s + gain
-        return Compaction(moved, before, count_runs(holding.table), gain_s, self._clock() - begin)
+        after = count_runs(holding.table) if moved else before
+        return Compaction(moved, before, after, gain_s, self._clock() - begin)
 
     def _best(self, holding: Holding, transfers: float) -> tuple[float, Move] | None:
         saved_s = self._costs.run_s * transfers
-        most_s = (count_runs(holding.table) - 1) * saved_s
-        if most_s <= self._costs.copy_s(self._block_bytes, 2):
-            return None  # not even one block, moved to join all the others, would pay: no need to look for it
+        # Bounds first, which nearly always end it: what is declined must cost next to nothing.
+        is_whole_worth = (count_runs(holding.table) - 1) * saved_s > self._cost_s(holding.count)
+        if 2 * saved_s <= self._cost_s(1) and not is_whole_worth:
+            return None
+        pieces = _pieces(holding.blocks)
+        cost_s = {count: self._cost_s(count) for count in {each.count for each in pieces}}
+        worth = [index for index, each in enumerate(pieces) if 2 * saved_s > cost_s[each.count]]
         best: tuple[float, Move] | None = None
-        for move in self._candidates(holding):
-            gain = move.runs * saved_s - self._costs.copy_s(move.count * self._block_bytes, 2)
+        moves = [*self._joining(holding, pieces, worth), *(self._gathering(holding, pieces) if is_whole_worth else ())]
+        for move in moves:
+            gain = move.runs * saved_s - self._cost_s(move.count)
             if gain > 0.0 and (best is None or gain > best[0]):
                 best = gain, move
         return best
 
-    def _candidates(self, holding: Holding) -> Iterator[Move]:
-        """Each piece to where its neighbour ends or begins, and the whole to one place."""
-        blocks, free = holding.blocks, self._space.pool.free_flags
-        pieces, first = [], 0
-        for start, count in split_runs(blocks):
-            pieces.append((first, start, count))
-            first += count
-        movable = [all(self._space.is_alone(holding, i) for i in range(f, f + n)) for f, _, n in pieces]
-        for index, (first, _, count) in enumerate(pieces):
-            if not movable[index]:
-                continue
-            targets = []
-            if index:
-                _, start, length = pieces[index - 1]
-                targets.append(start + length)
-            if index + 1 < len(pieces):
-                targets.append(pieces[index + 1][1] - count)
-            for target in targets:
-                if _is_free(free, target, count):
-                    yield Move(first, count, target, _saved(blocks, first, count, target))
-        if len(pieces) > 1 and all(movable):
-            starts, lengths = free_runs(free)
-            fitting = np.flatnonzero(lengths >= len(blocks))
-            if fitting.size:
-                smallest = fitting[np.argmin(lengths[fitting])]
-                yield Move(0, len(blocks), int(starts[smallest]), len(pieces) - 1)
+    def _joining(self, holding: Holding, pieces: list[_Piece], worth: list[int]) -> Iterator[Move]:
+        """Each of the pieces `worth` it to where its neighbour ends or begins."""
+        free = self._space.pool.free_flags
+        for index in worth:
+            first, start, count = pieces[index].first, pieces[index].start, pieces[index].count
+            before = pieces[index - 1].end if index else None
+            behind = pieces[index + 1].start - count if index + 1 < len(pieces) else None
+            for target in {before, behind} - {None, start}:
+                assert target is not None
+                if _is_free(free, target, count) and self._is_movable(holding, pieces[index]):
+                    yield Move(first, count, target, (target == before) + (target == behind))
+
+    def _gathering(self, holding: Holding, pieces: list[_Piece]) -> Iterator[Move]:
+        """The whole to one place."""
+        starts, lengths = free_runs(self._space.pool.free_flags)
+        fitting = np.flatnonzero(lengths >= holding.count)
+        if fitting.size and all(self._is_movable(holding, piece) for piece in pieces):
+            smallest = fitting[np.argmin(lengths[fitting])]
+            yield Move(0, holding.count, int(starts[smallest]), len(pieces) - 1)
+
+    def _cost_s(self, count: int) -> float:
+        """What moving `count` blocks must save."""
+        return _MARGIN * self._costs.copy_s(count * self._block_bytes, 2)
+
+    def _is_movable(self, holding: Holding, piece: _Piece) -> bool:
+        return all(self._space.is_alone(holding, piece.first + offset) for offset in range(piece.count))
 
     def _apply(self, holding: Holding, move: Move) -> None:
         space = self._space
@@ -116,7 +136,9 @@ def _is_free(free: Bools, first: int, count: int) -> bool:
     return first >= 0 and first + count <= len(free) and bool(free[first : first + count].all())
 
 
-def _saved(blocks: list[int], first: int, count: int, target: int) -> int:
-    """Pieces that the table has less after the move."""
-    moved = [*blocks[:first], *range(target, target + count), *blocks[first + count :]]
-    return count_runs(blocks) - count_runs(moved)
+def _pieces(blocks: list[int]) -> list[_Piece]:
+    pieces, first = [], 0
+    for start, count in split_runs(blocks):
+        pieces.append(_Piece(first, start, count))
+        first += count
+    return pieces

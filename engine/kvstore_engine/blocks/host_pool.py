@@ -1,7 +1,8 @@
 """Memory beside the pool for the blocks of sequences that had to yield.
 
-Owns slabs of engine blocks' payloads. It never decides who is swapped. A pool that nobody needs costs nothing: its
-memory goes back to the system when the last swapped sequence is back.
+Owns slabs of engine blocks' payloads. It never decides who is swapped. A pool that nobody needs costs nothing: memory
+that is empty goes back to the system, but not before it has been left alone for a while. Where blocks are short one
+sequence is swapped after another, and first writes to fresh memory take five times as long as the copy itself.
 """
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvstore_engine.pool import BlockPool
 
 _CLASS = "payload"
 _SLAB_BYTES = 8 << 20
+_PATIENCE = 32
 
 
 class HostPoolFull(RuntimeError):
@@ -27,11 +29,17 @@ class HostPool:
         self._pool = pool
         self.block_bytes = pool.payload_bytes(1)
         self._slabs = SlabPool([BlockClass(_CLASS, 1, self.block_bytes)], limit_bytes, _SLAB_BYTES)
+        self._unused_looks = 0
 
     @property
     def free_blocks(self) -> int:
         """Engine blocks that still fit."""
         return self._slabs.available(_CLASS)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that this pool has from the system."""
+        return self._slabs.used_bytes
 
     @property
     def used_blocks(self) -> int:
@@ -44,6 +52,7 @@ class HostPool:
             places = self._slabs.allocate(_CLASS, len(blocks))
         except PoolExhausted as error:
             raise HostPoolFull(str(error)) from None
+        self._unused_looks = 0
         done = 0
         for first, count in split_runs(places):
             self._pool.gather_block(blocks[done : done + count], self._view(first, count))
@@ -64,8 +73,16 @@ class HostPool:
     def free(self, places: list[int]) -> None:
         """Forget what was saved in `places`."""
         self._slabs.free(_CLASS, places)
-        if not self.used_blocks:
-            self._slabs.trim()
+
+    def look(self) -> None:
+        """To be called now and then: what is empty goes back if nothing was saved for 32 calls."""
+        self._unused_looks += 1
+        if self._unused_looks >= _PATIENCE:
+            self.trim()
+
+    def trim(self) -> None:
+        """What is empty goes back at once: nobody will want it soon."""
+        self._slabs.trim()
 
     def _view(self, first: int, count: int) -> npt.NDArray[np.uint8]:
         return self._slabs.planes(_CLASS)[0, first : first + count].reshape(-1)

@@ -9,30 +9,17 @@ ready.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.blocks.references import BlockReferences
+from kvstore_engine.blocks.statistics import SpaceStatistics
 from kvstore_engine.blocks.table import Holding
 from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
 from kvstore_engine.pool import BlockPool, PoolExhausted
 
 Int32Array = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class SpaceStatistics:
-    """Blocks by who holds them: used (by a sequence), cached (by the trie alone), free; and what has happened."""
-
-    blocks: int
-    used: int
-    cached: int
-    free: int
-    evicted: int
-    copied: int
-    deduplicated: int
 
 
 class BlockSpace:
@@ -43,7 +30,7 @@ class BlockSpace:
         self.block_tokens = pool.block_tokens
         self.references = BlockReferences(pool)
         self.trie = PrefixTrie()
-        self._sharing = sharing
+        self.is_sharing = sharing
         self._evicted = self._copied = self._deduplicated = 0
 
     @property
@@ -61,14 +48,24 @@ class BlockSpace:
         data = np.ascontiguousarray(tokens, np.int32).tobytes()
         return [data[first : first + width] for first in range(0, len(data) - width + 1, width)]
 
-    def price(self, tenant: str, tokens: Int32Array) -> int:
-        """By how much `claim` would lower `available_blocks`."""
-        matched = self.trie.match(tenant, self.keys(tokens)) if self._sharing else []
-        return self.blocks_for(len(tokens)) - sum(1 for node in matched if node.users)
+    def price(self, tenant: str, *texts: Int32Array) -> int:
+        """By how much `claim` for each of `texts` would lower `available_blocks`."""
+        price, numbers = 0, dict[tuple[int, bytes], int]()
+        for tokens in texts:
+            keys = self.keys(tokens) if self.is_sharing else []
+            matched, above = self.trie.match(tenant, keys), 0
+            price += self.blocks_for(len(tokens)) - len(keys)
+            for index, key in enumerate(keys):
+                known = len(numbers)
+                above = numbers.setdefault((above, key), known + 1)
+                if above > known:  # none of the texts before has this block
+                    price += not (index < len(matched) and matched[index].users)
+        return price
 
-    def price_again(self, tokens: int, path: list[TrieNode]) -> int:
-        """By how much `reclaim` would lower `available_blocks`."""
-        return self.blocks_for(tokens) - sum(1 for node in path if node.users and node.is_attached)
+    def price_again(self, tokens: int, path: list[TrieNode], shared: int = 0) -> int:
+        """By how much `reclaim` would lower `available_blocks`, of whose blocks another has brought `shared` back."""
+        kept = sum(1 for node in path[shared:] if node.users and node.is_attached)
+        return self.blocks_for(tokens) - shared - kept
 
     def claim(self, tenant: str, tokens: Int32Array) -> Holding:
         """Blocks for `tokens`: those of the longest known prefix, and new ones. PoolExhausted, then nothing changed.
@@ -77,7 +74,7 @@ class BlockSpace:
         `ready`, or waits for another sequence that does.
         """
         holding = Holding(tenant)
-        keys = self.keys(tokens) if self._sharing else []
+        keys = self.keys(tokens) if self.is_sharing else []
         matched = self.trie.match(tenant, keys)
         for node in matched:
             self._use(node)
@@ -94,26 +91,32 @@ class BlockSpace:
         holding.append(blocks)
         return holding
 
-    def reclaim(self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int) -> tuple[Holding, int]:
+    def reclaim(
+        self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int, begun: Holding | None = None
+    ) -> tuple[Holding, int]:
         """Blocks for `tokens` again, for a sequence that held `path` before: a holding, and how many leading blocks of
-        it are the very ones of `path`. The others are new; those of [0, computed) are for the caller to fill, and whole
-        ones of them are shared. PoolExhausted as `claim`.
+        it are those of `begun`, a `branch` that becomes the caller's, and then the very ones of `path`. The others are
+        new; those of [0, computed) are for the caller to fill, and whole ones of them are shared. PoolExhausted as
+        `claim`; `begun` is released then.
         """
-        kept = next((index for index, node in enumerate(path) if not node.is_attached), len(path))
-        holding = Holding(tenant)
-        for node in path[:kept]:
+        holding = begun or Holding(tenant)
+        shared = holding.count
+        is_gapless = len(holding.nodes) == shared
+        for node in path[shared:] if is_gapless else ():
+            if not node.is_attached:
+                break
             self._use(node)
-        holding.nodes = path[:kept]
-        last = path[kept - 1] if kept else None
+            holding.nodes.append(node)
+            holding.append([node.block])
+        kept = holding.count
         try:
-            blocks = self.allocate(self.blocks_for(len(tokens)) - kept, last.block if last else None)
+            blocks = self.allocate(self.blocks_for(len(tokens)) - kept, int(holding.table[-1]) if kept else None)
         except PoolExhausted:
-            self.references.release([*self.trie.leave(holding.nodes), *(node.block for node in holding.nodes)])
+            self.release(holding)
             raise
-        holding.append([node.block for node in holding.nodes])
-        for key, block in zip(self.keys(tokens[:computed])[kept:], blocks, strict=False):
+        for key, block in zip(self.keys(tokens[:computed])[kept:] if is_gapless else (), blocks, strict=False):
             parent = holding.nodes[-1] if holding.nodes else None
-            if not self._sharing or self.trie.child(tenant, parent, key) is not None:
+            if not self.is_sharing or self.trie.child(tenant, parent, key) is not None:
                 break  # somebody else's block stands there: ours stay our own
             holding.nodes.append(self.trie.add(tenant, parent, key, block))
             self.references.share(block)
@@ -138,7 +141,7 @@ class BlockSpace:
 
     def seal(self, holding: Holding, tokens: Int32Array, begin: int, end: int) -> None:
         """Positions [begin, end) of `tokens` have been computed: the blocks that are now whole are shared."""
-        if not self._sharing:
+        if not self.is_sharing:
             return
         for index in range(begin // self.block_tokens, end // self.block_tokens):
             if index < len(holding.nodes):
@@ -168,12 +171,16 @@ class BlockSpace:
 
     def fork(self, holding: Holding) -> Holding:
         """Another holding of the same blocks; whichever writes first gets a copy."""
+        return self.branch(holding, holding.count)
+
+    def branch(self, holding: Holding, count: int) -> Holding:
+        """Another holding of the first `count` blocks."""
         child = Holding(holding.tenant)
-        child.nodes = list(holding.nodes)
+        child.nodes = holding.nodes[:count]
         for node in child.nodes:
             self.trie.use(node)
-        child.append(holding.blocks)
-        self.pin(holding.blocks)
+        child.append(holding.blocks[:count])
+        self.pin(child.blocks)
         return child
 
     def release(self, holding: Holding) -> None:
@@ -182,6 +189,15 @@ class BlockSpace:
         dropped = self.trie.leave(holding.nodes)
         holding.clear()
         self.references.release([*blocks, *dropped])
+
+    def discard(self, holding: Holding) -> None:
+        """`release`, but what nobody else uses of it leaves the trie, with all that was computed after it: its K/V are
+        not to be trusted. What others use at the moment is theirs to judge.
+        """
+        own = next((node for node in holding.nodes if node.users == 1), None)
+        self.release(holding)
+        if own is not None and own.is_attached:
+            self.references.release(self.trie.prune(own))
 
     def pin(self, blocks: Iterable[int]) -> None:
         """Keep `blocks` allocated until `unpin`, whoever else lets go of them."""

@@ -1,27 +1,34 @@
-"""Takes a sequence's blocks out of the pool, bytes and all, and brings them back.
+"""Takes sequences' blocks out of the pool, bytes and all, and brings them back.
 
 Owns what is remembered of a swapped sequence. It never decides whom to swap. What comes back is the same bits: a block
 that stayed in the trie all the while is taken again as it is; one that was given up and computed again by somebody else
 is not, since a recomputed block may differ in its rounding.
+
+Sequences that are swapped together (the beams of one request) come back together. A block that several of them held is
+copied once, and they share it again: each remembers from which of the earlier ones, its base, it has its beginning.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.blocks.host_pool import HostPool
+from kvstore_engine.blocks.host_pool import HostPool, HostPoolFull
 from kvstore_engine.blocks.runs import count_runs
 from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.blocks.table import Holding
 from kvstore_engine.blocks.trie import TrieNode
+from kvstore_engine.free_list import PoolExhausted
 
 Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class SwappedBlocks:
-    """The K/V of positions [0, computed), in `places` of the host pool; `path` was the shared part of it."""
+    """The K/V of positions [0, computed): the first `shared` blocks are those of the sequence number `base` of those
+    that were swapped together, the others are in `places` of the host pool. `path` was the part in the trie.
+    """
 
     tenant: str
     computed: int
@@ -29,28 +36,73 @@ class SwappedBlocks:
     path: list[TrieNode]
     runs: int
     nbytes: int
+    base: int = 0
+    shared: int = 0
 
 
-def swap_out(space: BlockSpace, host: HostPool, holding: Holding, computed: int) -> SwappedBlocks:
-    """Copy positions [0, computed) to the host and release the holding. HostPoolFull: nothing has changed."""
-    blocks = holding.blocks[: space.blocks_for(computed)]
-    places = host.save(blocks)
-    path = holding.nodes[: computed // space.block_tokens]
-    swapped = SwappedBlocks(holding.tenant, computed, places, path, count_runs(blocks), len(blocks) * host.block_bytes)
-    space.release(holding)
+def own_parts(tables: Sequence[list[int]]) -> list[tuple[int, int]]:
+    """For each of `tables` an earlier one, and how many leading blocks it has in common with that; the most there are.
+
+    Sequences have blocks in common only from the first on, so the rest is nobody else's.
+    """
+    parts = []
+    for number, table in enumerate(tables):
+        common = [_common(table, earlier) for earlier in tables[:number]]
+        most = max(common, default=0)
+        parts.append((common.index(most) if most else 0, most))
+    return parts
+
+
+def swap_out(space: BlockSpace, host: HostPool, held: Sequence[tuple[Holding, int]]) -> list[SwappedBlocks]:
+    """For each holding and number of computed positions: copy these to the host and release the holding.
+
+    HostPoolFull: nothing has changed.
+    """
+    tables = [holding.blocks[: space.blocks_for(computed)] for holding, computed in held]
+    parts = own_parts(tables)
+    wanted = sum(len(table) - shared for table, (_, shared) in zip(tables, parts, strict=True))
+    if wanted > host.free_blocks:
+        raise HostPoolFull(f"{wanted} blocks wanted, {host.free_blocks} are free")
+    swapped = []
+    for (holding, computed), table, (base, shared) in zip(held, tables, parts, strict=True):
+        own, path = table[shared:], holding.nodes[: computed // space.block_tokens]
+        places, nbytes = host.save(own), len(own) * host.block_bytes
+        swapped.append(SwappedBlocks(holding.tenant, computed, places, path, count_runs(own), nbytes, base, shared))
+    for holding, _ in held:
+        space.release(holding)
     return swapped
 
 
-def swap_in(space: BlockSpace, host: HostPool, swapped: SwappedBlocks, tokens: Int32Array) -> tuple[Holding, int]:
-    """A holding for `tokens` with what was swapped in place, and how many blocks were copied for it.
+def swap_in(
+    space: BlockSpace, host: HostPool, swapped: Sequence[SwappedBlocks], texts: Sequence[Int32Array]
+) -> list[tuple[Holding, int]]:
+    """For all that were swapped together, in that order, with their tokens: a holding with what was swapped in place,
+    and how many blocks were copied for it.
 
     The host's places are free again. PoolExhausted: nothing has changed.
     """
-    holding, kept = space.reclaim(swapped.tenant, tokens, swapped.path, swapped.computed)
-    targets = holding.blocks[kept : len(swapped.places)]
-    if targets:
-        host.load(swapped.places, kept, targets)
-    host.free(swapped.places)
-    for node in holding.nodes[kept:]:
-        node.ready = True
-    return holding, len(targets)
+    claimed: list[tuple[Holding, int]] = []
+    try:
+        for each, tokens in zip(swapped, texts, strict=True):
+            begun = space.branch(claimed[each.base][0], each.shared) if each.shared else None
+            claimed.append(space.reclaim(each.tenant, tokens, each.path, each.computed, begun))
+    except PoolExhausted:
+        for holding, _ in claimed:
+            space.release(holding)
+        raise
+    back = []
+    for each, (holding, kept) in zip(swapped, claimed, strict=True):
+        targets = holding.blocks[kept : each.shared + len(each.places)]
+        if targets:
+            host.load(each.places, kept - each.shared, targets)
+        host.free(each.places)
+        for node in holding.nodes[kept:]:
+            node.ready = True
+        back.append((holding, len(targets)))
+    return back
+
+
+def _common(table: list[int], other: list[int]) -> int:
+    """Length of the common beginning."""
+    most = min(len(table), len(other))
+    return next((index for index in range(most) if table[index] != other[index]), most)

@@ -112,6 +112,13 @@ class PrefixTrie:
                 return self._drop(node)
         return None
 
+    def prune(self, node: TrieNode) -> list[int]:
+        """Drop `node`, which nobody uses, and all below it; their blocks."""
+        below = [node]
+        for each in below:
+            below.extend(each.children.values())
+        return [self._drop(each) for each in reversed(below)]
+
     def __iter__(self) -> Iterator[tuple[str, TrieNode]]:
         """All nodes with their tenants, parents first."""
         for tenant, root in self._roots.items():

@@ -26,6 +26,7 @@ def run(options: argparse.Namespace) -> int:
         swap_bytes=options.swap,
         max_queued=options.max_queued,
         kvstore=str(options.kvstore) if options.kvstore else None,
+        hung_after_s=options.hung_after_s,
         trace=str(options.trace) if options.trace else None,
         has_tenants=options.api_keys is not None,
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
 _UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _POLICIES = ("fcfs", "shortest", "priority")
+MAX_SEQUENCES = 256  # the logits of a step take 4 bytes a token of the vocabulary for each, twice
 _KV_TYPES = ("f16", "bf16", "f32", "q8_0", "q4_0")
 _DESCRIPTION = """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models,
 and /tokenize, /detokenize, /health, /metrics. Requests run in one batch; their K/V is shared
@@ -23,6 +24,8 @@ _EPILOG = """examples:
 
   curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 50}'
+  curl http://127.0.0.1:8080/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"prompt": "The sky is", "n": 2, "use_beam_search": true, "best_of": 4, "length_penalty": 1}'
 
 --api-keys FILE has lines 'KEY TENANT [PRIORITY]'; '#' begins a comment. Tenants share no K/V.
 Without it only this machine is served.
@@ -75,7 +78,11 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     )
     engine.add_argument("--threads", type=_count, metavar="N", help="compute threads (default: as kvengine generate)")
     engine.add_argument(
-        "--max-sequences", type=_count, default=16, metavar="N", help="answers computed at the same time (default 16)"
+        "--max-sequences",
+        type=_sequences,
+        default=16,
+        metavar="N",
+        help=f"answers computed at the same time, at most {MAX_SEQUENCES} (default 16)",
     )
     engine.add_argument(
         "--max-queued", type=_count, default=256, metavar="N", help="requests that may wait (default 256)"
@@ -95,6 +102,13 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         "--kvstore", type=Path, metavar="DIR", help="the folder of kvstored's sockets; without it nothing is kept"
     )
     engine.add_argument(
+        "--hung-after-s",
+        type=_some_seconds,
+        default=20.0,
+        metavar="S",
+        help="end a ggml worker whose step takes so long, and 30 times what was predicted (default 20)",
+    )
+    engine.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
@@ -112,6 +126,22 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number from 1 is wanted, got {text!r}")
     return int(text)
+
+
+def _sequences(text: str) -> int:
+    count = _count(text)
+    if count > MAX_SEQUENCES:
+        raise argparse.ArgumentTypeError(
+            f"at most {MAX_SEQUENCES} answers are computed at a time, got {text}: more wait (--max-queued)"
+        )
+    return count
+
+
+def _some_seconds(text: str) -> float:
+    seconds = _seconds(text)
+    if seconds < 1:
+        raise argparse.ArgumentTypeError(f"at least a second is wanted, got {text!r}")
+    return seconds
 
 
 def _seconds(text: str) -> float:

@@ -12,7 +12,8 @@ import ctypes as ct
 from dataclasses import dataclass
 
 from kvstore_engine.ggml.structs import InitParams, tensor_at
-from kvstore_engine.gguf.tensor_types import F32, I32, I64, Q8_0
+from kvstore_engine.gguf.tensor_types import F32, I32, I64
+from kvstore_engine.graph.products import ProductOperations
 from kvstore_engine.model import LayerWeights, Linear, Model
 
 _NODES_PER_LAYER = 48
@@ -20,7 +21,6 @@ _NODES_AROUND = 64
 _ALL_THREADS = -1  # GGML_N_TASKS_MAX: run the custom operation on every thread
 _ROPE_NORMAL, _ROPE_NEOX = 0, 2  # GGML_ROPE_TYPE_*
 _F32_BYTES = 4
-_FEW_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +54,16 @@ class AttentionOperation:
     layers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ProductOperation:
-    """The native callback that multiplies few rows with a q8_0 matrix, and the address of its user data."""
-
-    function: int
-    userdata: int
-
-    def takes(self, weight: int, rows: int) -> bool:
-        """Whether it is the faster one: ggml's own is for one row and for many."""
-        matrix, factor = tensor_at(weight), tensor_at(rows)
-        contiguous = (factor.type, *factor.nb[:2]) == (F32, _F32_BYTES, _F32_BYTES * factor.ne[0])
-        few = 1 < factor.ne[1] <= _FEW_ROWS and factor.ne[2] == 1
-        return matrix.type == Q8_0 and not matrix.extra and few and contiguous
-
-
 def build_graph(
     model: Model,
     cache: PoolTensors,
     attention: AttentionOperation,
     tokens: int,
     outputs: int,
-    product: ProductOperation | None = None,
+    products: ProductOperations | None = None,
 ) -> StepGraph:
     """A new graph in a context of its own, which the caller frees. Its tensors have no memory yet."""
-    return _Builder(model, cache, attention, tokens, outputs, product).build()
+    return _Builder(model, cache, attention, tokens, outputs, products).build()
 
 
 class _Builder:
@@ -89,9 +74,9 @@ class _Builder:
         attention: AttentionOperation,
         tokens: int,
         outputs: int,
-        product: ProductOperation | None,
+        products: ProductOperations | None,
     ) -> None:
-        self.model, self.cache, self.attention, self.product = model, cache, attention, product
+        self.model, self.cache, self.attention, self.products = model, cache, attention, products
         self.tokens, self.outputs = tokens, outputs
         ggml = self.ggml = model.library
         nodes = _NODES_PER_LAYER * model.config.layers + _NODES_AROUND
@@ -136,15 +121,15 @@ class _Builder:
 
     def _linear(self, linear: Linear, rows: int) -> int:
         product: int
-        if self.product and self.product.takes(linear.weight, rows):
-            product = self._few_rows(self.product, linear.weight, rows)
+        if self.products and (operation := self.products.faster(linear, rows)):
+            product = self._own_product(operation, self.products.userdata, linear.weight, rows)
         else:
             product = self.ggml.mul_mat(self.context, linear.weight, rows)
         if linear.bias:
             product = self.ggml.add(self.context, product, linear.bias)
         return product
 
-    def _few_rows(self, product: ProductOperation, weight: int, rows: int) -> int:
+    def _own_product(self, operation: int, userdata: int, weight: int, rows: int) -> int:
         """What `mul_mat` gives, to the bit, by our own operation."""
         multiplied: int = self.ggml.custom_4d(
             self.context,
@@ -155,9 +140,9 @@ class _Builder:
             1,
             (ct.c_void_p * 2)(rows, weight),
             2,
-            product.function,
+            operation,
             _ALL_THREADS,
-            product.userdata,
+            userdata,
         )
         return multiplied
 

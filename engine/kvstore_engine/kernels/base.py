@@ -27,11 +27,16 @@ class Kernels(ABC):
         """Address of a `ggml_custom_op_t`; its user data is a `layout.Layer`."""
 
     @property
-    def product_address(self) -> int:
-        """Address of a `ggml_custom_op_t` that multiplies some rows with a q8_0 matrix, or 0: use ggml's.
+    def q4_product_address(self) -> int:
+        """Address of a `ggml_custom_op_t` that multiplies rows with an interleaved q4_0 matrix, or 0: use ggml's.
 
         Its sources are the rows and the matrix, its user data is a `layout.Product`. It MUST give ggml's bits.
         """
+        return 0
+
+    @property
+    def q8_product_address(self) -> int:
+        """The same for a q8_0 matrix."""
         return 0
 
     @abstractmethod

@@ -16,8 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-_SOURCES = ("paged_attention.cpp", "q8_product.cpp", "dispatch.cpp", "block_copy.cpp")
-_HEADERS = ("layout.h", "simd.h", "elements.h", "pass.h", "tile.h", "tile_sums.h")
+_PRODUCTS = ("q4_product.cpp", "q8_product.cpp")
+_SOURCES = ("paged_attention.cpp", *_PRODUCTS, "dispatch.cpp", "block_copy.cpp")
+_HEADERS = ("layout.h", "simd.h", "elements.h", "pass.h", "tile.h", "tile_sums.h", "product.h")
 # -ffp-contract=off and no -ffast-math: the sources say where operations fuse and in which order sums are formed, so
 # that a row's result does not depend on the loop that computes it.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread")
@@ -61,12 +62,14 @@ def _units(machine: str) -> list[_Unit]:
         _Unit("paged_attention.cpp", (f"-DKV_ATTENTION=kv_paged_attention_{name}", *flags))
         for name, flags in builds.items()
     ]
-    products = {"avx2": _AVX2, "vnni": (*_AVX512, "-mavx512vnni")} if x86 else {}
-    product = [
-        _Unit("q8_product.cpp", (f"-DKV_PRODUCT=kv_q8_product_{name}", *flags)) for name, flags in products.items()
+    product_builds = {"avx2": _AVX2, "vnni": (*_AVX512, "-mavx512vnni")} if x86 else {}
+    products = [
+        _Unit(source, (f"-DKV_PRODUCT=kv_{Path(source).stem}_{name}", *flags))
+        for source in _PRODUCTS
+        for name, flags in product_builds.items()
     ]
     dispatch = _Unit("dispatch.cpp", ("-DKV_HAS_X86",) if x86 else ())
-    return [*attention, *product, dispatch, _Unit("block_copy.cpp", ())]
+    return [*attention, *products, dispatch, _Unit("block_copy.cpp", ())]
 
 
 def _compiler() -> str:

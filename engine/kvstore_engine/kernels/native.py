@@ -11,7 +11,7 @@ from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
 
 
 class NativeKernels(Kernels):
-    """paged_attention.cpp and block_copy.cpp, as built by `build.build_kernels`."""
+    """paged_attention.cpp, the products and block_copy.cpp, as built by `build.build_kernels`."""
 
     name = "cpp"
 
@@ -19,7 +19,8 @@ class NativeKernels(Kernels):
         """Load `library`, for the instruction set `isa` or the best one. Raises OSError if that cannot be."""
         self._library = ct.CDLL(str(library), mode=ct.RTLD_LOCAL)
         self._library.kv_build_name.restype = ct.c_char_p
-        self._library.kv_attention_of.restype = self._library.kv_product_of.restype = ct.c_void_p
+        for operation in ("attention", "q4_product", "q8_product"):
+            getattr(self._library, f"kv_{operation}_of").restype = ct.c_void_p
         self.isas = self._usable()
         self.isa = isa or self.isas[0]
         if self.isa not in self.isas:
@@ -33,12 +34,19 @@ class NativeKernels(Kernels):
 
     @property
     def attention_address(self) -> int:
-        address: int = self._library.kv_attention_of(self.isa.encode())
-        return address
+        return self._address("attention")
 
     @property
-    def product_address(self) -> int:
-        return self._library.kv_product_of(self.isa.encode()) or 0
+    def q4_product_address(self) -> int:
+        return self._address("q4_product")
+
+    @property
+    def q8_product_address(self) -> int:
+        return self._address("q8_product")
+
+    def _address(self, operation: str) -> int:
+        """Of `operation` in the chosen build; 0: it has none."""
+        return getattr(self._library, f"kv_{operation}_of")(self.isa.encode()) or 0
 
     def _usable(self) -> list[str]:
         """The instruction sets that the library has a build for and this processor can run, the best first."""

@@ -10,10 +10,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 
 from kvstore_engine.kernels import attention_code as inner
-from kvstore_engine.kernels import product_numba
+from kvstore_engine.kernels import product_code, q4_product_numba, q8_product_numba
 from kvstore_engine.kernels import vector_code as code
 from kvstore_engine.kernels.reference import ReferenceKernels
 from kvstore_engine.kernels.work import ITEM_FIELDS, SPAN_TOKENS
@@ -31,22 +30,28 @@ _UNBOUNDED = 1 << 40  # numba checks no bounds: the length of an array over fore
 
 
 class NumbaKernels(ReferenceKernels):
-    """Attention by numba; copies by numpy, as in the reference."""
+    """Attention and products by numba; copies by numpy, as in the reference."""
 
     name = "numba"
 
     def __init__(self) -> None:
-        signature = types.void(types.voidptr, types.int32, types.int32, types.voidptr)
-        self._operation: Any = numba.cfunc(signature, cache=True)(_attend)
-        self._product = product_numba.product_address() if product_numba.usable() else 0
+        self._operation: Any = numba.cfunc(product_code.CUSTOM_OPERATION, cache=True)(_attend)
+        usable = product_code.usable()
+        self._q4_product, self._q8_product = (
+            module.compiled() if usable else None for module in (q4_product_numba, q8_product_numba)
+        )
 
     @property
     def attention_address(self) -> int:
         return int(self._operation.address)
 
     @property
-    def product_address(self) -> int:
-        return self._product
+    def q4_product_address(self) -> int:
+        return int(self._q4_product.address) if self._q4_product else 0
+
+    @property
+    def q8_product_address(self) -> int:
+        return int(self._q8_product.address) if self._q8_product else 0
 
 
 _pointer, _address = code.pointer, code.address_of

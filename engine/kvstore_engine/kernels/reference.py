@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.gguf.tensor_types import Q8_0
 from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
 from kvstore_engine.kernels.elements import widen_rows
 from kvstore_engine.kernels.foreign import array_at, pointer_at
@@ -51,14 +50,17 @@ def paged_attention(
     return output
 
 
-def product_q8(rows: FloatArray, matrix: Bytes) -> npt.NDArray[np.float64]:
-    """float32 rows [n, elements], quantised to q8_0 as ggml does, times a q8_0 matrix, uint8 [columns, row bytes]."""
+def quantised_product(rows: FloatArray, matrix: Bytes, matrix_type: int) -> npt.NDArray[np.float64]:
+    """float32 rows [n, elements], quantised to q8_0 as ggml does, times a matrix, uint8 [columns, row bytes].
+
+    `matrix_type`: ggml's number of its type, q8_0 or q4_0. Returns [n, columns].
+    """
     blocks = rows.reshape(len(rows), -1, 32)
     largest = np.abs(blocks).max(axis=2, keepdims=True)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest != 0)
     scales = (largest / np.float32(127)).astype(np.float16).astype(np.float64)
     quantised = (np.rint(blocks * inverse) * scales).reshape(rows.shape)
-    product: npt.NDArray[np.float64] = quantised @ widen_rows(matrix, Q8_0).astype(np.float64).T
+    product: npt.NDArray[np.float64] = quantised @ widen_rows(matrix, matrix_type).astype(np.float64).T
     return product
 
 

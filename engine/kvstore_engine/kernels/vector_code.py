@@ -67,7 +67,9 @@ def store(b: Builder, value: Value, base: Value, offset: Value) -> None:
 
 
 def splat(b: Builder, scalar: Value) -> Value:
-    first = b.insert_element(ir.Constant(FLOATS, ir.Undefined), scalar, ir.Constant(WORD, 0))
+    """A float or a 32-bit integer in every lane."""
+    kind = ir.VectorType(scalar.type, LANES)
+    first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(WORD, 0))
     return b.shuffle_vector(first, first, ir.Constant(WORDS, [0] * LANES))
 
 
@@ -140,7 +142,7 @@ def _emit_count(b: Builder, counter: Value) -> Value:
     return b.sext(b.add(before, ir.Constant(WORD, 1)), LONG)
 
 
-def _emit_prefetch(b: Builder, address: Value, size_bytes: Value) -> None:
+def emit_prefetch(b: Builder, address: Value, size_bytes: Value) -> None:
     """Ask for the cache lines of `size_bytes` bytes from `address` on."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, WORD, WORD, WORD])
@@ -154,7 +156,7 @@ def _emit_prefetch(b: Builder, address: Value, size_bytes: Value) -> None:
     loop(b, b.lshr(b.add(size_bytes, long(63)), long(6)), [], body)
 
 
-prefetch: Any = operation(2, _emit_prefetch)
+prefetch: Any = operation(2, emit_prefetch)
 count_in: Any = operation(1, _emit_count, types.int64)
 count_in_long: Any = operation(1, _emit_count_long, types.int64)
 add_to: Any = operation(2, _emit_add, types.int64)

@@ -18,7 +18,10 @@ import numpy as np
 from kvstore_engine.ggml import Library, load_library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.gguf import GGUFFile, TensorInfo
+from kvstore_engine.gguf.tensor_types import Q4_0, TENSOR_TYPES
+from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.interleaving import ROWS_TOGETHER, is_interleaved
 from kvstore_engine.model.quantisation import check_quantisation
 from kvstore_engine.model.tensors import check_tensors, layer_parts
 
@@ -26,10 +29,14 @@ _USAGE_WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 
 
 class Linear(NamedTuple):
-    """A matrix and what is added to its product, as ggml tensor handles (addresses); 0: there is none."""
+    """A matrix and what is added to its product, as ggml tensor handles (addresses); 0: there is none.
+
+    `interleaved`: the matrix is q4_0 and lies in memory as `interleaving.interleave` has it.
+    """
 
     weight: int = 0
     bias: int = 0
+    interleaved: bool = False
 
 
 _NOTHING = Linear()
@@ -72,6 +79,7 @@ class Model:
         self.repacked_bytes = 0
         self._repackers = list(library.extra_buffer_types().values()) if repack else []
         self._buffers: list[int] = []
+        self._interleaved: set[int] = set()
         base = file.data.ctypes.data
         self._mapped = self._own(library.backend_cpu_buffer_from_ptr(base, file.data.size))
         self._context = library.init(
@@ -83,7 +91,7 @@ class Model:
         # A tied output matrix is a second tensor: it is multiplied with, so it may be repacked; rows are
         # looked up in the first.
         output = "token_embd" if self.config.tied_embeddings else "output"
-        self.output = Linear(self._matrix(file.tensors[f"{output}.weight"]), self._vector("output.bias"))
+        self.output = self._linear(self._matrix(file.tensors[f"{output}.weight"]), self._vector("output.bias"))
         self.output_norm = self._vector("output_norm.weight")
         # 0: no divisors; one tensor serves all layers.
         self.rope_factors = self._vector(self.config.rope.factors)
@@ -115,7 +123,7 @@ class Model:
         weights: dict[str, int | Linear] = {}
         for joint, names in _JOINT.items():
             if matrix := self._joined([f"blk.{index}.{name}" for name in names]):
-                weights |= {**dict.fromkeys(names, _NOTHING), joint: Linear(matrix)}
+                weights |= {**dict.fromkeys(names, _NOTHING), joint: self._linear(matrix)}
         for part in layer_parts(self.config, index, self.file.tensors.keys()):
             if part.name in weights:
                 continue
@@ -124,8 +132,11 @@ class Model:
                 weights[part.name] = self._vector(f"{name}.weight")
             else:
                 matrix = self._matrix(self.file.tensors[f"{name}.weight"])
-                weights[part.name] = Linear(matrix, self._vector(f"{name}.bias"))
+                weights[part.name] = self._linear(matrix, self._vector(f"{name}.bias"))
         return LayerWeights(**weights)  # type: ignore[arg-type]  # a part's rank decides, see `architecture`
+
+    def _linear(self, matrix: int, bias: int = 0) -> Linear:
+        return Linear(matrix, bias, matrix in self._interleaved)
 
     def _new_tensor(self, info: TensorInfo) -> int:
         new = self.library.new_tensor_2d if len(info.shape) == 2 else self.library.new_tensor_1d
@@ -188,11 +199,20 @@ class Model:
         if tensor_at(tensor).extra:
             self._own(buffer)
             ggml.backend_tensor_set(tensor, address, 0, size_bytes)
+            self._note_layout(tensor, address)
             return True
         ggml.backend_buffer_free(buffer)
         fields = tensor_at(tensor)
         fields.buffer = fields.data = None
         return False
+
+    def _note_layout(self, tensor: int, address: int) -> None:
+        fields = tensor_at(tensor)
+        if fields.type == Q4_0 and fields.ne[1] % ROWS_TOGETHER == 0:
+            row_bytes = TENSOR_TYPES[Q4_0].row_bytes(fields.ne[0])
+            rows = array_at(address, np.uint8, fields.ne[1], row_bytes)
+            if is_interleaved(rows, array_at(fields.data, np.uint8, ROWS_TOGETHER * row_bytes)):
+                self._interleaved.add(tensor)
 
 
 def load_model(

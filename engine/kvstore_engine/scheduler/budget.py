@@ -3,55 +3,92 @@
 Owns the limit on a step's length. It never chooses whose tokens they are. All decodes are in every step; what is left
 goes to prompts, in whole blocks, so that steps cut a prompt where restoring does (graph.plan) and so that no prompt,
 however long, makes the running answers stutter.
+
+What makes an answer stutter is a step that is longer than those before it. So while prompts come now and then, a step
+with one is little longer than one without. Where prompts keep coming, most steps have a part of one, and short parts
+only make prompts wait: then steps grow together, up to a limit of their own. (Sarathi-Serve, Agrawal et al., OSDI 2024,
+has one limit for all steps, set by hand for a latency that was promised.)
 """
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
 from kvstore_engine.restore.costs import CostModel
 
 _SMALLEST_SCALE = 0.3
 _RECOVERY, _SLOW_RECOVERY = 1.02, 1.001
+_RECENT_STEPS = 64
 Pieces = Sequence[tuple[int, int]]
 
 
 class StepBudget:
-    """A step beside decodes may take `stretch` times as long as the decodes alone, or `floor_s` if that is longer.
+    """Of the limits on a step beside decodes, in seconds, the longest, but for `most_stretch`:
+
+    - `stretch` times what the decodes alone would take;
+    - `stretch` times the median of the last steps that had decodes;
+    - `floor_s`.
+
+    None of the first two is more than `most_stretch` times what a step would take in which all that run decode. Where
+    no step had decodes of late, that alone is the limit: nobody is used to shorter ones.
 
     The cost model errs; what the steps really took corrects it by a factor.
     """
 
     def __init__(
-        self, costs: CostModel, *, stretch: float, floor_s: float, most_tokens: int, block_tokens: int
+        self,
+        costs: CostModel,
+        *,
+        stretch: float,
+        most_stretch: float,
+        floor_s: float,
+        most_tokens: int,
+        block_tokens: int,
     ) -> None:
         self._costs = costs
         self._stretch = stretch
+        self._most_stretch = most_stretch
         self._floor_s = floor_s
         self._most = most_tokens // block_tokens * block_tokens
         self._block = block_tokens
         self._scale = 1.0
+        self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._target_s = floor_s
 
-    def tokens(self, decodes: Pieces, position: int) -> int:
-        """Prompt tokens from `position` on that fit beside `decodes`: a multiple of the block, at least one block."""
+    def tokens(self, decodes: Pieces, prompts: Pieces) -> int:
+        """Prompt tokens that fit beside `decodes`: a multiple of the block, at least one block.
+
+        `prompts`: what runs besides, as (tokens, position) that each would have if it decoded; the first gets them.
+        """
         if not decodes:
+            self._recent_s.clear()
             return self._most
-        target_s = self._target_s(decodes) * self._scale
+        self._target_s = self._limit_s(decodes, prompts)
+        fitting_s = self._target_s * self._scale
+        position = prompts[0][1]
         few, many = 1, self._most // self._block
         while few < many:  # the cost grows with the tokens
             middle = (few + many + 1) // 2
-            fits = self._costs.batch_s([*decodes, (middle * self._block, position)]) <= target_s
+            fits = self._costs.batch_s([*decodes, (middle * self._block, position)]) <= fitting_s
             few, many = (middle, many) if fits else (few, middle - 1)
         return few * self._block
 
     def observe(self, decodes: Pieces, prefill_tokens: int, seconds: float) -> None:
-        """A step took `seconds`."""
-        if not decodes or not prefill_tokens:
+        """The step that `tokens` was last asked for, or one without prompts, took `seconds`."""
+        if not decodes:
+            return
+        self._recent_s.append(seconds)
+        if not prefill_tokens:
             return
         is_least = prefill_tokens <= self._block
-        if seconds <= 1.1 * self._target_s(decodes):
+        if seconds <= 1.1 * self._target_s:
             # One block says little of two. But without it a budget that a busy minute cut to one block would stay so.
             self._scale = min(1.0, self._scale * (_SLOW_RECOVERY if is_least else _RECOVERY))
         elif not is_least:
             self._scale = max(_SMALLEST_SCALE, self._scale * 0.9)
 
-    def _target_s(self, decodes: Pieces) -> float:
-        return max(self._stretch * self._costs.batch_s(decodes), self._floor_s)
+    def _limit_s(self, decodes: Pieces, prompts: Pieces) -> float:
+        most_s = self._most_stretch * self._costs.batch_s([*decodes, *prompts])
+        usual_s = self._stretch * median(self._recent_s) if self._recent_s else most_s
+        least_s = self._stretch * self._costs.batch_s(decodes)
+        return max(min(max(usual_s, least_s), most_s), self._floor_s)

@@ -25,7 +25,11 @@ _DONE = b"data: [DONE]\n\n"
 
 async def send_json(send: Send, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
     """One whole response."""
-    body = json.dumps(value).encode()
+    await send_encoded(send, status, json.dumps(value).encode(), headers)
+
+
+async def send_encoded(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    """One whole response, of which `body` is the JSON."""
     fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     fields += [(name.lower().encode(), text.encode()) for name, text in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": fields})

@@ -7,12 +7,13 @@ endpoints know.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 from kvstore_engine.server import body, chat, completions, texts
-from kvstore_engine.server.answering import Send, send_error, send_json, send_stream, send_whole
+from kvstore_engine.server.answering import Send, send_encoded, send_error, send_json, send_stream, send_whole
 from kvstore_engine.server.answers import Answers, Receive
 from kvstore_engine.server.api_errors import ApiError, failed, unauthorised, unavailable
 from kvstore_engine.server.exchange import ClientLeft, Exchange
@@ -106,7 +107,9 @@ class Application:
             await send_whole(exchange.send, plan.form, answers)
 
     async def _text(self, exchange: Exchange, call: TextCall) -> None:
-        await send_json(exchange.send, 200, await call(await self._fields(exchange), self._service))
+        value = await call(await self._fields(exchange), self._service)
+        text = await asyncio.to_thread(json.dumps, value)  # a million tokens of it take a while
+        await send_encoded(exchange.send, 200, text.encode())
 
     async def _models(self, exchange: Exchange) -> None:
         await send_json(exchange.send, 200, texts.models(self._service))

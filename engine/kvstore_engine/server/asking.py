@@ -10,9 +10,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore_engine.batching import BeamSettings
 from kvstore_engine.constrain import ANY_OBJECT, Grammar, GrammarError, check_grammar
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server.api_errors import invalid, too_long
+from kvstore_engine.server.beam_fields import check_beams, read_beams
 from kvstore_engine.server.body import Body
 from kvstore_engine.server.frames import Int32Array
 from kvstore_engine.server.keys import Caller
@@ -46,6 +48,7 @@ class Asked:
     stop: tuple[str, ...]
     ignore_end: bool
     grammar: Grammar | None
+    beams: BeamSettings | None
     tenant: str
     priority: int
     stream: bool
@@ -80,6 +83,7 @@ class Asked:
             ignore_end=self.ignore_end,
             logprobs=logprobs,
             grammar=grammar or self.grammar,
+            beams=self.beams,
             tenant=self.tenant,
             priority=self.priority,
         )
@@ -93,7 +97,7 @@ async def read_shared(body: Body, caller: Caller, service: Service, *, default_m
     stream = body.flag("stream")
     include_usage = _stream_options(body, stream)
     n = body.integer("n", 1, MAX_ANSWERS) or 1
-    body.refuse("best_of", (1, n), "ask for n answers and choose")
+    beams = read_beams(body, n, stream=stream)
     for name in ("presence_penalty", "frequency_penalty"):
         body.refuse(name, (0, 0.0), "this engine samples without penalties")
     body.refuse("logit_bias", ({},), "constrain the answer with response_format instead")
@@ -103,13 +107,17 @@ async def read_shared(body: Body, caller: Caller, service: Service, *, default_m
     grammar = await _grammar(body)
     if grammar is not None and ignore_end:
         raise invalid("ignore_eos cannot be combined with a constrained answer", "ignore_eos")
+    sampling, stop = _sampling(body), _stops(body)
+    if beams is not None:
+        check_beams(sampling, stop, grammar)
     return Asked(
-        sampling=_sampling(body),
+        sampling=sampling,
         max_tokens=limit or other or default_max_tokens,
         n=n,
-        stop=_stops(body),
+        stop=stop,
         ignore_end=ignore_end,
         grammar=grammar,
+        beams=beams,
         tenant=caller.tenant,
         priority=caller.allowed(body.integer("priority", -_MOST_TOKENS, _MOST_TOKENS)),
         stream=stream,

@@ -29,6 +29,7 @@ from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.worker import RemoteExecutor, WorkerNotice
 from kvstore_engine.worker.memory import SharedMemory
+from kvstore_engine.worker.patience import StepPatience
 
 _STEP_TOKENS = 512
 _MOST_OF_MEMORY = 0.5  # of what is free, for a pool whose size nobody said
@@ -73,6 +74,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
                 max_tokens_per_step=_STEP_TOKENS + options.max_sequences,
                 max_sequences=options.max_sequences,
                 max_context=context,
+                patience=StepPatience(options.hung_after_s),
                 on_notice=on_notice,
             )
         )

@@ -70,7 +70,9 @@ async def _tools(body: Body, shared: Asked, service: Service) -> tuple[list[Tool
         raise invalid("tool_choice: how this model calls tools is not known from its chat template", "tool_choice")
     if shared.grammar is not None:
         raise invalid("tool_choice cannot be combined with response_format", "tool_choice")
-    grammar = Grammar("lark", call_grammar([tool["function"] for tool in chosen]))
+    if shared.beams is not None:
+        raise invalid("use_beam_search cannot be combined with a tool_choice that makes the model call", "tool_choice")
+    grammar = Grammar("lark", call_grammar([tool["function"] for tool in chosen], service.model.call_marks))
     return tools, await check(grammar, "tools")
 
 

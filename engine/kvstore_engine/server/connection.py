@@ -1,8 +1,9 @@
 """One HTTP connection: uvicorn's, with limits on what a client may take before it has asked for anything.
 
-Owns the size of a request's head, the time it may take to come, and two things that uvicorn leaves undone: a request
-that offers another protocol (`Upgrade: h2c`, as Java's client does) keeps its body, and requests that wait behind
-another one on their connection end with it. It never reads a body: `Exchange` does.
+Owns the size of a request's head, the time it may take to come, the time that a client may leave what is sent to it
+unread, and two things that uvicorn leaves undone: a request that offers another protocol (`Upgrade: h2c`, as Java's
+client does) keeps its body, and requests that wait behind another one on their connection end with it. It never reads a
+body: `Exchange` does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 1 << 16
 HEAD_TIMEOUT_S = 60.0
+WRITE_TIMEOUT_S = 60.0  # for a client to take what fills a socket's buffers; until then its answer goes on
 _MOST_PIPELINED = 8  # requests behind the one that is answered; further ones are not read before it has ended
 _OFFER = (b"connection", b"upgrade", b"http2-settings")
 
@@ -28,6 +30,7 @@ class Connection(HttpToolsProtocol):
         self._offers_other = False
         self._earlier: list[Any] = []
         self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -35,11 +38,28 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_the_clock()
+        self._stop_the_write_clock()
         for cycle in self._earlier + [cycle for cycle, _ in self.pipeline]:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_the_write_clock()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_the_write_clock()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._watch_the_write_clock()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._leave()
 
     def data_received(self, data: bytes) -> None:
         self._incomplete_bytes += len(data)
@@ -104,9 +124,25 @@ class Connection(HttpToolsProtocol):
 
     def _watch_the_clock(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._leave)
 
     def _stop_the_clock(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _watch_the_write_clock(self) -> None:
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+
+    def _stop_the_write_clock(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _leave(self) -> None:
+        """Close. What the client has not taken by now it does not get: closing would wait for that for ever."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()

@@ -33,6 +33,7 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 _CALM_S = 60.0  # an engine that lived this long may be restarted at once again
 _END_TIMEOUT_S = 10.0
+_MOST_BEHIND = 8192  # steps; more than the socket's buffers hold, so that who reads at all is never that far behind
 _log = logging.getLogger(__name__)
 
 
@@ -42,8 +43,18 @@ class Answering:
     def __init__(self) -> None:
         self._queue: asyncio.Queue[_Item] = asyncio.Queue()
 
+    @property
+    def is_behind(self) -> bool:
+        """Nobody takes what comes."""
+        return self._queue.qsize() >= _MOST_BEHIND
+
     def put(self, item: _Item) -> None:
         self._queue.put_nowait(item)
+
+    def abandon(self) -> None:
+        """Whoever asked counts as gone; what has come is dropped."""
+        self._queue = asyncio.Queue()
+        self.put(None)
 
     async def next(self) -> list[Event] | None:
         """What a step brought; None once whoever asked has gone. ApiError if no more will come."""
@@ -224,7 +235,11 @@ class EngineClient:
             if answering is not None:
                 shares.setdefault(answering, []).append(event)
         for answering, share in shares.items():
-            answering.put(share)
+            if answering.is_behind:
+                self.cancel([request_id for request_id, waiting in self._waiting.items() if waiting is answering])
+                answering.abandon()
+            else:
+                answering.put(share)
 
     def forget(self, event: Finished) -> None:
         """A request's last answer has been handed on."""

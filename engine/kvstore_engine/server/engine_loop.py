@@ -19,7 +19,7 @@ from kvstore_engine.errors import UsageError
 from kvstore_engine.server.assembly import Serving
 from kvstore_engine.server.counters import EngineCounters
 from kvstore_engine.server.frames import FrameReader, Header, encode, unpack_tokens
-from kvstore_engine.server.messages import Refusal, events_header, request_of
+from kvstore_engine.server.messages import Refusal, events_headers, request_of
 from kvstore_engine.worker import WorkerNotice
 
 _log = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ class EngineLoop:
         begin_s = time.monotonic()
         events = serving.engine.step()
         self._counters.step(time.monotonic() - begin_s, events)
-        if events:
-            self.send(events_header(events))
+        for header in events_headers(events):
+            self.send(header)
 
     def _receive(self, serving: Serving) -> None:
         for header, blob in self._frames.receive():

@@ -162,7 +162,8 @@ class ChatForm(Form):
     def _read(self, message: _Message, event: Event) -> list[str | ToolCall]:
         if message.reader is None:
             return [event.text] if event.text else []
-        found = message.reader.push(event.text)
+        mark = self.model.call_marks.unseen.get(event.token, "") if isinstance(event, Token) else ""
+        found = message.reader.push(event.text + mark)
         return found + message.reader.finish() if isinstance(event, Finished) else found
 
     def _delta(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:

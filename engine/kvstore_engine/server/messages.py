@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from kvstore_engine.batching import Event, Finished, Request, RequestSettings, Token, Usage
+from kvstore_engine.batching import BeamSettings, Event, Finished, Request, RequestSettings, Token, Usage
 from kvstore_engine.constrain import Constrainer, Grammar
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server.frames import Header, Int32Array
 
 Refusal = Literal["usage", "overloaded", "failed"]
+_FRAME_EVENTS = 4096  # with the most log probabilities some 10 MB, of the 64 MiB that a frame may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Ask:
     ignore_end: bool = False
     logprobs: int | None = None
     grammar: Grammar | None = None
+    beams: BeamSettings | None = None
     tenant: str = ""
     priority: int = 0
 
@@ -41,12 +43,13 @@ class Ask:
         fields["sampling"] = asdict(self.sampling)
         fields |= {"stop": list(self.stop), "ignore_end": self.ignore_end, "logprobs": self.logprobs}
         fields |= {"grammar": asdict(self.grammar) if self.grammar else None}
+        fields |= {"beams": asdict(self.beams) if self.beams else None}
         return fields | {"tenant": self.tenant, "priority": self.priority}
 
 
 def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer) -> Request:
     """The engine's request for an `Ask`'s header. UsageError as its parts raise it."""
-    grammar = header["grammar"]
+    grammar, beams = header["grammar"], header["beams"]
     settings = RequestSettings(
         max_tokens=header["max_tokens"],
         sampling=SamplingSettings(**header["sampling"]),
@@ -55,13 +58,15 @@ def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer) -> 
         ignore_end=header["ignore_end"],
         logprobs=header["logprobs"],
         constraint=constrainer.constraint(Grammar(**grammar)) if grammar else None,
+        beams=BeamSettings(**beams) if beams else None,
     )
     return Request(header["id"], tokens, settings, tenant=header["tenant"], priority=header["priority"])
 
 
-def events_header(events: Sequence[Event]) -> Header:
-    """All that a step has brought, in one frame."""
-    return {"events": [_pack(event) for event in events]}
+def events_headers(events: Sequence[Event]) -> list[Header]:
+    """All that a step has brought: one frame, unless long answers come at once, as those of a beam search do."""
+    packed = [_pack(event) for event in events]
+    return [{"events": packed[first : first + _FRAME_EVENTS]} for first in range(0, len(packed), _FRAME_EVENTS)]
 
 
 def unpack_events(header: Header) -> list[Event]:
@@ -71,7 +76,16 @@ def unpack_events(header: Header) -> list[Event]:
 def _pack(event: Event) -> list[Any]:
     if isinstance(event, Token):
         return ["token", event.request_id, event.index, event.token, event.text, event.logprob, event.top]
-    return ["end", event.request_id, event.index, event.reason, asdict(event.usage), event.message, event.text]
+    return [
+        "end",
+        event.request_id,
+        event.index,
+        event.reason,
+        asdict(event.usage),
+        event.message,
+        event.text,
+        event.score,
+    ]
 
 
 def _unpack(packed: list[Any]) -> Event:
@@ -79,5 +93,5 @@ def _unpack(packed: list[Any]) -> Event:
     if kind == "token":
         token, text, logprob, top = rest
         return Token(request_id, index, token, text, logprob, tuple((other, value) for other, value in top))
-    reason, usage, message, text = rest
-    return Finished(request_id, index, reason, Usage(**usage), message, text)
+    reason, usage, message, text, score = rest
+    return Finished(request_id, index, reason, Usage(**usage), message, text, score)

@@ -20,6 +20,7 @@ class EngineOptions:
     pool_bytes: memory of the K/V pool; None: `max_sequences` of the context, within half of the memory that is free.
     swap_bytes: memory for sequences that had to yield; None: the engine's default.
     trace:       a file for a Chrome trace of all steps.
+    hung_after_s: seconds that any step may take before its worker is ended; a long one has more (worker.patience).
     has_tenants: requests name tenants; without them there is one, whose daemon session is opened at once.
     """
 
@@ -34,6 +35,7 @@ class EngineOptions:
     max_queued: int = 256
     kvstore: str | None = None
     trace: str | None = None
+    hung_after_s: float = 20.0
     has_tenants: bool = False
 
     def encode(self) -> dict[str, object]:

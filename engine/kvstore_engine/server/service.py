@@ -35,6 +35,7 @@ class ServedModel:
     template: ChatTemplate | None
     vocabulary: int
     calls_tools: bool
+    call_marks: tools.CallMarks
     longest: int  # bytes of a token
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -56,7 +57,9 @@ class ServedModel:
         calls_tools = isinstance(source, str) and tools.understands(source)
         others = frozenset({name, path.stem, *aliases})
         longest = max(len(tokenizer.piece(token)) for token in range(len(vocabulary.tokens)))
-        return cls(name, others, tokenizer, template, config.vocabulary, calls_tools, longest)
+        return cls(
+            name, others, tokenizer, template, config.vocabulary, calls_tools, tools.CallMarks.of(tokenizer), longest
+        )
 
     def check_name(self, asked: str | None) -> None:
         """A request that names no model means this one."""

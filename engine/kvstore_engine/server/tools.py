@@ -12,7 +12,9 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore_engine.constrain import JSON_OPTIONS
+from kvstore_engine.constrain import JSON_OPTIONS, special_token
+from kvstore_engine.tokenizer import Tokenizer
+from kvstore_engine.tokenizer.vocabulary import CONTROL
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -28,6 +30,26 @@ class ToolCall:
     def as_json(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarks:
+    """How the marks around a call stand in a grammar: as special tokens, where the vocabulary has such, or as text.
+
+    `unseen`: those of them that leave no trace in an answer's text, with what they stand for.
+    """
+
+    opening: str
+    closing: str
+    unseen: dict[int, str]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> CallMarks:
+        tokens = {mark: special_token(tokenizer, mark) for mark in (OPENING, CLOSING)}
+        opening, closing = (json.dumps(mark) if token is None else f"<[{token}]>" for mark, token in tokens.items())
+        kinds = tokenizer.vocabulary.kinds
+        unseen = {token: mark for mark, token in tokens.items() if token is not None and kinds[token] == CONTROL}
+        return cls(opening, closing, unseen)
 
 
 def understands(template: str) -> bool:
@@ -104,7 +126,7 @@ def _overlap(text: str) -> int:
     )
 
 
-def call_grammar(functions: list[dict[str, Any]]) -> str:
+def call_grammar(functions: list[dict[str, Any]], marks: CallMarks) -> str:
     """A grammar (Lark's syntax, as llguidance reads it) of exactly one call of one of `functions`."""
     rules = []
     for number, function in enumerate(functions):
@@ -114,4 +136,4 @@ def call_grammar(functions: list[dict[str, Any]]) -> str:
         schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_OPTIONS}
         rules += [f'call{number}: {opening} arguments{number} "}}"', f"arguments{number}: %json {json.dumps(schema)}"]
     calls = " | ".join(f"call{number}" for number in range(len(functions)))
-    return "\n".join([f'start: "{OPENING}\\n" ({calls}) "\\n{CLOSING}"', *rules, ""])
+    return "\n".join([f'start: {marks.opening} "\\n" ({calls}) "\\n" {marks.closing}', *rules, ""])

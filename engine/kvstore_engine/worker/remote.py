@@ -28,12 +28,12 @@ from kvstore_engine.worker.failure import StepFailed, WorkerNotice
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.packets import Order, Reply, Status
+from kvstore_engine.worker.patience import StepPatience
 from kvstore_engine.worker.process import WorkerDied, WorkerProcess
 from kvstore_engine.worker.setup import PoolSetup, WorkerSetup
 
 FloatArray = npt.NDArray[np.float32]
 _START_TIMEOUT_S = 600.0  # a large model is read and repacked in this time
-_STEP_TIMEOUT_S = 300.0
 _ATTEMPTS = 3
 _START_ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.1
@@ -66,7 +66,7 @@ class RemoteExecutor:
         max_sequences: int = 16,
         max_context: int = 8192,
         attempts: int = _ATTEMPTS,
-        step_timeout_s: float = _STEP_TIMEOUT_S,
+        patience: StepPatience | None = None,
         on_notice: Callable[[WorkerNotice], None] | None = None,
     ) -> None:
         """Start the worker and wait until it has the model. UsageError and OperationError as loading a model raises
@@ -88,7 +88,7 @@ class RemoteExecutor:
             max_sequences=max_sequences,
             max_context=max_context,
         )
-        self._attempts, self._step_timeout_s = attempts, step_timeout_s
+        self._attempts, self._patience = attempts, patience or StepPatience()
         self._on_notice = on_notice or (lambda notice: None)
         self._pool_memory = pool_memory
         self._mail_memory = SharedMemory("kvengine-steps", touched=False)
@@ -126,7 +126,7 @@ class RemoteExecutor:
         self._mailbox.write(slices)
         for _ in range(self._attempts):
             try:
-                return self._compute(len(slices))
+                return self._compute(slices)
             except WorkerDied as error:
                 self._mourn(error)
                 self._start()
@@ -163,16 +163,19 @@ class RemoteExecutor:
             raise RuntimeError("the executor is closed")
         return self._worker
 
-    def _compute(self, count: int) -> FloatArray:
-        """Have the step in the mailbox computed. WorkerDied if this worker does not."""
+    def _compute(self, slices: Sequence[SequenceSlice]) -> FloatArray:
+        """Have the step of `slices`, which is in the mailbox, computed. WorkerDied if this worker does not."""
         self._step += 1
-        reply = self._living().order(Order(self._step, count, self.threads), self._step_timeout_s)
+        count = len(slices)
+        order = Order(self._step, count, self.threads)
+        reply = self._living().order(order, self._patience.limit_s(slices))
         assert reply.step == self._step, "one order is out at a time"
         if reply.status is Status.INVALID:
             raise ValueError(reply.message)
         if reply.status is not Status.DONE:
             raise StepFailed(reply.message, tuple(range(count)))
         self.compute_s = reply.compute_ns / 1e9
+        self._patience.took(slices, self.compute_s)
         return self._mailbox.logits(self._step, reply.rows)
 
     def _take_apart(self, slices: Sequence[SequenceSlice]) -> None:
@@ -185,7 +188,7 @@ class RemoteExecutor:
                 break
             self._mailbox.write([piece])
             try:
-                self._compute(1)
+                self._compute([piece])
             except StepFailed as error:
                 reason = str(error)
                 culprits.append(index)

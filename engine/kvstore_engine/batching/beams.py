@@ -1,0 +1,167 @@
+"""The beams of a request: sequences that fork at each step, and the answers that come of them.
+
+Owns what a search's decisions mean for blocks, the roster and the events. What it decides is `beam_search`'s.
+
+A beam that goes on in several ways is forked: the children share all of its blocks, by reference, and whoever first
+writes into the last, partly filled one gets a copy of that one. A beam that nothing goes on from gives its blocks back.
+So a request of B beams holds its prompt once, and of its answers each common beginning once.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Series
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.batching.answer import Answer, TextSource
+from kvstore_engine.batching.assembly import EngineParts
+from kvstore_engine.batching.beam_search import BeamSearch, Branch, Hypothesis, UnsoundLogits
+from kvstore_engine.batching.events import Event, Finished, Reason, Token
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.request import Request
+from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.batching.under_way import UnderWay
+
+Floats = npt.NDArray[np.float32]
+
+
+def search_of(request: Request, room: int, end_ids: frozenset[int]) -> BeamSearch | None:
+    """The search that `request` asks for, if it does; `room`: tokens that its answers may have."""
+    settings = request.settings
+    if settings.beams is None:
+        return None
+    return BeamSearch(settings.beams, frozenset() if settings.ignore_end else end_ids, room, settings.logprobs or 0)
+
+
+class Beams:
+    """The searches of one engine."""
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        tokenizer: TextSource,
+        under_way: UnderWay,
+        *,
+        observer: Observer,
+        clock: Callable[[], float],
+    ) -> None:
+        self._parts = parts
+        self._tokenizer = tokenizer
+        self._under_way = under_way
+        self._observer = observer
+        self._clock = clock
+
+    def advance(self, unit: list[Sequence], rows: Floats) -> list[Event]:
+        """All beams of `unit` have their next token's logits, float32 [beams, vocabulary]."""
+        leader, search, now = unit[0], unit[0].search, self._clock()
+        assert search is not None
+        try:
+            branches = search.advance(rows)
+        except UnsoundLogits as error:
+            return self.end(unit, "failed", str(error), is_sound=False)
+        for beam in unit:
+            beam.generated += 1
+        accounts = leader.accounts
+        accounts.first_s, accounts.last_s = now if accounts.first_s is None else accounts.first_s, now
+        self._parts.standings.tenants.charge(leader.request.tenant, output_tokens=len(unit))
+        self._observer.token(leader.request.id, leader.index, now)
+        if search.is_done:
+            return self._answer(unit, search)
+        self._branch(unit, branches)
+        return []
+
+    def end(self, unit: list[Sequence], reason: Reason, message: str = "", *, is_sound: bool = True) -> list[Event]:
+        """End all answers of a request without any."""
+        now, leader = self._clock(), unit[0]
+        self._leave(unit, is_sound=is_sound)
+        usage = leader.usage(now)
+        ends: list[Event] = []
+        for index in range(leader.request.settings.n):
+            self._observer.finished(leader.request.id, index, reason, usage, now)
+            ends.append(Finished(leader.request.id, index, reason, usage, message))
+        return ends
+
+    def _branch(self, unit: list[Sequence], branches: Series[Branch]) -> None:
+        """`unit` becomes the beams of `branches`, in that order."""
+        space, running = self._parts.space, self._parts.roster.running
+        heirs: dict[int, int] = {}  # of each parent the first child goes on with its blocks as they are
+        for number, branch in enumerate(branches):
+            heirs.setdefault(branch.parent, number)
+        spare = [beam for parent, beam in enumerate(unit) if parent not in heirs]
+        for beam in spare:
+            space.release(beam.held)
+            beam.holding = None
+        beams = []
+        for number, branch in enumerate(branches):
+            beam = parent = unit[branch.parent]
+            if heirs[branch.parent] != number:
+                beam = spare.pop() if spare else self._another(parent)
+                beam.holding = space.fork(parent.held)
+                beam.tokens[: parent.length] = parent.tokens[: parent.length]
+                beam.length, beam.computed, beam.furthest = parent.length, parent.computed, parent.furthest
+            beams.append(beam)
+        for beam in spare:
+            running.remove(beam)
+        for beam, branch in zip(beams, branches, strict=True):
+            beam.tokens[beam.length] = branch.last.token
+            beam.length += 1
+        beams[0].offered_blocks = unit[0].offered_blocks  # the first one stores the prompt's blocks, whichever it is
+        unit[:] = beams
+
+    def _another(self, parent: Sequence) -> Sequence:
+        """One more beam beside `parent`, without blocks, which runs from now on. Beams have one account."""
+        beam = replace(parent, tokens=np.empty_like(parent.tokens), holding=None)
+        self._parts.roster.run(beam)
+        return beam
+
+    def _answer(self, unit: list[Sequence], search: BeamSearch) -> list[Event]:
+        """The search is done: tell what it has found."""
+        now, leader = self._clock(), unit[0]
+        self._parts.standings.ended(leader, now)
+        self._parts.preemption.ended(leader)
+        self._leave(unit)
+        events: list[Event] = []
+        for index in range(leader.request.settings.n):
+            found = search.hypotheses[index] if index < len(search.hypotheses) else None
+            events += self._tell(leader, index, found, now)
+        return events
+
+    def _tell(self, leader: Sequence, index: int, found: Hypothesis | None, now: float) -> list[Event]:
+        """Answer `index`, of which nothing has been told yet."""
+        request, links = leader.request, found.links() if found is not None else []
+        answer, reason, message = Answer(request.settings, index, self._tokenizer), _reason(leader, found), ""
+        has_logprobs = request.settings.logprobs is not None
+        events: list[Event] = []
+        try:
+            for link in links:
+                text, _ = answer.push(link.token)
+                logprob = link.logprob if has_logprobs else None
+                events.append(Token(request.id, index, link.token, text, logprob, link.top))
+        except Exception as error:  # of a tokenizer that does not know the token: this answer's end
+            reason, message = "failed", f"token {link.token} cannot be told: {error or type(error).__name__}"
+        if found is None:
+            message = "the search has found fewer answers: the model leaves no more tokens to choose from"
+        usage = replace(leader.usage(now), generated_tokens=len(links))
+        if index:
+            usage = replace(usage, local_tokens=usage.prompt_tokens, daemon_tokens=0, computed_tokens=0)
+            usage = replace(usage, recomputed_tokens=0, preemptions=0, swaps=0)
+        self._observer.finished(request.id, index, reason, usage, now)
+        score = None if found is None else found.score
+        return [*events, Finished(request.id, index, reason, usage, message, answer.finish(), score)]
+
+    def _leave(self, unit: list[Sequence], *, is_sound: bool = True) -> None:
+        leader = unit[0]
+        if leader.holding is not None and is_sound:
+            self._parts.storer.offer(leader)
+        for sequence in unit:
+            self._parts.roster.leave(sequence, is_sound=is_sound)
+        self._under_way.leave(leader)
+
+
+def _reason(leader: Sequence, found: Hypothesis | None) -> Reason:
+    if found is None:
+        return "failed"
+    if found.reason == "length" and leader.generated < leader.request.settings.max_tokens:
+        return "context"
+    return found.reason

@@ -1,0 +1,97 @@
+// What products with quantised matrices share: rows quantised as ggml quantises them, and columns shared out among
+// threads. x86 with AVX2.
+#pragma once
+
+#include "elements.h"
+#include "layout.h"
+
+namespace {
+
+constexpr int64_t kBlock = 32;  // elements that share a scale
+
+// What a product's node in ggml's graph names. Source 0: f32 [count][elements], contiguous; source 1: the matrix;
+// destination: f32 [count][columns].
+struct Operands {
+    const float* values;
+    const char* matrix;
+    float* output;
+    int64_t count, elements, columns;
+
+    Operands(const char* destination, const Product* product) {
+        const auto source = [&](int index) { return ((const char* const*)(destination + product->source_offset))[index]; };
+        const auto data = [&](const char* tensor) { return *(char* const*)(tensor + product->data_offset); };
+        const auto extent = [&](const char* tensor, int axis) {
+            return ((const int64_t*)(tensor + product->extent_offset))[axis];
+        };
+        values = (const float*)data(source(0));
+        matrix = data(source(1));
+        output = (float*)data(destination);
+        count = extent(source(0), 1);
+        elements = extent(source(1), 0);
+        columns = extent(source(1), 1);
+    }
+};
+
+// Calls work(begin, end) for columns that no other thread has, `portion` at a time, until there are none. A thread takes
+// long runs of portions first, since what it fetches ahead at the end of a run is another's; then shorter and shorter
+// ones, so that all threads end together.
+template <class Work>
+void share_columns(Product* product, int threads, int64_t columns, int64_t portion, const Work& work) {
+    int64_t* const next = &product->next_column;
+    int64_t begin = __atomic_load_n(next, __ATOMIC_RELAXED);
+    while (begin < columns) {
+        const int64_t fair = (columns - begin) / (2 * threads) / portion * portion;
+        const int64_t end = std::min(begin + std::max(fair, portion), columns);
+        if (!__atomic_compare_exchange_n(next, &begin, end, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
+        for (; begin < end; begin += portion) work(begin, std::min(begin + portion, end));
+        begin = __atomic_load_n(next, __ATOMIC_RELAXED);
+    }
+    // Whoever leaves last makes the counters ready for the next product, which starts behind a barrier.
+    if (__atomic_add_fetch(&product->finished, 1, __ATOMIC_ACQ_REL) == threads) {
+        product->next_column = 0;
+        product->finished = 0;
+    }
+}
+
+// 32 values to int8, as quantize_row_q8_0. Returns their scale.
+inline float quantise(const float* values, int8_t* quantised) {
+    __m256 part[4], largest = _mm256_setzero_ps();
+    for (int i = 0; i < 4; i++) {
+        part[i] = _mm256_loadu_ps(values + 8 * i);
+        largest = _mm256_max_ps(largest, _mm256_andnot_ps(_mm256_set1_ps(-0.f), part[i]));
+    }
+    __m128 four = _mm_max_ps(_mm256_extractf128_ps(largest, 1), _mm256_castps256_ps128(largest));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    const float peak = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+    const __m256 inverse = _mm256_set1_ps(peak != 0 ? 127.f / peak : 0.f);
+    __m256i whole[4];
+    for (int i = 0; i < 4; i++)
+        whole[i] = _mm256_cvtps_epi32(_mm256_round_ps(_mm256_mul_ps(part[i], inverse), _MM_FROUND_TO_NEAREST_INT));
+    const __m256i bytes =
+        _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+    // Packing goes by halves of the registers: put the groups of four in order.
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i*)quantised, _mm256_permutevar8x32_epi32(bytes, order));
+    return half_to_float(_cvtss_sh(peak / 127.f, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// Calls make(values, row, block, place) for each block of each row. `place`: of `most` rows at a time the same block of
+// each row together.
+template <class Make>
+void lay_together(const Operands& given, int64_t most, const Make& make) {
+    const int64_t blocks = given.elements / kBlock;
+    for (int64_t row = 0; row < given.count; row++) {
+        const int64_t first = row / most * most, together = std::min(most, given.count - first);
+        for (int64_t block = 0; block < blocks; block++)
+            make(given.values + row * given.elements + block * kBlock, row, block,
+                 first * blocks + block * together + (row - first));
+    }
+}
+
+// Lane i: the sum of elements 4 * i to 4 * i + 3 of 32.
+inline __m256i sums_of_four(__m256i bytes) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+}  // namespace

@@ -1,0 +1,58 @@
+"""Products with q8_0 and interleaved q4_0 matrices by numba: the compiler's bits, and the definition."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
+from kvstore_engine.kernels import Kernels, select_kernels
+from kvstore_engine.kernels.layout import Product
+from kvstore_engine.kernels.reference import quantised_product
+from tests.reference.examples import examples
+from tests.reference.product_graph import ProductGraph, random_matrix
+
+
+def _address(kernels: Kernels, matrix_type: int) -> int:
+    return kernels.q8_product_address if matrix_type == Q8_0 else kernels.q4_product_address
+
+
+@pytest.mark.parametrize("matrix_type", [Q4_0, Q8_0])
+@settings(max_examples=examples(40))
+@given(
+    groups=st.integers(1, 12),
+    more_columns=st.integers(0, 7),
+    blocks=st.integers(1, 20),
+    count=st.one_of(st.integers(1, 20), st.integers(1, 128)),
+    threads=st.integers(1, 3),
+    magnitude=st.sampled_from([1e-3, 1.0, 1e4]),
+    seed=st.integers(0, 99),
+)
+def test_numba_gives_the_compilers_bits(
+    matrix_type: int,
+    groups: int,
+    more_columns: int,
+    blocks: int,
+    count: int,
+    threads: int,
+    magnitude: float,
+    seed: int,
+) -> None:
+    compiled, numba = (select_kernels(name) for name in ("cpp", "numba"))
+    if not (_address(compiled, matrix_type) and _address(numba, matrix_type)):
+        pytest.skip("this processor leaves the product to ggml")
+    random = np.random.default_rng(seed)
+    columns = 8 * groups + (more_columns if matrix_type == Q8_0 else 0)
+    matrix = random_matrix(random, columns, 32 * blocks, matrix_type)
+    rows = random.standard_normal((count, 32 * blocks), dtype=np.float32) * np.float32(magnitude)
+    rows[random.integers(count), :32] = 0  # a block without a scale
+    graph = ProductGraph(rows, matrix, matrix_type)
+    try:
+        theirs, ours = (
+            graph.ours(_address(kernels, matrix_type), Product.new(), threads) for kernels in (compiled, numba)
+        )
+    finally:
+        graph.close()
+    np.testing.assert_array_equal(ours, theirs)
+    expected = quantised_product(rows, matrix, matrix_type)
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-3 * magnitude)

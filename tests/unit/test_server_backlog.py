@@ -1,0 +1,41 @@
+"""What waits in the HTTP process for a client that does not read: bounded, and the engine hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from kvstore_engine.batching import Token
+from kvstore_engine.sampler import SamplingSettings
+from kvstore_engine.server import frames
+from kvstore_engine.server.engine_client import EngineClient
+from kvstore_engine.server.messages import Ask
+from kvstore_engine.server.options import EngineOptions
+
+
+def test_an_answer_that_nobody_takes_is_given_up_and_one_that_is_taken_is_not() -> None:
+    """A client that does not read its stream: what waits for it is bounded, and the engine computes no more for it."""
+
+    class Writer:
+        written = b""
+
+        def write(self, data: bytes) -> None:
+            self.written += data
+
+    async def run() -> None:
+        client, writer = EngineClient(EngineOptions("m.gguf")), Writer()
+        client.state, client._writer = "ready", writer  # type: ignore[assignment]  # it only writes
+        asks = [Ask(name, np.array([1], np.int32), 1 << 20, SamplingSettings()) for name in ("a", "b", "c")]
+        stuck, taken = client.submit(asks[:2]), client.submit(asks[2:])
+        for number in range(20_000):
+            client._deliver([Token(ask.id, 0, number, "x") for ask in asks])
+            assert await taken.next() == [Token("c", 0, number, "x")]
+            assert stuck._queue.qsize() <= 8192
+        assert client.requests == 1
+        assert await stuck.next() is None
+        for name in ("a", "b"):
+            assert frames.encode({"op": "cancel", "id": name}) in writer.written
+        assert frames.encode({"op": "cancel", "id": "c"}) not in writer.written
+
+    asyncio.run(run())
