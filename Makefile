@@ -3,12 +3,14 @@
 #
 # KVSTORED_PYTHON   the Python that .venv is made with (default: python3)
 # ARGS              passed on to demo, bench and test, for instance: make demo ARGS=--json
+# JOBS              processes that the tests run in (default: 2)
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
 KVSTORED_PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 BIN := .venv/bin
 PYTHON := $(BIN)/python
 INSTALLED := .venv/.installed
@@ -60,11 +62,11 @@ torture: $(INSTALLED) ## break a real store for a while (ARGS="--seconds 300 --j
 	@$(PYTHON) benchmarks/torture.py $(ARGS)
 
 test: lint $(PROTO_TOOLS) ## lint, then every test that is not slow
-	@$(PYTHON) -m pytest -m "not slow" $(ARGS)
+	@$(PYTHON) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
 
 # The vLLM connector's tests are part of it where their environment has been made.
 test-all: lint $(PROTO_TOOLS) $(INSTALLED_ALL) ## every extra that works without a GPU, then every test
-	@$(PYTHON) -m pytest $(ARGS)
+	@$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 	@test ! -e $(VLLM) || $(MAKE) --no-print-directory test-vllm
 
 test-vllm: $(VLLM) ## the vLLM connector inside real engines, in an environment of its own (3.5 GB)

@@ -1,13 +1,24 @@
-"""Swapping out a sequence whose blocks lie scattered: with and without moving them together first.
+"""Swapping out sequences whose blocks lie scattered: what is done against the scattering, and what it costs.
 
-A pool of SmolLM2-135M's shape in which sequences grew by turns and half of them have left, so that what is left lies in
-pieces. Each survivor is then copied to the host pool 1, 4, 16 or 64 times, once as it lies and once after the
-compactor was asked to prepare it for so many transfers; its moves count. The costs that the compactor decides by were
-learnt from 200 transfers before. The two ways take turns, on pools laid out alike.
+A pool of SmolLM2-135M's shape. Three questions:
+
+*grown*: eight sequences grow by turns, a block each. The engine's placing (what cannot go on behind itself goes on in
+the midst of the largest free run) against the smallest free run that holds it, which is what a free list does that
+keeps large runs whole. Counted is one copy of each sequence to the host pool.
+
+*transfers*: sequences laid apart, every block alone, are copied 1, 4, 16 or 64 times, as they lie and after the
+compactor was asked to prepare them for so many copies; its search and its moves count. The costs that it decides by
+were learnt from 200 transfers before.
+
+*swaps*: the same are swapped out and in again eight times, as in an engine that is short of blocks, and the compactor
+is asked before each time for the one copy that follows: what comes back lies elsewhere, together where there is room.
+
+The ways take turns copy by copy, on two pools laid out alike. Times are of the thread's processor, which others
+lengthen little; a figure is the median over sequences. Host memory has been written to before.
 
 Expected: a move costs as much as a transfer, and a piece of 16 tokens is large enough that its start costs little:
-compaction pays only before many transfers, and is declined before few. It must never lose: the target allows the noise
-of a timing, 3 %, and a figure is the median over sequences. Runs per transfer may only fall.
+compaction pays only before many copies, and is declined before few. It must never lose: the target allows the noise of
+a timing, 3 %. Runs per transfer may only fall. Placing costs nothing, so it should be where the runs are saved.
 
     python benchmarks/engine_compaction.py [--json] [--quick]
 """
@@ -16,31 +27,47 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from support.engine import model_path
 from support.report import Row, main
-from support.timing import median, time_each, time_once
+from support.timing import median
 
-from kvstore_engine.blocks import BlockSpace, Compactor, Holding, HostPool, TransferCosts
+from kvstore_engine.blocks import BlockSpace, Compactor, Holding, HostPool, TransferCosts, swap_in, swap_out
 from kvstore_engine.blocks.runs import count_runs
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model.config import ModelConfig
-from kvstore_engine.pool import BlockPool
+from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
 
 SEQUENCES, BLOCKS_EACH, NOISE = 8, 24, 1.03
 TRANSFERS = (1, 4, 16, 64)
-LEARNING = 200
+SWAPS = 8
+LEARNING, LEAST_COPIES = 200, 9
+clock = time.thread_time
 
 
 @dataclass
 class Layout:
-    """A pool in which every second sequence has left; `left` are those that have not."""
+    """A pool with sequences in it, and as much room again."""
 
     space: BlockSpace
     host: HostPool
-    left: list[Holding]
+    holdings: list[Holding]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """`seconds` in all, and the pieces of the copies."""
+
+    seconds: float
+    runs: int
+
+
+Both = tuple[list[Spent], list[Spent]]
+"""For each sequence, without and with what is asked about."""
+Turn = Callable[[], Both]
 
 
 def measure(quick: bool) -> list[Row]:
@@ -48,61 +75,134 @@ def measure(quick: bool) -> list[Row]:
         config = ModelConfig.from_gguf(file)
     costs = TransferCosts()
     _learn(_scattered(config), costs)
-    rows = []
+    turns = 2 if quick else 10
+    rows = _rows("grown", "where it fits", turns, lambda: _grown(config), 1.0, 0.5)
     for transfers in TRANSFERS:
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        runs: dict[bool, int] = dict.fromkeys(seconds, 0)
-        for turn in range(2 if quick else 10):
-            for compacts in (False, True) if turn % 2 else (True, False):
-                layout = _scattered(config)
-                for holding in layout.left:
-                    spent, pieces = _transferred(layout, holding, transfers, costs if compacts else None)
-                    seconds[compacts].append(spent)
-                    runs[compacts] += pieces
-        took = {compacts: median(found) * 1e3 for compacts, found in seconds.items()}
-        rows.append(Row(f"time_{transfers}_transfers", took[True], "ms", took[False], "ms", target=NOISE))
-        rows.append(Row(f"runs_{transfers}_transfers", runs[True], "runs", runs[False], "runs", target=1.0))
-    return rows
+        turn = _transfers(config, costs, transfers)
+        rows += _rows(f"{transfers}_transfers", "not compacted", turns, turn, NOISE, 1.0)
+    return rows + _rows(f"{SWAPS}_swaps", "not compacted", turns, _swaps(config, costs), NOISE, 1.0)
+
+
+def _rows(name: str, other: str, turns: int, turn: Turn, most_time: float, most_runs: float) -> list[Row]:
+    without: list[Spent] = []
+    with_: list[Spent] = []
+    for _ in range(turns):
+        both = turn()
+        without += both[0]
+        with_ += both[1]
+    ms = [median([spent.seconds for spent in found]) * 1e3 for found in (without, with_)]
+    runs = [sum(spent.runs for spent in found) / len(found) for found in (without, with_)]
+    return [
+        Row(f"{name}_time", ms[1], "ms", ms[0], f"ms, {other}", target=most_time),
+        Row(f"{name}_runs", runs[1], "runs", runs[0], f"runs, {other}", target=most_runs),
+    ]
+
+
+def _grown(config: ModelConfig) -> Both:
+    layouts = _empty(config), _empty(config)
+    size = ENGINE_BLOCK_TOKENS
+    for layout in layouts:
+        layout.holdings = [layout.space.claim("", np.zeros(size, np.int32)) for _ in range(SEQUENCES)]
+    for count in range(2, BLOCKS_EACH + 1):
+        for fitting, placed in zip(*(layout.holdings for layout in layouts), strict=True):
+            fitting.append(layouts[0].space.allocate(1))
+            layouts[1].space.extend(placed, count * size)
+    pairs = zip(*(layout.holdings for layout in layouts), strict=True)
+    plain, better = zip(*(_copied(layouts, pair, 1) for pair in pairs), strict=True)
+    return list(plain), list(better)
+
+
+def _transfers(config: ModelConfig, costs: TransferCosts, times: int) -> Turn:
+    def turn() -> Both:
+        layouts = _scattered(config), _scattered(config)
+        both: Both = ([], [])
+        for as_they_lie, compacted in zip(*(layout.holdings for layout in layouts), strict=True):
+            begin = clock()
+            Compactor(layouts[1].space, costs, clock).compact(compacted, times)
+            prepared_s = clock() - begin
+            plain, better = _copied(layouts, (as_they_lie, compacted), times)
+            both[0].append(plain)
+            both[1].append(Spent(prepared_s + better.seconds, better.runs))
+        return both
+
+    return turn
+
+
+def _swaps(config: ModelConfig, costs: TransferCosts) -> Turn:
+    tokens = np.zeros(BLOCKS_EACH * ENGINE_BLOCK_TOKENS, np.int32)
+
+    def turn() -> Both:
+        layouts = _scattered(config), _scattered(config)
+        both: Both = ([], [])
+        for pair in zip(*(layout.holdings for layout in layouts), strict=True):
+            held, seconds, runs = list(pair), [0.0, 0.0], [0, 0]
+            for swap in range(2 * SWAPS):
+                way = swap % 2
+                space, host = layouts[way].space, layouts[way].host
+                begin = clock()
+                if way:
+                    Compactor(space, costs, clock).compact(held[way], 1)
+                runs[way] += count_runs(held[way].table)
+                ((held[way], _),) = swap_in(space, host, swap_out(space, host, [(held[way], len(tokens))]), [tokens])
+                seconds[way] += clock() - begin
+            for way, found in enumerate(both):
+                found.append(Spent(seconds[way], runs[way]))
+        return both
+
+    return turn
+
+
+def _empty(config: ModelConfig) -> Layout:
+    pool = BlockPool(config, 4 * SEQUENCES * BLOCKS_EACH)
+    space = BlockSpace(pool, sharing=False)
+    host = HostPool(pool, 2 * BLOCKS_EACH * pool.payload_bytes(1))
+    host.free(host.save(list(range(BLOCKS_EACH))))  # first writes to fresh memory are not what is measured
+    return Layout(space, host, [])
 
 
 def _scattered(config: ModelConfig) -> Layout:
-    # Twice the room: what has left leaves holes of single blocks, and the rest of the pool is free as one run.
-    pool = BlockPool(config, 2 * SEQUENCES * BLOCKS_EACH)
-    space = BlockSpace(pool, sharing=False)
-    host = HostPool(pool, 2 * BLOCKS_EACH * pool.payload_bytes(1))
-    block = pool.block_tokens
-    tokens = np.zeros(block, np.int32)
-    holdings = [space.claim("", tokens) for _ in range(SEQUENCES)]
-    for count in range(2, BLOCKS_EACH + 1):
+    """Every block alone: what was between them has left, and half of the pool is free as one run."""
+    layout = _empty(config)
+    space, size = layout.space, layout.space.block_tokens
+    gaps, holdings = [], [space.claim("", np.zeros(size, np.int32)) for _ in range(SEQUENCES)]
+    for _ in range(2, BLOCKS_EACH + 1):
         for holding in holdings:
-            space.extend(holding, count * block)
-    for holding in holdings[::2]:
-        space.release(holding)
-    for holding in holdings[1::2]:
-        host.free(host.save(holding.blocks))  # first writes to fresh memory are not what is measured
-    return Layout(space, host, holdings[1::2])
+            gaps += space.allocate(1)
+            holding.append(space.allocate(1))
+    space.references.release(gaps)
+    layout.holdings = holdings
+    return layout
 
 
-def _transferred(layout: Layout, holding: Holding, times: int, costs: TransferCosts | None) -> tuple[float, int]:
-    """Seconds of all transfers, the compaction's included, and the pieces of one."""
-    prepared = time_once(lambda: Compactor(layout.space, costs).compact(holding, times)) if costs is not None else 0.0
-    # The median of the transfers for all of them: one that was interrupted says nothing of how blocks lie.
-    each = median(time_each(lambda: layout.host.free(layout.host.save(holding.blocks)), times))
-    return prepared + times * each, count_runs(holding.table)
+def _copied(layouts: tuple[Layout, Layout], holdings: tuple[Holding, Holding], times: int) -> tuple[Spent, Spent]:
+    """One sequence in the two layouts, copied in turns."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(max(times, LEAST_COPIES)):
+        for layout, holding, found in zip(layouts, holdings, seconds, strict=True):
+            begin = clock()
+            places = layout.host.save(holding.blocks)
+            found.append(clock() - begin)
+            layout.host.free(places)
+    # The median of the copies for all of them: one that was interrupted says nothing of how blocks lie.
+    first, second = (
+        Spent(times * median(found), count_runs(holding.table))
+        for holding, found in zip(holdings, seconds, strict=True)
+    )
+    return first, second
 
 
 def _learn(layout: Layout, costs: TransferCosts) -> None:
     """Transfers of parts of all sizes, as an engine sees them."""
     random = np.random.Generator(np.random.PCG64(1))
     for _ in range(LEARNING):
-        holding = layout.left[int(random.integers(len(layout.left)))]
+        holding = layout.holdings[int(random.integers(len(layout.holdings)))]
         first = int(random.integers(BLOCKS_EACH - 1))
         blocks = holding.blocks[first : first + int(random.integers(1, BLOCKS_EACH - first))]
         if random.random() < 0.5:  # the same bytes in one piece
             blocks = list(range(len(blocks)))
-        begin = time.perf_counter()
+        begin = clock()
         places = layout.host.save(blocks)
-        costs.observe(len(blocks) * layout.host.block_bytes, count_runs(blocks), time.perf_counter() - begin)
+        costs.observe(len(blocks) * layout.host.block_bytes, count_runs(blocks), clock() - begin)
         layout.host.free(places)
 
 
