@@ -9,11 +9,13 @@ from pathlib import Path
 
 import grpc
 
+from kvstored.rpc.departures import expect_departures
 from kvstored.sockets import SocketError
 
 
 def bind_grpc(path: Path, *, max_message_bytes: int) -> grpc.aio.Server:
     """A server bound to `path`, not started. Replies may be twice as long as requests. Raises SocketError."""
+    expect_departures()
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
