@@ -59,12 +59,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     if unknown_names():
         return mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
-    from kvstore_tiers.nvme.reading_ahead import ReadAhead
-
-    reading = ReadAhead.begin(config.nvme.path) if config.nvme.enabled else None  # while NumPy is imported
     from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 
-    ahead = None if reading is None else JudgingAhead(reading)  # while the rest is
+    ahead = JudgingAhead.begin(config.nvme.path) if config.nvme.enabled else None  # while modules are loaded
     from kvstored.daemon import StartupError, run
 
     try:

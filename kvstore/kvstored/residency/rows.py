@@ -163,7 +163,7 @@ def add_zeros(column: array[int], more: int) -> None:
 
 def grown(column: array[int], more: int) -> array[int]:
     """A column and so many zeros after it: the same array, but in place of an empty one a new one of just that length.
-    What an array that grew keeps for the next time is one part in 16, and resident at a start, which has huge pages."""
+    What an array that grew keeps for the next time is one part in 16."""
     if not column:
         return array(column.typecode, [0]) * more
     column.frombytes(bytes(column.itemsize * more))

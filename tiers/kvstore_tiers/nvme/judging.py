@@ -1,9 +1,9 @@
 """What the records of slabs say: read in sequence, judged in bulk, kept as columns.
 
 One thread reads while others judge, so the time is that of a sequential read of the record regions or of judging them,
-whichever is longer; what was judged while the daemon loaded its modules is taken as it is. Owns the pass over all
-slabs: verdicts.py judges, and what follows from several records (two with one key, too many bytes) is recovery.py's.
-Never writes.
+whichever is longer; a process that began while the daemon loaded its modules (judging_ahead.py) does a part. Owns the
+pass over all slabs: verdicts.py judges, and what follows from several records (two with one key, too many bytes) is
+recovery.py's. Never writes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -20,15 +22,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_tiers.nvme.judging_ahead import JudgingAhead
-from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, RecordState
+from kvstore_tiers.nvme.judging_ahead import JudgingAhead, Told
+from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, SUPERBLOCK_BYTES, RecordState
 from kvstore_tiers.nvme.read_buffer import read_buffer
+from kvstore_tiers.nvme.reading_ahead import Look
 from kvstore_tiers.nvme.record_checksums import RECORD_WORDS, RecordChecksums
+from kvstore_tiers.nvme.shared_columns import SharedColumns
 from kvstore_tiers.nvme.slab import Slab
 from kvstore_tiers.nvme.verdicts import Array, LiveBlocks, Origins, Verdicts, judge
 
 READ_RECORDS = 16384  # 4 MB a read
-READ_AHEAD_SLABS = 16
+READ_AHEAD_SLABS = 4
 MAX_JUDGES = 4  # threads: NumPy lets go of the GIL, the medium feeds no more
 _SPARE_BUFFERS = 2
 
@@ -67,95 +71,131 @@ class JudgedSlab(Verdicts):
 def judge_slabs(
     slabs: Sequence[Slab], origins: Origins, ahead: JudgingAhead | None = None
 ) -> tuple[list[JudgedSlab], LiveBlocks]:
-    """Judge all records of `slabs`, some of which may have been judged `ahead`: what they say, and all live blocks of
-    them in a row.
+    """Judge all records of `slabs`, some of which are being judged `ahead`: what they say, and all live blocks of them
+    in a row.
 
     Raises OSError when the medium fails.
     """
-    every = LiveBlocks.room(sum(slab.superblock.slots for slab in slabs))
-    judges = min(MAX_JUDGES, os.cpu_count() or 1)
-    scratch = threading.local()
-    ends: list[int] = []  # how many pieces there are when a slab has ended
-    told: list[Future[list[Verdicts]]] = []
+    judging = _Judging(slabs, origins)
+    if ahead is not None:
+        judging.share_with(ahead)
+    judging.judge(position for position in range(len(slabs)) if not judging.is_told(position))
+    return judging.in_a_row()
 
-    def look_at(piece: _Piece, room: LiveBlocks) -> list[Verdicts]:
-        if piece.verdicts is not None:
-            return _brought(piece.verdicts, room)
-        if not hasattr(scratch, "checksums"):
-            scratch.checksums = RecordChecksums()
-        superblock, length_bytes = piece.slab.superblock, piece.slab.file.length_bytes
-        try:
-            return judge(superblock, length_bytes, piece.first, piece.words(), scratch.checksums, origins, room)
-        finally:
-            if piece.buffer is not None:
+
+class _Judging:
+    """What is known of each of `slabs`; their live blocks lie in one room, in which each slab has a part."""
+
+    def __init__(self, slabs: Sequence[Slab], origins: Origins) -> None:
+        self._slabs = slabs
+        self._origins = origins
+        self._ends = np.cumsum([0, *(slab.superblock.slots for slab in slabs)]).tolist()
+        self._room = LiveBlocks.room(self._ends[-1])
+        self._told: list[Verdicts | None] = [None] * len(slabs)
+        self._judges = min(MAX_JUDGES, os.cpu_count() or 1)
+
+    def is_told(self, position: int) -> bool:
+        return self._told[position] is not None
+
+    def share_with(self, ahead: JudgingAhead) -> None:
+        """Judge slabs that nobody has begun with, while those come that somebody has."""
+        positions = {slab.superblock.number: position for position, slab in enumerate(self._slabs)}
+        self._judges = max(1, self._judges - 1)  # that process is one
+        claimed = (positions[number] for number in iter(ahead.claim, None) if number in positions)
+        with ThreadPoolExecutor(1, "nvme-judging") as beside:
+            judged = beside.submit(self.judge, claimed)
+            for told in ahead.tell():
+                if told.slab in positions:
+                    self._take(positions[told.slab], told, ahead)
+            judged.result()
+
+    def judge(self, positions: Iterable[int]) -> None:
+        """Read and judge these. Raises OSError when the medium fails."""
+        scratch = threading.local()
+        told: defaultdict[int, list[Future[list[Verdicts]]]] = defaultdict(list)
+
+        def look_at(piece: _Piece) -> list[Verdicts]:
+            if not hasattr(scratch, "checksums"):
+                scratch.checksums = RecordChecksums()
+            slab, begin = self._slabs[piece.position], self._ends[piece.position] + piece.first
+            superblock, length_bytes = slab.superblock, slab.file.length_bytes
+            room = self._room.part(slice(begin, begin + piece.slots))
+            try:
+                return judge(
+                    superblock, length_bytes, piece.first, piece.words(), scratch.checksums, self._origins, room
+                )
+            finally:
                 reader.give_back(piece.buffer)
 
-    slots = 0
-    reading = _Reader(slabs, ahead, origins, judges + _SPARE_BUFFERS)
-    with ThreadPoolExecutor(judges, "nvme-judge") as threads, reading as reader:
-        for piece in reader:
-            told.append(threads.submit(look_at, piece, every.part(slice(slots, slots + piece.slots))))
-            slots += piece.slots
-            if piece.first + piece.slots == piece.slab.superblock.slots:
-                ends.append(len(told))
-            del piece
-    return _in_a_row(slabs, [future.result() for future in told], ends, every)
+        reading = _Reader(self._slabs, positions, self._judges + _SPARE_BUFFERS)
+        with ThreadPoolExecutor(self._judges, "nvme-judge") as threads, reading as reader:
+            for piece in reader:
+                told[piece.position].append(threads.submit(look_at, piece))
+        for position, pieces in told.items():
+            verdicts = [verdict for piece in pieces for verdict in piece.result()]
+            self._told[position] = Verdicts.joined(verdicts, self._room_of(position))
 
+    def in_a_row(self) -> tuple[list[JudgedSlab], LiveBlocks]:
+        """All slabs, and their live blocks moved together."""
+        judged: list[JudgedSlab] = []
+        end = 0
+        for position, (slab, whole) in enumerate(zip(self._slabs, self._told, strict=True)):
+            assert whole is not None
+            place = self._room.part(slice(end, end + len(whole.live)))
+            if end != self._ends[position]:
+                whole.live.move_to(place)
+            whole.live = place
+            end += len(place)
+            judged.append(JudgedSlab(slab=slab, **vars(whole)))
+        return judged, self._room.part(slice(end))
 
-def _brought(verdicts: list[Verdicts], room: LiveBlocks) -> list[Verdicts]:
-    """The live blocks of what was judged elsewhere, at the places that they have in `room`."""
-    slots = 0
-    for piece in verdicts:
-        place = room.part(slice(slots, slots + len(piece.live)))
-        piece.live.move_to(place)
-        piece.live = place
-        slots += len(piece.states)
-    return verdicts
+    def _room_of(self, position: int) -> LiveBlocks:
+        return self._room.part(slice(self._ends[position], self._ends[position + 1]))
 
-
-def _in_a_row(
-    slabs: Sequence[Slab], told: list[list[Verdicts]], ends: list[int], every: LiveBlocks
-) -> tuple[list[JudgedSlab], LiveBlocks]:
-    """The pieces of each slab as one, and their live blocks moved together: each piece had room for all its slots."""
-    judged: list[JudgedSlab] = []
-    first = end = room = 0
-    for slab, last in zip(slabs, ends, strict=True):
-        begin, pieces = end, [piece for part in told[first:last] for piece in part]
-        for piece in pieces:
-            if end != room:
-                piece.live.move_to(every.part(slice(end, end + len(piece.live))))
-            end += len(piece.live)
-            room += len(piece.states)
-        whole = Verdicts.joined(pieces, every.part(slice(begin, end)))
-        judged.append(JudgedSlab(slab=slab, **vars(whole)))
-        first = last
-    return judged, every.part(slice(end))
+    def _take(self, position: int, told: Told, ahead: JudgingAhead) -> None:
+        """What was found out elsewhere, if it is still true."""
+        slab = self._slabs[position]
+        with suppress(OSError):
+            if told.look != Look.at(slab.file.path.stat()):
+                return
+            memory = ahead.memory_of(told)
+            if memory[:SUPERBLOCK_BYTES] != slab.superblock.pack():
+                return
+            columns = SharedColumns.within(memory, slab.superblock.slots)
+            live = self._room_of(position).part(slice(told.live))
+            columns.live.part(slice(told.live)).move_to(live)
+            live.origin[:] = np.array([self._origins.number_of(raw) for raw in told.origins], np.uint32)[live.origin]
+            self._told[position] = Verdicts(
+                columns.states.copy(),
+                columns.seen_generations.copy(),
+                columns.payload_bytes.copy(),
+                live,
+                told.last_sequence,
+                told.damaged,
+                told.truncated,
+                set(told.withdrawn),
+            )
 
 
 class _Piece(NamedTuple):
-    """Some slots of a slab: their records and the buffer they lie in, or what was found out about all of them."""
+    """Some slots of the slab at `position`, and the buffer that their records lie in."""
 
-    slab: Slab
+    position: int
     first: int
     slots: int
-    records: memoryview | None = None
-    buffer: memoryview | None = None
-    verdicts: list[Verdicts] | None = None
+    buffer: memoryview
 
     def words(self) -> Array:
-        raw = np.frombuffer(self.records or b"", "<u8", self.slots * RECORD_WORDS)
+        raw = np.frombuffer(self.buffer, "<u8", self.slots * RECORD_WORDS)
         return raw.reshape(self.slots, RECORD_WORDS)
 
 
 class _Reader:
-    """Yields what is known of all slabs in order: verdicts where they were judged ahead, else records in parts, with
-    their buffers, which are to be given back. What was read ahead has none.
-    """
+    """Yields the records of slabs in parts, with buffers that are to be given back."""
 
-    def __init__(self, slabs: Sequence[Slab], ahead: JudgingAhead | None, origins: Origins, buffers: int) -> None:
+    def __init__(self, slabs: Sequence[Slab], positions: Iterable[int], buffers: int) -> None:
         self._slabs = slabs
-        self._ahead = ahead
-        self._origins = origins
+        self._positions = positions
         self._empty: SimpleQueue[memoryview | None] = SimpleQueue()
         self._full: SimpleQueue[_Piece | BaseException | None] = SimpleQueue()
         most = min(READ_RECORDS, max((slab.superblock.slots for slab in slabs), default=0))
@@ -179,37 +219,29 @@ class _Reader:
             if isinstance(told, BaseException):
                 raise told
             yield told
-            del told  # what was read ahead goes when it is judged
 
     def _read_all(self) -> None:
         try:
-            for position, slab in enumerate(self._slabs):
-                if position % READ_AHEAD_SLABS == 0:
-                    for soon in self._slabs[position : position + 2 * READ_AHEAD_SLABS]:
-                        soon.file.expect_records()
-                if not self._tell_of(slab):
+            for position in self._positions:
+                for soon in self._slabs[position + 1 : position + 1 + READ_AHEAD_SLABS]:
+                    soon.file.expect_records()
+                if not self._read(position):
                     return
             self._full.put(None)
         except BaseException as error:  # handed to who waits for it
             self._full.put(error)
 
-    def _tell_of(self, slab: Slab) -> bool:
+    def _read(self, position: int) -> bool:
         """False when nobody wants more."""
-        superblock, ahead = slab.superblock, self._ahead
-        if ahead is not None and (verdicts := ahead.take(superblock, self._origins)) is not None:
-            self._full.put(_Piece(slab, 0, superblock.slots, verdicts=verdicts))
-            return True
-        known = None if ahead is None else ahead.take_records(superblock)
-        for first in range(0, superblock.slots, READ_RECORDS):
-            count = min(READ_RECORDS, superblock.slots - first)
-            if known is not None:
-                self._full.put(_Piece(slab, first, count, known[first * RECORD_BYTES :]))
-                continue
+        slab = self._slabs[position]
+        slots = slab.superblock.slots
+        for first in range(0, slots, READ_RECORDS):
+            count = min(READ_RECORDS, slots - first)
             buffer = self._empty.get()
             if buffer is None:
                 return False
             slab.file.read_records_into(buffer[: _whole_pages(count * RECORD_BYTES)], first)
-            self._full.put(_Piece(slab, first, count, buffer, buffer))
+            self._full.put(_Piece(position, first, count, buffer))
         return True
 
 

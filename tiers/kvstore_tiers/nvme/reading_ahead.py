@@ -1,30 +1,27 @@
-"""Records that are read before their tier is opened: while a daemon loads its modules, the medium would be idle.
+"""The records of slabs, read while NumPy is loaded: the medium would be idle.
 
-Owns threads and the memory they read to, up to a limit; what is beyond it is read when the tier is opened, as is what
-the medium cannot read. Knows no format but where records begin and how many there may be; judges nothing
-(judging_ahead.py does), changes nothing, and has the directory's lock only while it looks at it. Imports nothing that
-is not there already.
-Invariant: what was read is used only by who has the lock then and found that nobody had it since the reading began
-(whoever has it leaves a mark), and that the slab is the file that was read, not written to since: who restores a backup
-asks for no lock.
+Owns threads, and a few buffers that they read to over and over, since memory that was never touched costs a virtual
+machine more time than the medium does. Knows no format but where records begin and how many there may be; judges
+nothing, changes nothing, asks for no lock. Imports nothing that is not there already.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
-from kvstore_tiers.nvme.lock_mark import LockMark
 from kvstore_tiers.nvme.read_buffer import read_buffer
+from kvstore_tiers.nvme.slab_queue import SlabQueue
 
-LIMIT_BYTES = 128 << 20  # of memory; half the records of a million blocks, and while they are judged the rest is read
+MOST_BYTES = 64 << 20  # of one slab; larger slots have fewer records
 _THREADS = 2  # the medium is kept busy while one of them waits for the GIL
+_BUFFERS = 4
 _BEGIN = 4096  # of the records in a slab file; the superblock before them says how many there are
 _SLOTS_AT = 48
 _RECORD_BYTES = 256
@@ -44,98 +41,96 @@ class Look(NamedTuple):
 
 
 class Region(NamedTuple):
-    """What was read of a slab: its first superblock, and all records."""
+    """What was read of a slab: its first superblock, and all records, in a buffer that is to be given back."""
 
+    slab: int
     look: Look
     superblock: bytes
     records: memoryview
+    buffer: memoryview
 
 
 class ReadAhead:
-    """The records of one directory, being read."""
+    """Iterates over the regions of slabs taken from `queue`, as they are read; leaves out what cannot be read."""
 
-    def __init__(self, directory: Path, mark: LockMark, slabs: dict[int, Path]) -> None:
+    def __init__(self, directory: Path, queue: SlabQueue) -> None:
         self._directory = directory
-        self._mark = mark
-        self._left_bytes = LIMIT_BYTES
-        self._lock = threading.Lock()
-        self._slabs = slabs
-        self._threads = ThreadPoolExecutor(_THREADS, "nvme-ahead")
-        self._regions = {number: self._threads.submit(self._read, slabs[number]) for number in sorted(slabs)}
+        self._queue = queue
+        self._spare: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(_BUFFERS):
+            self._spare.put(memoryview(b""))
+        self._read: SimpleQueue[Region | None] = SimpleQueue()
+        for number in range(_THREADS):
+            threading.Thread(target=self._read_all, name=f"nvme-ahead-{number}", daemon=True).start()
 
-    @classmethod
-    def begin(cls, directory: str | os.PathLike[str]) -> ReadAhead | None:
-        """Begin to read what is in a directory; None where nothing is, or where somebody has it."""
-        path = Path(directory).absolute()
+    def __iter__(self) -> Iterator[Region]:
+        left = _THREADS
+        while left:
+            region = self._read.get()
+            if region is None:
+                left -= 1
+            else:
+                yield region
+
+    def give_back(self, region: Region) -> None:
+        self._spare.put(region.buffer)
+
+    def _read_all(self) -> None:
         try:
-            with open(path / "lock", "rb", buffering=0) as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                mark = LockMark.of(lock.fileno())
-            slabs = {int(slab.stem): slab for slab in (path / "slabs").glob("*.slab") if slab.stem.isdigit()}
-        except OSError:
-            return None
-        return cls(path, mark, slabs) if slabs else None
+            buffer = self._spare.get()
+            while (number := self._queue.take()) is not None:
+                region = self._region(number, buffer)
+                if region is not None:
+                    self._read.put(region)
+                    buffer = self._spare.get()
+        finally:
+            self._read.put(None)
 
-    def is_of(self, directory: Path, former: LockMark) -> bool:
-        """Whether this is what is in `directory`, whose lock the caller has, with that mark of who had it before."""
-        return directory.absolute() == self._directory and former == self._mark
-
-    def numbers(self) -> list[int]:
-        """The slabs there were."""
-        return sorted(self._slabs)
-
-    def take(self, slab: int) -> Region | None:
-        """What was read of a slab, or is being read, which is then the caller's; None where that has yet to begin."""
-        region: Future[Region | None] | None = self._regions.pop(slab, None)
-        return None if region is None or region.cancel() else region.result()
-
-    def wait_for(self, slab: int) -> Region | None:
-        """What is read of a slab, when it has been, which is then the caller's; None where it is somebody else's."""
-        region: Future[Region | None] | None = self._regions.pop(slab, None)
-        return None if region is None else region.result()
-
-    def still_is(self, slab: int, look: Look) -> bool:
-        """Whether nobody has changed the slab since."""
-        with suppress(OSError):
-            return look == Look.at(os.stat(self._slabs[slab]))
-        return False
-
-    def close(self) -> None:
-        """Nothing more is read, nor kept. Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._regions.clear()
-
-    def _read(self, slab: Path) -> Region | None:
+    def _region(self, number: int, buffer: memoryview) -> Region | None:
         with suppress(OSError):  # who opens the tier will meet it too, and say so
-            fd = _open(slab)
+            fd = _open(slab_path(self._directory, number))
             try:
-                return self._region(fd)
+                return _read(fd, number, buffer)
             finally:
                 os.close(fd)
         return None
 
-    def _region(self, fd: int) -> Region | None:
-        look = Look.at(os.fstat(fd))
-        superblock = memoryview(mmap.mmap(-1, _BEGIN))
-        if os.preadv(fd, [superblock], 0) < _BEGIN:
-            return None
-        nbytes = int.from_bytes(superblock[_SLOTS_AT : _SLOTS_AT + 8], "little") * _RECORD_BYTES
-        nbytes = min(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, look.length_bytes - _BEGIN)
-        with self._lock:
-            if not 0 < nbytes <= self._left_bytes:
-                return None
-            self._left_bytes -= nbytes
-        records = read_buffer(nbytes)
-        done = 0
-        while done < nbytes:
-            got = os.preadv(fd, [records[done:]], _BEGIN + done)
-            done += got
-            if not got or done % mmap.PAGESIZE:
-                return None  # cut short, since
-        return Region(look, bytes(superblock), records)
+
+def slab_path(directory: Path, number: int) -> Path:
+    return directory / "slabs" / f"{number:08d}.slab"
 
 
-def _open(path: Path) -> int:
+def records_bytes(path: Path) -> int:
+    """How many bytes the records of a slab take, by its first superblock. Raises OSError."""
+    with open(path, "rb", buffering=0) as slab:
+        return _records_bytes(slab.read(_BEGIN))
+
+
+def _records_bytes(superblock: bytes | memoryview) -> int:
+    nbytes = int.from_bytes(superblock[_SLOTS_AT : _SLOTS_AT + 8], "little") * _RECORD_BYTES
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _read(fd: int, number: int, buffer: memoryview) -> Region | None:
+    look = Look.at(os.fstat(fd))
+    superblock = memoryview(mmap.mmap(-1, _BEGIN))
+    if os.preadv(fd, [superblock], 0) < _BEGIN:
+        return None
+    nbytes = min(_records_bytes(superblock), look.length_bytes - _BEGIN)
+    if not 0 < nbytes <= MOST_BYTES:
+        return None
+    if len(buffer) < nbytes:
+        buffer = read_buffer(nbytes)
+    done = 0
+    while done < nbytes:
+        got = os.preadv(fd, [buffer[done:nbytes]], _BEGIN + done)
+        done += got
+        if not got or done % mmap.PAGESIZE:
+            return None  # cut short, since
+    return Region(number, look, bytes(superblock), buffer[:nbytes], buffer)
+
+
+def _open(slab: Path) -> int:
     with suppress(OSError):
-        return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a file system without direct I/O
+        return os.open(slab, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    return os.open(slab, os.O_RDONLY | os.O_CLOEXEC)  # a file system without direct I/O

@@ -48,7 +48,7 @@ def _shift(bits: int) -> np.uint64:
 
 
 class RecordChecksums:
-    """Scratch memory for `digests`: a mapping of its own, in huge pages, which is gone when this is."""
+    """Scratch memory for `digests`: a mapping of its own, which is gone when this is."""
 
     def __init__(self) -> None:
         words_in_all = RECORD_WORDS + _SECRET_WORDS + 6 * _LANES

@@ -7,7 +7,7 @@ from several records (two with one key, too many bytes). Never reads a file, nev
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -42,17 +42,17 @@ class LiveBlocks:
     generation: Array
 
     @classmethod
-    def room(cls, blocks: int) -> LiveBlocks:
-        """Columns to be filled, for so many blocks at most."""
+    def room(cls, blocks: int, make: Callable[..., Array] = np.empty) -> LiveBlocks:
+        """Columns to be filled, for so many blocks at most; `make` gives one of a shape and dtype."""
         return cls(
-            slots=np.empty(blocks, np.uint64),
-            key=np.empty((blocks, 2), "<u8"),
-            parent=np.empty((blocks, 2), "<u8"),
-            origin=np.empty(blocks, np.uint32),
-            depth=np.empty(blocks, np.uint32),
-            sequence=np.empty(blocks, np.uint64),
-            payload_bytes=np.empty(blocks, np.uint64),
-            generation=np.empty(blocks, np.uint64),
+            slots=make(blocks, np.uint64),
+            key=make((blocks, 2), "<u8"),
+            parent=make((blocks, 2), "<u8"),
+            origin=make(blocks, np.uint32),
+            depth=make(blocks, np.uint32),
+            sequence=make(blocks, np.uint64),
+            payload_bytes=make(blocks, np.uint64),
+            generation=make(blocks, np.uint64),
         )
 
     def __len__(self) -> int:
@@ -89,13 +89,20 @@ class Verdicts:
     withdrawn: set[int] = field(default_factory=set)
 
     @staticmethod
-    def joined(pieces: Sequence[Verdicts], live: LiveBlocks) -> Verdicts:
-        """Several in a row as one, whose live blocks are these."""
+    def joined(pieces: Sequence[Verdicts], room: LiveBlocks) -> Verdicts:
+        """Several in a row as one. Each had `room` for all its slots, behind the one before it; their live blocks are
+        moved together, to where it begins."""
+        live = slots = 0
+        for piece in pieces:
+            if live != slots:
+                piece.live.move_to(room.part(slice(live, live + len(piece.live))))
+            live += len(piece.live)
+            slots += len(piece.states)
         return Verdicts(
             np.concatenate([piece.states for piece in pieces]),
             np.concatenate([piece.seen_generations for piece in pieces]),
             np.concatenate([piece.payload_bytes for piece in pieces]),
-            live,
+            room.part(slice(live)),
             last_sequence=max(piece.last_sequence for piece in pieces),
             damaged=sum(piece.damaged for piece in pieces),
             truncated=sum(piece.truncated for piece in pieces),

@@ -1,0 +1,317 @@
+"""Records that another process judged before the tier was opened: used while they are true, left alone when not."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, judging_ahead, reading_ahead
+from kvstore_tiers.nvme.judging_ahead import JudgingAhead
+from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
+from kvstore_tiers.nvme.reading_ahead import ReadAhead
+from kvstore_tiers.nvme.slab_file import SlabFile, find_superblock
+from kvstore_tiers.nvme.slab_queue import SlabQueue
+from kvstore_tiers.testing.driving import block, finish, put
+
+CAPACITY_BYTES = 8 << 20
+SLAB_BYTES = 1 << 20
+BLOCKS = range(1, 201)  # of three slabs
+
+
+@contextmanager
+def opened(path: Path, ahead: JudgingAhead | None = None) -> Iterator[NvmeTier]:
+    with closing(NvmeTier.open(path, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=1, ahead=ahead)) as tier:
+        yield tier
+
+
+def store(tier: NvmeTier, *numbers: int) -> None:
+    for number in numbers:
+        assert put(tier, *block(number, 5000)) is not None
+    assert finish(tier.sync).ok
+
+
+def recovered(tier: NvmeTier) -> set[int]:
+    columns = tier.recover_columns()
+    return {int.from_bytes(columns.key[at].tobytes(), "big") for at in range(len(columns))}
+
+
+def slab(directory: Path, number: int) -> Path:
+    return directory / "slabs" / f"{number:08d}.slab"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    with opened(tmp_path) as tier:
+        store(tier, *BLOCKS)
+    assert len(list((tmp_path / "slabs").iterdir())) == 3
+    return tmp_path
+
+
+@pytest.fixture
+def read_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slabs whose records are read by who opens the tier."""
+    read: list[int] = []
+    original = SlabFile.read_records_into
+
+    def watched(self: SlabFile, buffer: memoryview, first: int) -> None:
+        read.append(self.superblock.number)
+        original(self, buffer, first)
+
+    monkeypatch.setattr(SlabFile, "read_records_into", watched)
+    return read
+
+
+@pytest.fixture(autouse=True)
+def however_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slabs are worth a process."""
+    monkeypatch.setattr(judging_ahead, "LEAST_BYTES", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
+def begun(directory: Path) -> JudgingAhead:
+    ahead = JudgingAhead.begin(directory)
+    assert ahead is not None
+    return ahead
+
+
+def done(directory: Path) -> JudgingAhead:
+    """Everything that can be judged ahead has been."""
+    ahead = begun(directory)
+    os.waitid(os.P_PID, ahead._pid, os.WEXITED | os.WNOWAIT)
+    return ahead
+
+
+def test_what_was_judged_ahead_is_not_read_again(directory: Path, read_here: list[int]) -> None:
+    with opened(directory, done(directory)) as tier:
+        assert recovered(tier) == set(BLOCKS)
+        assert read_here == []
+        store(tier, 1000)
+    with opened(directory) as tier:
+        assert recovered(tier) == {*BLOCKS, 1000}
+        assert read_here == [1, 2, 3]
+
+
+def test_judged_ahead_and_judged_here_are_the_same(directory: Path) -> None:
+    """Column by column, whatever numbers the origins were given, and with holes in each slab."""
+    with opened(directory) as tier:
+        held = tier.recover_columns()
+        for at in range(3, len(held), 7):
+            tier.free(held.slot_of(at))
+        assert finish(tier.sync).ok
+
+    def columns(ahead: JudgingAhead | None) -> list[bytes]:
+        with opened(directory, ahead) as tier:
+            found = tier.recover_columns()
+            origins = [found.origins[number] for number in found.origin]
+            named = [origin.fingerprint + origin.tenant for origin in origins]
+            names = ("key", "parent", "depth", "offset", "payload_bytes", "generation")
+            books = [bytes(each) for slab in tier._space.slabs.values() for each in (slab.states, slab.generations)]
+            return [*named, *(getattr(found, name).tobytes() for name in names), *books]
+
+    assert columns(done(directory)) == columns(None)
+
+
+def test_slabs_are_shared_with_who_opens_early(directory: Path, read_here: list[int]) -> None:
+    for _ in range(3):
+        read_here.clear()
+        with opened(directory, begun(directory)) as tier:
+            assert recovered(tier) == set(BLOCKS)
+            assert len(read_here) == len(set(read_here)), "nothing is read twice"
+
+
+def test_what_a_process_that_died_did_not_tell_is_judged_here(directory: Path, read_here: list[int]) -> None:
+    ahead = begun(directory)
+    os.kill(ahead._pid, signal.SIGKILL)
+    taken = ahead.claim()  # as if it had begun with this one
+    with opened(directory, ahead) as tier:
+        assert recovered(tier) == set(BLOCKS)
+        assert taken is None or taken in read_here
+
+
+def test_a_line_that_was_cut_short_tells_nothing(
+    directory: Path, read_here: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies_early(_: Path, queue: int, memory: int, telling: int) -> int:
+        while os.read(queue, 4):
+            pass
+        os.write(telling, b"[1, [1, 2")
+        return os.posix_spawn("/bin/true", ["true"], {})
+
+    monkeypatch.setattr(judging_ahead, "_start", dies_early)
+    with opened(directory, begun(directory)) as tier:
+        assert recovered(tier) == set(BLOCKS)
+        assert sorted(read_here) == [1, 2, 3]
+
+
+def test_nothing_is_left_of_it(directory: Path) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    for ahead in (begun(directory), done(directory)):
+        pid = ahead._pid
+        ahead.close()
+        ahead.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_what_somebody_changed_meanwhile_is_read_anew(directory: Path, read_here: list[int]) -> None:
+    ahead = done(directory)
+    with opened(directory) as tier:
+        store(tier, 1000)
+        columns = tier.recover_columns()
+        tier.free(columns.slot_of(0))
+        assert finish(tier.sync).ok
+    read_here.clear()
+    with opened(directory, ahead) as tier:
+        assert recovered(tier) == {*BLOCKS, 1000} - {int.from_bytes(columns.key[0].tobytes(), "big")}
+        assert read_here == [1, 2, 3]
+
+
+@pytest.mark.parametrize("by", ["rename", "writing"])
+def test_what_was_restored_meanwhile_is_read_anew(directory: Path, read_here: list[int], by: str) -> None:
+    """By somebody who copies slabs back and asks for no lock, so that its mark is as it was."""
+    second = slab(directory, 2)
+    backup = second.read_bytes()
+    with opened(directory) as tier:
+        columns = tier.recover_columns()
+        freed = next(at for at in range(len(columns)) if columns.container[at] == 2)
+        tier.free(columns.slot_of(freed))
+        assert finish(tier.sync).ok
+    ahead = done(directory)
+    if by == "rename":
+        (directory / "restored").write_bytes(backup)
+        (directory / "restored").rename(second)
+    else:
+        second.write_bytes(backup)
+    read_here.clear()
+    with opened(directory, ahead) as tier:
+        assert recovered(tier) == set(BLOCKS)
+        assert read_here == [2]
+
+
+def test_another_directory_is_not_taken_for_this_one(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    with opened(other) as tier:
+        store(tier, 5)
+    with opened(other, done(directory)) as tier:
+        assert recovered(tier) == {5}
+
+
+def test_there_is_nothing_to_judge_ahead(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    assert JudgingAhead.begin(empty / "absent") is None
+    with opened(empty):
+        assert JudgingAhead.begin(empty) is None, "somebody has it"
+    assert JudgingAhead.begin(empty) is None, "no slabs"
+    monkeypatch.setattr(judging_ahead, "LEAST_BYTES", 1 << 20)
+    assert JudgingAhead.begin(directory) is None, "little to judge"
+    monkeypatch.setattr(judging_ahead, "LEAST_BYTES", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert JudgingAhead.begin(directory) is None, "it would have the core that the modules need"
+
+
+@pytest.mark.parametrize("damage", ["superblocks", "cut", "slots", "gone"])
+def test_damage_is_found_as_without_it(directory: Path, damage: str) -> None:
+    second = slab(directory, 2)
+    superblock = find_superblock(second)
+    assert not isinstance(superblock, str)
+    expected = set(BLOCKS)
+    if damage == "cut":
+        os.truncate(second, SUPERBLOCK_BYTES + 40 * RECORD_BYTES)
+    with open(second, "r+b", buffering=0) as file:
+        if damage in ("superblocks", "slots"):  # the front one; in the latter its count of slots alone
+            at = 48 if damage == "slots" else 0
+            os.pwrite(file.fileno(), b"\xff" * (8 if damage == "slots" else SUPERBLOCK_BYTES), at)
+    ahead = done(directory)
+    if damage == "gone":
+        second.unlink()
+    with opened(directory, ahead) as tier:
+        found = recovered(tier)
+    lost = {*BLOCKS} - found
+    if damage in ("cut", "gone"):
+        assert len(lost) == superblock.slots, "those of the second slab"
+    else:
+        assert found == expected
+
+
+def test_a_damaged_record_is_withdrawn_wherever_it_is_judged(directory: Path) -> None:
+    with open(slab(directory, 2), "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), b"\xff", SUPERBLOCK_BYTES + 5 * RECORD_BYTES + 30)
+    for turn in range(2):  # the second time it is gone
+        with opened(directory, done(directory)) as tier:
+            damaged, found = tier.recovery_report.damaged_records, recovered(tier)
+        assert len(found) == len(BLOCKS) - 1
+        assert damaged == (turn == 0)
+
+
+def test_regions_are_read_to_the_same_few_buffers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def regions(*numbers: int) -> dict[int, bytes]:
+        found, reading = {}, ReadAhead(directory, SlabQueue.of(numbers))
+        for region in reading:
+            found[region.slab] = bytes(region.records)
+            reading.give_back(region)
+        return found
+
+    superblock = find_superblock(slab(directory, 1))
+    assert not isinstance(superblock, str)
+    read = regions(*(1, 2, 3) * 5, 99)
+    assert sorted(read) == [1, 2, 3], "the last is not there"
+    for number, records in read.items():
+        raw = slab(directory, number).read_bytes()
+        assert records == raw[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + len(records)]
+        assert len(records) >= superblock.slots * RECORD_BYTES
+    os.truncate(slab(directory, 2), SUPERBLOCK_BYTES + 1000)
+    assert sorted(regions(1, 2, 3)) == [1, 3]
+    monkeypatch.setattr(reading_ahead, "MOST_BYTES", 4096)
+    assert regions(1, 2, 3) == {}, "left to who opens the tier"
+
+
+def test_a_slab_is_taken_once() -> None:
+    queue = SlabQueue.of(range(20_000))
+    with ThreadPoolExecutor(4) as threads:
+        taken = [number for each in threads.map(lambda _: list(iter(queue.take, None)), range(4)) for number in each]
+    assert sorted(taken) == list(range(16_384)), "as many as a pipe holds"
+    queue.close()
+
+
+def test_where_the_superblock_says_how_many_slots_there_are(directory: Path) -> None:
+    superblock = find_superblock(slab(directory, 1))
+    assert not isinstance(superblock, str)
+    at = reading_ahead._SLOTS_AT
+    assert int.from_bytes(superblock.pack()[at : at + 8], "little") == superblock.slots
+    assert (reading_ahead._BEGIN, reading_ahead._RECORD_BYTES) == (SUPERBLOCK_BYTES, RECORD_BYTES)
+    assert reading_ahead.slab_path(directory, 1) == slab(directory, 1)
+
+
+def test_who_only_looks_is_in_nobody_s_way(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(directory / "lock", "rb", buffering=0) as looker:
+        fcntl.flock(looker, fcntl.LOCK_SH)
+        naps: list[float] = []
+        monkeypatch.setattr(time, "sleep", naps.append)
+        with pytest.raises(DirectoryInUse, match="another process"), opened(directory):
+            pass  # it looks for longer than anybody does
+        assert sum(naps) >= 0.5
+
+        def sleep(_: float) -> None:
+            naps.append(0)
+            if len(naps) == 10:  # it had lost its core meanwhile
+                fcntl.flock(looker, fcntl.LOCK_UN)
+
+        naps.clear()
+        monkeypatch.setattr(time, "sleep", sleep)
+        with opened(directory) as tier:
+            assert recovered(tier) == set(BLOCKS)
+            naps.clear()
+            with pytest.raises(DirectoryInUse, match=f"process {os.getpid()}"), opened(directory):
+                pass
+            assert not naps, "who has it keeps it: that is said at once"

@@ -1,0 +1,35 @@
+"""The process that judges records ahead: `python -m kvstore_tiers.nvme.judging_process DIR QUEUE MEMORY TELLING`.
+
+The last three are descriptors, which judging_ahead.py made: slabs to take, memory for columns, and a pipe that is told
+of each slab in a line. Reads the slabs while NumPy is loaded; changes nothing. It ends when no slab is left, or nobody
+listens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from kvstore_tiers.nvme.reading_ahead import ReadAhead
+from kvstore_tiers.nvme.slab_queue import SlabQueue
+
+
+def main(directory: str, queue: str, memory: str, telling: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is meant for the daemon, which says what is to be said
+    reading = ReadAhead(Path(directory), SlabQueue(int(queue)))
+    from kvstore_tiers.nvme.slab_judge import SlabJudge
+
+    judge = SlabJudge(int(memory))
+    for region in reading:
+        told = judge.judge(region)
+        if told is not None:
+            os.write(int(telling), told.line())
+        reading.give_back(region)
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError):
+        main(*sys.argv[1:])

@@ -1,0 +1,37 @@
+"""Slabs to be judged, shared by two processes: each slab is taken by one of them.
+
+Owns a pipe that is filled once and never written to again: reading a whole number from it is atomic, and at its end
+there is nothing left. Imports nothing that is not there already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+_NUMBER_BYTES = 4
+_ROOM_BYTES = 64 << 10  # what every pipe holds; whoever has more slabs goes over the others alone
+
+
+class SlabQueue:
+    """The end of the pipe at which numbers of slabs are taken."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> SlabQueue:
+        """These, as many as there is room for."""
+        fd, filling = os.pipe2(os.O_CLOEXEC)
+        packed = b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers)
+        os.write(filling, packed[:_ROOM_BYTES])
+        os.close(filling)
+        return cls(fd)
+
+    def take(self) -> int | None:
+        """One that nobody else takes; None when there is none left."""
+        raw = os.read(self.fd, _NUMBER_BYTES)
+        return int.from_bytes(raw, "little") if raw else None
+
+    def close(self) -> None:
+        os.close(self.fd)
