@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_tiers.nvme.judging_ahead import JudgingAhead, Told
-from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, SUPERBLOCK_BYTES, RecordState
+from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, RecordState
 from kvstore_tiers.nvme.read_buffer import read_buffer
 from kvstore_tiers.nvme.reading_ahead import Look
 from kvstore_tiers.nvme.record_checksums import RECORD_WORDS, RecordChecksums
-from kvstore_tiers.nvme.shared_columns import SharedColumns
+from kvstore_tiers.nvme.shared_columns import SharedColumns, shared_bytes
 from kvstore_tiers.nvme.slab import Slab
 from kvstore_tiers.nvme.verdicts import Array, LiveBlocks, Origins, Verdicts, judge
 
@@ -155,13 +155,13 @@ class _Judging:
     def _take(self, position: int, told: Told, ahead: JudgingAhead) -> None:
         """What was found out elsewhere, if it is still true."""
         slab = self._slabs[position]
+        slots = slab.superblock.slots
         with suppress(OSError):
-            if told.look != Look.at(slab.file.path.stat()):
+            if told.look != Look.at(slab.file.path.stat()) or told.nbytes != shared_bytes(slots):
                 return
-            memory = ahead.memory_of(told)
-            if memory[:SUPERBLOCK_BYTES] != slab.superblock.pack():
+            columns = SharedColumns.within(ahead.memory_of(told), slots)
+            if columns.superblock.tobytes() != slab.superblock.pack():
                 return
-            columns = SharedColumns.within(memory, slab.superblock.slots)
             live = self._room_of(position).part(slice(told.live))
             columns.live.part(slice(told.live)).move_to(live)
             live.origin[:] = np.array([self._origins.number_of(raw) for raw in told.origins], np.uint32)[live.origin]

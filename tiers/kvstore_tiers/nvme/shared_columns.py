@@ -22,6 +22,7 @@ _COLUMNS = 11
 class SharedColumns(NamedTuple):
     """Columns of a slab, in memory."""
 
+    superblock: Array  # its bytes
     live: LiveBlocks
     states: Array
     seen_generations: Array
@@ -30,7 +31,7 @@ class SharedColumns(NamedTuple):
     @classmethod
     def within(cls, memory: mmap.mmap, slots: int) -> SharedColumns:
         """Those of a slab of so many slots; as writable as the memory is."""
-        at = SUPERBLOCK_BYTES
+        at = 0
 
         def carve(shape: int | tuple[int, int], kind: Any) -> Array:
             nonlocal at
@@ -40,7 +41,11 @@ class SharedColumns(NamedTuple):
             return column
 
         return cls(
-            LiveBlocks.room(slots, carve), carve(slots, np.uint8), carve(slots, np.uint64), carve(slots, np.uint64)
+            carve(SUPERBLOCK_BYTES, np.uint8),
+            LiveBlocks.room(slots, carve),
+            carve(slots, np.uint8),
+            carve(slots, np.uint64),
+            carve(slots, np.uint64),
         )
 
 

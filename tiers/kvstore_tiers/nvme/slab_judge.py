@@ -11,7 +11,7 @@ import os
 import numpy as np
 
 from kvstore_tiers.nvme.judging_ahead import Told
-from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
+from kvstore_tiers.nvme.layout import RECORD_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.reading_ahead import Region
 from kvstore_tiers.nvme.record_checksums import RECORD_WORDS, RecordChecksums
 from kvstore_tiers.nvme.shared_columns import SharedColumns, shared_bytes
@@ -37,9 +37,9 @@ class SlabJudge:
         begin, nbytes = self._end, shared_bytes(slots)
         self._end += nbytes
         os.ftruncate(self._memory, self._end)
-        memory = mmap.mmap(self._memory, nbytes, offset=begin)
-        memory[:SUPERBLOCK_BYTES] = region.superblock
-        columns, origins = SharedColumns.within(memory, slots), Origins()
+        columns = SharedColumns.within(mmap.mmap(self._memory, nbytes, offset=begin), slots)
+        columns.superblock[:] = np.frombuffer(region.superblock, np.uint8)
+        origins = Origins()
         records = np.frombuffer(region.records, "<u8", slots * RECORD_WORDS).reshape(slots, RECORD_WORDS)
         length_bytes = region.look.length_bytes
         pieces = judge(superblock, length_bytes, 0, records, self._checksums, origins, columns.live)
