@@ -198,8 +198,11 @@ def _learn(layout: Layout, costs: TransferCosts) -> None:
         holding = layout.holdings[int(random.integers(len(layout.holdings)))]
         first = int(random.integers(BLOCKS_EACH - 1))
         blocks = holding.blocks[first : first + int(random.integers(1, BLOCKS_EACH - first))]
-        if random.random() < 0.5:  # the same bytes in one piece
-            blocks = list(range(len(blocks)))
+        if (
+            random.random() < 0.5
+        ):  # as many bytes in one piece, from anywhere: a piece that is read again and again is cached
+            start = int(random.integers(layout.space.pool.blocks - len(blocks)))
+            blocks = list(range(start, start + len(blocks)))
         begin = clock()
         places = layout.host.save(blocks)
         costs.observe(len(blocks) * layout.host.block_bytes, count_runs(blocks), clock() - begin)

@@ -159,7 +159,7 @@ def test_a_compaction_that_cannot_pay_does_not_look_for_places(monkeypatch: pyte
     """It is asked every few steps, and would else cost more than it ever saves."""
     space, costs = _space(64), TransferCosts()
     holding, _ = _scattered(space, 16)
-    even = costs.copy_s(16 * space.pool.payload_bytes(1), 2) / (15 * costs.run_s)  # transfers that pay for a move
+    even = costs.move_s(16 * space.pool.payload_bytes(1), 2) / (15 * costs.run_s)  # transfers that pay for a move
 
     def fail(blocks: list[int]) -> None:
         raise AssertionError("it looked for places")
@@ -179,6 +179,22 @@ def test_compaction_leaves_shared_blocks_where_they_are() -> None:
     space.release(child)
     assert Compactor(space, costs).compact(holding, 1e6).runs_after == 1
     space.check([holding])
+
+
+def test_the_cost_of_a_move_is_learnt_from_moves_and_forgotten_with_time() -> None:
+    costs, nbytes = TransferCosts(), 8 << 20
+    for _ in range(50):
+        costs.observe(nbytes, 3, 0.001)
+    as_expected, transfer_s = costs.move_s(nbytes, 3), costs.copy_s(nbytes, 3)
+    assert as_expected == pytest.approx(2 * transfer_s, rel=0.01)
+    for _ in range(8):
+        costs.observe_move(nbytes, 3, 0.005)
+    assert costs.move_s(nbytes, 3) == pytest.approx(0.005, rel=0.05)
+    costs.observe_move(nbytes, 3, 60.0)  # interrupted
+    assert costs.move_s(nbytes, 3) <= 0.02
+    for _ in range(5000):
+        costs.observe(nbytes, 3, 0.001)
+    assert costs.move_s(nbytes, 3) == pytest.approx(as_expected, rel=0.1)
 
 
 def test_the_cost_of_a_piece_is_learnt_from_transfers() -> None:

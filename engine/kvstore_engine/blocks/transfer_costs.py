@@ -1,13 +1,20 @@
 """What it costs here to copy blocks, by bytes and by pieces; refitted with every transfer.
 
-Owns one linear model and nothing that acts on it:  copying takes  f + bytes/B + r * runs  seconds.
+Owns one linear model and nothing that acts on it:  copying takes  f + bytes/B + r * runs  seconds. A move within the
+pool takes longer by a factor: it writes where nobody wrote lately, so memory is fetched that a transfer may find in a
+cache.
 """
+
+import math
 
 from kvstore_engine.restore.regression import RecursiveLeastSquares
 
 # Scaled to be of one order of magnitude: seconds per transfer, per 16 MiB, per 100 pieces.
 _BYTES, _RUNS = 16.0 * 1024 * 1024, 100.0
 _PRIOR = (2e-5, 0.003, 0.0005)
+_MOVE_PRIOR, _MOST_FACTOR = 2.0, 16.0
+_LEARN = 0.5  # at once: a wrong factor is a loss with every move
+_FORGET = 1e-3  # with each transfer: what was seen once, perhaps of an interrupted move, is tried again some time
 
 
 class TransferCosts:
@@ -15,10 +22,15 @@ class TransferCosts:
 
     def __init__(self) -> None:
         self.copy = RecursiveLeastSquares(_PRIOR, uncertainty=1.0)
+        self._move_factor = _MOVE_PRIOR
 
     def copy_s(self, nbytes: int, runs: int) -> float:
         """Seconds to copy `nbytes` in `runs` contiguous pieces of the pool."""
         return self.copy.predict((1.0, nbytes / _BYTES, runs / _RUNS)) if nbytes else 0.0
+
+    def move_s(self, nbytes: int, runs: int) -> float:
+        """Seconds to move `nbytes` within the pool."""
+        return self._move_factor * self.copy_s(nbytes, runs)
 
     @property
     def run_s(self) -> float:
@@ -29,3 +41,11 @@ class TransferCosts:
         """A transfer took `seconds`."""
         if nbytes > 0:
             self.copy.observe((1.0, nbytes / _BYTES, runs / _RUNS), seconds)
+            self._move_factor += _FORGET * (_MOVE_PRIOR - self._move_factor)
+
+    def observe_move(self, nbytes: int, runs: int, seconds: float) -> None:
+        """A move within the pool took `seconds`."""
+        expected = self.copy_s(nbytes, runs)
+        if expected > 0.0 and math.isfinite(seconds):
+            factor = min(max(seconds / expected, 1.0), _MOST_FACTOR)
+            self._move_factor += _LEARN * (factor - self._move_factor)

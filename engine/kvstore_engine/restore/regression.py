@@ -10,8 +10,10 @@ Theory", chapter on RLS; one sample's pull is bounded, so that a descheduled ste
 
 import math
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
+import numpy.typing as npt
 
 _SMALLEST_COST_S = 1e-6
 _MAX_VARIANCE = 1e6
@@ -23,14 +25,14 @@ class RecursiveLeastSquares:
 
     def __init__(self, prior: Sequence[float], uncertainty: float = 1.0, memory: float = 0.98) -> None:
         """Start from `prior` coefficients; `uncertainty` relative to each says how fast data may move it."""
-        self.coefficients = np.array(prior, np.float64)
+        self._take(np.array(prior, np.float64))
         self.samples = 0
         self._memory = memory
-        self._covariance = np.diag(np.maximum(np.abs(self.coefficients), _SMALLEST_COST_S) * uncertainty) ** 2
+        self._covariance = np.diag(np.maximum(np.abs(self._fit), _SMALLEST_COST_S) * uncertainty) ** 2
 
     def predict(self, features: Sequence[float]) -> float:
         """Seconds for `features`; at least 0."""
-        return max(0.0, float(np.dot(self.coefficients, features)))
+        return max(0.0, float(sum(map(mul, self.coefficients, features))))
 
     def observe(self, features: Sequence[float], cost_s: float) -> None:
         """Learn that `features` took `cost_s` seconds. A sample that is not finite is ignored."""
@@ -38,11 +40,11 @@ class RecursiveLeastSquares:
             return
         scale = max(cost_s, _SMALLEST_COST_S)
         row = np.array(features, np.float64) / scale
-        error = cost_s / scale - float(row @ self.coefficients)
+        error = cost_s / scale - float(row @ self._fit)
         error = min(max(error, -_MAX_RELATIVE_ERROR), _MAX_RELATIVE_ERROR)
         spread = self._covariance @ row
         gain = spread / (self._memory + float(row @ spread))
-        self.coefficients = self.coefficients + gain * error
+        self._take(self._fit + gain * error)
         covariance = (self._covariance - np.outer(gain, spread)) / self._memory
         # Directions that are never excited would grow without bound under forgetting.
         self._covariance = np.clip((covariance + covariance.T) / 2, -_MAX_VARIANCE, _MAX_VARIANCE)
@@ -50,11 +52,16 @@ class RecursiveLeastSquares:
 
     def state(self) -> dict[str, list[float] | int]:
         """What `restore` needs, as plain numbers."""
-        return {"samples": self.samples, "coefficients": self.coefficients.tolist()}
+        return {"samples": self.samples, "coefficients": self.coefficients}
 
     def restore(self, samples: int, coefficients: Sequence[float]) -> None:
         """Continue from a saved fit. ValueError if it is not one of ours."""
         values = np.array(coefficients, np.float64)
-        if values.shape != self.coefficients.shape or not np.isfinite(values).all() or samples < 0:
-            raise ValueError(f"not a fit of {self.coefficients.size} finite coefficients")
-        self.coefficients, self.samples = values, samples
+        if values.shape != self._fit.shape or not np.isfinite(values).all() or samples < 0:
+            raise ValueError(f"not a fit of {self._fit.size} finite coefficients")
+        self._take(values)
+        self.samples = samples
+
+    def _take(self, fit: npt.NDArray[np.float64]) -> None:
+        self._fit = fit
+        self.coefficients: list[float] = fit.tolist()  # a product of so few is quicker without NumPy
