@@ -270,7 +270,7 @@ class Daemon:
         )
         self._stack.callback(tier.close)
         recovered = recover_blocks(tier, residency, self._tenants, self._clock)
-        self._ahead = None  # with its scratch memory
+        self._ahead = None
         if recovered:
             log.info("%d blocks found on NVMe", recovered)
         return tier

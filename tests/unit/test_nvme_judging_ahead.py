@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import mmap
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -13,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, judging_ahead, reading_ahead
+from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, judging_ahead, reading_ahead, verdicts
 from kvstore_tiers.nvme.judging_ahead import JudgingAhead
-from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
+from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.reading_ahead import ReadAhead
+from kvstore_tiers.nvme.shared_columns import SharedColumns
 from kvstore_tiers.nvme.slab_file import SlabFile, find_superblock
+from kvstore_tiers.nvme.slab_judge import SlabJudge
 from kvstore_tiers.nvme.slab_queue import SlabQueue
 from kvstore_tiers.testing.driving import block, finish, put
 
@@ -99,32 +104,142 @@ def test_what_was_judged_ahead_is_not_read_again(directory: Path, read_here: lis
         assert read_here == [1, 2, 3]
 
 
-def test_judged_ahead_and_judged_here_are_the_same(directory: Path) -> None:
-    """Column by column, whatever numbers the origins were given, and with holes in each slab."""
+@pytest.mark.parametrize("cut", [False, True])
+def test_judged_ahead_and_judged_here_are_the_same(
+    directory: Path, read_here: list[int], cut: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Column by column, whatever numbers the origins were given, with holes in each slab; and one that was cut."""
     with opened(directory) as tier:
         held = tier.recover_columns()
         for at in range(3, len(held), 7):
             tier.free(held.slot_of(at))
         assert finish(tier.sync).ok
 
-    def columns(ahead: JudgingAhead | None) -> list[bytes]:
+    def columns(ahead: JudgingAhead | None) -> list[object]:
+        read_here.clear()
         with opened(directory, ahead) as tier:
+            assert bool(read_here) == (ahead is None)
             found = tier.recover_columns()
             origins = [found.origins[number] for number in found.origin]
             named = [origin.fingerprint + origin.tenant for origin in origins]
             names = ("key", "parent", "depth", "offset", "payload_bytes", "generation")
             books = [bytes(each) for slab in tier._space.slabs.values() for each in (slab.states, slab.generations)]
-            return [*named, *(getattr(found, name).tobytes() for name in names), *books]
+            return [*named, *(getattr(found, name).tobytes() for name in names), *books, tier.recovery_report]
 
-    assert columns(done(directory)) == columns(None)
+    if cut:
+        superblock = find_superblock(slab(directory, 2))
+        assert not isinstance(superblock, str)
+        os.truncate(slab(directory, 2), superblock.slot_offset(20))
+    other = tmp_path_factory.mktemp("other")  # since recovery mends what it finds
+    shutil.copytree(directory, other, dirs_exist_ok=True)
+    told, directory = columns(done(directory)), other
+    assert told == columns(None)
 
 
-def test_slabs_are_shared_with_who_opens_early(directory: Path, read_here: list[int]) -> None:
+def test_pieces_with_holes_are_moved_together(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the judge in the other process, which is this one here."""
+    with opened(directory) as tier:
+        held = tier.recover_columns()
+        for at in range(3, len(held), 7):
+            tier.free(held.slot_of(at))
+        assert finish(tier.sync).ok
+
+    def keys() -> dict[int, bytes]:
+        memory, found = os.memfd_create("judged"), {}
+        judge = SlabJudge(memory)
+        reading = ReadAhead(directory, SlabQueue.of([1, 2, 3]))
+        for region in reading:
+            told, superblock = judge.judge(region), read_superblock(region.superblock)
+            assert told is not None and isinstance(superblock, Superblock)
+            columns = SharedColumns.within(mmap.mmap(memory, told.nbytes, offset=told.begin), superblock.slots)
+            found[region.slab] = columns.live.part(slice(told.live)).key.tobytes()
+            reading.give_back(region)
+        os.close(memory)
+        return found
+
+    whole = keys()
+    monkeypatch.setattr(verdicts, "BATCH_RECORDS", 10)
+    assert keys() == whole
+    assert len(b"".join(whole.values())) == 16 * (len(held) - len(range(3, len(held), 7)))
+
+
+def test_slabs_are_shared_with_who_opens_early(
+    directory: Path, read_here: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here with one that got nowhere, and does not go on."""
+    monkeypatch.setattr(judging_ahead, "_SILENCE_S", 0.05)
+    ahead = begun(directory)
+    os.kill(ahead._pid, signal.SIGSTOP)
+    with opened(directory, ahead) as tier:
+        assert recovered(tier) == set(BLOCKS)
+        assert sorted(read_here) == [1, 2, 3]
+
+
+def test_what_it_has_begun_is_waited_for_and_the_rest_is_taken(directory: Path, read_here: list[int]) -> None:
     for _ in range(3):
         read_here.clear()
-        with opened(directory, begun(directory)) as tier:
+        ahead = begun(directory)
+        taken = ahead.claim()  # and by nobody judged before all is told
+        with opened(directory, ahead) as tier:
             assert recovered(tier) == set(BLOCKS)
             assert len(read_here) == len(set(read_here)), "nothing is read twice"
+            assert taken is None or taken in read_here
+
+
+def test_columns_of_another_slab_are_not_taken(directory: Path, read_here: list[int]) -> None:
+    ahead = done(directory)
+    os.pwrite(ahead._memory, bytes(SUPERBLOCK_BYTES), 0)  # where the first one's superblock is
+    with opened(directory, ahead) as tier:
+        assert recovered(tier) == set(BLOCKS)
+        assert len(read_here) == 1
+
+
+def test_names_that_are_no_slabs_are_left_alone(directory: Path) -> None:
+    for name in ("20261122140422.slab", "1.slab", "notes.slab"):
+        (directory / "slabs" / name).write_bytes(slab(directory, 1).read_bytes())
+    with opened(directory, done(directory)) as tier:
+        assert recovered(tier) == set(BLOCKS)
+
+
+def test_it_ends_where_nobody_wants_to_know_of_children(directory: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        ahead = begun(directory)
+        with opened(directory, ahead) as tier:
+            assert recovered(tier) == set(BLOCKS)
+        ahead.close()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_where_no_process_can_be_had_nothing_is_left_open(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    fds = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_spawn", refuse)
+    assert JudgingAhead.begin(directory) is None
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_it_has_neither_the_manager_s_descriptors_nor_its_variables(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+    monkeypatch.setenv("LISTEN_FDS", "2")
+    monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere")
+    seen: dict[str, object] = {}
+
+    def spawned(path: str, command: list[str], variables: dict[str, str], **how: object) -> int:
+        seen.update(command=command, variables=variables, **how)
+        raise OSError(errno.EAGAIN, "seen")
+
+    monkeypatch.setattr(os, "posix_spawn", spawned)
+    assert JudgingAhead.begin(directory) is None
+    assert not {"LISTEN_PID", "LISTEN_FDS", "NOTIFY_SOCKET"} & set(seen["variables"])  # type: ignore[call-overload]
+    closed = [action for action in seen["file_actions"] if action[0] == os.POSIX_SPAWN_CLOSE]  # type: ignore[attr-defined]
+    assert [fd for _, fd in closed] == [3, 4]
+    assert "-P" in seen["command"]  # type: ignore[operator]
 
 
 def test_what_a_process_that_died_did_not_tell_is_judged_here(directory: Path, read_here: list[int]) -> None:
@@ -281,6 +396,20 @@ def test_a_slab_is_taken_once() -> None:
     with ThreadPoolExecutor(4) as threads:
         taken = [number for each in threads.map(lambda _: list(iter(queue.take, None)), range(4)) for number in each]
     assert sorted(taken) == list(range(16_384)), "as many as a pipe holds"
+    queue.close()
+
+
+def test_a_user_with_many_pipes_gets_small_ones() -> None:
+    def small(flags: int) -> tuple[int, int]:
+        ends = real(flags)
+        fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, 4096)
+        return ends
+
+    real = os.pipe2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pipe2", small)
+        queue = SlabQueue.of(range(20_000))
+    assert list(iter(queue.take, None)) == list(range(1024))
     queue.close()
 
 

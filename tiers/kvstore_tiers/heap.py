@@ -31,4 +31,6 @@ def trim() -> None:
     """Give memory that was freed back to the kernel: glibc keeps it for the next allocation, which may never come.
     Takes some milliseconds for a large heap; releases the GIL."""
     with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE_BYTES)
+        libc.malloc_trim(0)

@@ -62,14 +62,15 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 
     ahead = JudgingAhead.begin(config.nvme.path) if config.nvme.enabled else None  # while modules are loaded
-    from kvstored.daemon import StartupError, run
-
     try:
-        return run(config, ahead)
+        from kvstored.daemon import StartupError, run
+
+        try:
+            return run(config, ahead)
+        except StartupError as error:
+            return failure(str(error))
     except ConfigError as error:  # what the configuration names turned out not to be usable
         return mistake(str(error))
-    except StartupError as error:
-        return failure(str(error))
     finally:
         if ahead is not None:
             ahead.close()

@@ -22,7 +22,7 @@ from kvstore_tiers.nvme.layout import FORMAT_VERSION
 from kvstore_tiers.nvme.lock_mark import LockMark
 
 _FORMAT_KEY = "format_version"
-_LOOK_S, _LOOKS = 0.02, 50  # who only looks at the lock (reading_ahead.py) has it for microseconds, if not interrupted
+_LOOK_S, _LOOKS = 0.02, 50  # who only looks at the lock (judging_ahead.py) has it for microseconds, if not interrupted
 
 
 class TierDirectory:

@@ -79,8 +79,12 @@ def judge_slabs(
     judging = _Judging(slabs, origins)
     if ahead is not None:
         judging.share_with(ahead)
-    judging.judge(position for position in range(len(slabs)) if not judging.is_told(position))
+    judging.judge((position for position in range(len(slabs)) if not judging.is_told(position)), _judges())
     return judging.in_a_row()
+
+
+def _judges() -> int:
+    return min(MAX_JUDGES, os.cpu_count() or 1)
 
 
 class _Judging:
@@ -92,7 +96,6 @@ class _Judging:
         self._ends = np.cumsum([0, *(slab.superblock.slots for slab in slabs)]).tolist()
         self._room = LiveBlocks.room(self._ends[-1])
         self._told: list[Verdicts | None] = [None] * len(slabs)
-        self._judges = min(MAX_JUDGES, os.cpu_count() or 1)
 
     def is_told(self, position: int) -> bool:
         return self._told[position] is not None
@@ -100,35 +103,34 @@ class _Judging:
     def share_with(self, ahead: JudgingAhead) -> None:
         """Judge slabs that nobody has begun with, while those come that somebody has."""
         positions = {slab.superblock.number: position for position, slab in enumerate(self._slabs)}
-        self._judges = max(1, self._judges - 1)  # that process is one
         claimed = (positions[number] for number in iter(ahead.claim, None) if number in positions)
         with ThreadPoolExecutor(1, "nvme-judging") as beside:
-            judged = beside.submit(self.judge, claimed)
+            judged = beside.submit(self.judge, claimed, max(1, _judges() - 1))  # that process is one
             for told in ahead.tell():
                 if told.slab in positions:
                     self._take(positions[told.slab], told, ahead)
             judged.result()
 
-    def judge(self, positions: Iterable[int]) -> None:
-        """Read and judge these. Raises OSError when the medium fails."""
+    def judge(self, positions: Iterable[int], judges: int) -> None:
+        """Read and judge these, with so many threads. Raises OSError when the medium fails."""
         scratch = threading.local()
         told: defaultdict[int, list[Future[list[Verdicts]]]] = defaultdict(list)
 
         def look_at(piece: _Piece) -> list[Verdicts]:
-            if not hasattr(scratch, "checksums"):
-                scratch.checksums = RecordChecksums()
-            slab, begin = self._slabs[piece.position], self._ends[piece.position] + piece.first
-            superblock, length_bytes = slab.superblock, slab.file.length_bytes
-            room = self._room.part(slice(begin, begin + piece.slots))
             try:
+                if not hasattr(scratch, "checksums"):
+                    scratch.checksums = RecordChecksums()
+                slab, begin = self._slabs[piece.position], self._ends[piece.position] + piece.first
+                superblock, length_bytes = slab.superblock, slab.file.length_bytes
+                room = self._room.part(slice(begin, begin + piece.slots))
                 return judge(
                     superblock, length_bytes, piece.first, piece.words(), scratch.checksums, self._origins, room
                 )
             finally:
                 reader.give_back(piece.buffer)
 
-        reading = _Reader(self._slabs, positions, self._judges + _SPARE_BUFFERS)
-        with ThreadPoolExecutor(self._judges, "nvme-judge") as threads, reading as reader:
+        reading = _Reader(self._slabs, positions, judges + _SPARE_BUFFERS)
+        with ThreadPoolExecutor(judges, "nvme-judge") as threads, reading as reader:
             for piece in reader:
                 told[piece.position].append(threads.submit(look_at, piece))
         for position, pieces in told.items():
@@ -157,7 +159,7 @@ class _Judging:
         slab = self._slabs[position]
         slots = slab.superblock.slots
         with suppress(OSError):
-            if told.look != Look.at(slab.file.path.stat()) or told.nbytes != shared_bytes(slots):
+            if told.look != Look.at(os.fstat(slab.file.slot_fd)) or told.nbytes != shared_bytes(slots):
                 return
             columns = SharedColumns.within(ahead.memory_of(told), slots)
             if columns.superblock.tobytes() != slab.superblock.pack():

@@ -14,19 +14,27 @@ import fcntl
 import json
 import mmap
 import os
+import select
 import signal
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore_tiers.failpoints import ENVIRONMENT as FAILPOINTS
 from kvstore_tiers.nvme.lock_mark import LockMark
 from kvstore_tiers.nvme.reading_ahead import Look, records_bytes, slab_path
 from kvstore_tiers.nvme.slab_queue import SlabQueue
 
 LEAST_BYTES = 8 << 20  # of records: fewer are judged before a process has begun
 _PROGRAM = "kvstore_tiers.nvme.judging_process"
+_NAME_DIGITS = 8  # of a slab's file
+_SILENCE_S = 10.0  # between two lines: it hangs, and is not waited for
+_REAP_S, _REAPS = 0.01, 100
+_FOR_THE_DAEMON = ("NOTIFY_", "WATCHDOG_", "LISTEN_", FAILPOINTS)  # variables
+_NULL = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
 
 
 class Told(NamedTuple):
@@ -58,48 +66,57 @@ class Told(NamedTuple):
 
 class JudgingAhead:
     """The process that judges, seen from the one that will open the tier. Not for several threads at once, but for
-    `claim`.
+    `claim`. Raises OSError when there can be none.
     """
 
     def __init__(self, directory: Path, mark: LockMark, slabs: list[int]) -> None:
-        self._directory = directory
         self._mark = mark
-        self._queue = SlabQueue.of(slabs)
-        self._memory = os.memfd_create("kvstored-judged", os.MFD_CLOEXEC)
-        told, telling = os.pipe2(os.O_CLOEXEC)
-        self._told = os.fdopen(told, "rb")
-        self._pid = _start(directory, self._queue.fd, self._memory, telling)
-        os.close(telling)
+        with ExitStack() as opened:
+            self._queue = SlabQueue.of(slabs)
+            opened.callback(self._queue.close)
+            self._memory = os.memfd_create("kvstored-judged", os.MFD_CLOEXEC)
+            opened.callback(os.close, self._memory)
+            self._told, telling = os.pipe2(os.O_CLOEXEC)
+            opened.callback(os.close, self._told)
+            try:
+                self._pid = _start(directory, self._queue.fd, self._memory, telling)
+            finally:
+                os.close(telling)
+            self._opened = opened.pop_all()
 
     @classmethod
     def begin(cls, directory: str | os.PathLike[str]) -> JudgingAhead | None:
         """Begin to judge what is in a directory; None where little is, where somebody has it, and on a single core."""
         path = Path(directory).absolute()
-        if len(os.sched_getaffinity(0)) < 2:
+        if len(os.sched_getaffinity(0)) < 2 or not sys.executable:
             return None
         try:
             with open(path / "lock", "rb", buffering=0) as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 mark = LockMark.of(lock.fileno())
-            slabs = sorted(int(slab.stem) for slab in (path / "slabs").glob("*.slab") if slab.stem.isdigit())
+            names = (slab.stem for slab in (path / "slabs").glob("*.slab"))
+            slabs = sorted(int(name) for name in names if len(name) == _NAME_DIGITS and name.isdecimal())
             if not slabs or records_bytes(slab_path(path, slabs[0])) * len(slabs) < LEAST_BYTES:
                 return None
             return cls(path, mark, slabs)
         except OSError:
             return None
 
-    def is_of(self, directory: Path, former: LockMark) -> bool:
-        """Whether this is what is in `directory`, whose lock the caller has, with that mark of who had it before."""
-        return directory.absolute() == self._directory and former == self._mark
+    def is_of(self, former: LockMark) -> bool:
+        """Whether this is what is in the directory whose lock the caller has, with that mark of who had it before."""
+        return former == self._mark
 
     def claim(self) -> int | None:
         """A slab that nobody has begun with, and that is left to the caller; None when there is none."""
         return self._queue.take()
 
     def tell(self) -> Iterator[Told]:
-        """All that it finds out, as it comes; ends when the queue is empty, or when it died."""
-        with suppress(ValueError, TypeError):  # a last line that was cut short
-            for line in self._told:
+        """All that it finds out, as it comes; ends when the queue is empty, and when it died or does not go on."""
+        readable, rest = select.poll(), b""
+        readable.register(self._told, select.POLLIN)
+        while readable.poll(_SILENCE_S * 1e3) and (got := os.read(self._told, 1 << 16)):
+            *lines, rest = (rest + got).split(b"\n")
+            for line in lines:
                 yield Told.of(line)
 
     def memory_of(self, told: Told) -> mmap.mmap:
@@ -108,23 +125,40 @@ class JudgingAhead:
 
     def close(self) -> None:
         """Nothing more is judged, nor kept but what was mapped. Idempotent."""
-        if self._pid:
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
-            self._pid = 0
-            self._told.close()
-            self._queue.close()
-            os.close(self._memory)
+        pid, self._pid = self._pid, 0
+        with self._opened:
+            if pid:
+                _end(pid)
 
 
 def _start(directory: Path, queue: int, memory: int, telling: int) -> int:
     inherited = (queue, memory, telling)
     for fd in inherited:
         os.set_inheritable(fd, True)
-    command = [sys.executable, "-m", _PROGRAM, str(directory), *map(str, inherited)]
+    # Without -P modules would be looked for in the working directory first, whoever may write there.
+    command = [sys.executable, "-P", "-m", _PROGRAM, str(directory), *map(str, inherited)]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(_FOR_THE_DAEMON)}
     try:
-        return os.posix_spawn(sys.executable, command, os.environ)
+        # A process group of its own: Ctrl-C is meant for the daemon, which says what is to be said.
+        return os.posix_spawn(sys.executable, command, variables, file_actions=_NULL + _passed(), setpgroup=0)
     finally:
         for fd in inherited:
             os.set_inheritable(fd, False)
+
+
+def _passed() -> list[tuple[int, int]]:
+    """Closes what a service manager has passed to the daemon: arenas, whose memory would stay as long as this does."""
+    count = os.environ.get("LISTEN_FDS", "")
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or not count.isdecimal():
+        return []
+    return [(os.POSIX_SPAWN_CLOSE, 3 + number) for number in range(int(count))]
+
+
+def _end(pid: int) -> None:
+    """Kill a child and take its status, if it comes to that: one that waits for a hanging disk does not end."""
+    with suppress(ProcessLookupError, ChildProcessError):  # where nobody wants to know of children they end alone
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(_REAPS):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                return
+            time.sleep(_REAP_S)

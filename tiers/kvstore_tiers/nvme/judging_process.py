@@ -1,14 +1,13 @@
 """The process that judges records ahead: `python -m kvstore_tiers.nvme.judging_process DIR QUEUE MEMORY TELLING`.
 
 The last three are descriptors, which judging_ahead.py made: slabs to take, memory for columns, and a pipe that is told
-of each slab in a line. Reads the slabs while NumPy is loaded; changes nothing. It ends when no slab is left, or nobody
-listens.
+of each slab in a line. Reads the slabs while NumPy is loaded; changes nothing. It ends when no slab is left, or when it
+tells and nobody listens.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ from kvstore_tiers.nvme.slab_queue import SlabQueue
 
 
 def main(directory: str, queue: str, memory: str, telling: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is meant for the daemon, which says what is to be said
     reading = ReadAhead(Path(directory), SlabQueue(int(queue)))
     from kvstore_tiers.nvme.slab_judge import SlabJudge
 

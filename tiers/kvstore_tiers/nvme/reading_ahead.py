@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kvstore_tiers.nvme.read_buffer import read_buffer
 from kvstore_tiers.nvme.slab_queue import SlabQueue
 
-MOST_BYTES = 64 << 20  # of one slab; larger slots have fewer records
+MOST_BYTES = 16 << 20  # of one slab: as many as a slab of the default size can have
 _THREADS = 2  # the medium is kept busy while one of them waits for the GIL
 _BUFFERS = 4
 _BEGIN = 4096  # of the records in a slab file; the superblock before them says how many there are
@@ -34,10 +34,11 @@ class Look(NamedTuple):
     inode: int
     length_bytes: int
     written_ns: int
+    changed_ns: int  # also where the time of writing was set back, as by who restores a backup
 
     @classmethod
     def at(cls, status: os.stat_result) -> Look:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class Region(NamedTuple):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 
 _NUMBER_BYTES = 4
-_ROOM_BYTES = 64 << 10  # what every pipe holds; whoever has more slabs goes over the others alone
+_ROOM_BYTES = 64 << 10  # what most pipes hold; whoever has more slabs goes over the others alone
 
 
 class SlabQueue:
@@ -23,6 +23,7 @@ class SlabQueue:
     def of(cls, numbers: Iterable[int]) -> SlabQueue:
         """These, as many as there is room for."""
         fd, filling = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(filling, False)  # a user with many pipes gets small ones
         packed = b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers)
         os.write(filling, packed[:_ROOM_BYTES])
         os.close(filling)

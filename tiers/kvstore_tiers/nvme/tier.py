@@ -129,7 +129,7 @@ class NvmeTier(Tier):
             space = SlabSpace(opened, capacity_bytes, slab_bytes, require_direct=require_direct)
             report = open_slabs(opened, space, require_direct=require_direct)
             index = KeyIndex(opened.index, space.index_budget_bytes)
-            still_holds = ahead is not None and ahead.is_of(opened.path, opened.former)
+            still_holds = ahead is not None and ahead.is_of(opened.former)
             recovered = Recovery(space, index, report, ahead if still_holds else None).run()
         except OSError as error:
             opened.close()
