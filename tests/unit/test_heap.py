@@ -10,6 +10,7 @@ import sys
 
 MIB = 1 << 20
 _SCRIPT = """
+import ctypes
 import resource
 import sys
 from array import array
@@ -23,6 +24,7 @@ def resident():
 def make():
     return [array("Q", [0]) * (1 << 20) for _ in range(6)]
 
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a page a fault, whatever the system would give
 before = resident()
 if sys.argv[1] == "expected":
     expect(64 << 20)
