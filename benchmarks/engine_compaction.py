@@ -198,9 +198,8 @@ def _learn(layout: Layout, costs: TransferCosts) -> None:
         holding = layout.holdings[int(random.integers(len(layout.holdings)))]
         first = int(random.integers(BLOCKS_EACH - 1))
         blocks = holding.blocks[first : first + int(random.integers(1, BLOCKS_EACH - first))]
-        if (
-            random.random() < 0.5
-        ):  # as many bytes in one piece, from anywhere: a piece that is read again and again is cached
+        if random.random() < 0.5:
+            # As many bytes in one piece, from anywhere: what is read again and again lies in a cache.
             start = int(random.integers(layout.space.pool.blocks - len(blocks)))
             blocks = list(range(start, start + len(blocks)))
         begin = clock()

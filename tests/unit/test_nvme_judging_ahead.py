@@ -10,19 +10,19 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, judging_ahead, reading_ahead, verdicts
+from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, judging_ahead, verdicts
 from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.reading_ahead import ReadAhead
 from kvstore_tiers.nvme.shared_columns import SharedColumns
 from kvstore_tiers.nvme.slab_file import SlabFile, find_superblock
 from kvstore_tiers.nvme.slab_judge import SlabJudge
+from kvstore_tiers.nvme.slab_names import slab_path
 from kvstore_tiers.nvme.slab_queue import SlabQueue
 from kvstore_tiers.testing.driving import block, finish, put
 
@@ -49,7 +49,7 @@ def recovered(tier: NvmeTier) -> set[int]:
 
 
 def slab(directory: Path, number: int) -> Path:
-    return directory / "slabs" / f"{number:08d}.slab"
+    return slab_path(directory / "slabs", number)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_pieces_with_holes_are_moved_together(directory: Path, monkeypatch: pyte
     def keys() -> dict[int, bytes]:
         memory, found = os.memfd_create("judged"), {}
         judge = SlabJudge(memory)
-        reading = ReadAhead(directory, SlabQueue.of([1, 2, 3]))
+        reading = ReadAhead(directory / "slabs", SlabQueue.of([1, 2, 3]))
         for region in reading:
             told, superblock = judge.judge(region), read_superblock(region.superblock)
             assert told is not None and isinstance(superblock, Superblock)
@@ -367,59 +367,6 @@ def test_a_damaged_record_is_withdrawn_wherever_it_is_judged(directory: Path) ->
             damaged, found = tier.recovery_report.damaged_records, recovered(tier)
         assert len(found) == len(BLOCKS) - 1
         assert damaged == (turn == 0)
-
-
-def test_regions_are_read_to_the_same_few_buffers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def regions(*numbers: int) -> dict[int, bytes]:
-        found, reading = {}, ReadAhead(directory, SlabQueue.of(numbers))
-        for region in reading:
-            found[region.slab] = bytes(region.records)
-            reading.give_back(region)
-        return found
-
-    superblock = find_superblock(slab(directory, 1))
-    assert not isinstance(superblock, str)
-    read = regions(*(1, 2, 3) * 5, 99)
-    assert sorted(read) == [1, 2, 3], "the last is not there"
-    for number, records in read.items():
-        raw = slab(directory, number).read_bytes()
-        assert records == raw[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + len(records)]
-        assert len(records) >= superblock.slots * RECORD_BYTES
-    os.truncate(slab(directory, 2), SUPERBLOCK_BYTES + 1000)
-    assert sorted(regions(1, 2, 3)) == [1, 3]
-    monkeypatch.setattr(reading_ahead, "MOST_BYTES", 4096)
-    assert regions(1, 2, 3) == {}, "left to who opens the tier"
-
-
-def test_a_slab_is_taken_once() -> None:
-    queue = SlabQueue.of(range(20_000))
-    with ThreadPoolExecutor(4) as threads:
-        taken = [number for each in threads.map(lambda _: list(iter(queue.take, None)), range(4)) for number in each]
-    assert sorted(taken) == list(range(16_384)), "as many as a pipe holds"
-    queue.close()
-
-
-def test_a_user_with_many_pipes_gets_small_ones() -> None:
-    def small(flags: int) -> tuple[int, int]:
-        ends = real(flags)
-        fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, 4096)
-        return ends
-
-    real = os.pipe2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "pipe2", small)
-        queue = SlabQueue.of(range(20_000))
-    assert list(iter(queue.take, None)) == list(range(1024))
-    queue.close()
-
-
-def test_where_the_superblock_says_how_many_slots_there_are(directory: Path) -> None:
-    superblock = find_superblock(slab(directory, 1))
-    assert not isinstance(superblock, str)
-    at = reading_ahead._SLOTS_AT
-    assert int.from_bytes(superblock.pack()[at : at + 8], "little") == superblock.slots
-    assert (reading_ahead._BEGIN, reading_ahead._RECORD_BYTES) == (SUPERBLOCK_BYTES, RECORD_BYTES)
-    assert reading_ahead.slab_path(directory, 1) == slab(directory, 1)
 
 
 def test_who_only_looks_is_in_nobody_s_way(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,12 +71,12 @@ class Compactor:
 
     def compact(self, holding: Holding, transfers: float) -> Compaction:
         """Move what pays if the sequence is copied `transfers` more times, as a whole."""
-        saved_s, cost_s = self._costs.run_s * transfers, self._cost_s(holding.count)
-        if 2 * saved_s <= self._cost_s(1) and (holding.count - 1) * saved_s <= cost_s:
+        saved_s = self._costs.run_s * transfers
+        if not self._can_pay(holding, holding.count, saved_s):
             return Compaction()
         before = count_runs(holding.table)
         moved, gain_s, begin = 0, 0.0, self._clock()
-        while (best := self._best(holding, transfers)) is not None:
+        while (best := self._best(holding, saved_s)) is not None:
             gain, move = best
             self._apply(holding, move)
             moved, gain_s = moved + move.count, gain_s + gain
@@ -84,16 +84,25 @@ class Compactor:
             return Compaction()
         return Compaction(moved, before, count_runs(holding.table), gain_s, self._clock() - begin)
 
-    def _best(self, holding: Holding, transfers: float) -> tuple[float, Move] | None:
-        saved_s = self._costs.run_s * transfers
-        is_whole_worth = (count_runs(holding.table) - 1) * saved_s > self._cost_s(holding.count)
-        if 2 * saved_s <= self._cost_s(1) and not is_whole_worth:
+    def _can_pay(self, holding: Holding, runs: int, saved_s: float) -> bool:
+        """Whether a block that joins two pieces would, or the whole in one place, if it lies in so many runs."""
+        return 2 * saved_s > self._cost_s(1) or self._whole_pays(holding, runs, saved_s)
+
+    def _whole_pays(self, holding: Holding, runs: int, saved_s: float) -> bool:
+        return (runs - 1) * saved_s > self._cost_s(holding.count)
+
+    def _best(self, holding: Holding, saved_s: float) -> tuple[float, Move] | None:
+        """The move that gains most, where a run less saves `saved_s`."""
+        runs = count_runs(holding.table)
+        if not self._can_pay(holding, runs, saved_s):
             return None
         pieces = _pieces(holding.blocks)
         cost_s = {count: self._cost_s(count) for count in {each.count for each in pieces}}
         worth = [index for index, each in enumerate(pieces) if 2 * saved_s > cost_s[each.count]]
         best: tuple[float, Move] | None = None
-        moves = [*self._joining(holding, pieces, worth), *(self._gathering(holding, pieces) if is_whole_worth else ())]
+        moves = [*self._joining(holding, pieces, worth)]
+        if self._whole_pays(holding, runs, saved_s):
+            moves += self._gathering(holding, pieces)
         for move in moves:
             gain = move.runs * saved_s - self._cost_s(move.count)
             if gain > 0.0 and (best is None or gain > best[0]):

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvstore_tiers.nvme.slab_names import slab_numbers
 from kvstored.scrub.pace import Pace
 from kvstored.scrub.position import load, save
 from kvstored.scrub.reading import SlabReader, Visit
@@ -104,7 +105,7 @@ class Worker:
         self._now_and_then()
 
     def _numbers(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._slabs.glob("*.slab") if path.stem.isdigit())
+        return slab_numbers(self._slabs)
 
     def _wait(self, nbytes: int) -> None:
         pause(self._pace.take(nbytes, time.monotonic()))

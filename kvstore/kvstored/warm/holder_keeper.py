@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvstore_tiers.child_variables import variables_of_children
 from kvstored.holder import MAX_DESCRIPTORS
 from kvstored.passing import is_of_our_user, receive_packet, send_packet
 from kvstored.warm.keeper import Keeper, KeeperError
@@ -27,7 +28,6 @@ _ANSWER_TIMEOUT_S = 10.0
 _BACKLOG = 4
 _OWN_DESCRIPTORS = 32  # the holder's sockets and what Python opens
 _NOT_NOW = (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # it is there, and behind
-_FOR_MANAGER_ONLY = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
 
 class HolderKeeper(Keeper):
@@ -157,12 +157,10 @@ class HolderKeeper(Keeper):
             listener.bind(self._near_path())
             os.chmod(self._near_path(), 0o600)
             listener.listen(_BACKLOG)
-            environment = {key: value for key, value in os.environ.items() if key not in _FOR_MANAGER_ONLY}
-            environment.pop("KVSTORED_FAILPOINTS", None)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvstored.holder", "--listen", str(listener.fileno()), "--path", self._path],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
-                env=environment, pass_fds=[listener.fileno()], start_new_session=True,
+                env=variables_of_children(), pass_fds=[listener.fileno()], start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             raise KeeperError(

@@ -20,6 +20,7 @@ from pathlib import Path
 from kvstore_tiers.nvme.errors import DirectoryInUse, DirectoryUnusable, FormatUnsupported
 from kvstore_tiers.nvme.layout import FORMAT_VERSION
 from kvstore_tiers.nvme.lock_mark import LockMark
+from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
 
 _FORMAT_KEY = "format_version"
 _LOOK_S, _LOOKS = 0.02, 50  # who only looks at the lock (judging_ahead.py) has it for microseconds, if not interrupted
@@ -69,13 +70,11 @@ class TierDirectory:
         return status.st_dev, status.st_ino
 
     def slab_path(self, number: int, suffix: str = "slab") -> Path:
-        return self.slabs / f"{number:08d}.{suffix}"
+        return slab_path(self.slabs, number, suffix)
 
     def numbers(self, suffix: str = "slab") -> list[int]:
         """Numbers of the slab files with this suffix, ascending. Names that are none of ours are left alone."""
-        if not self.slabs.is_dir():
-            return []
-        return sorted(int(path.stem) for path in self.slabs.glob(f"*.{suffix}") if path.stem.isdigit())
+        return slab_numbers(self.slabs, suffix)
 
     def require_direct(self) -> None:
         """Raise DirectoryUnusable when the file system has no direct I/O."""

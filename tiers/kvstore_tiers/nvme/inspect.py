@@ -21,6 +21,7 @@ from kvstore_tiers.nvme.check_slab import judge_slot, read_records
 from kvstore_tiers.nvme.index_seal import read_sealed, read_sealed_reasons
 from kvstore_tiers.nvme.layout import RECORD_BYTES, RecordState, Superblock, record_header, record_holds
 from kvstore_tiers.nvme.slab_file import find_superblock, read_pages
+from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
 
 MIN_DIGITS = 6
 _RECORDS_A_READ = 16_384
@@ -202,10 +203,10 @@ class Inspector:
     # Files
 
     def _numbers(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._slabs.glob("*.slab") if path.stem.isdigit())
+        return slab_numbers(self._slabs)
 
     def _path(self, number: int) -> Path:
-        return self._slabs / f"{number:08d}.slab"
+        return slab_path(self._slabs, number)
 
     def _superblock(self, number: int) -> Superblock:
         path = self._path(number)

@@ -24,10 +24,10 @@ import numpy.typing as npt
 
 from kvstore_tiers.nvme.judging_ahead import JudgingAhead, Told
 from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, RecordState
-from kvstore_tiers.nvme.read_buffer import read_buffer
+from kvstore_tiers.nvme.read_buffer import read_buffer, whole_pages
 from kvstore_tiers.nvme.reading_ahead import Look
-from kvstore_tiers.nvme.record_checksums import RECORD_WORDS, RecordChecksums
-from kvstore_tiers.nvme.shared_columns import SharedColumns, shared_bytes
+from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
+from kvstore_tiers.nvme.shared_columns import SharedColumns
 from kvstore_tiers.nvme.slab import Slab
 from kvstore_tiers.nvme.verdicts import Array, LiveBlocks, Origins, Verdicts, judge
 
@@ -159,7 +159,7 @@ class _Judging:
         slab = self._slabs[position]
         slots = slab.superblock.slots
         with suppress(OSError):
-            if told.look != Look.at(os.fstat(slab.file.slot_fd)) or told.nbytes != shared_bytes(slots):
+            if told.look != Look.at(os.fstat(slab.file.slot_fd)) or told.nbytes != SharedColumns.nbytes(slots):
                 return
             columns = SharedColumns.within(ahead.memory_of(told), slots)
             if columns.superblock.tobytes() != slab.superblock.pack():
@@ -188,8 +188,7 @@ class _Piece(NamedTuple):
     buffer: memoryview
 
     def words(self) -> Array:
-        raw = np.frombuffer(self.buffer, "<u8", self.slots * RECORD_WORDS)
-        return raw.reshape(self.slots, RECORD_WORDS)
+        return words_of(self.buffer, self.slots)
 
 
 class _Reader:
@@ -202,7 +201,7 @@ class _Reader:
         self._full: SimpleQueue[_Piece | BaseException | None] = SimpleQueue()
         most = min(READ_RECORDS, max((slab.superblock.slots for slab in slabs), default=0))
         for _ in range(buffers):
-            self._empty.put(read_buffer(max(mmap.PAGESIZE, _whole_pages(most * RECORD_BYTES))))
+            self._empty.put(read_buffer(max(mmap.PAGESIZE, whole_pages(most * RECORD_BYTES))))
         self._thread = threading.Thread(target=self._read_all, name="nvme-recover", daemon=True)
 
     def __enter__(self) -> _Reader:
@@ -242,10 +241,6 @@ class _Reader:
             buffer = self._empty.get()
             if buffer is None:
                 return False
-            slab.file.read_records_into(buffer[: _whole_pages(count * RECORD_BYTES)], first)
+            slab.file.read_records_into(buffer[: whole_pages(count * RECORD_BYTES)], first)
             self._full.put(_Piece(position, first, count, buffer))
         return True
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -23,17 +23,16 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore_tiers.failpoints import ENVIRONMENT as FAILPOINTS
+from kvstore_tiers.child_variables import variables_of_children
 from kvstore_tiers.nvme.lock_mark import LockMark
-from kvstore_tiers.nvme.reading_ahead import Look, records_bytes, slab_path
+from kvstore_tiers.nvme.reading_ahead import Look, records_bytes
+from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
 from kvstore_tiers.nvme.slab_queue import SlabQueue
 
 LEAST_BYTES = 8 << 20  # of records: fewer are judged before a process has begun
 _PROGRAM = "kvstore_tiers.nvme.judging_process"
-_NAME_DIGITS = 8  # of a slab's file
 _SILENCE_S = 10.0  # between two lines: it hangs, and is not waited for
 _REAP_S, _REAPS = 0.01, 100
-_FOR_THE_DAEMON = ("NOTIFY_", "WATCHDOG_", "LISTEN_", FAILPOINTS)  # variables
 _NULL = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
 
 
@@ -69,17 +68,17 @@ class JudgingAhead:
     `claim`. Raises OSError when there can be none.
     """
 
-    def __init__(self, directory: Path, mark: LockMark, slabs: list[int]) -> None:
+    def __init__(self, slabs: Path, mark: LockMark, numbers: list[int]) -> None:
         self._mark = mark
         with ExitStack() as opened:
-            self._queue = SlabQueue.of(slabs)
+            self._queue = SlabQueue.of(numbers)
             opened.callback(self._queue.close)
             self._memory = os.memfd_create("kvstored-judged", os.MFD_CLOEXEC)
             opened.callback(os.close, self._memory)
             self._told, telling = os.pipe2(os.O_CLOEXEC)
             opened.callback(os.close, self._told)
             try:
-                self._pid = _start(directory, self._queue.fd, self._memory, telling)
+                self._pid = _start(slabs, self._queue.fd, self._memory, telling)
             finally:
                 os.close(telling)
             self._opened = opened.pop_all()
@@ -94,11 +93,11 @@ class JudgingAhead:
             with open(path / "lock", "rb", buffering=0) as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 mark = LockMark.of(lock.fileno())
-            names = (slab.stem for slab in (path / "slabs").glob("*.slab"))
-            slabs = sorted(int(name) for name in names if len(name) == _NAME_DIGITS and name.isdecimal())
-            if not slabs or records_bytes(slab_path(path, slabs[0])) * len(slabs) < LEAST_BYTES:
+            slabs = path / "slabs"
+            numbers = slab_numbers(slabs)
+            if not numbers or records_bytes(slab_path(slabs, numbers[0])) * len(numbers) < LEAST_BYTES:
                 return None
-            return cls(path, mark, slabs)
+            return cls(slabs, mark, numbers)
         except OSError:
             return None
 
@@ -131,16 +130,16 @@ class JudgingAhead:
                 _end(pid)
 
 
-def _start(directory: Path, queue: int, memory: int, telling: int) -> int:
+def _start(slabs: Path, queue: int, memory: int, telling: int) -> int:
     inherited = (queue, memory, telling)
     for fd in inherited:
         os.set_inheritable(fd, True)
     # Without -P modules would be looked for in the working directory first, whoever may write there.
-    command = [sys.executable, "-P", "-m", _PROGRAM, str(directory), *map(str, inherited)]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(_FOR_THE_DAEMON)}
+    command = [sys.executable, "-P", "-m", _PROGRAM, str(slabs), *map(str, inherited)]
     try:
         # A process group of its own: Ctrl-C is meant for the daemon, which says what is to be said.
-        return os.posix_spawn(sys.executable, command, variables, file_actions=_NULL + _passed(), setpgroup=0)
+        actions = _NULL + _passed()
+        return os.posix_spawn(sys.executable, command, variables_of_children(), file_actions=actions, setpgroup=0)
     finally:
         for fd in inherited:
             os.set_inheritable(fd, False)

@@ -1,8 +1,8 @@
-"""The process that judges records ahead: `python -m kvstore_tiers.nvme.judging_process DIR QUEUE MEMORY TELLING`.
+"""The process that judges records ahead: `python -m kvstore_tiers.nvme.judging_process SLABS QUEUE MEMORY TELLING`.
 
-The last three are descriptors, which judging_ahead.py made: slabs to take, memory for columns, and a pipe that is told
-of each slab in a line. Reads the slabs while NumPy is loaded; changes nothing. It ends when no slab is left, or when it
-tells and nobody listens.
+SLABS is the directory of the slabs; the others are descriptors, which judging_ahead.py made: slabs to take, memory for
+columns, and a pipe that is told of each slab in a line. Reads the slabs while NumPy is loaded; changes nothing. It ends
+when no slab is left, or when it tells and nobody listens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvstore_tiers.nvme.reading_ahead import ReadAhead
 from kvstore_tiers.nvme.slab_queue import SlabQueue
 
 
-def main(directory: str, queue: str, memory: str, telling: str) -> None:
-    reading = ReadAhead(Path(directory), SlabQueue(int(queue)))
+def main(slabs: str, queue: str, memory: str, telling: str) -> None:
+    reading = ReadAhead(Path(slabs), SlabQueue(int(queue)))
     from kvstore_tiers.nvme.slab_judge import SlabJudge
 
     judge = SlabJudge(int(memory))

@@ -16,7 +16,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from kvstore_tiers.nvme.read_buffer import read_buffer
+from kvstore_tiers.nvme.read_buffer import read_buffer, whole_pages
+from kvstore_tiers.nvme.slab_names import slab_path
 from kvstore_tiers.nvme.slab_queue import SlabQueue
 
 MOST_BYTES = 16 << 20  # of one slab: as many as a slab of the default size can have
@@ -54,8 +55,8 @@ class Region(NamedTuple):
 class ReadAhead:
     """Iterates over the regions of slabs taken from `queue`, as they are read; leaves out what cannot be read."""
 
-    def __init__(self, directory: Path, queue: SlabQueue) -> None:
-        self._directory = directory
+    def __init__(self, slabs: Path, queue: SlabQueue) -> None:
+        self._slabs = slabs
         self._queue = queue
         self._spare: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(_BUFFERS):
@@ -89,16 +90,12 @@ class ReadAhead:
 
     def _region(self, number: int, buffer: memoryview) -> Region | None:
         with suppress(OSError):  # who opens the tier will meet it too, and say so
-            fd = _open(slab_path(self._directory, number))
+            fd = _open(slab_path(self._slabs, number))
             try:
                 return _read(fd, number, buffer)
             finally:
                 os.close(fd)
         return None
-
-
-def slab_path(directory: Path, number: int) -> Path:
-    return directory / "slabs" / f"{number:08d}.slab"
 
 
 def records_bytes(path: Path) -> int:
@@ -108,13 +105,12 @@ def records_bytes(path: Path) -> int:
 
 
 def _records_bytes(superblock: bytes | memoryview) -> int:
-    nbytes = int.from_bytes(superblock[_SLOTS_AT : _SLOTS_AT + 8], "little") * _RECORD_BYTES
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return whole_pages(int.from_bytes(superblock[_SLOTS_AT : _SLOTS_AT + 8], "little") * _RECORD_BYTES)
 
 
 def _read(fd: int, number: int, buffer: memoryview) -> Region | None:
     look = Look.at(os.fstat(fd))
-    superblock = memoryview(mmap.mmap(-1, _BEGIN))
+    superblock = read_buffer(_BEGIN)
     if os.preadv(fd, [superblock], 0) < _BEGIN:
         return None
     nbytes = min(_records_bytes(superblock), look.length_bytes - _BEGIN)

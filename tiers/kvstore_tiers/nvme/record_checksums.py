@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_tiers.nvme.read_buffer import read_buffer
-
 RECORD_WORDS = 32
 DIGESTED_WORDS = RECORD_WORDS - 1  # the last one is the checksum
 BATCH_RECORDS = 4096  # 3 MB of scratch: larger ones leave the cache, smaller ones pay for calls
@@ -47,17 +45,17 @@ def _shift(bits: int) -> np.uint64:
     return np.uint64(bits)
 
 
+def words_of(records: memoryview, count: int) -> npt.NDArray[Any]:
+    """So many records as little-endian words, shape (count, 32)."""
+    return np.frombuffer(records, "<u8", count * RECORD_WORDS).reshape(count, RECORD_WORDS)
+
+
 class RecordChecksums:
     """Scratch memory for `digests`: a mapping of its own, which is gone when this is."""
 
     def __init__(self) -> None:
-        words_in_all = RECORD_WORDS + _SECRET_WORDS + 6 * _LANES
-        left = np.frombuffer(read_buffer(words_in_all * BATCH_RECORDS * 8), np.uint64).reshape(-1, BATCH_RECORDS)
-
         def scratch(words: int) -> Words:
-            nonlocal left
-            taken, left = left[:words], left[words:]
-            return taken
+            return np.empty((words, BATCH_RECORDS), np.uint64)
 
         self._data = scratch(RECORD_WORDS)
         self._secret = scratch(_SECRET_WORDS)

@@ -1,22 +1,22 @@
 """What was found out about the records of a slab, as columns in memory that two processes share.
 
-Owns where each column lies: the slab's superblock in the first page, then the columns one behind the other, each with
+Owns where each column lies: one behind the other in whole pages, the slab's superblock first, each of the others with
 room for all slots. Never judges.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore_tiers.nvme.layout import SUPERBLOCK_BYTES
+from kvstore_tiers.nvme.read_buffer import whole_pages
 from kvstore_tiers.nvme.verdicts import Array, LiveBlocks
 
-_BYTES_A_SLOT = 72 + 17  # live columns; states, generations, payload lengths
-_ALIGNMENT = 64
-_COLUMNS = 11
+_NOTHING = np.empty(0)
 
 
 class SharedColumns(NamedTuple):
@@ -35,21 +35,31 @@ class SharedColumns(NamedTuple):
 
         def carve(shape: int | tuple[int, int], kind: Any) -> Array:
             nonlocal at
-            count = int(np.prod(shape))
-            column = np.frombuffer(memory, kind, count, at).reshape(shape)
-            at += -(-column.nbytes // _ALIGNMENT) * _ALIGNMENT
+            column = np.frombuffer(memory, kind, int(np.prod(shape)), at).reshape(shape)
+            at += whole_pages(column.nbytes)
             return column
 
+        return cls._laid(slots, carve)
+
+    @classmethod
+    def _laid(cls, slots: int, make: Callable[..., Array]) -> SharedColumns:
         return cls(
-            carve(SUPERBLOCK_BYTES, np.uint8),
-            LiveBlocks.room(slots, carve),
-            carve(slots, np.uint8),
-            carve(slots, np.uint64),
-            carve(slots, np.uint64),
+            make(SUPERBLOCK_BYTES, np.uint8),
+            LiveBlocks.room(slots, make),
+            make(slots, np.uint8),
+            make(slots, np.uint64),
+            make(slots, np.uint64),
         )
 
+    @classmethod
+    def nbytes(cls, slots: int) -> int:
+        """How much memory those of a slab of so many slots take."""
+        total = 0
 
-def shared_bytes(slots: int) -> int:
-    """How much memory a slab of so many slots takes: whole pages."""
-    nbytes = SUPERBLOCK_BYTES + slots * _BYTES_A_SLOT + _COLUMNS * _ALIGNMENT
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        def count(shape: int | tuple[int, int], kind: Any) -> Array:
+            nonlocal total
+            total += whole_pages(int(np.prod(shape)) * np.dtype(kind).itemsize)
+            return _NOTHING
+
+        cls._laid(slots, count)
+        return total

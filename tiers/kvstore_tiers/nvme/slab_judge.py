@@ -13,8 +13,8 @@ import numpy as np
 from kvstore_tiers.nvme.judging_ahead import Told
 from kvstore_tiers.nvme.layout import RECORD_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.reading_ahead import Region
-from kvstore_tiers.nvme.record_checksums import RECORD_WORDS, RecordChecksums
-from kvstore_tiers.nvme.shared_columns import SharedColumns, shared_bytes
+from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
+from kvstore_tiers.nvme.shared_columns import SharedColumns
 from kvstore_tiers.nvme.verdicts import Origins, Verdicts, judge
 
 
@@ -34,14 +34,13 @@ class SlabJudge:
         slots = superblock.slots
         if len(region.records) < slots * RECORD_BYTES:
             return None
-        begin, nbytes = self._end, shared_bytes(slots)
+        begin, nbytes = self._end, SharedColumns.nbytes(slots)
         self._end += nbytes
         os.ftruncate(self._memory, self._end)
         columns = SharedColumns.within(mmap.mmap(self._memory, nbytes, offset=begin), slots)
         columns.superblock[:] = np.frombuffer(region.superblock, np.uint8)
         origins = Origins()
-        records = np.frombuffer(region.records, "<u8", slots * RECORD_WORDS).reshape(slots, RECORD_WORDS)
-        length_bytes = region.look.length_bytes
+        records, length_bytes = words_of(region.records, slots), region.look.length_bytes
         pieces = judge(superblock, length_bytes, 0, records, self._checksums, origins, columns.live)
         whole = Verdicts.joined(pieces, columns.live)
         columns.states[:] = whole.states

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 
 _NUMBER_BYTES = 4
+_NUMBERS = 1 << 8 * _NUMBER_BYTES
 _ROOM_BYTES = 64 << 10  # what most pipes hold; whoever has more slabs goes over the others alone
 
 
@@ -21,10 +22,10 @@ class SlabQueue:
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> SlabQueue:
-        """These, as many as there is room for."""
+        """These, as many as there is room for, and none that is larger than a slab's can be."""
         fd, filling = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(filling, False)  # a user with many pipes gets small ones
-        packed = b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers)
+        packed = b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers if number < _NUMBERS)
         os.write(filling, packed[:_ROOM_BYTES])
         os.close(filling)
         return cls(fd)
