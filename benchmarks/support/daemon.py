@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 READY_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.01
+PREFAULT_THREAD = "kvstore-prefault"  # the client's
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,18 @@ class BenchDaemon:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{nbytes} bytes of arenas were not prefaulted in {timeout_s} s")
             time.sleep(POLL_S)
+
+
+def wait_mapped(timeout_s: float = 30.0) -> None:
+    """Until this process's sessions have touched their staging and mapped the arenas that exist, which they begin with.
+
+    It ends by itself within some seconds, looking for arenas' pages that come late.
+    """
+    deadline = time.monotonic() + timeout_s
+    while any(thread.name == PREFAULT_THREAD for thread in threading.enumerate()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"sessions were still mapping memory after {timeout_s} s")
+        time.sleep(POLL_S)
 
 
 @contextmanager

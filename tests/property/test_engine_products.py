@@ -1,4 +1,4 @@
-"""Products with q8_0 and interleaved q4_0 matrices by numba: the compiler's bits, and the definition."""
+"""Products with interleaved q8_0 and q4_0 matrices by numba: the compiler's bits, and the definition."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ def _address(kernels: Kernels, matrix_type: int) -> int:
 @settings(max_examples=examples(40))
 @given(
     groups=st.integers(1, 12),
-    more_columns=st.integers(0, 7),
     blocks=st.integers(1, 20),
     count=st.one_of(st.integers(1, 20), st.integers(1, 128)),
     threads=st.integers(1, 3),
@@ -31,7 +30,6 @@ def _address(kernels: Kernels, matrix_type: int) -> int:
 def test_numba_gives_the_compilers_bits(
     matrix_type: int,
     groups: int,
-    more_columns: int,
     blocks: int,
     count: int,
     threads: int,
@@ -42,8 +40,7 @@ def test_numba_gives_the_compilers_bits(
     if not (_address(compiled, matrix_type) and _address(numba, matrix_type)):
         pytest.skip("this processor leaves the product to ggml")
     random = np.random.default_rng(seed)
-    columns = 8 * groups + (more_columns if matrix_type == Q8_0 else 0)
-    matrix = random_matrix(random, columns, 32 * blocks, matrix_type)
+    matrix = random_matrix(random, 8 * groups, 32 * blocks, matrix_type)
     rows = random.standard_normal((count, 32 * blocks), dtype=np.float32) * np.float32(magnitude)
     rows[random.integers(count), :32] = 0  # a block without a scale
     graph = ProductGraph(rows, matrix, matrix_type)

@@ -11,13 +11,16 @@ from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.gguf.tensor_types import F32, Q4_0, Q8_0, TENSOR_TYPES
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import Product
+from kvstore_engine.model.interleaving import ROWS_TOGETHER, interleave_q8_0
 
 FloatArray = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 
 class ProductGraph:
-    """One product in a ggml context with memory; a q4_0 matrix is repacked, as the model's weights are."""
+    """One product in a ggml context with memory. A q4_0 matrix is repacked, as the model's weights are; of a q8_0 one
+    there is an interleaved copy for our operations.
+    """
 
     def __init__(self, rows: FloatArray, matrix: Bytes, matrix_type: int) -> None:
         self.ggml: Library = load_library()
@@ -27,25 +30,31 @@ class ProductGraph:
         self.rows = self.ggml.new_tensor_2d(self.context, F32, rows.shape[1], len(rows))
         array_at(tensor_at(self.rows).data, np.float32, *rows.shape)[:] = rows
         self.shape = len(rows), columns
-        self.weights = self.ggml.init(InitParams(self.ggml.tensor_overhead() + 64, None, True))
+        self.weights = self.ggml.init(InitParams(2 * self.ggml.tensor_overhead() + 64, None, True))
         self.matrix = self.ggml.new_tensor_2d(self.weights, matrix_type, rows.shape[1], columns)
-        self.buffer = self._place(np.ascontiguousarray(matrix), repack=matrix_type == Q4_0)
+        self.interleaved = self.matrix
+        self.buffers = [self._place(self.matrix, np.ascontiguousarray(matrix), repack=matrix_type == Q4_0)]
+        if matrix_type == Q8_0 and columns % ROWS_TOGETHER == 0:
+            packed = np.empty(matrix.size, np.uint8)
+            interleave_q8_0(np.ascontiguousarray(matrix), packed)
+            self.interleaved = self.ggml.new_tensor_2d(self.weights, matrix_type, rows.shape[1], columns)
+            self.buffers.append(self._place(self.interleaved, packed, repack=False))
 
-    def _place(self, matrix: Bytes, *, repack: bool) -> int:
+    def _place(self, tensor: int, matrix: Bytes, *, repack: bool) -> int:
         ggml = self.ggml
         if repack and "CPU_REPACK" not in ggml.extra_buffer_types():
             pytest.skip("this ggml repacks nothing")
         kind = ggml.extra_buffer_types()["CPU_REPACK"] if repack else ggml.backend_cpu_buffer_type()
         buffer: int = ggml.backend_buft_alloc_buffer(kind, matrix.nbytes + 64)
-        ggml.backend_tensor_alloc(buffer, self.matrix, ggml.backend_buffer_get_base(buffer))
-        ggml.backend_tensor_set(self.matrix, matrix.ctypes.data, 0, matrix.nbytes)
+        ggml.backend_tensor_alloc(buffer, tensor, ggml.backend_buffer_get_base(buffer))
+        ggml.backend_tensor_set(tensor, matrix.ctypes.data, 0, matrix.nbytes)
         return buffer
 
     def ggmls(self) -> FloatArray:
         return self._compute(self.ggml.mul_mat(self.context, self.matrix, self.rows), 1)
 
     def ours(self, address: int, product: Product, threads: int) -> FloatArray:
-        sources = (ct.c_void_p * 2)(self.rows, self.matrix)
+        sources = (ct.c_void_p * 2)(self.rows, self.interleaved)
         count, columns = self.shape
         node = self.ggml.custom_4d(
             self.context, F32, columns, count, 1, 1, sources, 2, address, -1, ct.addressof(product)
@@ -64,7 +73,8 @@ class ProductGraph:
     def close(self) -> None:
         self.ggml.free(self.context)
         self.ggml.free(self.weights)
-        self.ggml.backend_buffer_free(self.buffer)
+        for buffer in self.buffers:
+            self.ggml.backend_buffer_free(buffer)
 
 
 def random_matrix(random: np.random.Generator, columns: int, elements: int, matrix_type: int) -> Bytes:
@@ -75,3 +85,24 @@ def random_matrix(random: np.random.Generator, columns: int, elements: int, matr
         made[made == 128] = 0  # quantised values are never -128
     made[:, :, :2] = random.uniform(-1e-2, 1e-2, (columns, elements // 32, 1)).astype(np.float16).view(np.uint8)
     return made.reshape(columns, -1)
+
+
+def product_in_order(rows: FloatArray, matrix: Bytes) -> FloatArray:
+    """float32 rows times a q8_0 matrix by the sums that our operations form: a block of 32 elements after another, each
+    added with one rounding. Slow.
+    """
+    blocks = rows.reshape(len(rows), -1, 32)
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest != 0)
+    quantised = np.rint(blocks * inverse).astype(np.int64)
+    scales = (largest / np.float32(127)).astype(np.float16).astype(np.float32)
+    packed = matrix.reshape(len(matrix), -1, TENSOR_TYPES[Q8_0].block_bytes)
+    weights = packed[:, :, 2:].view(np.int8).astype(np.int64)
+    theirs = packed[:, :, :2].copy().view(np.float16).astype(np.float32)
+    total = np.zeros((len(rows), len(matrix)), np.float32)
+    for block in range(blocks.shape[1]):
+        whole = quantised[:, block] @ weights[:, block].T
+        both = scales[:, block] * theirs[:, block].T  # float32: one rounding
+        # 48 bits of product and a sum: 64 bits hold them, but for cases too rare to meet
+        total = (whole.astype(np.longdouble) * both + total).astype(np.float32)
+    return total

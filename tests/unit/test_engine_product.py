@@ -1,4 +1,4 @@
-"""Rows times q8_0 and interleaved q4_0 matrices: against the definition, and to the bit against ggml's own products."""
+"""Rows times interleaved matrices: q4_0 to the bit as ggml's own products, q8_0 as its own order of sums says."""
 
 import os
 import subprocess
@@ -19,8 +19,13 @@ from kvstore_engine.kernels.layout import Product
 from kvstore_engine.kernels.native import NativeKernels
 from kvstore_engine.kernels.reference import quantised_product
 from kvstore_engine.model import Linear
-from kvstore_engine.model.interleaving import ROWS_TOGETHER, interleave, is_interleaved
-from tests.reference.product_graph import ProductGraph, random_matrix
+from kvstore_engine.model.interleaving import (
+    ROWS_TOGETHER,
+    interleave_q4_0,
+    interleave_q8_0,
+    is_interleaved_q4_0,
+)
+from tests.reference.product_graph import Bytes, FloatArray, ProductGraph, product_in_order, random_matrix
 
 _TIMEOUT_S = 900
 _LIBRARY = build_kernels()
@@ -36,6 +41,11 @@ def _operation(name: str, matrix_type: int) -> tuple[Kernels, int]:
     return kernels, address
 
 
+def _exact(graph: ProductGraph, rows: FloatArray, matrix: Bytes, matrix_type: int) -> FloatArray:
+    """What the sums must be to the bit: q4_0's as ggml forms them, q8_0's block by block."""
+    return product_in_order(rows, matrix) if matrix_type == Q8_0 else graph.ggmls()
+
+
 @pytest.fixture
 def graphs() -> Iterator[list[ProductGraph]]:
     """Whatever a test puts here is closed after it."""
@@ -49,12 +59,12 @@ def graphs() -> Iterator[list[ProductGraph]]:
 @pytest.mark.parametrize(
     ("matrix_type", "columns", "elements"),
     [
-        (Q8_0, 1, 32),
-        (Q8_0, 31, 64),
-        (Q8_0, 33, 96),
-        (Q8_0, 100, 576),
-        (Q8_0, 257, 1536),
-        (Q8_0, 1999, 64),
+        (Q8_0, 8, 32),
+        (Q8_0, 32, 64),
+        (Q8_0, 40, 96),
+        (Q8_0, 200, 576),
+        (Q8_0, 264, 1536),
+        (Q8_0, 1992, 64),
         (Q4_0, 8, 32),
         (Q4_0, 32, 64),
         (Q4_0, 40, 96),
@@ -63,7 +73,7 @@ def graphs() -> Iterator[list[ProductGraph]]:
         (Q4_0, 1992, 64),
     ],
 )
-def test_products_have_ggmls_bits(
+def test_products_have_the_bits_that_their_order_gives(
     name: str, matrix_type: int, columns: int, elements: int, graphs: list[ProductGraph]
 ) -> None:
     """For every number of rows that a decode step may have, and some chunks of prompts; the counters are ready for
@@ -77,7 +87,7 @@ def test_products_have_ggmls_bits(
         graphs.append(ProductGraph(rows, matrix, matrix_type))
         ours = graphs[-1].ours(address, product, threads=1 + count % 3)
         np.testing.assert_allclose(ours, quantised_product(rows, matrix, matrix_type), rtol=1e-4, atol=1e-3)
-        np.testing.assert_array_equal(ours, graphs[-1].ggmls())
+        np.testing.assert_array_equal(ours, _exact(graphs[-1], rows, matrix, matrix_type))
         assert (product.next_column, product.finished) == (0, 0)
     assert kernels.name
 
@@ -90,14 +100,14 @@ def test_extreme_values_do_not_overflow(name: str, matrix_type: int, graphs: lis
     elements, kind = 64, TENSOR_TYPES[matrix_type]
     matrix = np.zeros((16, elements // 32, kind.block_bytes), np.uint8)
     matrix[:, :, :2] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
-    low, high = (0x00, 0xFF) if matrix_type == Q4_0 else (0x81, 0x7F)  # -8 and 7 in each nibble; -127 and 127
+    low, high = (0x00, 0xFF) if matrix_type == Q4_0 else (0x80, 0x7F)  # -8 and 7 in each nibble; -128 and 127
     matrix[::2, :, 2:], matrix[1::2, :, 2:] = low, high
     matrix = matrix.reshape(16, -1)
     rows = np.array([[1e3], [-1e3], [1e-3]], np.float32) * np.ones((3, elements), np.float32)
     graphs.append(ProductGraph(rows, matrix, matrix_type))
     ours = graphs[0].ours(address, Product.new(), 1)
     np.testing.assert_allclose(ours, quantised_product(rows, matrix, matrix_type), rtol=1e-3)
-    np.testing.assert_array_equal(ours, graphs[0].ggmls())
+    np.testing.assert_array_equal(ours, _exact(graphs[0], rows, matrix, matrix_type))
     assert kernels.name
 
 
@@ -125,16 +135,16 @@ def test_numba_has_the_same_bits_without_vnni() -> None:
 
 
 def test_which_products_are_taken(graphs: list[ProductGraph]) -> None:
-    operations, elements = ProductOperations(4, 8, 1), 1024
-    q8, q4 = (np.zeros((64, TENSOR_TYPES[kind].row_bytes(elements)), np.uint8) for kind in (Q8_0, Q4_0))
-    for count, of_q8, of_q4 in ((1, 8, 4), (128, 8, 4), (129, 0, 4)):
-        rows = np.zeros((count, elements), np.float32)
-        graphs += [ProductGraph(rows, q8, Q8_0), ProductGraph(rows, q4, Q4_0)]
-        eight, four = graphs[-2:]
-        assert operations.faster(Linear(eight.matrix), eight.rows) == of_q8
-        assert operations.faster(Linear(four.matrix, interleaved=True), four.rows) == of_q4
-        assert operations.faster(Linear(four.matrix), four.rows) == 0  # repacked otherwise
-        assert operations.faster(Linear(eight.rows), eight.rows) == 0
+    operations, elements = ProductOperations(q4_0=4, q8_0=8, userdata=1), 1024
+    rows = np.zeros((1, elements), np.float32)
+    for kind, ours in ((Q4_0, 4), (Q8_0, 8)):
+        graphs.append(ProductGraph(rows, np.zeros((64, TENSOR_TYPES[kind].row_bytes(elements)), np.uint8), kind))
+        matrix = graphs[-1].matrix
+        assert operations.operation(Linear(matrix, interleaved=True)) == ours
+        assert operations.operation(Linear(matrix)) == 0  # in place, or repacked otherwise
+    assert ProductOperations(0, 8, 1).operation(Linear(graphs[0].matrix, interleaved=True)) == 0  # ggml knows its own
+    with pytest.raises(ValueError, match="kernels that the pool does not have"):
+        ProductOperations(4, 0, 1).operation(Linear(graphs[1].matrix, interleaved=True))
 
 
 def test_ggmls_repacking_is_recognised(graphs: list[ProductGraph]) -> None:
@@ -143,6 +153,21 @@ def test_ggmls_repacking_is_recognised(graphs: list[ProductGraph]) -> None:
     packed = array_at(tensor_at(graphs[0].matrix).data, np.uint8, 3, ROWS_TOGETHER * matrix.shape[1])
     if not load_library().describe()["cpu_features"].count("avx2"):
         pytest.skip("other processors have other layouts")
-    np.testing.assert_array_equal(interleave(matrix), packed)
-    assert is_interleaved(matrix, packed[0])
-    assert not is_interleaved(matrix, matrix[:ROWS_TOGETHER].reshape(-1))
+    np.testing.assert_array_equal(interleave_q4_0(matrix), packed)
+    assert is_interleaved_q4_0(matrix, packed[0])
+    assert not is_interleaved_q4_0(matrix, matrix[:ROWS_TOGETHER].reshape(-1))
+
+
+def test_eight_rows_of_q8_0_lie_interleaved() -> None:
+    """Byte by byte: of each block the scales of eight rows, then four values of each row in turn."""
+    rows, blocks = 24, 3
+    matrix = random_matrix(np.random.default_rng(4), rows, 32 * blocks, Q8_0)
+    packed = np.empty(matrix.size, np.uint8)
+    interleave_q8_0(matrix, packed)
+    tiles, source = packed.reshape(rows // 8, blocks, 8 * 34), matrix.reshape(rows, blocks, 34)
+    for row, block in np.ndindex(rows, blocks):
+        tile, lane = tiles[row // 8, block], row % 8
+        np.testing.assert_array_equal(tile[2 * lane : 2 * lane + 2], source[row, block, :2])
+        for four in range(8):
+            begin = 16 + 32 * four + 4 * lane
+            np.testing.assert_array_equal(tile[begin : begin + 4], source[row, block, 2 + 4 * four : 6 + 4 * four])

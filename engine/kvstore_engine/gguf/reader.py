@@ -9,6 +9,7 @@ it ourselves because `gguf.GGUFReader` builds a numpy view per string and takes 
 """
 
 import json
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,6 +109,13 @@ class GGUFFile:
             for start in range(0, tensor.size, _HASH_CHUNK_BYTES):
                 digest.update(tensor[start : start + _HASH_CHUNK_BYTES].data)
         return digest.hexdigest()
+
+    def release(self) -> None:
+        """Take what was read out of this process's resident memory: for a loader that has copied most of it. The file
+        stays mapped and in the system's cache.
+        """
+        if isinstance(self.data.base, mmap.mmap):
+            self.data.base.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Drop our hold on the map. The pages go when the last array that views them goes."""

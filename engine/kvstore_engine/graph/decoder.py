@@ -60,7 +60,7 @@ def build_graph(
     attention: AttentionOperation,
     tokens: int,
     outputs: int,
-    products: ProductOperations | None = None,
+    products: ProductOperations,
 ) -> StepGraph:
     """A new graph in a context of its own, which the caller frees. Its tensors have no memory yet."""
     return _Builder(model, cache, attention, tokens, outputs, products).build()
@@ -74,7 +74,7 @@ class _Builder:
         attention: AttentionOperation,
         tokens: int,
         outputs: int,
-        products: ProductOperations | None,
+        products: ProductOperations,
     ) -> None:
         self.model, self.cache, self.attention, self.products = model, cache, attention, products
         self.tokens, self.outputs = tokens, outputs
@@ -121,7 +121,7 @@ class _Builder:
 
     def _linear(self, linear: Linear, rows: int) -> int:
         product: int
-        if self.products and (operation := self.products.faster(linear, rows)):
+        if operation := self.products.operation(linear):
             product = self._own_product(operation, self.products.userdata, linear.weight, rows)
         else:
             product = self.ggml.mul_mat(self.context, linear.weight, rows)
@@ -130,7 +130,9 @@ class _Builder:
         return product
 
     def _own_product(self, operation: int, userdata: int, weight: int, rows: int) -> int:
-        """What `mul_mat` gives, to the bit, by our own operation."""
+        """What `mul_mat` gives, by our own operation."""
+        factor = tensor_at(rows)
+        assert tuple(factor.nb[:2]) == (_F32_BYTES, _F32_BYTES * factor.ne[0]), "rows that do not lie together"
         multiplied: int = self.ggml.custom_4d(
             self.context,
             F32,

@@ -36,7 +36,10 @@ class Kernels(ABC):
 
     @property
     def q8_product_address(self) -> int:
-        """The same for a q8_0 matrix."""
+        """The same for a q8_0 matrix, interleaved as `interleaving.interleave_q8_0` has it, with sums of its own order.
+
+        They MUST NOT depend on how many rows or threads there are. 0: such matrices are not to be interleaved.
+        """
         return 0
 
     @abstractmethod

@@ -57,8 +57,9 @@ def dot_of_pairs(b: Builder, unsigned: Value, signed: Value) -> Value:
     return code.call(b, "llvm.x86.avx2.pmadd.ub.sw", SHORTS, unsigned, signed)
 
 
-def sum_of_pairs(b: Builder, pairs: Value) -> Value:
-    return code.call(b, "llvm.x86.avx2.pmadd.wd", WORDS, pairs, ir.Constant(SHORTS, [1] * 16))
+def sum_of_pairs(b: Builder, pairs: Value, each: int = 1) -> Value:
+    """Lane i: the sum of numbers 2 * i and 2 * i + 1, times `each`."""
+    return code.call(b, "llvm.x86.avx2.pmadd.wd", WORDS, pairs, ir.Constant(SHORTS, [each] * 16))
 
 
 def sum_of_bytes(b: Builder, signed: Value) -> Value:

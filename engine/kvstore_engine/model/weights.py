@@ -4,9 +4,9 @@ Owns the ggml context, buffers and tensor handles of the weights. It never build
 Invariant: names, shapes and types of all tensors have been checked (`tensors`, `quantisation`) before ggml
 sees one.
 
-Matrices whose type the CPU can interleave (Q4_0 on AVX2 and NEON) are copied through ggml's extra buffer
-types, as llama.cpp's loader does; all else is used where the file is mapped, so that processes share its
-pages.
+Matrices whose type ggml can repack (q4_0 on AVX2 and NEON) are copied through its extra buffer types, as
+llama.cpp's loader does; q8_0 matrices are interleaved by ourselves where our own kernels multiply them. All
+else is used where the file is mapped, so that processes share its pages.
 """
 
 from dataclasses import dataclass
@@ -14,24 +14,28 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore_engine.ggml import Library, load_library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.gguf import GGUFFile, TensorInfo
-from kvstore_engine.gguf.tensor_types import Q4_0, TENSOR_TYPES
+from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
+from kvstore_engine.kernels import select_kernels
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.model.config import ModelConfig
-from kvstore_engine.model.interleaving import ROWS_TOGETHER, is_interleaved
+from kvstore_engine.model.interleaving import ROWS_TOGETHER, interleave_q8_0, is_interleaved_q4_0
 from kvstore_engine.model.quantisation import check_quantisation
 from kvstore_engine.model.tensors import check_tensors, layer_parts
 
 _USAGE_WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
+_ALIGNMENT = 64  # a cache line, and what ggml asks for
 
 
 class Linear(NamedTuple):
     """A matrix and what is added to its product, as ggml tensor handles (addresses); 0: there is none.
 
-    `interleaved`: the matrix is q4_0 and lies in memory as `interleaving.interleave` has it.
+    `interleaved`: the matrix is q4_0 or q8_0 and lies in memory as `interleaving` has it. One of q8_0 can then only be
+    multiplied by our own operation: ggml does not know the layout.
     """
 
     weight: int = 0
@@ -78,8 +82,10 @@ class Model:
         check_quantisation(file, library)
         self.repacked_bytes = 0
         self._repackers = list(library.extra_buffer_types().values()) if repack else []
+        self._interleaves_q8_0 = repack and bool(select_kernels().q8_product_address)
         self._buffers: list[int] = []
         self._interleaved: set[int] = set()
+        self._own_memory: list[npt.NDArray[np.uint8]] = []
         base = file.data.ctypes.data
         self._mapped = self._own(library.backend_cpu_buffer_from_ptr(base, file.data.size))
         self._context = library.init(
@@ -96,6 +102,8 @@ class Model:
         # 0: no divisors; one tensor serves all layers.
         self.rope_factors = self._vector(self.config.rope.factors)
         self.layers = tuple(self._layer(index) for index in range(self.config.layers))
+        if self.repacked_bytes:
+            file.release()
 
     def close(self) -> None:
         """Give back the weights' memory. No executor may use the model afterwards."""
@@ -103,7 +111,7 @@ class Model:
             self.library.free(self._context)
             for buffer in self._buffers:
                 self.library.backend_buffer_free(buffer)
-            self._context, self._buffers = 0, []
+            self._context, self._buffers, self._own_memory = 0, [], []
             self.file.close()
 
     def __enter__(self) -> Self:
@@ -158,13 +166,10 @@ class Model:
         return tensor
 
     def _matrix(self, info: TensorInfo) -> int:
-        """Repacked if some extra buffer type takes this tensor, in place otherwise."""
+        """Repacked if this tensor can be, in place otherwise."""
         tensor = self._new_tensor(info)
-        for buffer_type in self._repackers:
-            if self._repacked(tensor, self._address(info), info.nbytes, buffer_type):
-                self.repacked_bytes += info.nbytes
-                return tensor
-        self.library.backend_tensor_alloc(self._mapped, tensor, self._address(info))
+        if not self._is_repacked(tensor, [info]):
+            self.library.backend_tensor_alloc(self._mapped, tensor, self._address(info))
         return tensor
 
     def _joined(self, names: list[str]) -> int:
@@ -178,40 +183,64 @@ class Model:
         gated = self.config.family.activation == "swiglu" or "ffn" not in names[0]
         if len(parts) < len(names) or not same or not gated or any(f"{n}.bias" in self.file.tensors for n in names):
             return 0
-        begins = [part.offset_bytes for part in parts]
-        rows = np.concatenate(
-            [self.file.data[begin : begin + part.nbytes] for begin, part in zip(begins, parts, strict=True)]
-        )
         tensor: int = self.library.new_tensor_2d(
             self._context, parts[0].ggml_type, parts[0].shape[0], sum(part.shape[1] for part in parts)
         )
-        for buffer_type in self._repackers:
-            if self._repacked(tensor, rows.ctypes.data, rows.nbytes, buffer_type):
-                self.repacked_bytes += rows.nbytes
-                return tensor
-        return 0
+        return tensor if self._is_repacked(tensor, parts) else 0
 
-    def _repacked(self, tensor: int, address: int, size_bytes: int, buffer_type: int) -> bool:
+    def _is_repacked(self, tensor: int, parts: list[TensorInfo]) -> bool:
+        """Fill a tensor that has no memory with the rows of `parts`, in a layout that is multiplied faster.
+
+        False if there is none for it: it still has no memory then.
+        """
+        rows = [self.file.tensor_bytes(part.name).reshape(part.shape[1], -1) for part in parts]
+        if parts[0].ggml_type == Q8_0 and self._interleaves_q8_0:
+            done = self._interleave(tensor, rows)
+        else:
+            done = any(self._repack(tensor, rows, buffer_type) for buffer_type in self._repackers)
+        if done:
+            self.repacked_bytes += sum(part.nbytes for part in parts)
+        return done
+
+    def _interleave(self, tensor: int, parts: list[npt.NDArray[np.uint8]]) -> bool:
+        """Our own layout of a q8_0 matrix; False if it does not go into groups of eight rows."""
+        if any(len(rows) % ROWS_TOGETHER for rows in parts):
+            return False
+        size_bytes = sum(rows.size for rows in parts)
+        memory = np.empty(size_bytes + _ALIGNMENT, np.uint8)
+        memory = memory[-memory.ctypes.data % _ALIGNMENT :][:size_bytes]
+        filled = 0
+        for rows in parts:
+            interleave_q8_0(rows, memory[filled : filled + rows.size])
+            filled += rows.size
+        self._own_memory.append(memory)
+        buffer = self._own(self.library.backend_cpu_buffer_from_ptr(memory.ctypes.data, size_bytes))
+        self.library.backend_tensor_alloc(buffer, tensor, memory.ctypes.data)
+        self._interleaved.add(tensor)
+        return True
+
+    def _repack(self, tensor: int, parts: list[npt.NDArray[np.uint8]], buffer_type: int) -> bool:
+        """One of ggml's layouts; False if the buffer type does not take the tensor."""
         ggml = self.library
         buffer = ggml.backend_buft_alloc_buffer(buffer_type, ggml.backend_buft_get_alloc_size(buffer_type, tensor))
         ggml.backend_tensor_alloc(buffer, tensor, ggml.backend_buffer_get_base(buffer))
         # The buffer type answers by setting `extra`: no other call asks it about a type and a shape.
         if tensor_at(tensor).extra:
             self._own(buffer)
-            ggml.backend_tensor_set(tensor, address, 0, size_bytes)
-            self._note_layout(tensor, address)
+            rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            ggml.backend_tensor_set(tensor, rows.ctypes.data, 0, rows.size)
+            self._note_layout(tensor, rows)
             return True
         ggml.backend_buffer_free(buffer)
         fields = tensor_at(tensor)
         fields.buffer = fields.data = None
         return False
 
-    def _note_layout(self, tensor: int, address: int) -> None:
+    def _note_layout(self, tensor: int, rows: npt.NDArray[np.uint8]) -> None:
         fields = tensor_at(tensor)
-        if fields.type == Q4_0 and fields.ne[1] % ROWS_TOGETHER == 0:
-            row_bytes = TENSOR_TYPES[Q4_0].row_bytes(fields.ne[0])
-            rows = array_at(address, np.uint8, fields.ne[1], row_bytes)
-            if is_interleaved(rows, array_at(fields.data, np.uint8, ROWS_TOGETHER * row_bytes)):
+        if fields.type == Q4_0 and len(rows) % ROWS_TOGETHER == 0:
+            first = array_at(fields.data, np.uint8, ROWS_TOGETHER * rows.shape[1])
+            if is_interleaved_q4_0(rows, first):
                 self._interleaved.add(tensor)
 
 
