@@ -25,12 +25,12 @@ import grpc
 
 import kvstore_client
 from kvstore_client import Fingerprint, Session
+from kvstore_client.connection import PREFAULT_THREAD
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 
 READY_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.01
-PREFAULT_THREAD = "kvstore-prefault"  # the client's
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,10 @@ class BenchDaemon:
 
 
 def wait_mapped(timeout_s: float = 30.0) -> None:
-    """Until this process's sessions have touched their staging and mapped the arenas that exist, which they begin with.
+    """Until this process's sessions have touched their staging and entered arenas into their page tables.
 
-    It ends by itself within some seconds, looking for arenas' pages that come late.
+    A session begins with that, in a thread of its own. It ends by itself within some seconds, the last of them spent
+    waiting for arenas' pages that come late.
     """
     deadline = time.monotonic() + timeout_s
     while any(thread.name == PREFAULT_THREAD for thread in threading.enumerate()):

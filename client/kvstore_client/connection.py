@@ -33,6 +33,7 @@ from kvstore_proto.v1 import handshake_pb2, kvstore_pb2
 _DEFAULT_MAX_KEYS = 1024
 PREFAULT_ARENAS_BYTES = 1 << 30  # page tables for more would be some megabytes of each engine
 PREFAULT_GRANT_TIMEOUT_S = 1.0
+PREFAULT_THREAD = "kvstore-prefault"
 PREFAULT_PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
 
 
@@ -97,7 +98,7 @@ class Connection:
         staging_fd = handshake.take_staging()
         if staging_fd >= 0:
             self.staging = map_read_write(staging_fd, welcome.staging_bytes)
-        threading.Thread(target=self._prefault, name="kvstore-prefault", daemon=True).start()
+        threading.Thread(target=self._prefault, name=PREFAULT_THREAD, daemon=True).start()
         self.stream = self._open_stream()
 
     def arena(self, arena_id: int, timeout_s: float) -> Bytes | None:

@@ -60,10 +60,17 @@ class Executor:
         max_sequences: int = 16,
         max_context: int = 8192,
     ) -> None:
-        """Reserve memory for the largest step. ValueError if the pool was made for another model."""
+        """Reserve memory for the largest step. ValueError if the pool was made for another model, or for kernels that
+        cannot multiply its weights.
+        """
         config = model.config
         if (pool.layers, pool.row_elements) != (config.layers, config.kv_width):
             raise ValueError("the block pool was made for another model")
+        if model.interleaves_q8_0 and not pool.kernels.q8_product_address:
+            raise ValueError(
+                "the model's q8_0 matrices are interleaved for kernels that the pool does not have: load it with "
+                "`repack=False`"
+            )
         if threads < 1 or max_tokens_per_step < 1 or max_sequences < 1 or max_context < 1:
             raise ValueError("threads, tokens per step, sequences and context must all be at least 1")
         if 0 < config.longest_context < max_context:

@@ -116,6 +116,7 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
 def _connect(folder: Path, model: "Model", tokenizer: Tokenizer, pool: "BlockPool", digest: str) -> KvSession:
     """A session for this model's state; degraded, not an error, while no daemon answers in `folder`."""
     import kvstore_client
+    from kvstore_engine.model import order_of_sums
     from kvstore_engine.pool import PAYLOAD_LAYOUT
 
     fingerprint = model_fingerprint(
@@ -126,6 +127,7 @@ def _connect(folder: Path, model: "Model", tokenizer: Tokenizer, pool: "BlockPoo
         kv_row_bytes=pool.row_bytes,
         engine_block_tokens=pool.block_tokens,
         layout=PAYLOAD_LAYOUT,
+        order_of_sums=order_of_sums(model.file),
     )
     session: KvSession = kvstore_client.connect(folder, fingerprint=fingerprint, client_name="kvengine")
     return session

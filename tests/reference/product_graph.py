@@ -18,8 +18,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class ProductGraph:
-    """One product in a ggml context with memory. A q4_0 matrix is repacked, as the model's weights are; of a q8_0 one
-    there is an interleaved copy for our operations.
+    """One product in a ggml context with memory. The matrix lies as the model's weights do: q4_0 repacked by ggml, q8_0
+    interleaved, which only our operations can multiply.
     """
 
     def __init__(self, rows: FloatArray, matrix: Bytes, matrix_type: int) -> None:
@@ -30,31 +30,30 @@ class ProductGraph:
         self.rows = self.ggml.new_tensor_2d(self.context, F32, rows.shape[1], len(rows))
         array_at(tensor_at(self.rows).data, np.float32, *rows.shape)[:] = rows
         self.shape = len(rows), columns
-        self.weights = self.ggml.init(InitParams(2 * self.ggml.tensor_overhead() + 64, None, True))
+        self.weights = self.ggml.init(InitParams(self.ggml.tensor_overhead() + 64, None, True))
         self.matrix = self.ggml.new_tensor_2d(self.weights, matrix_type, rows.shape[1], columns)
-        self.interleaved = self.matrix
-        self.buffers = [self._place(self.matrix, np.ascontiguousarray(matrix), repack=matrix_type == Q4_0)]
-        if matrix_type == Q8_0 and columns % ROWS_TOGETHER == 0:
-            packed = np.empty(matrix.size, np.uint8)
-            interleave_q8_0(np.ascontiguousarray(matrix), packed)
-            self.interleaved = self.ggml.new_tensor_2d(self.weights, matrix_type, rows.shape[1], columns)
-            self.buffers.append(self._place(self.interleaved, packed, repack=False))
+        placed = np.ascontiguousarray(matrix)
+        if matrix_type == Q8_0:
+            assert columns % ROWS_TOGETHER == 0, "rows that cannot be interleaved"
+            placed = np.empty(matrix.size, np.uint8)
+            interleave_q8_0(np.ascontiguousarray(matrix), placed)
+        self.buffer = self._place(placed, repack=matrix_type == Q4_0)
 
-    def _place(self, tensor: int, matrix: Bytes, *, repack: bool) -> int:
+    def _place(self, matrix: Bytes, *, repack: bool) -> int:
         ggml = self.ggml
         if repack and "CPU_REPACK" not in ggml.extra_buffer_types():
             pytest.skip("this ggml repacks nothing")
         kind = ggml.extra_buffer_types()["CPU_REPACK"] if repack else ggml.backend_cpu_buffer_type()
         buffer: int = ggml.backend_buft_alloc_buffer(kind, matrix.nbytes + 64)
-        ggml.backend_tensor_alloc(buffer, tensor, ggml.backend_buffer_get_base(buffer))
-        ggml.backend_tensor_set(tensor, matrix.ctypes.data, 0, matrix.nbytes)
+        ggml.backend_tensor_alloc(buffer, self.matrix, ggml.backend_buffer_get_base(buffer))
+        ggml.backend_tensor_set(self.matrix, matrix.ctypes.data, 0, matrix.nbytes)
         return buffer
 
     def ggmls(self) -> FloatArray:
         return self._compute(self.ggml.mul_mat(self.context, self.matrix, self.rows), 1)
 
     def ours(self, address: int, product: Product, threads: int) -> FloatArray:
-        sources = (ct.c_void_p * 2)(self.rows, self.interleaved)
+        sources = (ct.c_void_p * 2)(self.rows, self.matrix)
         count, columns = self.shape
         node = self.ggml.custom_4d(
             self.context, F32, columns, count, 1, 1, sources, 2, address, -1, ct.addressof(product)
@@ -73,16 +72,13 @@ class ProductGraph:
     def close(self) -> None:
         self.ggml.free(self.context)
         self.ggml.free(self.weights)
-        for buffer in self.buffers:
-            self.ggml.backend_buffer_free(buffer)
+        self.ggml.backend_buffer_free(self.buffer)
 
 
 def random_matrix(random: np.random.Generator, columns: int, elements: int, matrix_type: int) -> Bytes:
-    """uint8 [columns, row bytes], as ggml would have quantised it."""
+    """uint8 [columns, row bytes], of any quantised values."""
     kind = TENSOR_TYPES[matrix_type]
     made = random.integers(0, 256, (columns, elements // 32, kind.block_bytes), np.uint8)
-    if matrix_type == Q8_0:
-        made[made == 128] = 0  # quantised values are never -128
     made[:, :, :2] = random.uniform(-1e-2, 1e-2, (columns, elements // 32, 1)).astype(np.float16).view(np.uint8)
     return made.reshape(columns, -1)
 

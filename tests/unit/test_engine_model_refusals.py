@@ -7,7 +7,6 @@ import pytest
 
 from kvstore_engine import BlockPool, Executor, GGUFFile, UnsupportedModel, load_model
 from kvstore_engine.gguf import TENSOR_TYPES
-from kvstore_engine.kernels import select_kernels
 from tests.reference.gguf_bytes import Tensor, write_gguf
 from tests.reference.make_gguf import TinyModel, write_model
 
@@ -93,41 +92,3 @@ def test_a_longer_context_than_the_rotation_was_chosen_for_is_refused(tmp_path: 
         Executor(long, BlockPool(long.config, 8), max_context=128),
     ):
         assert long.config.rope.factors == "rope_factors_long.weight"
-
-
-def test_weights_are_repacked_where_this_cpu_can_and_used_in_place_elsewhere(tmp_path: Path) -> None:
-    for quantisation in ("q4_0", "q8_0", "f32"):
-        path = write_model(tmp_path / f"{quantisation}.gguf", replace(_TINY, quantisation=quantisation))
-        with load_model(GGUFFile.open(path), repack=False) as plain, load_model(GGUFFile.open(path)) as model:
-            assert plain.repacked_bytes == 0
-            repackable = {
-                "q4_0": bool(model.library.extra_buffer_types()),
-                "q8_0": bool(select_kernels().q8_product_address),
-                "f32": False,
-            }
-            assert (model.repacked_bytes > 0) == repackable[quantisation]
-
-
-def test_a_matrix_that_does_not_go_into_groups_of_eight_rows_stays_in_place(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "odd.gguf", replace(_TINY, quantisation="q8_0", vocabulary=321))
-    with load_model(GGUFFile.open(path)) as model:
-        assert not model.output.interleaved
-        assert model.layers[0].ffn_down.interleaved == bool(select_kernels().q8_product_address)
-
-
-def test_what_was_repacked_is_not_resident_twice(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "model.gguf", replace(_TINY, quantisation="q8_0", width=256, feed_forward=512))
-    with GGUFFile.open(path) as plain:
-        plain.weights_digest()  # reads all of it
-        assert _resident_bytes(path) >= 0.9 * plain.data.size
-        with load_model(GGUFFile.open(path)) as model:
-            expected = model.file.data.size - model.repacked_bytes
-            plain.release()
-            assert _resident_bytes(path) <= expected + 0.1 * model.file.data.size
-
-
-def _resident_bytes(path: Path) -> int:
-    """Of all maps of the file in this process."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    starts = [at for at, line in enumerate(lines) if line.endswith(str(path))]
-    return sum(int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1]) * 1024 for at in starts)

@@ -96,9 +96,9 @@ class GGUFFile:
 
         That is the architecture, its hyperparameters, the tensor table and the tensors' bytes. Tokenizer and
         descriptive keys are left out: renaming a model must not orphan its cache. xxh3_128 runs at memory
-        speed, and the pages it touches are those that loading is about to touch anyway; so nothing is cached
-        beside the file, where it could outlive a changed file. It guards against mix-ups, not against
-        forgery: tenants are kept apart by the key's root and not by this digest.
+        speed, and loading reads the same pages; so nothing is cached beside the file, where it could outlive a
+        changed file. None of it is resident afterwards. It guards against mix-ups, not against forgery: tenants
+        are kept apart by the key's root and not by this digest.
         """
         architecture = self.metadata.get("general.architecture", "")
         relevant = {k: _plain(v) for k, v in self.metadata.items() if k.startswith(f"{architecture}.")}
@@ -108,12 +108,11 @@ class GGUFFile:
             tensor = self.tensor_bytes(name)
             for start in range(0, tensor.size, _HASH_CHUNK_BYTES):
                 digest.update(tensor[start : start + _HASH_CHUNK_BYTES].data)
+        self.release()
         return digest.hexdigest()
 
     def release(self) -> None:
-        """Take what was read out of this process's resident memory: for a loader that has copied most of it. The file
-        stays mapped and in the system's cache.
-        """
+        """Take what was read out of this process's resident memory. It stays mapped, and in the system's cache."""
         if isinstance(self.data.base, mmap.mmap):
             self.data.base.madvise(mmap.MADV_DONTNEED)
 

@@ -130,9 +130,10 @@ class _Builder:
         return product
 
     def _own_product(self, operation: int, userdata: int, weight: int, rows: int) -> int:
-        """What `mul_mat` gives, by our own operation."""
+        """What `mul_mat` gives, but for q8_0's last bits, by our own operation. ValueError for rows it cannot read."""
         factor = tensor_at(rows)
-        assert tuple(factor.nb[:2]) == (_F32_BYTES, _F32_BYTES * factor.ne[0]), "rows that do not lie together"
+        if (factor.type, *factor.nb[:2]) != (F32, _F32_BYTES, _F32_BYTES * factor.ne[0]) or factor.ne[2] != 1:
+            raise ValueError("our own products need rows of float32 that lie one behind the other")
         multiplied: int = self.ggml.custom_4d(
             self.context,
             F32,

@@ -19,10 +19,5 @@ class ProductOperations:
     userdata: int
 
     def operation(self, linear: Linear) -> int:
-        """The callback that multiplies with the weights, 0: ggml's own product does. ValueError if neither can."""
-        if not linear.interleaved:
-            return 0
-        matrix_type = tensor_at(linear.weight).type
-        if matrix_type == Q8_0 and not self.q8_0:
-            raise ValueError("the model's q8_0 matrices are interleaved for kernels that the pool does not have")
-        return {Q4_0: self.q4_0, Q8_0: self.q8_0}[matrix_type]
+        """The callback that multiplies with the weights, 0: ggml's own product does."""
+        return {Q4_0: self.q4_0, Q8_0: self.q8_0}[tensor_at(linear.weight).type] if linear.interleaved else 0

@@ -70,7 +70,7 @@ extern "C" const void* kv_attention_of(const char* name) {
     return (const void*)build_of(name).attention;
 }
 
-// The same for products with interleaved q4_0 matrices and with q8_0 matrices; null also where ggml's own are better.
+// The same for products with interleaved q4_0 and q8_0 matrices; null also where there is none.
 extern "C" const void* kv_q4_product_of(const char* name) {
     return (const void*)build_of(name).q4_product;
 }

@@ -1,7 +1,8 @@
 """Loops over a matrix of which eight columns are interleaved, compiled by numba: what q4_0 and q8_0 have in common.
 
 Owns the order of the sums: a tile (one block of eight columns) after another, each added in one rounding. What a tile
-is, and how it is multiplied, is the format's.
+is, and how it is multiplied, is the format's. numba keeps compiled code until the file of the compiled function
+changes: after a change here, touch q4_product_numba.py and q8_product_numba.py.
 """
 
 from abc import ABC, abstractmethod

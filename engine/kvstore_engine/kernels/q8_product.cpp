@@ -4,7 +4,7 @@
 // bytes of each of the columns at a time. So a lane belongs to a column from the first product to the last sum: a block
 // is converted and scaled once for eight columns, where ggml's layout, a column in all lanes, needs it for each. Up to
 // eight rows' sums of a block stay in registers; with AVX2 bytes are multiplied as 16-bit numbers, of which one
-// instruction multiplies and adds pairs: 35 instructions for 256 products.
+// instruction multiplies and adds pairs: 35 instructions for 256 products, besides loads.
 //
 // Sums within a block are whole numbers, and blocks are added one after another, each in one rounding, so that a row's
 // product has the same bits for any number of rows and with any instruction set. (ggml adds the blocks in eight lanes,

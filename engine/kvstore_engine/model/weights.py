@@ -1,4 +1,4 @@
-"""Puts a model's weights where ggml computes fastest: in place in the file's map, or repacked.
+"""Puts a model's weights where they are multiplied fastest: in place in the file's map, or in a copy.
 
 Owns the ggml context, buffers and tensor handles of the weights. It never builds a graph.
 Invariant: names, shapes and types of all tensors have been checked (`tensors`, `quantisation`) before ggml
@@ -19,11 +19,11 @@ import numpy.typing as npt
 from kvstore_engine.ggml import Library, load_library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.gguf import GGUFFile, TensorInfo
-from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
-from kvstore_engine.kernels import select_kernels
+from kvstore_engine.gguf.tensor_types import Q4_0
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.interleaving import ROWS_TOGETHER, interleave_q8_0, is_interleaved_q4_0
+from kvstore_engine.model.placement import goes_by_eights, interleaves_q8_0
 from kvstore_engine.model.quantisation import check_quantisation
 from kvstore_engine.model.tensors import check_tensors, layer_parts
 
@@ -71,7 +71,8 @@ class LayerWeights:
 class Model:
     """Configuration plus weights as ggml tensors. Immutable; several executors may share it.
 
-    `file` stays open for the model's life: most weights are read in place.
+    `file` stays open for the model's life: what is not copied is read in place. `interleaves_q8_0`: q8_0 matrices are
+    for kernels of our own.
     """
 
     def __init__(self, file: GGUFFile, library: Library, *, repack: bool = True, context: int | None = None) -> None:
@@ -82,7 +83,7 @@ class Model:
         check_quantisation(file, library)
         self.repacked_bytes = 0
         self._repackers = list(library.extra_buffer_types().values()) if repack else []
-        self._interleaves_q8_0 = repack and bool(select_kernels().q8_product_address)
+        self.interleaves_q8_0 = repack and interleaves_q8_0(file)
         self._buffers: list[int] = []
         self._interleaved: set[int] = set()
         self._own_memory: list[npt.NDArray[np.uint8]] = []
@@ -194,18 +195,15 @@ class Model:
         False if there is none for it: it still has no memory then.
         """
         rows = [self.file.tensor_bytes(part.name).reshape(part.shape[1], -1) for part in parts]
-        if parts[0].ggml_type == Q8_0 and self._interleaves_q8_0:
-            done = self._interleave(tensor, rows)
-        else:
-            done = any(self._repack(tensor, rows, buffer_type) for buffer_type in self._repackers)
-        if done:
-            self.repacked_bytes += sum(part.nbytes for part in parts)
-        return done
-
-    def _interleave(self, tensor: int, parts: list[npt.NDArray[np.uint8]]) -> bool:
-        """Our own layout of a q8_0 matrix; False if it does not go into groups of eight rows."""
-        if any(len(rows) % ROWS_TOGETHER for rows in parts):
+        if self.interleaves_q8_0 and all(map(goes_by_eights, parts)):
+            self._interleave(tensor, rows)
+        elif not any(self._repack(tensor, rows, buffer_type) for buffer_type in self._repackers):
             return False
+        self.repacked_bytes += sum(part.nbytes for part in parts)
+        return True
+
+    def _interleave(self, tensor: int, parts: list[npt.NDArray[np.uint8]]) -> None:
+        """Our own layout of a q8_0 matrix."""
         size_bytes = sum(rows.size for rows in parts)
         memory = np.empty(size_bytes + _ALIGNMENT, np.uint8)
         memory = memory[-memory.ctypes.data % _ALIGNMENT :][:size_bytes]
@@ -217,7 +215,6 @@ class Model:
         buffer = self._own(self.library.backend_cpu_buffer_from_ptr(memory.ctypes.data, size_bytes))
         self.library.backend_tensor_alloc(buffer, tensor, memory.ctypes.data)
         self._interleaved.add(tensor)
-        return True
 
     def _repack(self, tensor: int, parts: list[npt.NDArray[np.uint8]], buffer_type: int) -> bool:
         """One of ggml's layouts; False if the buffer type does not take the tensor."""
@@ -247,7 +244,7 @@ class Model:
 def load_model(
     file: GGUFFile, library: Library | None = None, *, repack: bool = True, context: int | None = None
 ) -> Model:
-    """The model in `file`, ready to run; takes over `file`. Raises UnsupportedModel, GGMLError.
+    """The model in `file`, ready to run; takes over `file`. Raises UnsupportedModel, GGMLError, KernelError.
 
     `context`: how long sequences may become, see `ModelConfig.from_gguf`.
     """

@@ -19,9 +19,13 @@ def model_fingerprint(
     kv_row_bytes: int,
     engine_block_tokens: int,
     layout: str,
+    order_of_sums: str = "",
     block_tokens: int = STORAGE_BLOCK_TOKENS,
 ) -> Fingerprint:
     """The fingerprint for `config` with K/V kept as `kv_dtype` in `layout`, `kv_row_bytes` for one token's K.
+
+    `order_of_sums`: what `model.order_of_sums` says of the file. The digest stands for the weights as they are
+    multiplied.
 
     All layers form one group, windowed ones too: the pool keeps all tokens of every layer, and a prefix is
     restored as a whole. FingerprintError if `block_tokens` is no multiple of `engine_block_tokens`.
@@ -35,7 +39,7 @@ def model_fingerprint(
     )
     return Fingerprint(
         model_name=config.name,
-        weights_digest=weights_digest,
+        weights_digest=f"{weights_digest}+{order_of_sums}" if order_of_sums else weights_digest,
         rope=config.describe_attention(),
         kv_dtype=kv_dtype,
         layout=layout,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvstore_engine.restore.costs import CostModel
 
-_VERSION = 1
+_VERSION = 2  # 1: before q8_0 matrices were interleaved, which made computing cheaper
 
 
 class CostProfile:

@@ -16,7 +16,7 @@ from kvstore_engine.constrain import Constrainer, GrammarError
 from kvstore_engine.errors import UsageError
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.loading import check_vocabulary, context_tokens
-from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model import ModelConfig, copied_bytes, order_of_sums
 from kvstore_engine.models.cache import cache_root
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, PAYLOAD_LAYOUT, BlockPool, kv_row_bytes
 from kvstore_engine.profiler import TracingObserver
@@ -60,7 +60,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
         stack.callback(memory.close)
         pool = BlockPool(
             config,
-            pool_blocks(config, options, context, _available_bytes()),
+            pool_blocks(config, options, context, _available_bytes() - copied_bytes(file)),
             kv_dtype=options.kv_dtype,
             memory=memory.allocate,
         )
@@ -81,7 +81,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
         sessions, costs = None, CostModel()
         if options.kvstore is not None:
             digest = file.weights_digest()
-            sessions = _sessions(Path(options.kvstore), config, tokenizer, pool, digest)
+            sessions = _sessions(Path(options.kvstore), file, config, tokenizer, pool, digest)
             stack.callback(sessions.close)
             if not options.has_tenants:
                 sessions("")
@@ -123,8 +123,9 @@ def _prepare(constrainer: Constrainer) -> None:
 
 
 def pool_blocks(config: ModelConfig, options: EngineOptions, context: int, available_bytes: int) -> int:
-    """Engine blocks of a pool of the size asked for, or of the default one. UsageError if one answer does not fit it,
-    or it not the memory: touching more than there is would end the process without a word.
+    """Engine blocks of a pool of the size asked for, or of the default one; `available_bytes`: what copies of the
+    weights leave free. UsageError if one answer does not fit the pool, or it not the memory: touching more than there
+    is would end the process without a word.
     """
     try:
         block_bytes = 2 * config.layers * ENGINE_BLOCK_TOKENS * kv_row_bytes(config, options.kv_dtype)
@@ -135,11 +136,11 @@ def pool_blocks(config: ModelConfig, options: EngineOptions, context: int, avail
     if options.pool_bytes is not None:
         blocks = options.pool_bytes // block_bytes
     else:
-        blocks = min(least * options.max_sequences, int(available_bytes * _MOST_OF_MEMORY // block_bytes))
+        blocks = min(least * options.max_sequences, int(max(available_bytes, 0) * _MOST_OF_MEMORY // block_bytes))
     if blocks * block_bytes > available_bytes:
         raise UsageError(
-            f"a pool of {blocks * block_bytes >> 20} MiB does not fit into the {available_bytes >> 20} MiB of memory "
-            "that are free: give a smaller --pool"
+            f"a pool of {blocks * block_bytes >> 20} MiB does not fit into the {max(available_bytes, 0) >> 20} MiB of "
+            "memory that are free beside the weights: give a smaller --pool"
         )
     if blocks < least:
         raise UsageError(
@@ -155,7 +156,9 @@ def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     return next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
 
 
-def _sessions(folder: Path, config: ModelConfig, tokenizer: Tokenizer, pool: BlockPool, digest: str) -> TenantSessions:
+def _sessions(
+    folder: Path, file: GGUFFile, config: ModelConfig, tokenizer: Tokenizer, pool: BlockPool, digest: str
+) -> TenantSessions:
     fingerprint = model_fingerprint(
         config,
         weights_digest=digest,
@@ -164,5 +167,6 @@ def _sessions(folder: Path, config: ModelConfig, tokenizer: Tokenizer, pool: Blo
         kv_row_bytes=pool.row_bytes,
         engine_block_tokens=pool.block_tokens,
         layout=PAYLOAD_LAYOUT,
+        order_of_sums=order_of_sums(file),
     )
     return TenantSessions(folder, fingerprint)
