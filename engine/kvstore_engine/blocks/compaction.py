@@ -7,6 +7,7 @@ as it mostly does, costs next to nothing.
 Invariants: only blocks without another holder are moved; a move goes to free blocks; tokens keep their order.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from kvstore_engine.blocks.transfer_costs import TransferCosts
 from kvstore_engine.free_list import free_runs
 
 Bools = npt.NDArray[np.bool_]
+_KEPT = 16  # times that it is asked: costs change slowly
 _MARGIN = 1.25  # both costs are estimates, and what they are wrong by must not make a move a loss
 
 
@@ -39,12 +41,20 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Table entries [first, first + count) to the free blocks [target, target + count); saves `runs` pieces."""
+    """Table entries [first, first + count), `sources` pieces, to the free blocks [target, target + count); the sequence
+    lies in `runs` pieces less then.
+    """
 
     first: int
     count: int
+    sources: int
     target: int
     runs: int
+
+    @property
+    def pieces(self) -> int:
+        """That the move reads and writes."""
+        return self.sources + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,9 @@ class Compaction:
     move_s: float = 0.0
 
 
+_NOTHING = Compaction()
+
+
 class Compactor:
     """Compacts holdings of one space."""
 
@@ -68,28 +81,42 @@ class Compactor:
         self._costs = costs
         self._clock = clock
         self._block_bytes = space.pool.payload_bytes(1)
+        self._least_runs = math.inf  # to be saved in all transfers together, to pay for moving a single block
+        self._asked = 0
 
     def compact(self, holding: Holding, transfers: float) -> Compaction:
         """Move what pays if the sequence is copied `transfers` more times, as a whole."""
+        if self._asked % _KEPT == 0:
+            run_s = self._costs.run_s
+            self._least_runs = self._cost_s(1, 2) / run_s if run_s else math.inf
+        self._asked += 1
+        if (
+            max(2, holding.count - 1) * transfers <= self._least_runs
+        ):  # code that runs seldom: each line is a cache miss
+            return _NOTHING
         saved_s = self._costs.run_s * transfers
         if not self._can_pay(holding, holding.count, saved_s):
-            return Compaction()
+            return _NOTHING
         before = count_runs(holding.table)
-        moved, gain_s, begin = 0, 0.0, self._clock()
+        moved, gain_s, began_s = 0, 0.0, self._clock()
+        done_s = began_s
         while (best := self._best(holding, saved_s)) is not None:
             gain, move = best
             self._apply(holding, move)
             moved, gain_s = moved + move.count, gain_s + gain
+            last_s, done_s = done_s, self._clock()
+            # Of small pieces half of a move's time is not copying: finding it, and keeping the books.
+            self._costs.observe_move(move.count * self._block_bytes, move.pieces, done_s - last_s)
         if not moved:
-            return Compaction()
-        return Compaction(moved, before, count_runs(holding.table), gain_s, self._clock() - begin)
+            return _NOTHING
+        return Compaction(moved, before, count_runs(holding.table), gain_s, done_s - began_s)
 
     def _can_pay(self, holding: Holding, runs: int, saved_s: float) -> bool:
         """Whether a block that joins two pieces would, or the whole in one place, if it lies in so many runs."""
-        return 2 * saved_s > self._cost_s(1) or self._whole_pays(holding, runs, saved_s)
+        return 2 * saved_s > self._cost_s(1, 2) or self._whole_pays(holding, runs, saved_s)
 
     def _whole_pays(self, holding: Holding, runs: int, saved_s: float) -> bool:
-        return (runs - 1) * saved_s > self._cost_s(holding.count)
+        return (runs - 1) * saved_s > self._cost_s(holding.count, runs + 1)
 
     def _best(self, holding: Holding, saved_s: float) -> tuple[float, Move] | None:
         """The move that gains most, where a run less saves `saved_s`."""
@@ -97,14 +124,16 @@ class Compactor:
         if not self._can_pay(holding, runs, saved_s):
             return None
         pieces = _pieces(holding.blocks)
-        cost_s = {count: self._cost_s(count) for count in {each.count for each in pieces}}
+        cost_s = {count: self._cost_s(count, 2) for count in {each.count for each in pieces}}
         worth = [index for index, each in enumerate(pieces) if 2 * saved_s > cost_s[each.count]]
         best: tuple[float, Move] | None = None
         moves = [*self._joining(holding, pieces, worth)]
         if self._whole_pays(holding, runs, saved_s):
             moves += self._gathering(holding, pieces)
         for move in moves:
-            gain = move.runs * saved_s - self._cost_s(move.count)
+            gain = move.runs * saved_s - (
+                cost_s[move.count] if move.sources == 1 else self._cost_s(move.count, move.pieces)
+            )
             if gain > 0.0 and (best is None or gain > best[0]):
                 best = gain, move
         return best
@@ -119,7 +148,7 @@ class Compactor:
             for target in {before, behind} - {None, start}:
                 assert target is not None
                 if _is_free(free, target, count) and self._is_movable(holding, pieces[index]):
-                    yield Move(first, count, target, (target == before) + (target == behind))
+                    yield Move(first, count, 1, target, (target == before) + (target == behind))
 
     def _gathering(self, holding: Holding, pieces: list[_Piece]) -> Iterator[Move]:
         """The whole to one place."""
@@ -127,11 +156,11 @@ class Compactor:
         fitting = np.flatnonzero(lengths >= holding.count)
         if fitting.size and all(self._is_movable(holding, piece) for piece in pieces):
             smallest = fitting[np.argmin(lengths[fitting])]
-            yield Move(0, holding.count, int(starts[smallest]), len(pieces) - 1)
+            yield Move(0, holding.count, len(pieces), int(starts[smallest]), len(pieces) - 1)
 
-    def _cost_s(self, count: int) -> float:
-        """What moving `count` blocks must save."""
-        return _MARGIN * self._costs.move_s(count * self._block_bytes, 2)
+    def _cost_s(self, count: int, pieces: int) -> float:
+        """What moving `count` blocks must save, if it reads and writes so many pieces."""
+        return _MARGIN * self._costs.move_s(count * self._block_bytes, pieces)
 
     def _is_movable(self, holding: Holding, piece: _Piece) -> bool:
         return all(self._space.is_alone(holding, piece.first + offset) for offset in range(piece.count))
@@ -140,9 +169,7 @@ class Compactor:
         space = self._space
         sources = holding.blocks[move.first : move.first + move.count]
         targets = space.references.take(range(move.target, move.target + move.count))
-        begin = self._clock()
         space.pool.copy_blocks(sources, targets)
-        self._costs.observe_move(move.count * self._block_bytes, 1 + count_runs(sources), self._clock() - begin)
         for offset, block in enumerate(targets):
             space.relocate(holding, move.first + offset, block)
 

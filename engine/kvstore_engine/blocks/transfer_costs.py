@@ -2,7 +2,7 @@
 
 Owns one linear model and nothing that acts on it:  copying takes  f + bytes/B + r * runs  seconds. A move within the
 pool takes longer by a factor: it writes where nobody wrote lately, so memory is fetched that a transfer may find in a
-cache.
+cache, and it has to be found and entered in the books.
 """
 
 import math
@@ -12,7 +12,7 @@ from kvstore_engine.restore.regression import RecursiveLeastSquares
 # Scaled to be of one order of magnitude: seconds per transfer, per 16 MiB, per 100 pieces.
 _BYTES, _RUNS = 16.0 * 1024 * 1024, 100.0
 _PRIOR = (2e-5, 0.003, 0.0005)
-_MOVE_PRIOR, _MOST_FACTOR = 2.0, 16.0
+_MOVE_PRIOR, _MOST_FACTOR = 4.0, 16.0  # on the dear side: the first moves, too, must be no loss
 _LEARN = 0.5  # at once: a wrong factor is a loss with every move
 _FORGET = 1e-3  # with each transfer: what was seen once, perhaps of an interrupted move, is tried again some time
 
@@ -35,7 +35,7 @@ class TransferCosts:
     @property
     def run_s(self) -> float:
         """Seconds that one more piece adds to a transfer of the same bytes; never negative."""
-        return max(0.0, self.copy_s(1, 1) - self.copy_s(1, 0))
+        return max(0.0, self.copy.coefficients[-1]) / _RUNS
 
     def observe(self, nbytes: int, runs: int, seconds: float) -> None:
         """A transfer took `seconds`."""
