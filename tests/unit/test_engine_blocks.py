@@ -179,7 +179,7 @@ def test_compaction_follows_costs_that_change() -> None:
     assert not compactor.compact(holding, 1.0).moved_blocks
     for runs in (1, 16) * 200:
         costs.observe(16 * space.pool.payload_bytes(1), runs, 0.001 * runs)
-    asked = next(at for at in range(32) if compactor.compact(holding, 10.0).moved_blocks)
+    asked = next(at for at in range(32) if compactor.compact(holding, 30.0).moved_blocks)
     assert asked <= 16 and count_runs(holding.table) == 1
 
 
