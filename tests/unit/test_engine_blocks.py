@@ -175,12 +175,14 @@ def test_compaction_follows_costs_that_change() -> None:
     """Its shortest way to decline is of costs as they were; not for long."""
     space, costs = _space(64), TransferCosts()
     holding, _ = _scattered(space, 16)
-    compactor = Compactor(space, costs)
-    assert not compactor.compact(holding, 1.0).moved_blocks
+    compactor, nbytes = Compactor(space, costs), 16 * space.pool.payload_bytes(1)
     for runs in (1, 16) * 200:
-        costs.observe(16 * space.pool.payload_bytes(1), runs, 0.001 * runs)
-    asked = next(at for at in range(32) if compactor.compact(holding, 30.0).moved_blocks)
-    assert asked <= 16 and count_runs(holding.table) == 1
+        costs.observe(nbytes, runs, 0.001)  # pieces cost nothing
+    assert not compactor.compact(holding, 30.0).moved_blocks
+    for runs in (1, 16) * 200:
+        costs.observe(nbytes, runs, 0.001 * runs)
+    asked = next((at for at in range(32) if compactor.compact(holding, 30.0).moved_blocks), None)
+    assert asked is not None and asked <= 16 and count_runs(holding.table) == 1
 
 
 def test_compaction_leaves_shared_blocks_where_they_are() -> None:
