@@ -29,9 +29,9 @@ from kvstored.verbs.present import Present
 from kvstored.verbs.settling import Settling
 
 log = logging.getLogger(__name__)
-# A part's copies run while the next part begins and the one before is published; the first is smaller, so that they
-# start early. None is more than half a millisecond of the control thread.
-FIRST_PART_BYTES, PART_BYTES = 4 * 2**20, 32 * 2**20
+# A part's copies run while the next part begins and the one before is published. None is more than half a millisecond
+# of the control thread. (A smaller first one starts no copies earlier: their threads wake up to find the GIL held.)
+PART_BYTES = 32 * 2**20
 PART_BLOCKS, HASHES_A_PART = 32, 1024
 ANNOUNCED_MAX = 1024  # of a piece of a chain; a policy takes up to a microsecond for each
 _MODES = {
@@ -160,8 +160,7 @@ class Intake:
         if began == len(taken):
             return began
         hashes = session.fingerprint.block_tokens // session.fingerprint.engine_block_tokens
-        part_bytes = PART_BYTES if began else FIRST_PART_BYTES
-        most = min(PART_BLOCKS, HASHES_A_PART // hashes, part_bytes // taken[began][1].payload_bytes)
+        most = min(PART_BLOCKS, HASHES_A_PART // hashes, PART_BYTES // taken[began][1].payload_bytes)
         return min(began + max(most, 1), len(taken))
 
     async def _begin_part(
