@@ -80,6 +80,10 @@ class Workload:
     def die_unsynced(self) -> None:
         """Killed by its last commit, between the records' writing and their sync; nothing else is in flight."""
         self._put()
+        while not self._writing:  # there was no room
+            self._free_some()
+            self.settle()
+            self._put()
         while self._writing:
             self._take_one()
         failpoints.arm("nvme.after-records-write=kill")
