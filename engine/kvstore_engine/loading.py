@@ -23,8 +23,9 @@ from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from kvstore_engine.model import Model
+    from kvstore_engine.model import Model, ModelConfig
     from kvstore_engine.pool import BlockPool
+    from kvstore_proto.fingerprint import Fingerprint
 
 DEFAULT_CONTEXT_TOKENS = 4096
 
@@ -116,21 +117,29 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
 def _connect(folder: Path, model: "Model", tokenizer: Tokenizer, pool: "BlockPool", digest: str) -> KvSession:
     """A session for this model's state; degraded, not an error, while no daemon answers in `folder`."""
     import kvstore_client
+
+    fingerprint = fingerprint_of(model.file, model.config, tokenizer, pool, digest)
+    session: KvSession = kvstore_client.connect(folder, fingerprint=fingerprint, client_name="kvengine")
+    return session
+
+
+def fingerprint_of(
+    file: GGUFFile, config: "ModelConfig", tokenizer: Tokenizer, pool: "BlockPool", digest: str
+) -> "Fingerprint":
+    """Under which blocks of `pool` are stored, for the model in `file`, whose weights have that digest."""
     from kvstore_engine.model import order_of_sums
     from kvstore_engine.pool import PAYLOAD_LAYOUT
 
-    fingerprint = model_fingerprint(
-        model.config,
+    return model_fingerprint(
+        config,
         weights_digest=digest,
         tokenizer_digest=tokenizer.digest,
         kv_dtype=pool.kv_dtype,
         kv_row_bytes=pool.row_bytes,
         engine_block_tokens=pool.block_tokens,
         layout=PAYLOAD_LAYOUT,
-        order_of_sums=order_of_sums(model.file),
+        order_of_sums=order_of_sums(file),
     )
-    session: KvSession = kvstore_client.connect(folder, fingerprint=fingerprint, client_name="kvengine")
-    return session
 
 
 def context_tokens(asked: int | None, most: int) -> int:

@@ -23,7 +23,7 @@ import xxhash
 from kvstore_proto.arena import ALIGNMENT_BYTES
 
 Bytes = npt.NDArray[np.uint8]
-PIECE_BYTES = 512 * 1024  # half of what a second-level cache has at least
+PIECE_BYTES = 512 * 1024  # half of a server core's second-level cache, or less
 SMALL_BYTES = 16384  # copied in about the time of a hand-over of the GIL between idle threads
 
 _small_memmove = ctypes.PyDLL(None).memmove  # a PyDLL's calls keep the GIL

@@ -22,7 +22,7 @@ from kvstore_engine.blocks.transfer_costs import TransferCosts
 from kvstore_engine.free_list import free_runs
 
 Bools = npt.NDArray[np.bool_]
-_KEPT = 16  # times that it is asked: costs change slowly
+_ASKED_ALIKE = 16  # times between two looks at the costs, which change slowly
 _MARGIN = 1.25  # both costs are estimates, and what they are wrong by must not make a move a loss
 
 
@@ -86,13 +86,12 @@ class Compactor:
 
     def compact(self, holding: Holding, transfers: float) -> Compaction:
         """Move what pays if the sequence is copied `transfers` more times, as a whole."""
-        if self._asked % _KEPT == 0:
+        if self._asked % _ASKED_ALIKE == 0:
             run_s = self._costs.run_s
             self._least_runs = self._cost_s(1, 2) / run_s if run_s else math.inf
         self._asked += 1
-        if (
-            max(2, holding.count - 1) * transfers <= self._least_runs
-        ):  # code that runs seldom: each line is a cache miss
+        # The shortest way to decline: of code that runs seldom each line is a cache miss.
+        if max(2, holding.count - 1) * transfers <= self._least_runs:
             return _NOTHING
         saved_s = self._costs.run_s * transfers
         if not self._can_pay(holding, holding.count, saved_s):
@@ -131,9 +130,7 @@ class Compactor:
         if self._whole_pays(holding, runs, saved_s):
             moves += self._gathering(holding, pieces)
         for move in moves:
-            gain = move.runs * saved_s - (
-                cost_s[move.count] if move.sources == 1 else self._cost_s(move.count, move.pieces)
-            )
+            gain = move.runs * saved_s - self._cost_s(move.count, move.pieces)
             if gain > 0.0 and (best is None or gain > best[0]):
                 best = gain, move
         return best

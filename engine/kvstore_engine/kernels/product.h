@@ -5,9 +5,12 @@
 #include "elements.h"
 #include "layout.h"
 
+#include <vector>
+
 namespace {
 
-constexpr int64_t kBlock = 32;  // elements that share a scale
+constexpr int64_t kBlock = 32;    // elements that share a scale
+constexpr int64_t kTogether = 8;  // columns that are interleaved
 
 // What a product's node in ggml's graph names. Source 0: f32 [count][elements], contiguous; source 1: the matrix;
 // destination: f32 [count][columns].
@@ -75,7 +78,7 @@ inline float quantise(const float* values, int8_t* quantised) {
     return half_to_float(_cvtss_sh(peak / 127.f, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// Calls make(values, row, block, place) for each block of each row. `place`: of `most` rows at a time the same block of
+// Calls make(values, place) for each block of each row. `place`: of `most` rows at a time the same block of
 // each row together.
 template <class Make>
 void lay_together(const Operands& given, int64_t most, const Make& make) {
@@ -83,15 +86,37 @@ void lay_together(const Operands& given, int64_t most, const Make& make) {
     for (int64_t row = 0; row < given.count; row++) {
         const int64_t first = row / most * most, together = std::min(most, given.count - first);
         for (int64_t block = 0; block < blocks; block++)
-            make(given.values + row * given.elements + block * kBlock, row, block,
+            make(given.values + row * given.elements + block * kBlock,
                  first * blocks + block * together + (row - first));
     }
 }
 
-// Lane i: the sum of elements 4 * i to 4 * i + 3 of 32.
-inline __m256i sums_of_four(__m256i bytes) {
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+inline int32_t sum_of_bytes(const int8_t* values) {
+    const __m256i bytes = _mm256_loadu_si256((const __m256i*)values);
+    const __m256i fours = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), _mm256_set1_epi16(1));
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+    return _mm_cvtsi128_si32(sum) + _mm_extract_epi32(sum, 1);
+}
+
+// The product with a matrix of which kTogether columns are interleaved, in tiles of `tile_bytes`: one block of each. Up to
+// `most` rows at a time are multiplied by multiply(tiles, rows, count, blocks, output, stride); of these each block's lie
+// together in `rows`, as Row::take makes them of 32 values.
+template <class Row, class Multiply>
+void multiply_interleaved(const char* destination, int threads, Product* product, int64_t most, int64_t tile_bytes,
+                          const Multiply& multiply) {
+    const Operands given(destination, product);
+    const int64_t blocks = given.elements / kBlock;
+    thread_local std::vector<Row> rows;  // each thread makes its own: to share them costs a barrier
+    rows.resize(given.count * blocks);
+    lay_together(given, most, [&](const float* values, int64_t place) { rows[place].take(values); });
+    share_columns(product, threads, given.columns, 4 * kTogether, [&](int64_t begin, int64_t end) {
+        for (int64_t row = 0; row < given.count; row += most)
+            for (int64_t column = begin; column < end; column += kTogether)
+                multiply(given.matrix + column / kTogether * blocks * tile_bytes, rows.data() + row * blocks,
+                         std::min(most, given.count - row), blocks, given.output + row * given.columns + column,
+                         given.columns);
+    });
 }
 
 }  // namespace

@@ -11,20 +11,21 @@
 
 #include "product.h"
 
-#include <vector>
-
 namespace {
 
-constexpr int64_t kTogether = 8;                // columns that are interleaved
-constexpr int64_t kTileBytes = 16 + 16 * 8;     // their scales, their nibbles: one block of each
-constexpr int64_t kRows = 16;                   // for which a tile is widened once
-constexpr int64_t kPortion = 4 * kTogether;
+constexpr int64_t kTileBytes = 16 + 16 * 8;  // eight scales, the columns' nibbles
+constexpr int64_t kRows = 16;                // for which a tile is widened once
 constexpr int64_t kAheadBytes = 2048;
 
 struct Quantised {
     int8_t values[kBlock];
     float scale;
     int32_t correction;  // -8 times the sum of the values: nibbles are 8 too large
+
+    void take(const float* given) {
+        scale = quantise(given, values);
+        correction = -8 * sum_of_bytes(values);
+    }
 };
 
 // A tile, ready to be multiplied with the same block of several rows.
@@ -87,33 +88,9 @@ void multiply(const char* tiles, const Quantised* rows, int64_t count, int64_t b
         _mm256_storeu_ps(output + r * stride, _mm256_permutevar8x32_ps(sums[r], order));
 }
 
-// All rows, kRows at a time, of these the same block of each row together.
-void quantise_rows(const Operands& given, std::vector<Quantised>& quantised) {
-    quantised.resize(given.count * given.elements / kBlock);
-    lay_together(given, kRows, [&](const float* values, int64_t, int64_t, int64_t place) {
-        Quantised& made = quantised[place];
-        made.scale = quantise(values, made.values);
-        __m256i sums = sums_of_four(_mm256_loadu_si256((const __m256i*)made.values));
-        __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-        sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
-        made.correction = -8 * (_mm_cvtsi128_si32(sum) + _mm_extract_epi32(sum, 1));
-    });
-}
-
 }  // namespace
 
 // ggml_custom_op_t, see Operands; the matrix has a multiple of eight columns. `userdata` is a Product.
 extern "C" void KV_PRODUCT(const char* destination, int, int threads, void* userdata) {
-    Product* const product = (Product*)userdata;
-    const Operands given(destination, product);
-    const int64_t blocks = given.elements / kBlock;
-    thread_local std::vector<Quantised> quantised;  // each thread makes its own: to share them costs a barrier
-    quantise_rows(given, quantised);
-    share_columns(product, threads, given.columns, kPortion, [&](int64_t begin, int64_t end) {
-        for (int64_t row = 0; row < given.count; row += kRows)
-            for (int64_t column = begin; column < end; column += kTogether)
-                multiply(given.matrix + column / kTogether * blocks * kTileBytes, quantised.data() + row * blocks,
-                         std::min(kRows, given.count - row), blocks, given.output + row * given.columns + column,
-                         given.columns);
-    });
+    multiply_interleaved<Quantised>(destination, threads, (Product*)userdata, kRows, kTileBytes, multiply);
 }

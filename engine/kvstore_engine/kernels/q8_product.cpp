@@ -12,14 +12,10 @@
 
 #include "product.h"
 
-#include <vector>
-
 namespace {
 
-constexpr int64_t kTogether = 8;             // columns that are interleaved
-constexpr int64_t kTileBytes = 16 + 32 * 8;  // their scales, their values: one block of each
+constexpr int64_t kTileBytes = 16 + 32 * 8;  // eight scales, the columns' values
 constexpr int64_t kRows = 8;                 // whose sums registers hold
-constexpr int64_t kPortion = 4 * kTogether;
 constexpr int64_t kAheadBytes = 4096;
 
 // Elements 4 * i to 4 * i + 3 of eight columns, and of one row in every lane, are multiplied and added up by lanes.
@@ -29,12 +25,9 @@ struct Row {
     int32_t correction;  // -128 times the sum of the values: weights are taken 128 too large
     float scale;
 
-    void take(const int8_t* quantised) {
-        std::memcpy(values, quantised, kBlock);
-        __m256i sums = sums_of_four(_mm256_loadu_si256((const __m256i*)values));
-        __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-        sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
-        correction = -128 * (_mm_cvtsi128_si32(sum) + _mm_extract_epi32(sum, 1));
+    void take(const float* given) {
+        scale = quantise(given, values);
+        correction = -128 * sum_of_bytes(values);
     }
     __m256i start() const { return _mm256_set1_epi32(correction); }
 };
@@ -53,7 +46,9 @@ struct Row {
     int16_t values[kBlock];  // of each four the first and the third, then the others
     float scale;
 
-    void take(const int8_t* quantised) {
+    void take(const float* given) {
+        alignas(32) int8_t quantised[kBlock];
+        scale = quantise(given, quantised);
         for (int i = 0; i < kBlock; i += 4) {
             values[i] = quantised[i], values[i + 1] = quantised[i + 2];
             values[i + 2] = quantised[i + 1], values[i + 3] = quantised[i + 3];
@@ -79,7 +74,7 @@ struct Weights {
 
 // Eight columns, whose tiles begin at `tiles`, times Count rows of which each block's lie together in `rows`.
 template <int Count>
-void multiply(const char* tiles, const Row* rows, int64_t blocks, float* output, int64_t stride) {
+void multiply_rows(const char* tiles, const Row* rows, int64_t blocks, float* output, int64_t stride) {
     __m256 totals[Count];
     for (int r = 0; r < Count; r++) totals[r] = _mm256_setzero_ps();
     for (int64_t block = 0; block < blocks; block++, tiles += kTileBytes, rows += Count) {
@@ -100,29 +95,16 @@ void multiply(const char* tiles, const Row* rows, int64_t blocks, float* output,
 }
 
 using Multiply = void(const char*, const Row*, int64_t, float*, int64_t);
-constexpr Multiply* kMultiply[kRows] = {multiply<1>, multiply<2>, multiply<3>, multiply<4>,
-                                        multiply<5>, multiply<6>, multiply<7>, multiply<8>};
+constexpr Multiply* kMultiply[kRows] = {multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
+                                        multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>};
+
+void multiply(const char* tiles, const Row* rows, int64_t count, int64_t blocks, float* output, int64_t stride) {
+    kMultiply[count - 1](tiles, rows, blocks, output, stride);
+}
 
 }  // namespace
 
 // ggml_custom_op_t, see Operands; the matrix has a multiple of eight columns. `userdata` is a Product.
 extern "C" void KV_PRODUCT(const char* destination, int, int threads, void* userdata) {
-    Product* const product = (Product*)userdata;
-    const Operands given(destination, product);
-    const int64_t blocks = given.elements / kBlock;
-    thread_local std::vector<Row> rows;  // each thread makes its own: to share them costs a barrier
-    rows.resize(given.count * blocks);
-    lay_together(given, kRows, [&](const float* values, int64_t, int64_t, int64_t place) {
-        alignas(32) int8_t whole[kBlock];
-        rows[place].scale = quantise(values, whole);
-        rows[place].take(whole);
-    });
-    share_columns(product, threads, given.columns, kPortion, [&](int64_t begin, int64_t end) {
-        for (int64_t row = 0; row < given.count; row += kRows) {
-            Multiply* const multiply_rows = kMultiply[std::min(kRows, given.count - row) - 1];
-            for (int64_t column = begin; column < end; column += kTogether)
-                multiply_rows(given.matrix + column / kTogether * blocks * kTileBytes, rows.data() + row * blocks, blocks,
-                              given.output + row * given.columns + column, given.columns);
-        }
-    });
+    multiply_interleaved<Row>(destination, threads, (Product*)userdata, kRows, kTileBytes, multiply);
 }

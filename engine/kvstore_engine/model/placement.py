@@ -27,11 +27,8 @@ def order_of_sums(file: GGUFFile) -> str:
 
     Blocks are shared only under the same name: quantising what a layer hands to the next makes more of a last bit.
     """
-    tensors = ((name, info) for name, info in file.tensors.items() if name not in (_EMBEDDING, _OUTPUT))
-    is_ours = interleaves_q8_0(file) and any(
-        goes_by_eights(info) for _, info in tensors
-    )  # K and V come before the output
-    return _BY_COLUMNS if is_ours else ""
+    before_output = (info for name, info in file.tensors.items() if name not in (_EMBEDDING, _OUTPUT))
+    return _BY_COLUMNS if any(map(goes_by_eights, before_output)) and interleaves_q8_0(file) else ""
 
 
 def copied_bytes(file: GGUFFile) -> int:

@@ -9,6 +9,7 @@ llama.cpp's loader does; q8_0 matrices are interleaved by ourselves where our ow
 else is used where the file is mapped, so that processes share its pages.
 """
 
+import mmap
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -28,7 +29,6 @@ from kvstore_engine.model.quantisation import check_quantisation
 from kvstore_engine.model.tensors import check_tensors, layer_parts
 
 _USAGE_WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
-_ALIGNMENT = 64  # a cache line, and what ggml asks for
 
 
 class Linear(NamedTuple):
@@ -169,7 +169,7 @@ class Model:
     def _matrix(self, info: TensorInfo) -> int:
         """Repacked if this tensor can be, in place otherwise."""
         tensor = self._new_tensor(info)
-        if not self._is_repacked(tensor, [info]):
+        if not self._copied(tensor, [info]):
             self.library.backend_tensor_alloc(self._mapped, tensor, self._address(info))
         return tensor
 
@@ -187,9 +187,9 @@ class Model:
         tensor: int = self.library.new_tensor_2d(
             self._context, parts[0].ggml_type, parts[0].shape[0], sum(part.shape[1] for part in parts)
         )
-        return tensor if self._is_repacked(tensor, parts) else 0
+        return tensor if self._copied(tensor, parts) else 0
 
-    def _is_repacked(self, tensor: int, parts: list[TensorInfo]) -> bool:
+    def _copied(self, tensor: int, parts: list[TensorInfo]) -> bool:
         """Fill a tensor that has no memory with the rows of `parts`, in a layout that is multiplied faster.
 
         False if there is none for it: it still has no memory then.
@@ -205,8 +205,7 @@ class Model:
     def _interleave(self, tensor: int, parts: list[npt.NDArray[np.uint8]]) -> None:
         """Our own layout of a q8_0 matrix."""
         size_bytes = sum(rows.size for rows in parts)
-        memory = np.empty(size_bytes + _ALIGNMENT, np.uint8)
-        memory = memory[-memory.ctypes.data % _ALIGNMENT :][:size_bytes]
+        memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)  # pages: ggml wants it aligned
         filled = 0
         for rows in parts:
             interleave_q8_0(rows, memory[filled : filled + rows.size])

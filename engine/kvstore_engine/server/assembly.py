@@ -15,13 +15,13 @@ from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
 from kvstore_engine.constrain import Constrainer, GrammarError
 from kvstore_engine.errors import UsageError
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.loading import check_vocabulary, context_tokens
-from kvstore_engine.model import ModelConfig, copied_bytes, order_of_sums
+from kvstore_engine.loading import check_vocabulary, context_tokens, fingerprint_of
+from kvstore_engine.model import ModelConfig, copied_bytes
 from kvstore_engine.models.cache import cache_root
-from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, PAYLOAD_LAYOUT, BlockPool, kv_row_bytes
+from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool, kv_row_bytes
 from kvstore_engine.profiler import TracingObserver
 from kvstore_engine.restore import CostModel
-from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS, model_fingerprint
+from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
 from kvstore_engine.restore.profile import CostProfile
 from kvstore_engine.server.options import EngineOptions
 from kvstore_engine.server.sessions import TenantSessions
@@ -60,7 +60,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
         stack.callback(memory.close)
         pool = BlockPool(
             config,
-            pool_blocks(config, options, context, _available_bytes() - copied_bytes(file)),
+            pool_blocks(config, options, context, max(0, _available_bytes() - copied_bytes(file))),
             kv_dtype=options.kv_dtype,
             memory=memory.allocate,
         )
@@ -81,7 +81,8 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
         sessions, costs = None, CostModel()
         if options.kvstore is not None:
             digest = file.weights_digest()
-            sessions = _sessions(Path(options.kvstore), file, config, tokenizer, pool, digest)
+            fingerprint = fingerprint_of(file, config, tokenizer, pool, digest)
+            sessions = TenantSessions(Path(options.kvstore), fingerprint)
             stack.callback(sessions.close)
             if not options.has_tenants:
                 sessions("")
@@ -136,11 +137,11 @@ def pool_blocks(config: ModelConfig, options: EngineOptions, context: int, avail
     if options.pool_bytes is not None:
         blocks = options.pool_bytes // block_bytes
     else:
-        blocks = min(least * options.max_sequences, int(max(available_bytes, 0) * _MOST_OF_MEMORY // block_bytes))
+        blocks = min(least * options.max_sequences, int(available_bytes * _MOST_OF_MEMORY // block_bytes))
     if blocks * block_bytes > available_bytes:
         raise UsageError(
-            f"a pool of {blocks * block_bytes >> 20} MiB does not fit into the {max(available_bytes, 0) >> 20} MiB of "
-            "memory that are free beside the weights: give a smaller --pool"
+            f"a pool of {blocks * block_bytes >> 20} MiB does not fit into the {available_bytes >> 20} MiB of memory "
+            "that are free beside the weights: give a smaller --pool"
         )
     if blocks < least:
         raise UsageError(
@@ -154,19 +155,3 @@ def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Memory that can be had without pushing other processes out."""
     lines = (line.split() for line in meminfo.read_text().splitlines())
     return next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
-
-
-def _sessions(
-    folder: Path, file: GGUFFile, config: ModelConfig, tokenizer: Tokenizer, pool: BlockPool, digest: str
-) -> TenantSessions:
-    fingerprint = model_fingerprint(
-        config,
-        weights_digest=digest,
-        tokenizer_digest=tokenizer.digest,
-        kv_dtype=pool.kv_dtype,
-        kv_row_bytes=pool.row_bytes,
-        engine_block_tokens=pool.block_tokens,
-        layout=PAYLOAD_LAYOUT,
-        order_of_sums=order_of_sums(file),
-    )
-    return TenantSessions(folder, fingerprint)
