@@ -1,35 +1,40 @@
 """An empty stream echo: the daemon's kind of server and the client's kind of stream, with no logic between them.
 
 The server (a child process) hands each message back as the bytes it came in; a request and its response share the
-number of `request_id`, so the client's own `Stream` takes the echo for an answer. What remains is gRPC, the sockets
-and the waking of threads: the least that any call on a stream can cost on this machine.
+number of `request_id`, so the client's own `Stream` takes the echo for an answer. What remains is the sockets, the
+waking of threads and, on a gRPC stream, gRPC: the least that any call on such a stream can cost on this machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import socket
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 
-from kvstore_client.stream import METHOD, Stream
+from kvstore_client.stream import Stream
+from kvstore_client.transport.base import Transport
+from kvstore_client.transport.direct import DirectTransport
+from kvstore_client.transport.over_grpc import METHOD, GrpcTransport
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 START_TIMEOUT_S = 20.0
+Kind = Literal["direct", "grpc"]
 
 
 class EchoClient:
     """`ping()` is one round trip of an empty message."""
 
-    def __init__(self, path: Path) -> None:
-        self._stream = Stream(path, b"", on_end=lambda reason: None, on_answer=lambda: None, unreleased=deque())
+    def __init__(self, transport: Transport) -> None:
+        self._stream = Stream(transport, on_end=lambda reason: None, on_answer=lambda: None, unreleased=deque())
 
     def ping(self) -> None:
         answer = self._stream.submit(wire.Request(ping=wire.Ping())).wait(10.0)
@@ -41,17 +46,18 @@ class EchoClient:
 
 
 @contextmanager
-def echo() -> Iterator[EchoClient]:
+def echo(kind: Kind = "direct") -> Iterator[EchoClient]:
     """A client of an echo server that lives as long as the context."""
     spawning = multiprocessing.get_context("spawn")
+    serve, connect = _KINDS[kind]
     with tempfile.TemporaryDirectory(prefix="kvecho-") as directory:
         path, ready = Path(directory) / "echo.sock", spawning.Event()
-        server = spawning.Process(target=_serve, args=(path, ready), daemon=True)
+        server = spawning.Process(target=serve, args=(path, ready), daemon=True)
         server.start()
         try:
             if not ready.wait(START_TIMEOUT_S):
                 raise SystemExit("the echo server did not start")
-            client = EchoClient(path)
+            client = EchoClient(connect(path))
             try:
                 yield client
             finally:
@@ -61,11 +67,35 @@ def echo() -> Iterator[EchoClient]:
             server.join()
 
 
-def _serve(path: Path, ready: Event) -> None:
-    asyncio.run(_serve_until_killed(path, ready))
+class _HandBack(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
 
 
-async def _serve_until_killed(path: Path, ready: Event) -> None:
+def _serve_direct(path: Path, ready: Event) -> None:
+    async def until_killed() -> None:
+        server = await asyncio.get_running_loop().create_unix_server(_HandBack, str(path))
+        ready.set()
+        await server.serve_forever()
+
+    asyncio.run(until_killed())
+
+
+def _connect_direct(path: Path) -> Transport:
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected.connect(str(path))
+    return DirectTransport(connected)
+
+
+def _serve_grpc(path: Path, ready: Event) -> None:
+    asyncio.run(_serve_grpc_until_killed(path, ready))
+
+
+async def _serve_grpc_until_killed(path: Path, ready: Event) -> None:
     async def session(_: Any, context: Any) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
             await context.write(message)
@@ -78,3 +108,13 @@ async def _serve_until_killed(path: Path, ready: Event) -> None:
     await server.start()
     ready.set()
     await server.wait_for_termination()
+
+
+def _connect_grpc(path: Path) -> Transport:
+    return GrpcTransport(path, b"")
+
+
+_KINDS: dict[Kind, tuple[Callable[[Path, Event], None], Callable[[Path], Transport]]] = {
+    "direct": (_serve_direct, _connect_direct),
+    "grpc": (_serve_grpc, _connect_grpc),
+}

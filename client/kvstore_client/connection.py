@@ -27,6 +27,8 @@ from kvstore_client.lookup_index import IndexSource
 from kvstore_client.memory import Bytes, map_present, map_read_only, map_read_write, prefault, step_behind
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
 from kvstore_client.stream import Stream
+from kvstore_client.transport.base import Transport
+from kvstore_client.transport.direct import DirectTransport
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.v1 import handshake_pb2, kvstore_pb2
 
@@ -45,6 +47,7 @@ class Introduction:
     fingerprint: Fingerprint
     client_name: str
     staging_bytes: int
+    prefers_grpc: bool = False  # for the stream, also where the daemon has a direct one
 
     def hello(self, former_token: bytes = b"") -> handshake_pb2.Hello:
         return handshake_pb2.Hello(
@@ -66,12 +69,15 @@ class Connection:
         *,
         on_end: Callable[[str], None],
         on_answer: Callable[[], None],
+        timeout_s: float,
         former: Connection | None = None,
     ) -> None:
         welcome = handshake.welcome
         self._handshake = handshake
         self._on_end, self._on_answer = on_end, on_answer
         self._data_socket = Path(welcome.data_socket or introduction.directory / DATA_SOCKET)
+        self._is_direct = welcome.direct_stream and not introduction.prefers_grpc
+        self._timeout_s = timeout_s
         self._unreleased: deque[int] = deque()
         self._arenas: dict[int, Bytes] = {}
         if former is not None and welcome.arena_epoch and welcome.arena_epoch == former._handshake.welcome.arena_epoch:
@@ -98,8 +104,8 @@ class Connection:
         staging_fd = handshake.take_staging()
         if staging_fd >= 0:
             self.staging = map_read_write(staging_fd, welcome.staging_bytes)
-        threading.Thread(target=self._prefault, name=PREFAULT_THREAD, daemon=True).start()
         self.stream = self._open_stream()
+        threading.Thread(target=self._prefault, name=PREFAULT_THREAD, daemon=True).start()
 
     def arena(self, arena_id: int, timeout_s: float) -> Bytes | None:
         """The mapped arena, mapping it the first time; None when the daemon does not hand it over in time."""
@@ -214,13 +220,13 @@ class Connection:
         return True
 
     def reopen_stream(self) -> None:
-        """A fresh stream under the same session token, after the old one has ended."""
-        self._carried_message_bytes += self.stream.message_bytes
-        self._carried_payload_bytes += self.stream.payload_bytes
-        self.stream = self._open_stream()
+        """A fresh stream of the same session, after the old one has ended. Raises ConnectError."""
+        former, self.stream = self.stream, self._open_stream()
+        self._carried_message_bytes += former.message_bytes
+        self._carried_payload_bytes += former.payload_bytes
 
     def traffic_bytes(self) -> tuple[int, int]:
-        """Bytes of gRPC messages, and of opaque payload inside them."""
+        """Bytes of the stream's messages, and of opaque payload inside them."""
         return (
             self._carried_message_bytes + self.stream.message_bytes,
             self._carried_payload_bytes + self.stream.payload_bytes,
@@ -233,12 +239,18 @@ class Connection:
 
     def _open_stream(self) -> Stream:
         return Stream(
-            self._data_socket,
-            self._handshake.welcome.session_token,
-            on_end=self._on_end,
-            on_answer=self._on_answer,
-            unreleased=self._unreleased,
+            self._open_transport(), on_end=self._on_end, on_answer=self._on_answer, unreleased=self._unreleased
         )
+
+    def _open_transport(self) -> Transport:
+        if self._is_direct:
+            connected = self._handshake.request_stream(self._timeout_s)
+            if connected is None:
+                raise ConnectError("the daemon shook hands but opened no stream in time")
+            return DirectTransport(connected)
+        from kvstore_client.transport.over_grpc import GrpcTransport
+
+        return GrpcTransport(self._data_socket, self._handshake.welcome.session_token)
 
 
 def open_connection(
@@ -262,7 +274,12 @@ def open_connection(
             "upgrade the older of the two"
         )
     try:
-        connection = Connection(handshake, introduction, on_end=on_end, on_answer=on_answer, former=former)
+        connection = Connection(
+            handshake, introduction, on_end=on_end, on_answer=on_answer, timeout_s=timeout_s, former=former
+        )
+    except ConnectError:
+        handshake.close()
+        raise
     except (OSError, ValueError) as error:
         handshake.close()
         raise ConnectError(f"the staging memory cannot be mapped: {error}") from None

@@ -1,4 +1,4 @@
-"""The handshake connection: who we are, the staging memory, the arenas, and the anchor of our leases.
+"""The handshake connection: who we are, the staging memory, the arenas, the stream, and the anchor of our leases.
 
 Owns one SOCK_SEQPACKET connection that stays open for the session's life; when it ends, the daemon takes
 every lease back. Descriptors arrive here, never elsewhere. Never does: map memory, or speak gRPC.
@@ -56,7 +56,8 @@ class Handshake:
         self._lock = threading.Lock()
         self._strays: dict[int, GrantedArena] = {}  # answers that came after their asker had gone
         self._index: GrantedIndex | None = None  # likewise
-        self._index_asked = False
+        self._stream_fd = -1  # likewise
+        self._asked: set[str] = set()  # what was asked for once, and has not been answered
         self._closed = False
         self._staging_fd = staging_fd
         self.welcome = welcome
@@ -92,20 +93,41 @@ class Handshake:
         if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
             return None
         try:
-            if not self._index_asked:
-                self._send(wire.ClientPacket(lookup_index=wire.LookupIndexRequest()), deadline)
-                self._index_asked = True  # not before: it may have come too late to send anything
+            self._ask_once("lookup_index", wire.ClientPacket(lookup_index=wire.LookupIndexRequest()), deadline)
             while self._index is None:
                 if timeout_s <= 0 and not self._has_packet():
                     return None
                 if not self._take_grant(deadline):
                     return None
-            grant, self._index, self._index_asked = self._index, None, False
+            grant, self._index = self._index, None
             return grant
         except (OSError, ConnectError):
             return None
         finally:
             self._lock.release()
+
+    def request_stream(self, timeout_s: float) -> socket.socket | None:
+        """Ask for a direct stream; None when it is refused, not granted in time, or the daemon is gone."""
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
+            return None
+        try:
+            self._ask_once("direct_stream", wire.ClientPacket(direct_stream=wire.DirectStreamRequest()), deadline)
+            while self._stream_fd < 0:
+                if not self._take_grant(deadline):
+                    self._asked.discard("direct_stream")
+                    return None
+            descriptor, self._stream_fd = self._stream_fd, -1
+            return socket.socket(fileno=descriptor)
+        except (OSError, ConnectError):
+            return None
+        finally:
+            self._lock.release()
+
+    def _ask_once(self, kind: str, packet: wire.ClientPacket, deadline: float) -> None:
+        if kind not in self._asked:
+            self._send(packet, deadline)
+            self._asked.add(kind)  # not before: it may have come too late to send anything
 
     def is_alive(self) -> bool:
         """Whether the daemon still holds its end; one system call that does not wait."""
@@ -131,6 +153,8 @@ class Handshake:
             if self._index is not None:
                 _close_descriptor(self._index.descriptor)
                 self._index = None
+            _close_descriptor(self._stream_fd)
+            self._stream_fd = -1
         _close_descriptor(self.take_staging())
 
     def _take_grant(self, deadline: float) -> bool:
@@ -147,6 +171,11 @@ class Handshake:
         if kind == "lookup_index" and self._index is None:
             index = packet.lookup_index
             self._index = GrantedIndex(index.size_bytes, descriptor, index.reason)
+            self._asked.discard(kind)
+            return True
+        if kind == "direct_stream" and descriptor >= 0 and self._stream_fd < 0:
+            self._stream_fd = descriptor
+            self._asked.discard(kind)
             return True
         _close_descriptor(descriptor)
         return False

@@ -99,7 +99,7 @@ class Link:
         self._ended(reason)
 
     def traffic_bytes(self) -> tuple[int, int]:
-        """Bytes of gRPC messages and of opaque payload inside them, over all connections."""
+        """Bytes of the streams' messages and of opaque payload inside them, over all connections."""
         now = self._connection.traffic_bytes() if self._connection else (0, 0)
         return self._past_traffic[0] + now[0], self._past_traffic[1] + now[1]
 

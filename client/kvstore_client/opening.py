@@ -10,6 +10,7 @@ import math
 import os
 import random
 from collections.abc import Callable
+from typing import Literal
 
 from kvstore_client.connection import Connection, Introduction, open_connection
 from kvstore_client.errors import ConnectError, DaemonUnavailable, invalid
@@ -33,6 +34,7 @@ def connect(
     required: bool = False,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     prefault: bool = False,
+    stream: Literal["direct", "grpc"] = "direct",
     rng: random.Random | None = None,
 ) -> Session:
     """Open a session with the daemon whose sockets are in `socket` (default: $KVSTORED_SOCKET_DIR or
@@ -41,11 +43,14 @@ def connect(
     Without a daemon the session is returned degraded and reconnects by itself; with `required=True`
     DaemonUnavailable is raised instead. A daemon that answers and refuses for good (fingerprint, protocol,
     permission by policy) is the caller's mistake in both cases: KVStoreError. `staging_bytes=0` makes a
-    session that only reads.
+    session that only reads. `stream="grpc"` takes the gRPC stream also where the daemon has a direct one, which
+    costs a quarter of it.
     """
     if not (math.isfinite(deadline_s) and deadline_s > 0 and connect_timeout_s > 0):
         raise invalid(f"deadlines must be positive seconds, got {deadline_s} and {connect_timeout_s}")
-    introduction = Introduction(socket_directory(socket), fingerprint, client_name, staging_bytes)
+    if stream not in ("direct", "grpc"):
+        raise invalid(f'stream must be "direct" or "grpc", got {stream!r}')
+    introduction = Introduction(socket_directory(socket), fingerprint, client_name, staging_bytes, stream == "grpc")
 
     last: Connection | None = None
 

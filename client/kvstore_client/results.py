@@ -98,6 +98,6 @@ class Statistics:
     blocks_stored: int = 0
     bytes_restored: int = 0
     bytes_stored: int = 0
-    grpc_message_bytes: int = 0  # all of both directions: keys, ids, offsets
+    grpc_message_bytes: int = 0  # of the stream, gRPC's or direct, in both directions: keys, ids, offsets
     grpc_payload_bytes: int = 0  # in the fields of the wire that can carry opaque bytes
     last_error: str = ""

@@ -44,7 +44,6 @@ from kvstore_proto.v1 import kvstore_pb2 as wire
 
 DEFAULT_DEADLINE_S = 0.25
 DEFAULT_PUT_DEADLINE_S = 5.0
-WAKE_YIELD_S = 5e-5  # lets the sending thread have the GIL: a busy caller would keep it until its own next wait
 
 
 class Session:
@@ -352,14 +351,13 @@ class Session:
     def wake(self) -> None:
         """Say that a question is about to come; waits for nothing.
 
-        The first round trip after a pause takes three to four times as long as the next (0.9 ms, not 0.25: threads
-        on both sides asleep, caches cold). Called when a prompt arrives, that passes while it is tokenized.
+        The first round trip after a pause takes several times as long as the next (threads on both sides asleep,
+        caches cold). Called when a prompt arrives, that passes while it is tokenized.
         """
         connection = self._link.current()
         if connection is not None:
             stream = connection.stream
             stream.abandon(stream.submit(wire.Request(ping=wire.Ping())))
-            time.sleep(WAKE_YIELD_S)
 
     def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
         """Keys of the full blocks of a prefix; None while degraded (the root comes from the daemon)."""

@@ -56,7 +56,9 @@ from kvstored.recovery import recover_blocks
 from kvstored.residency import Residency
 from kvstored.rpc import unary
 from kvstored.rpc.admin import AdminService
+from kvstored.rpc.direct_stream import DirectStreams
 from kvstored.rpc.health import Health
+from kvstored.rpc.requests import Answering
 from kvstored.rpc.serving import bind_grpc, private_umask
 from kvstored.rpc.session_stream import SessionService
 from kvstored.rpc.unary_doors import UnaryDoors
@@ -309,6 +311,7 @@ class Daemon:
         self._verbs = self._recorded(Verbs(look_up, put, lending, get, hints, self._delete))
         self._integrity = Integrity(store, self._is_idle)
         self._latencies = Latencies()
+        self._answering = Answering(self._verbs, limits.inflight_per_client, self._latencies, clock)
         self._sampler = Sampler(self._parts(), self._latencies)
         self._maintenance = Maintenance(
             put, store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample,
@@ -329,8 +332,8 @@ class Daemon:
         self._reception = Reception(
             config, self._sessions, self._tenants, residency, store.host,
             StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes), store.policies,
-            indexes, store.counters, end_session, epoch=os.urandom(16), data_socket=sockets / "data.sock",
-            returning=self._former,
+            indexes, DirectStreams(self._answering, limits.message_bytes), store.counters, end_session,
+            epoch=os.urandom(16), data_socket=sockets / "data.sock", returning=self._former,
         )  # fmt: skip
         self._reception.set_shares()
         self._handshake = HandshakeServer(sockets / "handshake.sock", self._reception, limits.max_clients)
@@ -362,7 +365,7 @@ class Daemon:
 
     async def _listen(self) -> None:
         assert self.lifetime is not None
-        store, sockets, limits = self._store, self.config.daemon.socket_dir, self.config.limits
+        store, sockets = self._store, self.config.daemon.socket_dir
         names = ["handshake", "data", "admin"] + (["unary"] if self.config.unary.enabled else [])
         paths = {name: sockets / f"{name}.sock" for name in names}
         for path in paths.values():
@@ -386,9 +389,7 @@ class Daemon:
             AdminService(views, explain, history, drop, self.lifetime, quarantine), admin
         )
         data = await self._serve_grpc(paths["data"])
-        kvstore_pb2_grpc.add_KVStoreServicer_to_server(
-            SessionService(self._sessions, self._verbs, limits.inflight_per_client, self._latencies, self._clock), data
-        )
+        kvstore_pb2_grpc.add_KVStoreServicer_to_server(SessionService(self._sessions, self._answering), data)
         services = (unary.SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin")
         health = Health(self.lifetime, services, store.modes, store.residency.tiers)
         health.serve_on(admin)

@@ -120,6 +120,12 @@ VECTORS: dict[str, tuple[Message, str]] = {
     "lookup_index_wanted": (hs.ClientPacket(lookup_index=hs.LookupIndexRequest()), "1a00"),
     "lookup_index": (hs.DaemonPacket(lookup_index=hs.LookupIndexGrant(size_bytes=2_101_248)), "22050880a08001"),
     "no_lookup_index": (hs.DaemonPacket(lookup_index=hs.LookupIndexGrant(reason="none")), "220612046e6f6e65"),
+    "welcome_with_a_direct_stream": (
+        hs.DaemonPacket(welcome=hs.Welcome(protocol_version=1, direct_stream=True)),
+        "0a0408017801",
+    ),
+    "direct_stream_wanted": (hs.ClientPacket(direct_stream=hs.DirectStreamRequest()), "2200"),
+    "direct_stream": (hs.DaemonPacket(direct_stream=hs.DirectStreamGrant()), "2a00"),
     "lend": (
         pb.Request(request_id=13, lend=pb.Lend(nbytes=4_198_400)),
         "080da201050880a08002",

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import grpc
 import numpy as np
@@ -28,6 +29,7 @@ from kvstore_proto.identity import root_key, split_keys
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2_grpc
+from tests.reference.fake_streams import GrpcStreams, grant_direct_stream
 
 ARENA_ID = 7
 
@@ -74,6 +76,8 @@ class Client:
 class FakeDaemon:
     """`with FakeDaemon(directory) as daemon:`; `daemon.log` has each request's operation in order."""
 
+    is_direct: ClassVar[bool] = False  # whether it offers direct streams; the first release does not
+
     def __init__(self, directory: Path, knobs: Knobs | None = None, arena_bytes: int = 96 << 20) -> None:
         self.directory = directory
         self.knobs = knobs or Knobs()
@@ -84,7 +88,7 @@ class FakeDaemon:
         self.commit_sizes: list[int] = []
         self.stores: list[pb.Store] = []
         self.streams_opened = 0
-        self._contexts: list[grpc.ServicerContext] = []
+        self._streams: list[Callable[[], None]] = []  # what breaks each
         self.grants_arenas = True
         self.clients: dict[bytes, Client] = {}
         self.blocks: dict[bytes, Stored] = {}
@@ -103,7 +107,7 @@ class FakeDaemon:
         self._listener.bind(str(directory / "handshake.sock"))
         self._listener.listen(16)
         self._server = grpc.server(futures.ThreadPoolExecutor(16))
-        kvstore_pb2_grpc.add_KVStoreServicer_to_server(_Servicer(self), self._server)
+        kvstore_pb2_grpc.add_KVStoreServicer_to_server(GrpcStreams(self), self._server)
         self._server.add_insecure_port(f"unix:{directory / 'data.sock'}")
         self._server.start()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -122,24 +126,37 @@ class FakeDaemon:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
+        self.break_streams()
         self._server.stop(0).wait()
         for name in ("handshake.sock", "data.sock"):
             (self.directory / name).unlink(missing_ok=True)
         os.close(self._arena_fd)
 
     def break_streams(self) -> None:
-        """End every gRPC stream, and leave the handshake connections alone."""
-        contexts, self._contexts = self._contexts, []
-        for context in contexts:
-            context.cancel()
+        """End every stream, and leave the handshake connections alone."""
+        streams, self._streams = self._streams, []
+        for end in streams:
+            end()
 
     def is_silent_now(self, operation: str) -> bool:
         answered = self.knobs.silent_after.get(operation, math.inf)
         return self.log.count(operation) >= answered
 
-    def opened(self, context: grpc.ServicerContext) -> None:
+    def opened(self, end: Callable[[], None]) -> None:
         self.streams_opened += 1
-        self._contexts.append(context)
+        self._streams.append(end)
+
+    def answers(self, client: Client, request: pb.Request) -> list[pb.Response]:
+        """What goes out for a request, with all the knobs; nothing for one that is not answered."""
+        operation = request.WhichOneof("op")
+        if operation in self.knobs.silent or self.is_silent_now(operation):
+            self.log.append(operation)
+            return []
+        time.sleep(self.knobs.delay_s.get(operation, 0.0))
+        responses = self.answer(client, request)
+        for response in responses:
+            response.request_id = request.request_id
+        return responses
 
     def _accept(self) -> None:
         while not self._stopping:
@@ -156,9 +173,13 @@ class FakeDaemon:
             if self.knobs.refuse is not None:
                 connection.send(hs.DaemonPacket(refused=self.knobs.refuse).SerializeToString())
                 return
-            self._welcome(connection, hello)
+            client = self._welcome(connection, hello)
             while data := connection.recv(1 << 17):
-                wanted = hs.ClientPacket.FromString(data).arena.arena_id
+                packet = hs.ClientPacket.FromString(data)
+                if packet.HasField("direct_stream"):
+                    grant_direct_stream(self, client, connection)
+                    continue
+                wanted = packet.arena.arena_id
                 if wanted != ARENA_ID or not self.grants_arenas:
                     error = pb.Error(kind=pb.ERROR_KIND_NOT_FOUND, message="no such arena")
                     connection.send(hs.DaemonPacket(refused=error).SerializeToString())
@@ -170,7 +191,7 @@ class FakeDaemon:
         except OSError:
             return
 
-    def _welcome(self, connection: socket.socket, hello: hs.Hello) -> None:
+    def _welcome(self, connection: socket.socket, hello: hs.Hello) -> Client:
         fingerprint = parse_fingerprint(hello.fingerprint)
         size = min(hello.staging_bytes, self.knobs.staging_limit_bytes)
         token = os.urandom(16)
@@ -181,7 +202,7 @@ class FakeDaemon:
             os.ftruncate(fd, size)
             staging = map_read_write(os.dup(fd), size)
             descriptors.append(fd)
-        self.clients[token] = Client(token, staging, fingerprint.digest())
+        client = self.clients[token] = Client(token, staging, fingerprint.digest())
         roots = [root_key(b"fake", fingerprint.digest(), group.group_id) for group in fingerprint.groups]
         welcome = hs.Welcome(
             protocol_version=1,
@@ -194,10 +215,12 @@ class FakeDaemon:
             data_socket=str(self.directory / "data.sock"),
             max_keys=self.knobs.max_keys,
             max_block_bytes=8 << 20,
+            direct_stream=self.is_direct,
         )
         socket.send_fds(connection, [hs.DaemonPacket(welcome=welcome).SerializeToString()], descriptors)
         for fd in descriptors:
             os.close(fd)
+        return client
 
     def answer(self, client: Client, request: pb.Request) -> list[pb.Response]:
         operation = request.WhichOneof("op")
@@ -371,29 +394,6 @@ class FakeDaemon:
         renewed = sum(lease in client.leases for lease in touch.lease_ids)
         known = sum(key in self.blocks for key in split_keys(touch.set.keys))
         return pb.TouchReply(touched=known, renewed=renewed, expires_in_ms=self.knobs.lease_ttl_ms)
-
-
-class _Servicer(kvstore_pb2_grpc.KVStoreServicer):
-    def __init__(self, daemon: FakeDaemon) -> None:
-        self._daemon = daemon
-
-    def Session(self, requests, context):  # type: ignore[no-untyped-def]  # noqa: N802
-        token = dict(context.invocation_metadata()).get("kvstored-session-bin")
-        client = self._daemon.clients.get(token)
-        if client is None:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "unknown session")
-        self._daemon.opened(context)
-        for request in requests:
-            operation = request.WhichOneof("op")
-            if operation in self._daemon.knobs.silent or self._daemon.is_silent_now(operation):
-                self._daemon.log.append(operation)
-                continue
-            delay_s = self._daemon.knobs.delay_s.get(operation, 0.0)
-            if delay_s:
-                time.sleep(delay_s)
-            for response in self._daemon.answer(client, request):
-                response.request_id = request.request_id
-                yield response
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

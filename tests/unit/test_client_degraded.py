@@ -23,6 +23,7 @@ from kvstore_client.link import Link
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, Knobs, eventually
 
+pytestmark = pytest.mark.usefixtures("each_stream")
 FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, (0, 1), 32),))
 TOKENS = np.arange(64 * 3, dtype=np.int32)
 PAYLOADS = [bytes([block]) * FINGERPRINT.payload_bytes() for block in range(3)]

@@ -19,6 +19,7 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import FakeDaemon, Knobs, eventually
 
 LAYERS = 4
+pytestmark = pytest.mark.usefixtures("each_stream")
 FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, tuple(range(LAYERS)), 16),))
 BLOCK_BYTES = FINGERPRINT.payload_bytes()
 TOKENS = np.arange(64 * 12 + 7, dtype=np.int32)

@@ -17,6 +17,7 @@ from kvstore_client.lookup_index import LookupIndex
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, Knobs, eventually
 
+pytestmark = pytest.mark.usefixtures("each_stream")
 FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, (0, 1, 2, 3), 16),))
 SLOT = 2 * 4096
 BLOCKS = 12

@@ -15,6 +15,8 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, Knobs
 from tests.unit.test_client_storing import BLOCKS, PAYLOADS, SLOT, STORED, TOKENS, believe, connect, loan_of
 
+pytestmark = pytest.mark.usefixtures("each_stream")
+
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:

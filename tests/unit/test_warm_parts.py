@@ -124,7 +124,7 @@ def test_an_arena_is_granted_without_a_look_at_the_others(host: HostTier, monkey
     assert slot is not None
     nobody: Any = None
     reception = Reception(
-        nobody, nobody, nobody, nobody, host, nobody, [], nobody, nobody, nobody, epoch=b"", data_socket=Path()
+        nobody, nobody, nobody, nobody, host, nobody, [], nobody, nobody, nobody, nobody, epoch=b"", data_socket=Path()
     )
     monkeypatch.setattr(host, "containers", lambda: pytest.fail("a report of all arenas"))
     session: Any = SimpleNamespace(tenant=SimpleNamespace(index_name=OWNER))

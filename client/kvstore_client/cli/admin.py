@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from kvstore_client.cli.exit_codes import DENIED, FAILED, UNREACHABLE, CommandError
 from kvstore_client.paths import ADMIN_SOCKET, explain_unreachable
-from kvstore_client.stream import CHANNEL_OPTIONS
+from kvstore_client.transport.over_grpc import CHANNEL_OPTIONS
 from kvstore_proto.v1 import admin_pb2_grpc
 
 Reply = TypeVar("Reply", bound=Message)

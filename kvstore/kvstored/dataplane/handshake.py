@@ -46,6 +46,10 @@ class Welcomer(Protocol):
         """The answer and a read-only descriptor, which is closed after it was sent; none with a reason why."""
         ...
 
+    def grant_stream(self, session: Session) -> int:
+        """The client's end of a direct stream, which is closed after it was sent."""
+        ...
+
     def farewell(self, session: Session) -> None: ...
 
 
@@ -116,7 +120,7 @@ class HandshakeServer:
 
 
 class _Connection:
-    """One client: first a hello, then requests for memory to map, then the end.
+    """One client: first a hello, then requests for memory to map or a stream, then the end.
 
     `refusal` is the answer to the hello of a client that is not taken. It waits for the hello, because closing a socket
     with an unread packet in it would take the refusal away from the client.
@@ -198,23 +202,28 @@ class _Connection:
             self._send(reply, descriptor)
             if session.staging is not None:
                 session.staging.forget_fd()
-        elif kind == "arena":
-            if self._session is None:
-                raise KVStoreError(ErrorKind.UNAUTHENTICATED, "say hello first")
-            grant, descriptor = self._welcomer.grant_arena(self._session, packet.arena.arena_id)
-            reply.arena.CopyFrom(grant)
-            self._send(reply, descriptor)
-            os.close(descriptor)
-        elif kind == "lookup_index":
-            if self._session is None:
-                raise KVStoreError(ErrorKind.UNAUTHENTICATED, "say hello first")
-            index, index_fd = self._welcomer.grant_lookup_index(self._session)
-            reply.lookup_index.CopyFrom(index)
-            self._send(reply, index_fd)
-            if index_fd is not None:
-                os.close(index_fd)
-        else:
+        elif kind not in ("arena", "lookup_index", "direct_stream"):
             raise KVStoreError(ErrorKind.INVALID, "a packet of a kind this daemon does not know")
+        elif self._session is None:
+            raise KVStoreError(ErrorKind.UNAUTHENTICATED, "say hello first")
+        else:
+            descriptor = self._grant(self._session, kind, packet, reply)
+            self._send(reply, descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _grant(self, session: Session, kind: str, packet: hs.ClientPacket, reply: hs.DaemonPacket) -> int | None:
+        """Fill the reply in; the descriptor that goes with it."""
+        if kind == "arena":
+            arena, descriptor = self._welcomer.grant_arena(session, packet.arena.arena_id)
+            reply.arena.CopyFrom(arena)
+            return descriptor
+        if kind == "lookup_index":
+            index, index_fd = self._welcomer.grant_lookup_index(session)
+            reply.lookup_index.CopyFrom(index)
+            return index_fd
+        reply.direct_stream.SetInParent()
+        return self._welcomer.grant_stream(session)
 
     def _send(self, packet: Message, descriptor: int | None) -> None:
         descriptors = [] if descriptor is None else [descriptor]

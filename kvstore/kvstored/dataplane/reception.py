@@ -1,7 +1,7 @@
 """Reception: what happens at a client's hello and at its end.
 
-Owns the opening of sessions (tenant, keys' roots, staging) and the giving away of arenas and lookup indexes: a client
-gets read-only descriptors of its own tenant's and of no other's.
+Owns the opening of sessions (tenant, keys' roots, staging) and the giving away of arenas, lookup indexes and streams:
+a client gets read-only descriptors of its own tenant's memory and of no other's.
 """
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ class Returning(Protocol):
         ...
 
 
+class Streams(Protocol):
+    """Who opens direct streams."""
+
+    def open(self, session: Session) -> int:
+        """The client's end, a descriptor to hand over and close. Raises KVStoreError."""
+        ...
+
+
 class NobodyReturns:
     """Without warm restart nothing of a daemon outlives it."""
 
@@ -70,6 +78,7 @@ class Reception:
         staging_pool: StagingPool,
         policies: list[Policy],
         indexes: LookupIndexes,
+        streams: Streams,
         counters: Counters,
         on_end: Callable[[Session], None],
         *,
@@ -85,6 +94,7 @@ class Reception:
         self._staging_pool = staging_pool
         self._policies = policies
         self._indexes = indexes
+        self._streams = streams
         self._counters = counters
         self._on_end = on_end
         self._epoch = epoch
@@ -113,6 +123,7 @@ class Reception:
             max_block_bytes=limits.max_block_bytes,
             arena_ids=self._arenas_of(session.tenant),
             lookup_index=self._indexes.offered,
+            direct_stream=True,
             arena_epoch=self._returning.epoch,
             lease_ids=self._returning.arrived(session, hello.former_token),
         )
@@ -135,6 +146,9 @@ class Reception:
 
     def grant_lookup_index(self, session: Session) -> tuple[hs.LookupIndexGrant, int | None]:
         return self._indexes.grant(session)
+
+    def grant_stream(self, session: Session) -> int:
+        return self._streams.open(session)
 
     def farewell(self, session: Session) -> None:
         log.info("client %s (pid %d) left", session.client_name, session.peer.pid)

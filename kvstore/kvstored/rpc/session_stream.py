@@ -1,44 +1,32 @@
-"""The KVStore service: one bidirectional stream a client, many requests in flight.
+"""The KVStore service: one bidirectional gRPC stream a client, many requests in flight.
 
-Requests that need no bytes to move are answered inline; the others run as tasks and answer by request id when they are
-done. Never touches payload. Invariants: a stream lives no longer than its session; a request is answered, with a result
-or an error, or the stream is over.
+Owns how a stream is tied to its session and ends with it; what is answered is `requests`'. Invariant: a stream lives no
+longer than its session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
 
-from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2_grpc
-from kvstored.clock import Clock
 from kvstored.dataplane.sessions import Session, SessionTable
-from kvstored.telemetry import Latencies
-from kvstored.verbs import Verbs
+from kvstored.rpc.requests import Answering, Requests, StreamOver
 
-log = logging.getLogger(__name__)
 TOKEN_METADATA = "kvstored-session-bin"
 LAST_REPLY_S = 1.0  # for a reply to go out before a stream ends; then the client gets no status
 
 
 class SessionService(kvstore_pb2_grpc.KVStoreServicer):
-    """See the module. `inflight_limit` bounds the tasks of one client, over all its streams."""
+    """See the module."""
 
-    def __init__(
-        self, sessions: SessionTable, verbs: Verbs, inflight_limit: int, latencies: Latencies, clock: Clock
-    ) -> None:
+    def __init__(self, sessions: SessionTable, answering: Answering) -> None:
         self._sessions = sessions
-        self._verbs = verbs
-        self._inflight_limit = inflight_limit
-        self._latencies = latencies
-        self._clock = clock
+        self._answering = answering
 
     async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         token = next((value for key, value in context.invocation_metadata() or () if key == TOKEN_METADATA), b"")
@@ -49,7 +37,7 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
                 "no such session: connect to the handshake socket first, and keep that connection open",
             )
             return
-        stream = _Stream(session, self._verbs, context, self._inflight_limit, self._latencies, self._clock)
+        stream = _Stream(session, context, self._answering)
         task = asyncio.current_task()
         assert task is not None
 
@@ -60,7 +48,7 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
 
         session.on_close.append(ended)
         try:
-            with contextlib.suppress(_StreamOver):
+            with contextlib.suppress(StreamOver):
                 await stream.serve()
         except asyncio.CancelledError:
             if not session.closed:
@@ -75,48 +63,32 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
                 session.on_close.remove(ended)
 
 
-class _StreamOver(Exception):
-    """Nothing can be read or sent any more: the client or its stream is gone."""
-
-
 class _Stream:
     """One open stream: reads requests, keeps answers whole and in one writer at a time."""
 
-    def __init__(
-        self,
-        session: Session,
-        verbs: Verbs,
-        context: Any,
-        inflight_limit: int,
-        latencies: Latencies,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, session: Session, context: Any, answering: Answering) -> None:
         self._session = session
-        self._verbs = verbs
         self._context = context
-        self._inflight_limit = inflight_limit
-        self._latencies = latencies
-        self._now_ns = clock.monotonic_ns
+        self._requests = Requests(session, answering, self._send)
         self._writing = asyncio.Lock()  # gRPC allows one write at a time on a stream
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         while True:
             request = await self._read()
             if request is grpc.aio.EOF:
-                await self._finish_tasks()
+                await self._requests.finish()
                 return
             if self._session.closed:
                 continue  # what comes while `end` waits is not begun
-            reply = self._begin(request)
+            reply = self._requests.begin(request)
             if reply is not None:
-                await self._send(request.request_id, reply)
+                await self._send(reply)
 
     async def _read(self) -> Any:
         try:
             return await self._context.read()
         except Exception as error:  # gRPC names the end of a stream in several ways
-            raise _StreamOver from error
+            raise StreamOver from error
 
     async def end(self, serving: asyncio.Task[Any]) -> None:
         """Cancel `serving`, but no write: gRPC does not end a stream while a reply is on its way out."""
@@ -126,90 +98,15 @@ class _Stream:
         serving.cancel()
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._requests.cancel()
 
-    def _begin(self, request: pb.Request) -> pb.Response | None:
-        """The answer of a request that is done at once; None when a task will answer."""
-        began_ns = self._now_ns()
-        op = request.WhichOneof("op")
-        try:
-            if not request.request_id:
-                raise KVStoreError(ErrorKind.INVALID, "request_id must not be 0")
-            if op is None:
-                raise KVStoreError(ErrorKind.INVALID, "a request of a kind this daemon does not know")
-            quick = self._verbs.quick(self._session, op, request)
-            if quick is not None:
-                self._latencies.add(op, self._now_ns() - began_ns)
-                return quick
-            if self._session.in_flight >= self._inflight_limit:
-                raise KVStoreError(
-                    ErrorKind.THROTTLED,
-                    f"{self._inflight_limit} requests of this client are waiting already",
-                    5,
-                )
-            replies = self._verbs.slow(self._session, op, request)
-        except KVStoreError as error:
-            return error_reply(error)
-        except Exception:
-            return self._broken(op or "request")
-        task = asyncio.create_task(self._run(request.request_id, op, replies, began_ns))
-        self._session.in_flight += 1
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return None
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._session.in_flight -= 1
-        self._tasks.discard(task)
-
-    async def _run(self, request_id: int, op: str, replies: AsyncGenerator[pb.Response, None], began_ns: int) -> None:
-        with contextlib.suppress(_StreamOver):
-            await self._answer(request_id, op, replies, began_ns)
-
-    async def _answer(
-        self, request_id: int, op: str, replies: AsyncGenerator[pb.Response, None], began_ns: int
-    ) -> None:
-        is_first = True
-        try:
-            async for reply in replies:
-                if is_first:  # a commit may answer twice; the client goes on after the first
-                    self._latencies.add(op, self._now_ns() - began_ns)
-                    is_first = False
-                await self._send(request_id, reply)
-        except KVStoreError as error:
-            await self._send(request_id, error_reply(error))
-        except _StreamOver:
-            raise
-        except Exception:
-            await self._send(request_id, self._broken(op))
-
-    def _broken(self, op: str) -> pb.Response:
-        """The answer to a request that ran into a mistake of ours; to be made where the exception is handled."""
-        log.exception("request %s of %s failed", op, self._session.client_name)
-        return error_reply(KVStoreError(ErrorKind.INTERNAL, f"{op} failed inside the daemon; its log has the details"))
-
-    async def _send(self, request_id: int, reply: pb.Response) -> None:
-        reply.request_id = request_id
+    async def _send(self, reply: pb.Response) -> None:
         try:
             async with self._writing:
                 await self._context.write(reply)
         except asyncio.CancelledError:
-            self._verbs.undelivered(self._session, reply)
+            self._requests.undelivered(reply)
             raise
         except Exception as error:  # as in `_read`
-            self._verbs.undelivered(self._session, reply)
-            raise _StreamOver from error
-
-    async def _finish_tasks(self) -> None:
-        """The client sends no more: it may still wait for answers."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
-
-
-def error_reply(error: KVStoreError) -> pb.Response:
-    return pb.Response(
-        error=pb.Error(
-            kind=pb.ErrorKind.ValueType(error.kind), message=error.message, retry_after_ms=error.retry_after_ms
-        )
-    )
+            self._requests.undelivered(reply)
+            raise StreamOver from error

@@ -22,22 +22,26 @@ class ClientPacket(google.protobuf.message.Message):
     HELLO_FIELD_NUMBER: builtins.int
     ARENA_FIELD_NUMBER: builtins.int
     LOOKUP_INDEX_FIELD_NUMBER: builtins.int
+    DIRECT_STREAM_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
     def arena(self) -> global___ArenaRequest: ...
     @property
     def lookup_index(self) -> global___LookupIndexRequest: ...
+    @property
+    def direct_stream(self) -> global___DirectStreamRequest: ...
     def __init__(
         self,
         *,
         hello: global___Hello | None = ...,
         arena: global___ArenaRequest | None = ...,
         lookup_index: global___LookupIndexRequest | None = ...,
+        direct_stream: global___DirectStreamRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["arena", b"arena", "hello", b"hello", "lookup_index", b"lookup_index", "packet", b"packet"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena", b"arena", "hello", b"hello", "lookup_index", b"lookup_index", "packet", b"packet"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["packet", b"packet"]) -> typing.Literal["hello", "arena", "lookup_index"] | None: ...
+    def HasField(self, field_name: typing.Literal["arena", b"arena", "direct_stream", b"direct_stream", "hello", b"hello", "lookup_index", b"lookup_index", "packet", b"packet"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arena", b"arena", "direct_stream", b"direct_stream", "hello", b"hello", "lookup_index", b"lookup_index", "packet", b"packet"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["packet", b"packet"]) -> typing.Literal["hello", "arena", "lookup_index", "direct_stream"] | None: ...
 
 global___ClientPacket = ClientPacket
 
@@ -49,6 +53,7 @@ class DaemonPacket(google.protobuf.message.Message):
     ARENA_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     LOOKUP_INDEX_FIELD_NUMBER: builtins.int
+    DIRECT_STREAM_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> global___Welcome:
         """with one descriptor: the staging memory, read-write"""
@@ -63,6 +68,10 @@ class DaemonPacket(google.protobuf.message.Message):
     def lookup_index(self) -> global___LookupIndexGrant:
         """with one descriptor: the index, read-only; with none when size_bytes is 0"""
 
+    @property
+    def direct_stream(self) -> global___DirectStreamGrant:
+        """with one descriptor: a connected stream socket"""
+
     def __init__(
         self,
         *,
@@ -70,10 +79,11 @@ class DaemonPacket(google.protobuf.message.Message):
         arena: global___ArenaGrant | None = ...,
         refused: kvstore_proto.v1.kvstore_pb2.Error | None = ...,
         lookup_index: global___LookupIndexGrant | None = ...,
+        direct_stream: global___DirectStreamGrant | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["arena", b"arena", "lookup_index", b"lookup_index", "packet", b"packet", "refused", b"refused", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena", b"arena", "lookup_index", b"lookup_index", "packet", b"packet", "refused", b"refused", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["packet", b"packet"]) -> typing.Literal["welcome", "arena", "refused", "lookup_index"] | None: ...
+    def HasField(self, field_name: typing.Literal["arena", b"arena", "direct_stream", b"direct_stream", "lookup_index", b"lookup_index", "packet", b"packet", "refused", b"refused", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arena", b"arena", "direct_stream", b"direct_stream", "lookup_index", b"lookup_index", "packet", b"packet", "refused", b"refused", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["packet", b"packet"]) -> typing.Literal["welcome", "arena", "refused", "lookup_index", "direct_stream"] | None: ...
 
 global___DaemonPacket = DaemonPacket
 
@@ -125,6 +135,7 @@ class Welcome(google.protobuf.message.Message):
     LOOKUP_INDEX_FIELD_NUMBER: builtins.int
     ARENA_EPOCH_FIELD_NUMBER: builtins.int
     LEASE_IDS_FIELD_NUMBER: builtins.int
+    DIRECT_STREAM_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     session_token: builtins.bytes
     tenant: builtins.str
@@ -141,6 +152,8 @@ class Welcome(google.protobuf.message.Message):
     """this daemon answers LookupIndexRequest"""
     arena_epoch: builtins.bytes
     """the same as before: what was mapped under an arena_id before is that arena still"""
+    direct_stream: builtins.bool
+    """this daemon answers DirectStreamRequest"""
     @property
     def roots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """root key of each layer group, in the fingerprint's order"""
@@ -170,8 +183,9 @@ class Welcome(google.protobuf.message.Message):
         lookup_index: builtins.bool = ...,
         arena_epoch: builtins.bytes = ...,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        direct_stream: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_epoch", b"arena_epoch", "arena_ids", b"arena_ids", "daemon_epoch", b"daemon_epoch", "data_socket", b"data_socket", "lease_ids", b"lease_ids", "lease_ttl_ms", b"lease_ttl_ms", "lookup_index", b"lookup_index", "max_block_bytes", b"max_block_bytes", "max_keys", b"max_keys", "protocol_version", b"protocol_version", "roots", b"roots", "session_token", b"session_token", "staging_bytes", b"staging_bytes", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_epoch", b"arena_epoch", "arena_ids", b"arena_ids", "daemon_epoch", b"daemon_epoch", "data_socket", b"data_socket", "direct_stream", b"direct_stream", "lease_ids", b"lease_ids", "lease_ttl_ms", b"lease_ttl_ms", "lookup_index", b"lookup_index", "max_block_bytes", b"max_block_bytes", "max_keys", b"max_keys", "protocol_version", b"protocol_version", "roots", b"roots", "session_token", b"session_token", "staging_bytes", b"staging_bytes", "tenant", b"tenant"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -238,3 +252,27 @@ class LookupIndexGrant(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["reason", b"reason", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___LookupIndexGrant = LookupIndexGrant
+
+@typing.final
+class DirectStreamRequest(google.protobuf.message.Message):
+    """A stream beside gRPC's: the same requests and responses, each behind its length (kvstore_proto.framing), on a socket
+    that nobody else can reach. A session has one; to ask again ends the one before.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___DirectStreamRequest = DirectStreamRequest
+
+@typing.final
+class DirectStreamGrant(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___DirectStreamGrant = DirectStreamGrant

@@ -1,0 +1,90 @@
+"""The contract of a transport, and what all of them do to messages: bytes and back, counted.
+
+A transport carries requests to the daemon in the order in which they were sent, and hands each response to its
+receiver, one at a time. It never judges, retries or reconnects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+
+
+class Receiver(Protocol):
+    """Whom a transport calls: from a thread of its own, and from `read_until`. Calls of it never overlap."""
+
+    @property
+    def awaits_late_answers(self) -> bool:
+        """Whether an answer is to be read though nobody waits for it."""
+        ...
+
+    def received(self, response: wire.Response) -> None: ...
+
+    def reading_ended(self) -> None:
+        """The thread that was reading reads no more: another one may."""
+        ...
+
+    def alarm(self) -> None:
+        """The time asked for by `call_in` has come."""
+        ...
+
+    def transport_ended(self, reason: str) -> None:
+        """Once, and the last call: nothing is carried any more. Not after `close`."""
+        ...
+
+
+class Transport(Protocol):
+    codec: Codec
+
+    def start(self, receiver: Receiver) -> None:
+        """Begin to carry. Once, before anything is sent."""
+        ...
+
+    def send(self, request: wire.Request) -> None:
+        """Never blocks and never raises: what cannot be carried any more is dropped, and `transport_ended` tells so."""
+        ...
+
+    def read_until(self, is_done: Callable[[], bool], deadline: float) -> bool:
+        """Hand over responses, in the calling thread, until `is_done` or the monotonic `deadline`.
+
+        False at once when another thread is reading, which hands over what comes: `reading_ended` tells when it stops.
+        """
+        ...
+
+    def attend(self) -> None:
+        """Responses that nobody waits for are to be handed over too: see `Receiver.awaits_late_answers`."""
+        ...
+
+    def call_in(self, delay_s: float) -> None:
+        """Have `alarm` called once, after a delay. The caller MUST NOT ask again before that."""
+        ...
+
+    def close(self) -> None:
+        """From any thread. Idempotent."""
+        ...
+
+
+class Codec:
+    """Messages to bytes and back. Counts the bytes, and those of them that are opaque payload."""
+
+    def __init__(self) -> None:
+        self.message_bytes = 0
+        self.payload_bytes = 0
+
+    def serialize(self, request: wire.Request) -> bytes:
+        data: bytes = request.SerializeToString()
+        self.message_bytes += len(data)
+        if request.HasField("ping"):
+            self.payload_bytes += len(request.ping.payload)
+        return data
+
+    def parse(self, data: bytes) -> wire.Response:
+        self.message_bytes += len(data)
+        response: wire.Response = wire.Response.FromString(data)
+        if response.HasField("ping"):
+            self.payload_bytes += len(response.ping.payload)
+        return response

@@ -1,0 +1,204 @@
+"""A direct stream: messages behind their lengths on a socket that came with the handshake.
+
+The thread that asks writes by itself, and reads by itself while it waits: a call costs two system calls here and wakes
+no other thread. That matters on a busy node, where a hand-over between two threads of one process takes as long as it
+takes to get a core. An attendant thread does what nobody waits for: late answers, the rest of a request that the socket
+had no room for (of a daemon that is stopped or overloaded), the alarm, and noticing the end.
+
+Invariant: one thread reads at a time. The attendant does not look for data while somebody else reads, and the kernel
+does not wake it for what it does not look for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from google.protobuf.message import DecodeError
+
+from kvstore_client.transport.base import MAX_MESSAGE_BYTES, Codec, Receiver
+from kvstore_proto.framing import Frames, FrameTooLarge, frame
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+RECEIVE_BYTES = 256 * 1024
+_ENDED = "the daemon ended the stream"
+_HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+class DirectTransport:
+    """Implements `Transport` over a connected stream socket, which it owns."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self.codec = Codec()
+        self._socket = connected
+        self._frames = Frames(MAX_MESSAGE_BYTES)
+        self._reading = threading.Lock()
+        self._input = select.poll()  # used under `_reading`
+        self._input.register(connected, select.POLLIN)
+        self._lock = threading.Lock()  # of what is written, and of the descriptors' end
+        self._unsent: deque[bytes] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._alarm_at: float | None = None
+        self._is_closed = False  # by us
+        self._is_over = False  # nothing comes any more
+
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        threading.Thread(target=self._attend, name="kvstore-stream", daemon=True).start()
+
+    def send(self, request: wire.Request) -> None:
+        data = frame(self.codec.serialize(request))
+        with self._lock:
+            if self._is_closed or self._is_over:
+                return
+            if not self._unsent:
+                data = data[self._write(data) :]
+            if data:
+                self._unsent.append(data)
+                self._wake()
+
+    def read_until(self, is_done: Callable[[], bool], deadline: float) -> bool:
+        with self._as_reader() as reads:
+            if not reads:
+                return False
+            while not (is_done() or self._is_over or self._is_closed):
+                if not self._receive():
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0:
+                        break
+                    self._input.poll(left_s * 1000)
+        if self._receiver.awaits_late_answers:
+            self.attend()
+        return True
+
+    def attend(self) -> None:
+        with self._lock:
+            self._wake()
+
+    def call_in(self, delay_s: float) -> None:
+        with self._lock:
+            self._alarm_at = time.monotonic() + delay_s
+            self._wake()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes who reads
+            self._wake()
+
+    # Writing
+
+    def _write(self, data: bytes) -> int:
+        """How much of it the socket takes now. An end is for the reader to find."""
+        try:
+            return self._socket.send(data, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)
+
+    def _flush(self) -> None:
+        with self._lock:
+            while self._unsent:
+                left = self._unsent[0]
+                written = self._write(left)
+                if written < len(left):
+                    self._unsent[0] = left[written:]
+                    return
+                self._unsent.popleft()
+
+    # Reading
+
+    @contextlib.contextmanager
+    def _as_reader(self, *, waits: bool = False) -> Iterator[bool]:
+        """Whether we read from here on, and nobody else; if not, and it `waits`, once the other has stopped."""
+        if not self._reading.acquire(blocking=waits):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._reading.release()
+            self._receiver.reading_ended()
+
+    def _receive(self) -> bool:
+        """Hand over what has come; False when there was nothing. Under `_reading`."""
+        try:
+            data = self._socket.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._end(f"{_ENDED}: {error.strerror}")
+            return True
+        if not data:
+            self._end(_ENDED)
+            return True
+        self._frames.feed(data)
+        try:
+            while (message := self._frames.take()) is not None:
+                self._receiver.received(self.codec.parse(message))
+        except (FrameTooLarge, DecodeError) as error:
+            self._end(f"the stream cannot be read: {error}")
+        return True
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            was_over, self._is_over = self._is_over or self._is_closed, True
+            self._wake()
+        if not was_over:
+            self._receiver.transport_ended(reason)
+
+    # The attendant
+
+    def _attend(self) -> None:
+        try:
+            self._carry()
+        finally:
+            with self._as_reader(waits=True):
+                self._end("the stream's attendant failed")  # or nothing new
+                with self._lock:
+                    os.close(self._wake_fd)
+                    self._wake_fd = -1
+                    self._socket.close()
+
+    def _carry(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        while not (self._is_closed or self._is_over):
+            attends = self._receiver.awaits_late_answers and not self._reading.locked()
+            poll.register(self._socket, self._events(attends))
+            ready = dict(poll.poll(self._patience_ms()))
+            if self._wake_fd in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+            events = ready.get(self._socket.fileno(), 0)
+            if events & select.POLLOUT:
+                self._flush()
+            if events & (select.POLLIN | _HANGUP):
+                with self._as_reader(waits=bool(events & _HANGUP)) as reads:
+                    while reads and not self._is_over and self._receive():
+                        pass
+            if self._alarm_at is not None and time.monotonic() >= self._alarm_at:
+                self._alarm_at = None
+                self._receiver.alarm()
+
+    def _events(self, attends: bool) -> int:
+        """What to be woken for, beside the ends, which always wake."""
+        return select.POLLRDHUP | (select.POLLIN if attends else 0) | (select.POLLOUT if self._unsent else 0)
+
+    def _patience_ms(self) -> float | None:
+        alarm_at = self._alarm_at
+        return None if alarm_at is None else max(alarm_at - time.monotonic(), 0.0) * 1000
+
+    def _wake(self) -> None:
+        """Have the attendant look again. Under the lock."""
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)

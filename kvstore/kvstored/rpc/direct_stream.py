@@ -1,0 +1,175 @@
+"""Direct streams: the messages of the gRPC stream on a connected socket, without gRPC between.
+
+A session asks for one on its handshake connection and gets the other end of a socket pair: nobody else can reach it, so
+it needs no name and no token. A call costs a quarter of what gRPC's costs. Runs on the control loop. Never blocks it:
+requests are handled for half a millisecond at a time, and none of a client that does not read its answers.
+Invariants: a session has one direct stream at a time, which ends with it; requests begin in the order they came in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import cast
+
+from google.protobuf.message import DecodeError
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.framing import Frames, FrameTooLarge, frame
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.dataplane.sessions import Session
+from kvstored.rpc.requests import Answering, Requests, StreamOver, error_reply
+
+log = logging.getLogger(__name__)
+TURN_NS = 500_000  # for the requests of one client, while others wait
+LAST_REPLY_S = 1.0  # for what was answered to go out before a stream ends
+
+
+class DirectStreams:
+    """Opens streams. `message_bytes` bounds one request."""
+
+    def __init__(self, answering: Answering, message_bytes: int) -> None:
+        self._answering = answering
+        self._message_bytes = message_bytes
+        self._of_session: dict[int, _DirectStream] = {}
+        self._connecting: set[asyncio.Task[object]] = set()
+
+    def open(self, session: Session) -> int:
+        """The client's end of a new stream, a descriptor to hand over and close. The session's stream of before ends.
+        Raises KVStoreError."""
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise KVStoreError(ErrorKind.UNAVAILABLE, f"no stream can be made: {error.strerror}") from None
+        ours.setblocking(False)
+        before = self._of_session.get(session.session_id)
+        if before is not None:
+            before.end()
+        stream = _DirectStream(session, self._answering, self._message_bytes, self._ended)
+        self._of_session[session.session_id] = stream
+        connecting = asyncio.get_running_loop().create_task(_connect(stream, ours))
+        self._connecting.add(connecting)
+        connecting.add_done_callback(self._connecting.discard)
+        return theirs.detach()
+
+    def _ended(self, session: Session, stream: _DirectStream) -> None:
+        if self._of_session.get(session.session_id) is stream:
+            del self._of_session[session.session_id]
+
+
+async def _connect(stream: _DirectStream, connected: socket.socket) -> None:
+    await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, connected)
+
+
+class _DirectStream(asyncio.Protocol):
+    """One stream: cuts it into requests, begins them in turns, keeps answers back while the client does not read."""
+
+    def __init__(
+        self,
+        session: Session,
+        answering: Answering,
+        message_bytes: int,
+        on_end: Callable[[Session, _DirectStream], None],
+    ) -> None:
+        self._session = session
+        self._requests = Requests(session, answering, self._send)
+        self._now_ns = answering.clock.monotonic_ns
+        self._frames = Frames(message_bytes)
+        self._on_end = on_end
+        self._transport: asyncio.Transport | None = None
+        self._next_turn: asyncio.Handle | None = None
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+        self._is_over = False
+        session.on_close.append(self.end)
+
+    # What the event loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if self._is_over:  # the session has ended meanwhile
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._frames.feed(data)
+        if self._next_turn is None:
+            self._take_turn()
+
+    def pause_writing(self) -> None:
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        self._may_write.set()
+        if self._next_turn is None:
+            self._take_turn()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_over = True
+        self._may_write.set()  # nobody waits for a stream that is over
+        self._requests.cancel()
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        if not self._session.closed:
+            self._session.on_close.remove(self.end)
+        self._on_end(self._session, self)
+
+    def end(self) -> None:
+        """Begin nothing more, let answers that were given go out, and close."""
+        self._is_over = True
+        if self._transport is not None:
+            self._transport.close()
+            asyncio.get_running_loop().call_later(LAST_REPLY_S, self._transport.abort)
+
+    # Requests and answers
+
+    def _take_turn(self) -> None:
+        """Begin what requests have come, for as long as a turn is; then it is the others' turn, and then ours again."""
+        self._next_turn = None
+        assert self._transport is not None
+        turn_ends_ns = self._now_ns() + TURN_NS
+        while self._may_write.is_set() and not self._is_over:
+            request = self._take_request()
+            if request is None:
+                self._transport.resume_reading()
+                return
+            reply = self._requests.begin(request)
+            if reply is not None:
+                self._write(reply)
+            if self._now_ns() >= turn_ends_ns:
+                self._next_turn = asyncio.get_running_loop().call_soon(self._take_turn)
+                break
+        self._transport.pause_reading()  # what has come already is enough
+
+    def _take_request(self) -> pb.Request | None:
+        try:
+            message = self._frames.take()
+            return None if message is None else pb.Request.FromString(message)
+        except FrameTooLarge as error:
+            self._break_off(ErrorKind.TOO_LARGE, str(error))
+        except DecodeError:
+            self._break_off(ErrorKind.INVALID, "not a request")
+        return None
+
+    def _break_off(self, kind: ErrorKind, reason: str) -> None:
+        """The stream cannot be read any more: say why, in an answer to no request, and end it."""
+        log.info("the stream of %s is broken off: %s", self._session.client_name, reason)
+        self._write(error_reply(KVStoreError(kind, reason)))
+        self.end()
+
+    async def _send(self, reply: pb.Response) -> None:
+        try:
+            while not self._may_write.is_set():
+                await self._may_write.wait()
+        except asyncio.CancelledError:
+            self._requests.undelivered(reply)
+            raise
+        if self._is_over:
+            self._requests.undelivered(reply)
+            raise StreamOver
+        self._write(reply)
+
+    def _write(self, reply: pb.Response) -> None:
+        assert self._transport is not None
+        self._transport.write(frame(reply.SerializeToString()))

@@ -1,0 +1,141 @@
+"""The requests of one open stream, whatever carries it: answered at once, or by a task, by request id.
+
+Requests that need no bytes to move are answered inline; the others run as tasks and answer when they are done. Never
+touches payload, never reads or writes a stream. Invariant: a request is answered, with a result or an error, or the
+stream is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clock import Clock
+from kvstored.dataplane.sessions import Session
+from kvstored.telemetry import Latencies
+from kvstored.verbs import Verbs
+
+log = logging.getLogger(__name__)
+
+
+class StreamOver(Exception):
+    """Nothing can be read or sent any more: the client or its stream is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """What requests are answered with. `inflight_limit` bounds the tasks of one client, over all its streams."""
+
+    verbs: Verbs
+    inflight_limit: int
+    latencies: Latencies
+    clock: Clock
+
+
+class Requests:
+    """See the module. `send` takes an answer that a task has made, and raises StreamOver when it cannot go out."""
+
+    def __init__(self, session: Session, answering: Answering, send: Callable[[pb.Response], Awaitable[None]]) -> None:
+        self._session = session
+        self._verbs = answering.verbs
+        self._inflight_limit = answering.inflight_limit
+        self._latencies = answering.latencies
+        self._now_ns = answering.clock.monotonic_ns
+        self._send = send
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, request: pb.Request) -> pb.Response | None:
+        """The answer of a request that is done at once; None when a task will answer."""
+        reply = self._begin(request)
+        if reply is not None:
+            reply.request_id = request.request_id
+        return reply
+
+    async def finish(self) -> None:
+        """The client sends no more: it may still wait for answers."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def undelivered(self, reply: pb.Response) -> None:
+        """A reply could not be sent: what it granted is nobody's."""
+        self._verbs.undelivered(self._session, reply)
+
+    def _begin(self, request: pb.Request) -> pb.Response | None:
+        began_ns = self._now_ns()
+        op = request.WhichOneof("op")
+        try:
+            if not request.request_id:
+                raise KVStoreError(ErrorKind.INVALID, "request_id must not be 0")
+            if op is None:
+                raise KVStoreError(ErrorKind.INVALID, "a request of a kind this daemon does not know")
+            quick = self._verbs.quick(self._session, op, request)
+            if quick is not None:
+                self._latencies.add(op, self._now_ns() - began_ns)
+                return quick
+            if self._session.in_flight >= self._inflight_limit:
+                raise KVStoreError(
+                    ErrorKind.THROTTLED,
+                    f"{self._inflight_limit} requests of this client are waiting already",
+                    5,
+                )
+            replies = self._verbs.slow(self._session, op, request)
+        except KVStoreError as error:
+            return error_reply(error)
+        except Exception:
+            return self._broken(op or "request")
+        task = asyncio.create_task(self._run(request.request_id, op, replies, began_ns))
+        self._session.in_flight += 1
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return None
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._session.in_flight -= 1
+        self._tasks.discard(task)
+
+    async def _run(self, request_id: int, op: str, replies: AsyncGenerator[pb.Response, None], began_ns: int) -> None:
+        with contextlib.suppress(StreamOver):
+            await self._answer(request_id, op, replies, began_ns)
+
+    async def _answer(
+        self, request_id: int, op: str, replies: AsyncGenerator[pb.Response, None], began_ns: int
+    ) -> None:
+        is_first = True
+        try:
+            async for reply in replies:
+                if is_first:  # a commit may answer twice; the client goes on after the first
+                    self._latencies.add(op, self._now_ns() - began_ns)
+                    is_first = False
+                await self._reply(request_id, reply)
+        except KVStoreError as error:
+            await self._reply(request_id, error_reply(error))
+        except StreamOver:
+            raise
+        except Exception:
+            await self._reply(request_id, self._broken(op))
+
+    async def _reply(self, request_id: int, reply: pb.Response) -> None:
+        reply.request_id = request_id
+        await self._send(reply)
+
+    def _broken(self, op: str) -> pb.Response:
+        """The answer to a request that ran into a mistake of ours; to be made where the exception is handled."""
+        log.exception("request %s of %s failed", op, self._session.client_name)
+        return error_reply(KVStoreError(ErrorKind.INTERNAL, f"{op} failed inside the daemon; its log has the details"))
+
+
+def error_reply(error: KVStoreError) -> pb.Response:
+    return pb.Response(
+        error=pb.Error(
+            kind=pb.ErrorKind.ValueType(error.kind), message=error.message, retry_after_ms=error.retry_after_ms
+        )
+    )
