@@ -8,20 +8,17 @@ same daemon; each turn starts when all its clients have warmed up, and is cut at
 The turns without pause ask for more than the machine has. Three figures of the same moments tell how much of a lookup
 is waiting for a core: a ping over a plain Unix socket between two processes that do nothing else; `Session.probe`,
 which asks the index in shared memory and wakes nobody; and a hand-over, from the client's thread to another one of the
-same client and back, with no daemon in it. A lookup by the stream needs two such threads of its client (gRPC's sender,
-and the reader of answers), so whatever the daemon does its p99 is about that of the hand-over, which stands beside it
-as possible. Then sixteen clients run at a pace, together half of what one client reached alone. Baselines: the one
-client's total of the same run; for lookups a fixed limit.
+same client and back, with no daemon in it: how long a client of such a load waits for a core once it has slept. A
+lookup by a direct stream makes the client sleep once, as the hand-over does, which stands beside it as possible; one
+through gRPC needs two more threads of its client. Then sixteen clients run at a pace, together half of what one client
+reached alone. Baselines: the one client's total of the same run; for lookups a fixed limit.
 
-Seen on two cores: 1.0 to 1.1 times the one client's total; lookups p50 3 to 5 ms and p99 29 to 48 (one client alone:
-0.6 and 2.3), at half the pace 0.8 to 1.0 and 11 to 33; probes p99 3 to 6 and 1; pings p99 2 and 1. The daemon uses half
-a core, several times its fair share beside 16 processes that copy. Tried without effect on the p99: nice -10 for the
-daemon (p50 2.7 ms), time slices of 0.2 ms for its control thread, copy threads at nice 0: the client that waits for the
-answer has used up its own share. Who needs an answer then asks the index. Traced message by message, beside other load:
-of a lookup's 14 ms (p50) the control thread works 0.1; 10 pass before gRPC's threads in the daemon have handed it the
-request, and the answer is with the client 0.5 after it was written; of the slowest, 80 to 110 of 185 ms pass inside the
-client, between its own threads. There the hand-over alone has a p99 of 30 to 50 ms. Time slices of 0.1 ms for all
-threads of the daemon changed nothing either.
+Seen on two cores, by direct streams: 0.9 to 1.0 times the one client's total; lookups p50 2 ms and p99 17 to 18, at
+half the pace 0.7 and 10 to 12; probes p99 1.8 and 0.5 to 1; pings p99 2. Through gRPC: p50 3 to 5 ms and p99 29 to 48,
+at half the pace 0.8 to 1.0 and 11 to 33. The daemon uses half a core, several times its fair share beside 16 processes
+that copy. Tried without effect on the p99: nice -10 for its control thread (p50 1.2 ms, but 0.75 of the total), time
+slices of 0.2 ms, copy threads at nice 0: the client that waits for the answer has used up its own share, and waits for
+a core when it has come. Who needs an answer then asks the index.
 
     python benchmarks/many_clients.py [--quick] [--json] [--clients 16]
 """

@@ -1,7 +1,7 @@
 """What an engine imports: `connect()` and the session it returns.
 
-The door of the package. Importing it costs nothing; gRPC and NumPy are loaded by the first name that needs
-them.
+The door of the package. Importing it costs nothing: NumPy is loaded by the first name that needs it, gRPC by
+the first stream that goes over it.
 Never does: run a model, or know where the daemon keeps blocks.
 """
 

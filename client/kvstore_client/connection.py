@@ -72,12 +72,12 @@ class Connection:
         timeout_s: float,
         former: Connection | None = None,
     ) -> None:
+        """`timeout_s` is for the stream. Raises ConnectError; OSError and ValueError when memory cannot be mapped."""
         welcome = handshake.welcome
         self._handshake = handshake
         self._on_end, self._on_answer = on_end, on_answer
         self._data_socket = Path(welcome.data_socket or introduction.directory / DATA_SOCKET)
         self._is_direct = welcome.direct_stream and not introduction.prefers_grpc
-        self._timeout_s = timeout_s
         self._unreleased: deque[int] = deque()
         self._arenas: dict[int, Bytes] = {}
         if former is not None and welcome.arena_epoch and welcome.arena_epoch == former._handshake.welcome.arena_epoch:
@@ -104,7 +104,10 @@ class Connection:
         staging_fd = handshake.take_staging()
         if staging_fd >= 0:
             self.staging = map_read_write(staging_fd, welcome.staging_bytes)
-        self.stream = self._open_stream()
+        stream = self._open_stream(timeout_s)
+        if stream is None:
+            raise ConnectError("the daemon shook hands, but no stream could be opened in time")
+        self.stream = stream
         threading.Thread(target=self._prefault, name=PREFAULT_THREAD, daemon=True).start()
 
     def arena(self, arena_id: int, timeout_s: float) -> Bytes | None:
@@ -219,11 +222,16 @@ class Connection:
             raise ConnectError(response.error.message)
         return True
 
-    def reopen_stream(self) -> None:
-        """A fresh stream of the same session, after the old one has ended. Raises ConnectError."""
-        former, self.stream = self.stream, self._open_stream()
+    def reopen_stream(self, timeout_s: float) -> bool:
+        """A fresh stream of the same session, after the old one has ended. False when none could be had in time: what
+        the session holds stands, so ask again."""
+        stream = self._open_stream(timeout_s)
+        if stream is None:
+            return False
+        former, self.stream = self.stream, stream
         self._carried_message_bytes += former.message_bytes
         self._carried_payload_bytes += former.payload_bytes
+        return True
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of the stream's messages, and of opaque payload inside them."""
@@ -237,17 +245,20 @@ class Connection:
         self.stream.close()
         self._handshake.close()
 
-    def _open_stream(self) -> Stream:
-        return Stream(
-            self._open_transport(), on_end=self._on_end, on_answer=self._on_answer, unreleased=self._unreleased
-        )
+    def _open_stream(self, timeout_s: float) -> Stream | None:
+        """None when the daemon hands none over in time, or this process has no descriptor or thread left for one."""
+        try:
+            transport = self._open_transport(timeout_s)
+            if transport is None:
+                return None
+            return Stream(transport, on_end=self._on_end, on_answer=self._on_answer, unreleased=self._unreleased)
+        except (OSError, RuntimeError):
+            return None
 
-    def _open_transport(self) -> Transport:
+    def _open_transport(self, timeout_s: float) -> Transport | None:
         if self._is_direct:
-            connected = self._handshake.request_stream(self._timeout_s)
-            if connected is None:
-                raise ConnectError("the daemon shook hands but opened no stream in time")
-            return DirectTransport(connected)
+            connected = self._handshake.request_stream(timeout_s)
+            return None if connected is None else DirectTransport(connected)
         from kvstore_client.transport.over_grpc import GrpcTransport
 
         return GrpcTransport(self._data_socket, self._handshake.welcome.session_token)
@@ -275,7 +286,12 @@ def open_connection(
         )
     try:
         connection = Connection(
-            handshake, introduction, on_end=on_end, on_answer=on_answer, timeout_s=timeout_s, former=former
+            handshake,
+            introduction,
+            on_end=on_end,
+            on_answer=on_answer,
+            timeout_s=deadline - time.monotonic(),
+            former=former,
         )
     except ConnectError:
         handshake.close()

@@ -57,7 +57,7 @@ class Handshake:
         self._strays: dict[int, GrantedArena] = {}  # answers that came after their asker had gone
         self._index: GrantedIndex | None = None  # likewise
         self._stream_fd = -1  # likewise
-        self._asked: set[str] = set()  # what was asked for once, and has not been answered
+        self._asked: set[str] = set()  # what was asked for, and has not been taken
         self._closed = False
         self._staging_fd = staging_fd
         self.welcome = welcome
@@ -93,13 +93,15 @@ class Handshake:
         if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
             return None
         try:
-            self._ask_once("lookup_index", wire.ClientPacket(lookup_index=wire.LookupIndexRequest()), deadline)
+            if self._index is None:
+                self._ask_once("lookup_index", wire.ClientPacket(lookup_index=wire.LookupIndexRequest()), deadline)
             while self._index is None:
                 if timeout_s <= 0 and not self._has_packet():
                     return None
                 if not self._take_grant(deadline):
                     return None
             grant, self._index = self._index, None
+            self._asked.discard("lookup_index")
             return grant
         except (OSError, ConnectError):
             return None
@@ -107,18 +109,27 @@ class Handshake:
             self._lock.release()
 
     def request_stream(self, timeout_s: float) -> socket.socket | None:
-        """Ask for a direct stream; None when it is refused, not granted in time, or the daemon is gone."""
+        """Ask for a direct stream; None when it is refused, not granted in time, or the daemon is gone.
+
+        Then ask again: what was granted meanwhile is kept, and is the only one that the daemon has not ended.
+        """
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
             return None
         try:
-            self._ask_once("direct_stream", wire.ClientPacket(direct_stream=wire.DirectStreamRequest()), deadline)
+            if self._stream_fd < 0:
+                self._ask_once("direct_stream", wire.ClientPacket(direct_stream=wire.DirectStreamRequest()), deadline)
             while self._stream_fd < 0:
                 if not self._take_grant(deadline):
                     self._asked.discard("direct_stream")
                     return None
             descriptor, self._stream_fd = self._stream_fd, -1
-            return socket.socket(fileno=descriptor)
+            self._asked.discard("direct_stream")
+            try:
+                return socket.socket(fileno=descriptor)
+            except OSError:  # it is none
+                os.close(descriptor)
+                raise
         except (OSError, ConnectError):
             return None
         finally:
@@ -171,11 +182,10 @@ class Handshake:
         if kind == "lookup_index" and self._index is None:
             index = packet.lookup_index
             self._index = GrantedIndex(index.size_bytes, descriptor, index.reason)
-            self._asked.discard(kind)
             return True
-        if kind == "direct_stream" and descriptor >= 0 and self._stream_fd < 0:
+        if kind == "direct_stream" and descriptor >= 0:
+            _close_descriptor(self._stream_fd)  # the daemon has ended the one before
             self._stream_fd = descriptor
-            self._asked.discard(kind)
             return True
         _close_descriptor(descriptor)
         return False
@@ -193,7 +203,10 @@ class Handshake:
 def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake:
     """Connect and introduce ourselves. Raises ConnectError with a sentence for people."""
     deadline = time.monotonic() + timeout_s
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise ConnectError(f"no socket can be made: {error.strerror}") from None
     try:
         connection.settimeout(_remaining(deadline))
         connection.connect(os.fspath(path))

@@ -65,7 +65,7 @@ class Link:
         """
         if os.getpid() != self._pid:
             raise invalid(
-                "this session belongs to the process that opened it: gRPC and leases do not survive fork(); "
+                "this session belongs to the process that opened it: streams and leases do not survive fork(); "
                 "call kvstore_client.connect() in the child"
             )
         if self._closing.is_set():
@@ -114,7 +114,7 @@ class Link:
             connection.close()
 
     def _answered(self) -> None:
-        """From the reader thread, for every answer, however late."""
+        """From whichever thread reads, for every answer, however late."""
         self._breaker.answered()
         if not self._healthy and self._connection is not None and not self._connection.stream.ended:
             with self._lock:
@@ -165,10 +165,10 @@ class Link:
         connection = self._connection
         if connection is not None and connection.is_alive():
             try:
-                if connection.stream.ended:
-                    connection.reopen_stream()
+                if connection.stream.ended and not connection.reopen_stream(self._connect_timeout_s):
+                    return  # no stream now: the leases stand, so keep it
                 if not connection.ping(self._connect_timeout_s):
-                    return  # silent: its leases stand, so keep it
+                    return  # silent: likewise
                 with self._lock:
                     self._healthy = not self._closing.is_set()
                 return

@@ -134,9 +134,9 @@ class Stream:
             if call.late is None and call.request_id in self._waiting:
                 self._late_answers += 1
             call.late = late or _ignore
-        if answered is None:
+        if self._late_answers:
             self._transport.attend()
-        elif late is not None and not answered.HasField("error"):
+        if answered is not None and late is not None and not answered.HasField("error"):
             late(answered)
 
     def wait(self, call: PendingCall, timeout_s: float) -> wire.Response | None:
@@ -154,7 +154,8 @@ class Stream:
         finally:
             with self._lock:
                 del self._followers[call]
-            self.reading_ended()  # in case that we were told to go on
+            if not self._transport.is_read():  # we may have been told to go on
+                self.reading_ended()
         return call.taken()
 
     def release(self, lease_ids: Sequence[int]) -> None:

@@ -312,6 +312,7 @@ class Daemon:
         self._integrity = Integrity(store, self._is_idle)
         self._latencies = Latencies()
         self._answering = Answering(self._verbs, limits.inflight_per_client, self._latencies, clock)
+        self._streams = DirectStreams(self._answering, limits.message_bytes)
         self._sampler = Sampler(self._parts(), self._latencies)
         self._maintenance = Maintenance(
             put, store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample,
@@ -332,7 +333,7 @@ class Daemon:
         self._reception = Reception(
             config, self._sessions, self._tenants, residency, store.host,
             StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes), store.policies,
-            indexes, DirectStreams(self._answering, limits.message_bytes), store.counters, end_session,
+            indexes, self._streams, store.counters, end_session,
             epoch=os.urandom(16), data_socket=sockets / "data.sock", returning=self._former,
         )  # fmt: skip
         self._reception.set_shares()
@@ -401,6 +402,7 @@ class Daemon:
         if self.config.unary.enabled:
             await self._listen_unary(paths["unary"], health)
         self._handshake.start(listen_seqpacket(paths["handshake"], self.config.daemon.socket_group))
+        self._stack.push_async_callback(self._streams.close)
         self._stack.callback(self._handshake.close)
         for path in paths.values():
             self._stack.callback(path.unlink, missing_ok=True)

@@ -28,6 +28,10 @@ class Frames:
         self._limit_bytes = limit_bytes
         self._buffer = bytearray()  # grows and shrinks in place: a peer that sends byte by byte costs no more
 
+    def __len__(self) -> int:
+        """Bytes that have come and were not taken."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> None:
         """More of the stream, in any pieces."""
         self._buffer += data

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -174,6 +176,36 @@ def test_a_flood_of_one_client_keeps_no_other_waiting(daemon: RunningDaemon) -> 
         assert sent < 8 << 20, "what sockets and buffers hold"
         for _ in range(20):
             assert session.ping() is not None
+
+
+def test_a_client_that_never_pauses_keeps_no_other_waiting(daemon: RunningDaemon) -> None:
+    """It has hundreds of requests on the way at any time, and reads what comes."""
+    is_over = threading.Event()
+    with RawClient(daemon.socket_dir, MODEL) as raw, daemon.connect() as session:
+        flood = RawStream(raw)
+        data = b"".join(frame(ping(i).SerializeToString()) for i in range(1, 1025))
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                while not is_over.is_set():
+                    flood.socket.sendall(data)
+
+        def read() -> None:
+            with contextlib.suppress(OSError):
+                while flood.socket.recv(1 << 16):
+                    pass
+
+        threads = [threading.Thread(target=target, daemon=True) for target in (send, read)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(50):
+                assert session.ping(deadline_s=PATIENCE_S) is not None
+        finally:
+            is_over.set()
+            flood.socket.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(PATIENCE_S)
 
 
 def test_a_stream_ends_with_its_handshake(daemon: RunningDaemon) -> None:

@@ -90,6 +90,8 @@ class FakeDaemon:
         self.streams_opened = 0
         self._streams: list[Callable[[], None]] = []  # what breaks each
         self.grants_arenas = True
+        self.grants_streams = True
+        self.streams_refused = 0
         self.clients: dict[bytes, Client] = {}
         self.blocks: dict[bytes, Stored] = {}
         self._arena_fd = os.memfd_create("fake-arena", os.MFD_CLOEXEC)
@@ -177,7 +179,12 @@ class FakeDaemon:
             while data := connection.recv(1 << 17):
                 packet = hs.ClientPacket.FromString(data)
                 if packet.HasField("direct_stream"):
-                    grant_direct_stream(self, client, connection)
+                    if self.grants_streams:
+                        grant_direct_stream(self, client, connection)
+                    else:
+                        self.streams_refused += 1
+                        refused = pb.Error(kind=pb.ERROR_KIND_UNAVAILABLE, message="not now")
+                        connection.send(hs.DaemonPacket(refused=refused).SerializeToString())
                     continue
                 wanted = packet.arena.arena_id
                 if wanted != ARENA_ID or not self.grants_arenas:

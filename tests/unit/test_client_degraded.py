@@ -20,6 +20,7 @@ from kvstore_client import DaemonUnavailable, ErrorKind, Fingerprint, KVStoreErr
 from kvstore_client.connection import Introduction, open_connection
 from kvstore_client.errors import ConnectError
 from kvstore_client.link import Link
+from kvstore_client.transport.direct import DirectTransport
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, Knobs, eventually
 
@@ -32,6 +33,11 @@ PAYLOADS = [bytes([block]) * FINGERPRINT.payload_bytes() for block in range(3)]
 def connect(directory: Path, **options: object) -> Session:
     settings: dict[str, object] = {"deadline_s": 30.0, "connect_timeout_s": 30.0} | options
     return kvstore_client.connect(directory, fingerprint=FINGERPRINT, **settings)  # type: ignore[arg-type]
+
+
+def is_direct(session: Session) -> bool:
+    connection = session._link.current()
+    return connection is not None and isinstance(connection.stream._transport, DirectTransport)
 
 
 def reasons(session: Session, times: int) -> list[str]:
@@ -215,7 +221,25 @@ def test_a_passing_refusal_degrades(tmp_path: Path) -> None:
         eventually(lambda: session.state == "connected")
 
 
-def _serve(directory: Path, ready: object) -> None:
+def test_a_daemon_that_opens_no_stream_in_time_does_not_cost_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeDaemon, "is_direct", True)
+    with FakeDaemon(tmp_path / "s") as daemon, connect(tmp_path / "s", connect_timeout_s=0.05) as session:
+        session.put(TOKENS, payloads=PAYLOADS)
+        lease = session.get(TOKENS)
+        daemon.grants_streams = False
+        daemon.break_streams()
+        eventually(lambda: daemon.streams_refused >= 3)
+        assert session.state == "degraded" and lease.valid
+        daemon.grants_streams = True
+        eventually(lambda: session.state == "connected")
+        assert lease.valid and session.statistics().reconnects == 0
+        assert len(daemon.clients) == 1, "one handshake"
+
+
+def _serve(directory: Path, ready: object, is_direct: bool) -> None:
+    FakeDaemon.is_direct = is_direct
     with FakeDaemon(directory):
         ready.set()  # type: ignore[attr-defined]
         signal.pause()
@@ -224,12 +248,13 @@ def _serve(directory: Path, ready: object) -> None:
 def test_a_stopped_daemon_never_hangs_an_engine(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
-    process = context.Process(target=_serve, args=(tmp_path / "s", ready), daemon=True)
+    process = context.Process(target=_serve, args=(tmp_path / "s", ready, FakeDaemon.is_direct), daemon=True)
     process.start()
     assert process.pid is not None
     try:
         assert ready.wait(60)
         with connect(tmp_path / "s", required=True) as session:
+            assert is_direct(session) == FakeDaemon.is_direct
             assert session.put(TOKENS, payloads=PAYLOADS).stored_blocks == 3
             lease = session.get(TOKENS)
             os.kill(process.pid, signal.SIGSTOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -160,6 +161,32 @@ def send(theirs: socket.socket, packet: hs.DaemonPacket, with_descriptor: bool =
         os.close(descriptor)
 
 
+def send_stream(theirs: socket.socket) -> socket.socket:
+    """Hand over a direct stream; our end of it."""
+    ours, far = socket.socketpair()
+    with ours:
+        grant = hs.DaemonPacket(direct_stream=hs.DirectStreamGrant())
+        socket.send_fds(theirs, [grant.SerializeToString()], [ours.fileno()])
+    return far
+
+
+def test_what_is_handed_over_as_a_stream_and_is_none_is_closed(ends: tuple[Handshake, socket.socket]) -> None:
+    handshake, theirs = ends
+    send(theirs, hs.DaemonPacket(direct_stream=hs.DirectStreamGrant()))
+    before = len(os.listdir("/proc/self/fd"))
+    assert handshake.request_stream(60.0) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def drained(theirs: socket.socket) -> list[str | None]:
+    """What was asked for and not looked at yet."""
+    asked = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            asked.append(hs.ClientPacket.FromString(theirs.recv(1000, socket.MSG_DONTWAIT)).WhichOneof("packet"))
+    return asked
+
+
 def test_answers_that_come_late_or_for_another_asker_find_their_way(
     ends: tuple[Handshake, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,10 +203,48 @@ def test_answers_that_come_late_or_for_another_asker_find_their_way(
     send(theirs, hs.DaemonPacket(arena=hs.ArenaGrant(arena_id=3, size_bytes=4096)))
     arena = handshake.request_arena(3, 60.0)
     assert arena is not None and arena.size_bytes == 4096
+    sent_before = drained(theirs)
     grant = handshake.request_index(0.0)
     assert grant is not None and grant.size_bytes == 8192
+    assert sent_before and not drained(theirs), "it had come already: nothing more was asked for"
     os.close(grant.descriptor)
     os.close(arena.descriptor)
+
+
+def test_a_stream_that_came_late_is_the_one_that_is_taken_and_no_other_is_asked_for(
+    ends: tuple[Handshake, socket.socket],
+) -> None:
+    handshake, theirs = ends
+    assert handshake.request_stream(0.001) is None
+    assert handshake.request_stream(0.001) is None
+    assert drained(theirs) == ["direct_stream"]
+    send_stream(theirs).close()
+    send(theirs, hs.DaemonPacket(arena=hs.ArenaGrant(arena_id=3, size_bytes=4096)))
+    arena = handshake.request_arena(3, 60.0)
+    assert arena is not None
+    os.close(arena.descriptor)
+    assert drained(theirs) == ["arena"]
+    stream = handshake.request_stream(0.001)
+    assert stream is not None and drained(theirs) == []
+    stream.close()
+    assert handshake.request_stream(0.001) is None
+    assert drained(theirs) == ["direct_stream"]
+
+
+def test_of_two_streams_the_later_one_is_kept(ends: tuple[Handshake, socket.socket]) -> None:
+    """The daemon has ended the other one."""
+    handshake, theirs = ends
+    send_stream(theirs).close()
+    far = send_stream(theirs)
+    send(theirs, hs.DaemonPacket(arena=hs.ArenaGrant(arena_id=3, size_bytes=4096)))
+    arena = handshake.request_arena(3, 60.0)
+    assert arena is not None
+    os.close(arena.descriptor)
+    stream = handshake.request_stream(0.001)
+    assert stream is not None
+    with stream, far:
+        stream.send(b"x")
+        assert far.recv(1) == b"x"
 
 
 def test_an_index_that_there_was_no_time_to_ask_for_is_asked_for_later(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import threading
@@ -70,6 +71,21 @@ def is_read_by_somebody(far: Far) -> bool:
     return far.stream._transport._reading.locked()  # type: ignore[attr-defined]
 
 
+def looks_of_the_attendant(far: Far, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each time that it goes to sleep from now on: whether data would wake it."""
+    transport = far.stream._transport
+    assert isinstance(transport, DirectTransport)
+    looks: list[bool] = []
+    events = transport._events
+
+    def noting(attends: bool) -> int:
+        looks.append(attends)
+        return events(attends)
+
+    monkeypatch.setattr(transport, "_events", noting)
+    return looks
+
+
 def test_who_waits_reads_the_answers_of_others_too(far: Far) -> None:
     first, second = far.ping(), far.ping()
     far.answer(pong(second.request_id, b"2"), pong(first.request_id, b"1"))
@@ -129,11 +145,13 @@ def test_an_abandoned_calls_answer_is_read_though_nobody_waits(far: Far) -> None
     eventually(lambda: not far.stream.awaits_late_answers)
 
 
-def test_an_abandoned_calls_answer_is_read_after_a_reader_has_left(far: Far) -> None:
+def test_an_abandoned_calls_answer_is_read_after_a_reader_has_left(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = looks_of_the_attendant(far, monkeypatch)
     call, read, came = far.ping(), far.ping(), []
     reader = beside(lambda: read.wait(PATIENCE_S))
     eventually(lambda: is_read_by_somebody(far))
     far.stream.abandon(call, came.append)
+    eventually(lambda: looks == [False])
     far.answer(pong(read.request_id))
     reader.join(PATIENCE_S)
     far.answer(pong(call.request_id))
@@ -190,6 +208,59 @@ def test_what_is_no_message_ends_the_stream(far: Far) -> None:
     far.socket.shutdown(socket.SHUT_WR)
     eventually(lambda: bool(far.ends))
     assert "cannot be read" in far.ends[0]
+
+
+def test_a_forked_child_takes_nothing_of_its_parents_stream(far: Far) -> None:
+    call = far.ping()
+    far.answer(pong(call.request_id, b"the parent's"))
+    pid = os.fork()
+    if pid == 0:
+        stolen = call.wait(0.05) or far.ping().wait(0.05)
+        os._exit(0 if stolen is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    answered = call.wait(PATIENCE_S)
+    assert answered is not None and answered.ping.payload == b"the parent's"
+    assert far.request().request_id == call.request_id
+    far.ping(b"after")
+    assert far.request().ping.payload == b"after", "nothing of the child's was sent"
+
+
+def test_who_is_interrupted_while_he_reads_ends_the_stream_and_nobody_waits_in_vain(far: Far) -> None:
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(_: wire.Response) -> None:
+        raise Interrupted
+
+    abandoned, call, other = far.ping(), far.ping(), far.ping()
+    reader = beside(lambda: other.wait(PATIENCE_S))
+    eventually(lambda: is_read_by_somebody(far))
+    reader_gone: list[bool] = []
+    far.stream.abandon(abandoned, interrupt)
+    excepted = threading.excepthook
+    threading.excepthook = lambda args: reader_gone.append(args.exc_type is Interrupted)
+    try:
+        far.answer(pong(abandoned.request_id), pong(call.request_id))
+        reader.join(PATIENCE_S)
+    finally:
+        threading.excepthook = excepted
+    assert reader_gone == [True]
+    answered = call.wait(PATIENCE_S)
+    assert answered is not None and answered.error.message == "reading the stream was interrupted"
+    assert far.ends == ["reading the stream was interrupted"]
+    eventually(lambda: not is_read_by_somebody(far))
+
+
+def test_the_second_answer_of_an_abandoned_commit_is_read_though_the_first_had_come(far: Far) -> None:
+    call, came = far.stream.submit(wire.Request(commit=wire.Commit(reservation_ids=[1]))), []
+    pending = wire.CommitReply(statuses=b"\1", durability=bytes([wire.DURABILITY_PENDING]))
+    read = far.ping()
+    far.answer(wire.Response(request_id=call.request_id, commit=pending), pong(read.request_id))
+    assert read.wait(PATIENCE_S) is not None
+    far.stream.abandon(call, came.append)
+    assert len(came) == 1
+    far.answer(wire.Response(request_id=call.request_id, commit=wire.CommitReply(final=True)))
+    eventually(lambda: len(came) == 2)
 
 
 def test_closing_ends_what_waits_and_tells_nobody(far: Far) -> None:
@@ -287,11 +358,7 @@ def test_a_storm_of_threads_each_gets_its_own_answers(far: Far) -> None:
 
 def test_the_attendant_sleeps_while_another_thread_reads(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though an answer that nobody waits for is to come, and data does."""
-    transport = far.stream._transport
-    assert isinstance(transport, DirectTransport)
-    rounds: list[bool] = []
-    events = transport._events
-    monkeypatch.setattr(transport, "_events", lambda attends: [rounds.append(attends), events(attends)][1])
+    rounds = looks_of_the_attendant(far, monkeypatch)
     call, other = far.ping(), far.ping()
     reader = beside(lambda: call.wait(PATIENCE_S))
     eventually(lambda: is_read_by_somebody(far))

@@ -34,6 +34,7 @@ class Scene:
         self.request_ns = 0
         self.may_answer = asyncio.Event()
         self.payload = b""
+        self.quick: pb.Response | None = None
         verbs: Any = SimpleNamespace(quick=self._quick, slow=self._slow, undelivered=self._undelivered)
         latencies: Any = SimpleNamespace(add=lambda op, ns: None)
         clock: Any = SimpleNamespace(monotonic_ns=lambda: self.now_ns)
@@ -46,6 +47,8 @@ class Scene:
     def _quick(self, session: object, op: str, request: pb.Request) -> pb.Response | None:
         self.begun.append(request.request_id)
         self.now_ns += self.request_ns
+        if self.quick is not None:
+            return self.quick
         return pb.Response(ping=pb.PingReply(payload=self.payload)) if op == "ping" else None
 
     def _slow(self, session: object, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
@@ -77,6 +80,12 @@ class Client:
     async def send_bytes(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
 
+    def read_now(self) -> None:
+        """All that has come, at once: then the daemon's side can write all that it has."""
+        with contextlib.suppress(BlockingIOError):
+            while data := self.socket.recv(1 << 20):
+                self._frames.feed(data)
+
     async def answer(self) -> pb.Response | None:
         """The next one; None at the end of the stream."""
         while (message := self._frames.take()) is None:
@@ -96,13 +105,18 @@ def acquire(request_id: int) -> pb.Request:
 
 
 def run(scenario: Callable[[Scene], Awaitable[None]]) -> None:
+    failures: list[dict[str, Any]] = []
+
     async def whole() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
         scene = Scene()
         with contextlib.closing(scene.client.socket):
             await scenario(scene)
             scene.close()
+            await scene.streams.close()
 
     asyncio.run(whole())
+    assert not failures
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -242,6 +256,68 @@ def test_a_client_that_does_not_read_cannot_keep_its_stream(monkeypatch: pytest.
         scene.close()
         await until(lambda: scene.session.in_flight == 0)  # its end was told to who waits
         assert not scene.streams._of_session
+
+    run(scenario)
+
+
+def test_a_client_that_reads_the_rest_in_time_leaves_no_alarm_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_stream, "LAST_REPLY_S", 0.05)
+
+    async def scenario(scene: Scene) -> None:
+        scene.payload = bytes(50_000)
+        await scene.client.send(*map(ping, range(1, 40)))
+        await until(lambda: len(scene.begun) > 3)
+        scene.close()
+        with contextlib.suppress(ConnectionResetError):
+            while await scene.client.answer() is not None:
+                pass
+        await scene.streams.close()
+        await asyncio.sleep(0.1)  # past the alarm, which would tell the loop's exception handler
+
+    run(scenario)
+
+
+def test_a_stream_that_breaks_off_when_its_client_reads_again_ends_once() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.payload = bytes(50_000)
+        await scene.client.send(*map(ping, range(1, 9)))
+        await scene.client.send_bytes(frame(b"\xff\xff\xff"))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        scene.client.read_now()
+        last = None
+        with contextlib.suppress(ConnectionResetError):
+            while (answer := await scene.client.answer()) is not None:
+                last = answer
+        assert last is not None and last.error.kind == pb.ERROR_KIND_INVALID
+        await until(lambda: not scene.streams._of_session)
+
+    run(scenario)
+
+
+def test_a_lease_of_an_answer_at_once_is_taken_back_when_its_client_has_gone() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.quick = pb.Response(acquire=pb.AcquireReply(lease_id=9))
+        await scene.client.send(acquire(1), acquire(2))
+        scene.client.socket.close()
+        await until(lambda: len(scene.begun) == 2)
+        assert [reply.acquire.lease_id for reply in scene.undelivered] == [9, 9]
+
+    run(scenario)
+
+
+def test_the_stream_before_keeps_nothing_once_another_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_stream, "LAST_REPLY_S", 10 * PATIENCE_S)
+
+    async def scenario(scene: Scene) -> None:
+        scene.payload = bytes(50_000)
+        await scene.client.send(acquire(1), *map(ping, range(2, 40)))
+        await until(lambda: len(scene.begun) > 3)
+        again = scene.open()
+        with contextlib.closing(again.socket):
+            await until(lambda: scene.session.in_flight == 0)
+            assert len(scene.session.on_close) == 1 and len(scene.streams._of_session) == 1
+        await until(lambda: not scene.streams._of_session)
 
     run(scenario)
 

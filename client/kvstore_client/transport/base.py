@@ -15,7 +15,7 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 
 
 class Receiver(Protocol):
-    """Whom a transport calls: from a thread of its own, and from `read_until`. Calls of it never overlap."""
+    """Whom a transport calls: from a thread of its own, and from `read_until`. Responses never come two at a time."""
 
     @property
     def awaits_late_answers(self) -> bool:
@@ -33,7 +33,7 @@ class Receiver(Protocol):
         ...
 
     def transport_ended(self, reason: str) -> None:
-        """Once, and the last call: nothing is carried any more. Not after `close`."""
+        """Once, after the last response: nothing is carried any more. Not after `close`."""
         ...
 
 
@@ -41,7 +41,7 @@ class Transport(Protocol):
     codec: Codec
 
     def start(self, receiver: Receiver) -> None:
-        """Begin to carry. Once, before anything is sent."""
+        """Begin to carry. Once, before anything is sent. Raises RuntimeError where there is no thread for it."""
         ...
 
     def send(self, request: wire.Request) -> None:
@@ -53,6 +53,10 @@ class Transport(Protocol):
 
         False at once when another thread is reading, which hands over what comes: `reading_ended` tells when it stops.
         """
+        ...
+
+    def is_read(self) -> bool:
+        """Whether some thread is reading now."""
         ...
 
     def attend(self) -> None:
@@ -69,22 +73,33 @@ class Transport(Protocol):
 
 
 class Codec:
-    """Messages to bytes and back. Counts the bytes, and those of them that are opaque payload."""
+    """Messages to bytes and back. Counts the bytes, and those of them that are opaque payload.
+
+    One thread at a time serializes, and one at a time parses.
+    """
 
     def __init__(self) -> None:
-        self.message_bytes = 0
-        self.payload_bytes = 0
+        self._sent_bytes = self._received_bytes = 0
+        self._sent_payload_bytes = self._received_payload_bytes = 0
+
+    @property
+    def message_bytes(self) -> int:
+        return self._sent_bytes + self._received_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return self._sent_payload_bytes + self._received_payload_bytes
 
     def serialize(self, request: wire.Request) -> bytes:
         data: bytes = request.SerializeToString()
-        self.message_bytes += len(data)
+        self._sent_bytes += len(data)
         if request.HasField("ping"):
-            self.payload_bytes += len(request.ping.payload)
+            self._sent_payload_bytes += len(request.ping.payload)
         return data
 
     def parse(self, data: bytes) -> wire.Response:
-        self.message_bytes += len(data)
+        self._received_bytes += len(data)
         response: wire.Response = wire.Response.FromString(data)
         if response.HasField("ping"):
-            self.payload_bytes += len(response.ping.payload)
+            self._received_payload_bytes += len(response.ping.payload)
         return response

@@ -1,12 +1,14 @@
 """A direct stream: messages behind their lengths on a socket that came with the handshake.
 
-The thread that asks writes by itself, and reads by itself while it waits: a call costs two system calls here and wakes
-no other thread. That matters on a busy node, where a hand-over between two threads of one process takes as long as it
-takes to get a core. An attendant thread does what nobody waits for: late answers, the rest of a request that the socket
-had no room for (of a daemon that is stopped or overloaded), the alarm, and noticing the end.
+The thread that asks writes by itself, and reads by itself while it waits, so a call wakes no other thread here. That
+matters on a busy node, where a hand-over between two threads of one process takes as long as it takes to get a core. An
+attendant thread does what nobody waits for: late answers, the rest of a request that the socket had no room for (of a
+daemon that is stopped or overloaded), the alarm, and noticing the end.
 
-Invariant: one thread reads at a time. The attendant does not look for data while somebody else reads, and the kernel
-does not wake it for what it does not look for.
+Invariants: one thread reads at a time; the attendant does not look for data while somebody else reads, and the kernel
+does not wake it for what it does not look for. Whoever is interrupted while he reads ends the stream, since nobody
+knows what was read: the next one begins with whole messages. A forked child neither writes nor reads: the stream is its
+parent's.
 """
 
 from __future__ import annotations
@@ -32,9 +34,14 @@ _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class DirectTransport:
-    """Implements `Transport` over a connected stream socket, which it owns."""
+    """Implements `Transport` over a connected stream socket, which it owns. Raises OSError without a descriptor."""
 
     def __init__(self, connected: socket.socket) -> None:
+        try:
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            connected.close()
+            raise
         connected.setblocking(False)
         self.codec = Codec()
         self._socket = connected
@@ -44,20 +51,26 @@ class DirectTransport:
         self._input.register(connected, select.POLLIN)
         self._lock = threading.Lock()  # of what is written, and of the descriptors' end
         self._unsent: deque[bytes] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._alarm_at: float | None = None
         self._is_closed = False  # by us
         self._is_over = False  # nothing comes any more
+        self._pid = os.getpid()
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        threading.Thread(target=self._attend, name="kvstore-stream", daemon=True).start()
+        try:
+            threading.Thread(target=self._attend, name="kvstore-stream", daemon=True).start()
+        except RuntimeError:
+            self._close_descriptors()
+            raise
 
     def send(self, request: wire.Request) -> None:
-        data = frame(self.codec.serialize(request))
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._is_closed or self._is_over:
                 return
+            data = frame(self.codec.serialize(request))
             if not self._unsent:
                 data = data[self._write(data) :]
             if data:
@@ -65,18 +78,21 @@ class DirectTransport:
                 self._wake()
 
     def read_until(self, is_done: Callable[[], bool], deadline: float) -> bool:
+        if os.getpid() != self._pid:
+            return True
         with self._as_reader() as reads:
             if not reads:
                 return False
             while not (is_done() or self._is_over or self._is_closed):
-                if not self._receive():
-                    left_s = deadline - time.monotonic()
-                    if left_s <= 0:
-                        break
+                has_read, left_s = self._receive(), deadline - time.monotonic()
+                if left_s <= 0:
+                    break
+                if not has_read:
                     self._input.poll(left_s * 1000)
-        if self._receiver.awaits_late_answers:
-            self.attend()
         return True
+
+    def is_read(self) -> bool:
+        return self._reading.locked()
 
     def attend(self) -> None:
         with self._lock:
@@ -103,6 +119,8 @@ class DirectTransport:
         except BlockingIOError:
             return 0
         except OSError:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # whatever it was: half a request must not be gone on with
             return len(data)
 
     def _flush(self) -> None:
@@ -128,9 +146,18 @@ class DirectTransport:
         finally:
             self._reading.release()
             self._receiver.reading_ended()
+            if self._receiver.awaits_late_answers:
+                self.attend()
 
     def _receive(self) -> bool:
         """Hand over what has come; False when there was nothing. Under `_reading`."""
+        try:
+            return self._receive_now()
+        except BaseException:
+            self._end("reading the stream was interrupted")
+            raise
+
+    def _receive_now(self) -> bool:
         try:
             data = self._socket.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -164,10 +191,13 @@ class DirectTransport:
         finally:
             with self._as_reader(waits=True):
                 self._end("the stream's attendant failed")  # or nothing new
-                with self._lock:
-                    os.close(self._wake_fd)
-                    self._wake_fd = -1
-                    self._socket.close()
+                self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        with self._lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+            self._socket.close()
 
     def _carry(self) -> None:
         poll = select.poll()

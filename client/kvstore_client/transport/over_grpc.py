@@ -54,6 +54,9 @@ class GrpcTransport:
     def read_until(self, is_done: Callable[[], bool], deadline: float) -> bool:
         return False  # the reader thread reads, always
 
+    def is_read(self) -> bool:
+        return True
+
     def attend(self) -> None:
         pass
 

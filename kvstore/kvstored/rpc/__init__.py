@@ -1,1 +1,3 @@
-"""gRPC: the data stream on data.sock and the operator's calls on admin.sock. Translates; decides nothing."""
+"""What clients and operators call: streams (direct, and gRPC on data.sock), unary calls, the Admin service. Translates;
+decides nothing.
+"""

@@ -24,7 +24,9 @@ from kvstored.rpc.requests import Answering, Requests, StreamOver, error_reply
 
 log = logging.getLogger(__name__)
 TURN_NS = 500_000  # for the requests of one client, while others wait
+READ_AHEAD_BYTES = 64 * 1024  # while it is not its turn; beyond, nothing more is read
 LAST_REPLY_S = 1.0  # for what was answered to go out before a stream ends
+CLOSING_POLL_S = 0.005
 
 
 class DirectStreams:
@@ -46,7 +48,7 @@ class DirectStreams:
         ours.setblocking(False)
         before = self._of_session.get(session.session_id)
         if before is not None:
-            before.end()
+            before.abort()  # its client has asked for another one, so nobody wants the rest
         stream = _DirectStream(session, self._answering, self._message_bytes, self._ended)
         self._of_session[session.session_id] = stream
         connecting = asyncio.get_running_loop().create_task(_connect(stream, ours))
@@ -54,13 +56,25 @@ class DirectStreams:
         connecting.add_done_callback(self._connecting.discard)
         return theirs.detach()
 
+    async def close(self) -> None:
+        """End all streams, once what was answered is out."""
+        for stream in [*self._of_session.values()]:
+            stream.end()
+        while self._of_session:
+            await asyncio.sleep(CLOSING_POLL_S)
+
     def _ended(self, session: Session, stream: _DirectStream) -> None:
         if self._of_session.get(session.session_id) is stream:
             del self._of_session[session.session_id]
 
 
 async def _connect(stream: _DirectStream, connected: socket.socket) -> None:
-    await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, connected)
+    try:
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, connected)
+    except OSError as error:
+        log.warning("a stream could not be connected: %s", error)
+        connected.close()
+        stream.connection_lost(error)
 
 
 class _DirectStream(asyncio.Protocol):
@@ -80,6 +94,7 @@ class _DirectStream(asyncio.Protocol):
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
         self._next_turn: asyncio.Handle | None = None
+        self._time_is_up: asyncio.Handle | None = None
         self._may_write = asyncio.Event()
         self._may_write.set()
         self._is_over = False
@@ -102,15 +117,20 @@ class _DirectStream(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._may_write.set()
-        if self._next_turn is None:
-            self._take_turn()
+        if self._next_turn is None:  # not at once: asyncio is in the middle of writing
+            self._next_turn = asyncio.get_running_loop().call_soon(self._take_turn)
+
+    def eof_received(self) -> None:
+        """The client sends no more, so it has gone: our client never closes one side alone."""
+        self.end()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
         self._may_write.set()  # nobody waits for a stream that is over
         self._requests.cancel()
-        if self._next_turn is not None:
-            self._next_turn.cancel()
+        for handle in (self._next_turn, self._time_is_up):
+            if handle is not None:
+                handle.cancel()
         if not self._session.closed:
             self._session.on_close.remove(self.end)
         self._on_end(self._session, self)
@@ -118,9 +138,15 @@ class _DirectStream(asyncio.Protocol):
     def end(self) -> None:
         """Begin nothing more, let answers that were given go out, and close."""
         self._is_over = True
-        if self._transport is not None:
+        if self._transport is not None and self._time_is_up is None:
+            self._time_is_up = asyncio.get_running_loop().call_later(LAST_REPLY_S, self._transport.abort)
             self._transport.close()
-            asyncio.get_running_loop().call_later(LAST_REPLY_S, self._transport.abort)
+
+    def abort(self) -> None:
+        """End it now; what is not out yet never goes out."""
+        self._is_over = True
+        if self._transport is not None:
+            self._transport.abort()
 
     # Requests and answers
 
@@ -139,6 +165,8 @@ class _DirectStream(asyncio.Protocol):
                 self._write(reply)
             if self._now_ns() >= turn_ends_ns:
                 self._next_turn = asyncio.get_running_loop().call_soon(self._take_turn)
+                if len(self._frames) <= READ_AHEAD_BYTES:
+                    return
                 break
         self._transport.pause_reading()  # what has come already is enough
 
@@ -165,11 +193,18 @@ class _DirectStream(asyncio.Protocol):
         except asyncio.CancelledError:
             self._requests.undelivered(reply)
             raise
-        if self._is_over:
-            self._requests.undelivered(reply)
+        if not self._write(reply):
             raise StreamOver
-        self._write(reply)
 
-    def _write(self, reply: pb.Response) -> None:
-        assert self._transport is not None
-        self._transport.write(frame(reply.SerializeToString()))
+    def _write(self, reply: pb.Response) -> bool:
+        """Whether it goes out, as far as can be known now."""
+        transport = self._transport
+        assert transport is not None
+        is_first = not transport.get_write_buffer_size()
+        is_going = not transport.is_closing()
+        if is_going:
+            transport.write(frame(reply.SerializeToString()))
+            is_going = not (is_first and transport.is_closing())  # asyncio says of a failure only that
+        if not is_going:
+            self._requests.undelivered(reply)
+        return is_going
