@@ -225,7 +225,7 @@ def test_a_daemon_that_opens_no_stream_in_time_does_not_cost_the_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeDaemon, "is_direct", True)
-    with FakeDaemon(tmp_path / "s") as daemon, connect(tmp_path / "s", connect_timeout_s=0.05) as session:
+    with FakeDaemon(tmp_path / "s") as daemon, connect(tmp_path / "s", required=True) as session:
         session.put(TOKENS, payloads=PAYLOADS)
         lease = session.get(TOKENS)
         daemon.grants_streams = False
