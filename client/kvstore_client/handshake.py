@@ -14,6 +14,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,19 +71,14 @@ class Handshake:
     def request_arena(self, arena_id: int, timeout_s: float) -> GrantedArena | None:
         """Ask for one arena; None when it is refused, not granted in time, or the daemon is gone."""
         deadline = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
-            return None
-        try:
+        with contextlib.suppress(OSError, ConnectError), self._turn(timeout_s):
             if arena_id not in self._strays:
                 self._send(wire.ClientPacket(arena=wire.ArenaRequest(arena_id=arena_id)), deadline)
             while arena_id not in self._strays:
                 if not self._take_grant(deadline):
                     return None
             return self._strays.pop(arena_id)
-        except (OSError, ConnectError):
-            return None
-        finally:
-            self._lock.release()
+        return None
 
     def request_index(self, timeout_s: float) -> GrantedIndex | None:
         """Ask for the lookup index; None when there is no answer in time: then look again, it is asked for once.
@@ -90,9 +86,7 @@ class Handshake:
         With a timeout of 0 this waits for nothing.
         """
         deadline = time.monotonic() + max(timeout_s, NO_WAIT_S)
-        if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
-            return None
-        try:
+        with contextlib.suppress(OSError, ConnectError), self._turn(timeout_s):
             if self._index is None:
                 self._ask_once("lookup_index", wire.ClientPacket(lookup_index=wire.LookupIndexRequest()), deadline)
             while self._index is None:
@@ -103,10 +97,7 @@ class Handshake:
             grant, self._index = self._index, None
             self._asked.discard("lookup_index")
             return grant
-        except (OSError, ConnectError):
-            return None
-        finally:
-            self._lock.release()
+        return None
 
     def request_stream(self, timeout_s: float) -> socket.socket | None:
         """Ask for a direct stream; None when it is refused, not granted in time, or the daemon is gone.
@@ -114,9 +105,7 @@ class Handshake:
         Then ask again: what was granted meanwhile is kept, and is the only one that the daemon has not ended.
         """
         deadline = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
-            return None
-        try:
+        with contextlib.suppress(OSError, ConnectError), self._turn(timeout_s):
             if self._stream_fd < 0:
                 self._ask_once("direct_stream", wire.ClientPacket(direct_stream=wire.DirectStreamRequest()), deadline)
             while self._stream_fd < 0:
@@ -129,9 +118,15 @@ class Handshake:
                 return socket.socket(fileno=descriptor)
             except OSError:  # it is none
                 os.close(descriptor)
-                raise
-        except (OSError, ConnectError):
-            return None
+        return None
+
+    @contextlib.contextmanager
+    def _turn(self, timeout_s: float) -> Iterator[None]:
+        """Ours on the wire. Raises TimeoutError when it does not come in time."""
+        if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
+            raise TimeoutError
+        try:
+            yield
         finally:
             self._lock.release()
 

@@ -20,12 +20,11 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.framing import Frames, FrameTooLarge, frame
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.dataplane.sessions import Session
-from kvstored.rpc.requests import Answering, Requests, StreamOver, error_reply
+from kvstored.rpc.requests import LAST_REPLY_S, Answering, Requests, StreamOver, error_reply
 
 log = logging.getLogger(__name__)
 TURN_NS = 500_000  # for the requests of one client, while others wait
 READ_AHEAD_BYTES = 64 * 1024  # while it is not its turn; beyond, nothing more is read
-LAST_REPLY_S = 1.0  # for what was answered to go out before a stream ends
 CLOSING_POLL_S = 0.005
 
 

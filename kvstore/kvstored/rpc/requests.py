@@ -21,6 +21,7 @@ from kvstored.telemetry import Latencies
 from kvstored.verbs import Verbs
 
 log = logging.getLogger(__name__)
+LAST_REPLY_S = 1.0  # for what was answered to go out before a stream ends
 
 
 class StreamOver(Exception):

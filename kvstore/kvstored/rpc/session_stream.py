@@ -15,10 +15,9 @@ import grpc
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2_grpc
 from kvstored.dataplane.sessions import Session, SessionTable
-from kvstored.rpc.requests import Answering, Requests, StreamOver
+from kvstored.rpc.requests import LAST_REPLY_S, Answering, Requests, StreamOver
 
 TOKEN_METADATA = "kvstored-session-bin"
-LAST_REPLY_S = 1.0  # for a reply to go out before a stream ends; then the client gets no status
 
 
 class SessionService(kvstore_pb2_grpc.KVStoreServicer):
@@ -91,7 +90,10 @@ class _Stream:
             raise StreamOver from error
 
     async def end(self, serving: asyncio.Task[Any]) -> None:
-        """Cancel `serving`, but no write: gRPC does not end a stream while a reply is on its way out."""
+        """Cancel `serving`, but no write: gRPC does not end a stream while a reply is on its way out.
+
+        A client that does not take its reply in time gets no status.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_REPLY_S):
                 await self._writing.acquire()  # for good: nothing more is written
