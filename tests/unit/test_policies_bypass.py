@@ -153,6 +153,24 @@ def test_a_queued_request_keeps_its_chain() -> None:
     assert policy.next_victim(300 * S) not in first
 
 
+def test_a_queued_request_holds_what_it_will_use_and_no_more() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    first = shelf.chain(1, 2, 3, 4, 5)
+    book = policy._book
+    chain = book.owner[first[-1]]
+    policy.awaited(first[1], 9 * S)  # of another session, which begins alike
+    policy.told(0, first[1], key(2), ChainHint(due_ns=9 * S), S)
+    assert book.chains.due_s[chain] == 0.0
+    policy.awaited(first[3], 9 * S)  # the last block may be partial
+    assert book.chains.due_s[chain] == 9.0
+    second = shelf.chain(11, 12, 13, 14, 15)
+    for row in reversed(second[2:]):
+        shelf.residency.remove(row, Cause.EVICTED, S)
+    policy.awaited(second[1], 9 * S)
+    assert book.chains.due_s[book.owner[second[1]]] == 9.0, "all that is left of it"
+
+
 @pytest.mark.parametrize(
     "told", [ChainHint(will_continue=0.95), ChainHint(next_step=1), ChainHint(will_continue=0.0, answer_tokens=40)]
 )
@@ -162,8 +180,8 @@ def test_what_is_told_becomes_a_feature_of_the_chain(told: ChainHint) -> None:
     rows = shelf.chain(1, 2, 3)
     policy.told(0, rows[-1], key(3), told, 2 * S)
     features = policy._book.features[policy._book.owner[rows[-1]]]
-    expected = 1 + min(int(told.will_continue * 5), 4) if told.will_continue is not None else 5 + told.next_step
-    assert features.hint == expected
+    expected = 0 if told.will_continue is None else 1 + min(int(told.will_continue * 5), 4)
+    assert (features.chance, features.next_step) == (expected, told.next_step)
     assert (features.answer > 0) == (told.answer_tokens > 0)
 
 
@@ -216,4 +234,4 @@ def test_a_next_step_of_a_later_release_is_none() -> None:
     hint = pb.Hint(set=pb.KeySet(keys=key(3)))
     hint.MergeFromString(bytes((4 << 3, 99)))  # next_step = 99
     hints_over(shelf, policy, S).hint(SESSION, hint)
-    assert policy._book.features[policy._book.owner[2]].hint <= 0
+    assert policy._book.features[policy._book.owner[2]].next_step == 0

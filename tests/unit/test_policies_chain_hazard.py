@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
@@ -15,7 +16,17 @@ from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.policies.chains import prior
 from kvstored.policies.chains.features import Features, features_of, with_answer
 from kvstored.policies.chains.ghost import SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit
-from kvstored.policies.chains.gittins import BINS, EDGES_S, bins_of, fading, passed, passed_by, ranks
+from kvstored.policies.chains.gittins import (
+    BINS,
+    EDGES_S,
+    WIDTHS_S,
+    bins_of,
+    fading,
+    passed,
+    passed_by,
+    places_of,
+    ranks,
+)
 from kvstored.policies.chains.guard import LruGuard
 from kvstored.policies.chains.hazards import HazardTables, Ladder
 from kvstored.simulator.replay import Replay, ReplaySettings
@@ -241,6 +252,39 @@ def test_bins_of_ages() -> None:
     assert passed_by(ages).tolist() == [passed(age) for age in ages.tolist()] == [0, 0, 1, BINS - 1, BINS, BINS]
 
 
+def test_a_rank_goes_on_evenly_through_a_narrow_bin() -> None:
+    bins, share = places_of(np.array([0.0, EDGES_S[5] + 0.25 * WIDTHS_S[5], EDGES_S[20] + 0.9 * WIDTHS_S[20]]))
+    assert bins.tolist() == [0, 5, 20]
+    assert share.tolist() == pytest.approx([0.0, 0.25, 0.0])
+    tables = HazardTables([Ladder(())])
+    cell = np.array([tables.cell(cell_features(1))] * 3)
+    begin, between, end = tables.ranks(cell, np.array([EDGES_S[5], EDGES_S[5] + 0.25 * WIDTHS_S[5], EDGES_S[6]]))
+    assert begin != end
+    assert between == pytest.approx(0.75 * begin + 0.25 * end)
+
+
+def test_the_pace_of_a_session_is_the_mean_of_its_gaps() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    blocks, pace = [1, 2, 3], 0.0
+    for turn, gap_s in enumerate((0, 4, 4, 64)):
+        shelf.now_ns += gap_s * S
+        row = shelf.chain(*blocks)[-1]
+        blocks.append(blocks[-1] + 1)
+        chain = policy._book.owner[row]
+        if turn:
+            pace = math.log(gap_s) if turn == 1 else 0.5 * (pace + math.log(gap_s))
+        assert policy._book.chains.pace[chain] == pytest.approx(pace)
+    features = policy._book.features[chain]
+    alike = dict.fromkeys(("new_blocks", "length", "turn"), 1)
+    same = features_of(
+        is_continued=True, gap_s=64.0, pace_s=math.exp(pace), text_tokens=None, type_number=0, **alike
+    )  # fmt: skip
+    assert (features.gap, features.pace) == (same.gap, same.pace)
+    assert features.gap != features.pace, "one long pause does not make a slow session"
+
+
 def test_beyond_the_last_bin_a_rank_falls_with_age() -> None:
     assert fading(np.array([0.0, 1.0, 2.0, 8.0]) * EDGES_S[-1]).tolist() == [1.0, 1.0, 0.5, 0.125]
 
@@ -297,7 +341,9 @@ def test_touches_of_what_has_left_are_bounded() -> None:
 
 
 def cell_features(turn: int) -> Features:
-    return features_of(is_continued=True, new_blocks=1, length=5, turn=turn, gap_s=1.0, text_tokens=None, type_number=0)
+    return features_of(
+        is_continued=True, new_blocks=1, length=5, turn=turn, gap_s=1.0, pace_s=1.0, text_tokens=None, type_number=0
+    )
 
 
 def test_the_ladder_that_foretells_better_is_believed() -> None:
@@ -318,7 +364,7 @@ def test_the_ladder_that_foretells_better_is_believed() -> None:
                 pass
     fine, coarse = tables.weights()
     assert fine > 0.9 > coarse
-    first, second = tables.ranks(np.array(cells), np.zeros(2, dtype=np.int64))
+    first, second = tables.ranks(np.array(cells), np.zeros(2))
     assert first > 10 * second
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
+from kvstore_proto.v1.kvstore_pb2 import NextStep
+from kvstored.policies import ChainHint
 from kvstored.policies.chain_hazard import ChainHazard
+from kvstored.policies.chains.features import CHANCES, Features, features_of, with_hint
+from kvstored.policies.chains.hazards import HazardTables, Ladder
+from kvstored.policies.chains.hinting import Word
 from kvstored.simulator.hints import Hints
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace, TraceBuilder
@@ -33,5 +39,68 @@ def test_hints_that_say_nothing_change_nothing() -> None:
     replay = Replay(trace, ReplaySettings("chain-hazard", trace.distinct_blocks // 10, hints=Hints(0.5)))
     replay.run()
     assert isinstance(replay.policy, ChainHazard)
-    factors = replay.policy._book.tables.hint_factors()[1:6]
-    assert factors == pytest.approx([1.0] * 5, abs=0.3)
+    chance, next_step = replay.policy._book.tables.hint_factors()
+    assert chance[1:, 4:16].mean(axis=1) == pytest.approx([1.0] * CHANCES, abs=0.3)
+    assert (next_step == 1.0).all(), "of which nothing was told"
+
+
+def test_a_word_means_something_until_more_is_known() -> None:
+    word, values, bins = Word((0.5, 2.0)), np.array([1, 2]), np.array([3, 3])
+    assert word.factors()[:, 0].tolist() == [1.0, 0.5, 2.0]
+    word.happened(values, bins, np.array([1000.0, 1000.0]), np.array([3000.0, 100.0]))
+    assert word.factors()[:, 3].tolist() == pytest.approx([1.0, 3.0, 0.1], rel=0.1)
+    assert word.factors()[:, 4].tolist() == pytest.approx([1.0, 3.0, 0.1], abs=0.1), "of other ages as of all"
+    word.decay(0.0)
+    assert word.factors()[:, 3].tolist() == [1.0, 0.5, 2.0]
+
+
+def test_what_a_word_says_of_one_age_is_not_said_of_another() -> None:
+    word = Word((1.0,))
+    word.happened(np.array([1, 1]), np.array([2, 20]), np.array([500.0, 500.0]), np.array([1500.0, 500.0]))
+    factors = word.factors()[1]
+    assert factors[2] == pytest.approx(3.0, abs=0.1) and factors[20] == pytest.approx(1.0, abs=0.1)
+    assert factors[2] > factors[10] > factors[20]
+
+
+def hinted(**hint: float | int) -> Features:
+    return with_hint(
+        features_of(
+            is_continued=True, new_blocks=1, length=5, turn=3, gap_s=9.0, pace_s=9.0, text_tokens=None, type_number=0
+        ),
+        ChainHint(**hint),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_a_hint_counts_at_once() -> None:
+    tables = HazardTables([Ladder(("kind",))])
+    plain, likely, unlikely = (
+        tables.cell(each) for each in (hinted(), hinted(will_continue=0.95), hinted(will_continue=0.0))
+    )
+    ranks = tables.ranks(np.array([plain, likely, unlikely]), np.full(3, 30.0))
+    assert ranks[1] > 1.5 * ranks[0] > 2.5 * ranks[2]
+
+
+def test_two_words_do_not_say_the_same_twice() -> None:
+    tables = HazardTables([Ladder(("kind",))])
+    both, neither = (
+        tables.cell(hinted(will_continue=0.5, next_step=NextStep.NEXT_STEP_TOOL_CALL)),
+        tables.cell(hinted()),
+    )
+    for _ in range(60):
+        for _ in range(30):
+            tables.passed(neither, 0, 14)
+            tables.passed(both, 0, 10)
+            tables.returned(both, 10)
+        while tables.fold():
+            pass
+        tables.renew(1.0)
+        tables.want(np.array([both, neither], dtype=np.int32))
+        while tables.make():
+            pass
+    chance, next_step = tables.hint_factors()
+    assert tables._mixed[both, 10] * chance[3, 10] * next_step[1, 10] == pytest.approx(1.0, rel=0.2), "all came then"
+
+
+@pytest.mark.parametrize("next_step", [4, 1000])
+def test_a_next_step_that_nobody_knows_is_none(next_step: int) -> None:
+    assert hinted(next_step=next_step) == hinted()

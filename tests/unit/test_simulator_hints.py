@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from kvstored.simulator.hints import NO_HINTS, Hints, parse_hints, scores
+from kvstore_proto.v1.kvstore_pb2 import NextStep
+from kvstored.simulator.hints import NO_HINTS, Hints, parse_hints, told
 from kvstored.simulator.replay import Replay, ReplaySettings
+from kvstored.simulator.trace import Trace
 from tests.unit.test_policies_chain_hazard import mixed_trace
 
 
@@ -22,24 +25,28 @@ def test_a_wrong_one_is_named(text: str) -> None:
         parse_hints(text, 0)
 
 
-def test_scores_are_as_good_as_they_say() -> None:
+def chances(trace: Trace, hints: Hints) -> npt.NDArray[np.float64]:
+    return np.array([each.will_continue for each in told(trace, hints) if each is not None], dtype=np.float64)
+
+
+def test_chances_are_as_good_as_they_say() -> None:
     trace = mixed_trace(4000)
-    told = scores(trace, Hints(0.8))
-    assert set(told.tolist()) <= {1, 2, 3, 4, 5}
+    chance = chances(trace, Hints(0.8))
+    assert sorted(set(chance.tolist())) == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
     request_of = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
     last_use = dict(zip(trace.blocks.tolist(), request_of.tolist(), strict=True))
     goes_on = np.array([last_use[int(trace.blocks[end - 2])] > at for at, end in enumerate(trace.starts[1:].tolist())])
-    yes, no = told[goes_on], told[~goes_on]
+    yes, no = chance[goes_on], chance[~goes_on]
     auc = (yes[:, None] > no[None, :]).mean() + 0.5 * (yes[:, None] == no[None, :]).mean()
     assert auc == pytest.approx(0.8, abs=0.03)
 
 
 def test_a_tool_call_is_told_beside() -> None:
     trace = mixed_trace(2000)
-    both, alone = scores(trace, Hints(0.8, tool_call_auc=0.8)), scores(trace, Hints(tool_call_auc=0.999))
-    assert ((both - 1) % 5 == scores(trace, Hints(0.8)) - 1).all(), "the other hint is the same with and without"
-    assert set(((both - 1) // 5).tolist()) == {0, 1, 2}
-    assert set(alone.tolist()) <= {1, 6, 11}
+    both, alone = Hints(0.8, tool_call_auc=0.8), told(trace, Hints(tool_call_auc=0.999))
+    assert (chances(trace, both) == chances(trace, Hints(0.8))).all(), "the other hint is the same with and without"
+    assert len({each.next_step for each in told(trace, both) if each is not None}) == 3
+    assert all(each is not None and each.will_continue is None for each in alone)
     ends_ns = np.full(trace.distinct_blocks, -1)
     is_soon = np.zeros(trace.requests, dtype=bool)
     for at in range(trace.requests - 1, -1, -1):
@@ -47,11 +54,13 @@ def test_a_tool_call_is_told_beside() -> None:
         its = blocks[max(len(blocks) - 2, 0)]
         is_soon[at] = 0 <= ends_ns[its] < trace.times_ns[at] + 60_000_000_000
         ends_ns[blocks] = trace.times_ns[at]
-    assert alone[is_soon].mean() > 10 and alone[~is_soon].mean() < 3
+    is_call = np.array([each.next_step == NextStep.NEXT_STEP_TOOL_CALL for each in alone if each is not None])
+    is_end = np.array([each.next_step == NextStep.NEXT_STEP_END_OF_TURN for each in alone if each is not None])
+    assert is_call[is_soon].mean() > 0.9 and is_end[~is_soon].mean() > 0.9
 
 
 def test_without_hints_there_are_none() -> None:
-    assert not scores(mixed_trace(50), NO_HINTS).any()
+    assert not any(told(mixed_trace(50), NO_HINTS))
 
 
 def test_a_queue_brings_hits() -> None:

@@ -151,10 +151,8 @@ class Policy(ABC):
     def expect(self, context: RequestContext) -> None:  # noqa: B027  # optional
         """The next `accessed` is that of this request. Optional: who knows nothing says nothing."""
 
-    def answered(self, number: int, output_tokens: int, now_ns: int, hint: int = 0) -> None:  # noqa: B027  # optional
-        """The request that `expect` named so has ended. Optional as well. `hint`: a small number for what the engine
-        says of what follows (a tool call, the end of a turn, a score in steps); what it means is learnt; 0: nothing.
-        """
+    def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:  # noqa: B027
+        """The request that `expect` named so has ended. Optional as well. `hint`: what the engine expects."""
 
     def awaited(self, row: int, due_ns: int) -> None:  # noqa: B027  # optional
         """A request that is queued already will use the chain down to `row` at about that time. Optional."""

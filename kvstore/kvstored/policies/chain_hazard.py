@@ -25,7 +25,6 @@ import numpy.typing as npt
 from kvstored.policies.base import HOT_WORTH, WARM_WORTH, ResidencyClass
 from kvstored.policies.chains.book import NOBODY, NS, UNKNOWN
 from kvstored.policies.chains.following import APART, HOUR_S, ChainFollower
-from kvstored.policies.chains.gittins import bins_of, fading
 from kvstored.policies.chains.keeping import worth_of
 from kvstored.policies.lru import Lru
 
@@ -163,8 +162,7 @@ class ChainHazard(ChainFollower):
     def _rank_of(self, chains: npt.NDArray[np.int64], now_ns: int) -> npt.NDArray[np.float64]:
         table = self._book.chains
         ages = now_ns * NS - table.floats(table.used_s)[chains]
-        rank = self._book.tables.ranks(table.ints(table.cell)[chains].astype(np.int64), bins_of(ages))
-        rank *= fading(ages)
+        rank = self._book.tables.ranks(table.ints(table.cell)[chains].astype(np.int64), ages)
         return rank * table.flags(table.live)[chains]
 
     def _class_masks(self, now_ns: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:

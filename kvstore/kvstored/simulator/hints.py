@@ -1,10 +1,10 @@
 """What an engine could tell of what follows, made up from the trace with a stated quality.
 
-`will-continue:AUC` gives each request, when it ends, a score in five steps for whether its session goes on; a session
-that does outscores one that does not with probability AUC. `tool-call:AUC` gives one in three steps for whether it goes
-on within a minute, as it does after a tool call. `queue:S` tells of requests S seconds before they are looked up, as a
-scheduler with a queue could. All use the future, which is what they are: an experiment in what hints are worth.
-Without them nothing in a replay does.
+`will-continue:AUC` gives each request, when it ends, a chance in five steps that its session goes on; a session that
+does outscores one that does not with probability AUC. `tool-call:AUC` tells in the same way why the engine stopped: a
+tool call, after which it goes on within a minute, the end of a turn, or nothing. `queue:S` tells of requests S seconds
+before they are looked up, as a scheduler with a queue could. All use the future, which is what they are: an
+experiment in what hints are worth. Without them nothing in a replay does.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_proto.v1.kvstore_pb2 import NextStep
+from kvstored.policies import ChainHint
 from kvstored.simulator.future import next_uses
 from kvstored.simulator.trace import Trace
 
 _STEPS = (-0.9, -0.3, 0.3, 0.9)  # around the middle between the two means
 _TOOL_STEPS = (-0.6, 0.6)
+_NEXT_STEPS = (NextStep.NEXT_STEP_END_OF_TURN, NextStep.NEXT_STEP_UNSPECIFIED, NextStep.NEXT_STEP_TOOL_CALL)
 _TOOL_NS = 60_000_000_000
 _FORM = "will-continue:AUC, tool-call:AUC (both between 0.5 and 1) and queue:SECONDS, separated by commas"
 
@@ -57,28 +60,29 @@ def parse_hints(text: str, seed: int) -> Hints:
     return Hints(auc, queue_s, seed, tool_auc)
 
 
-def scores(trace: Trace, hints: Hints) -> npt.NDArray[np.int64]:
-    """For each request a number of 1 or more, or 0 throughout without such hints: the step of whether it goes on (1 to
-    5, 1 where that is not told), and 5 more for each step of a tool call.
+def told(trace: Trace, hints: Hints) -> list[ChainHint | None]:
+    """For each request what is told when it ends; None throughout without such hints.
 
     A session goes on when a later request uses the last block but one (the last is often partial) of this one.
     """
     if hints.will_continue_auc is None and hints.tool_call_auc is None:
-        return np.zeros(trace.requests, dtype=np.int64)
+        return [None] * trace.requests
     uses = next_uses(trace)
     lengths = np.diff(trace.starts)
     end = np.maximum(trace.starts[1:] - np.where(lengths > 1, 2, 1), 0)
     following = np.where(lengths > 0, uses[np.minimum(end, len(uses) - 1)], trace.requests)
     goes_on = following < trace.requests
     chance = np.random.default_rng(hints.seed)
-    told = np.ones(trace.requests, dtype=np.int64)
+    chances: list[float | None] = [None] * trace.requests
+    next_steps = [NextStep.NEXT_STEP_UNSPECIFIED] * trace.requests
     if hints.will_continue_auc is not None:
-        told += _steps(goes_on, hints.will_continue_auc, _STEPS, chance)
+        steps = _steps(goes_on, hints.will_continue_auc, _STEPS, chance)
+        chances = ((steps + 0.5) / (len(_STEPS) + 1)).tolist()
     if hints.tool_call_auc is not None:
         later_ns = trace.times_ns[np.minimum(following, trace.requests - 1)]
         is_soon = goes_on & (later_ns - trace.times_ns < _TOOL_NS)
-        told += (len(_STEPS) + 1) * _steps(is_soon, hints.tool_call_auc, _TOOL_STEPS, chance)
-    return told
+        next_steps = [_NEXT_STEPS[step] for step in _steps(is_soon, hints.tool_call_auc, _TOOL_STEPS, chance).tolist()]
+    return [ChainHint(each, next_step=after) for each, after in zip(chances, next_steps, strict=True)]
 
 
 def _steps(

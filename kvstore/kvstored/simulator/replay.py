@@ -26,7 +26,7 @@ from kvstored.policies import Policy, PolicySettings, RequestContext, create, cr
 from kvstored.residency import Residency
 from kvstored.residency.index import DEFAULT_GHOST_KEYS
 from kvstored.simulator.future import Clairvoyant, next_uses
-from kvstored.simulator.hints import NO_HINTS, Hints, scores
+from kvstored.simulator.hints import NO_HINTS, Hints, told
 from kvstored.simulator.trace import Op, Trace
 
 TIER = 0
@@ -94,7 +94,7 @@ class Replay:
         self._slots_made = 0
         self._tells = type(self.policy).expect is not Policy.expect  # to others it would be told in vain
         self._running: list[tuple[int, int, int]] = []  # heap of (end, request, answer's tokens)
-        self._scores = scores(trace, settings.hints).tolist() if self._tells else []
+        self._hints = told(trace, settings.hints) if self._tells else []
         self._queued = 0  # requests up to here have been seen in the queue
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ReplayResult:
@@ -145,7 +145,7 @@ class Replay:
         running = self._running
         while running and running[0][0] <= now_ns:
             end_ns, number, tokens = heappop(running)
-            self.policy.answered(number, tokens, end_ns, self._scores[number])
+            self.policy.answered(number, tokens, end_ns, self._hints[number])
 
     def _tell_context(self, at: int, now_ns: int) -> None:
         """What an engine could tell: of request `at` its prompt, of earlier ones that have ended their answers."""

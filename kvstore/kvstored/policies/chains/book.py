@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstored.policies.base import RequestContext
+from kvstored.policies.base import ChainHint, RequestContext
 from kvstored.policies.chains.collector import Collector
-from kvstored.policies.chains.features import Features, features_of, with_answer
+from kvstored.policies.chains.features import Features, features_of, grown, with_answer, with_hint
 from kvstored.policies.chains.ghost import FAN_BITS, FAN_MAX, ChainGhost, ghost_limit
 from kvstored.policies.chains.hazards import Ladder
 from kvstored.policies.chains.learning import Learning
@@ -36,6 +36,7 @@ _SHARED_FAN = 4  # a block that so many different blocks follow belongs to no se
 SHARED_TAU_S = 300.0
 _SPAN_MIN_S, _SPAN_FULL_S = 10.0, 0.999 * SHARED_TAU_S
 _TYPES_MAX = 7
+_GAP_MIN_S = 0.5
 _RUNNING_MAX = 4096
 
 
@@ -69,6 +70,7 @@ class ChainBook:
         self._last_unused = -1
         self._most_rows = 0
         self._types: dict[str, int] = {}
+        self._tells_types = self.tables.takes("type")
         self._running: dict[int, tuple[int, int]] = {}  # requests whose answer is awaited: chain, order
         self._promised: dict[int, int] = {}  # chains of which blocks are missing that may be stored next: their order
 
@@ -189,9 +191,12 @@ class ChainBook:
         if path.chain >= 0 and not known and reach >= chains.length[path.chain]:
             return self._extend(path.chain, rows, length, order, now_s, missing, tenant)
         prev = self._continued(path)
-        turn, gap_s, text = 1, 0.0, None
+        turn, gap_s, pace, text = 1, 0.0, 0.0, None
         if prev >= 0:
             turn, gap_s = chains.turn[prev] + 1, now_s - chains.used_s[prev]
+            pace = math.log(max(gap_s, _GAP_MIN_S))
+            if turn > 2:  # half of it is the last gap's
+                pace = 0.5 * (pace + chains.pace[prev])
             self.learning.returned(prev, chains.length[prev] - reach, gap_s)
             if context is not None and chains.tokens[prev] >= 0:
                 text = max(0, context.input_tokens - chains.tokens[prev])
@@ -215,14 +220,16 @@ class ChainBook:
             self._ghosts[tenant].remember_run(missing, slot, path.fans)
         features = features_of(
             is_continued=prev >= 0, is_branch=reach >= _BRANCH_MIN, new_blocks=count - known, length=length, turn=turn,
-            gap_s=gap_s, text_tokens=text,
+            gap_s=gap_s, pace_s=math.exp(pace), text_tokens=text,
             is_answer_awaited=context is not None and context.is_answered_later,
-            type_number=self._types.setdefault(context.kind, min(len(self._types), _TYPES_MAX)) if context else 0,
+            type_number=self._types.setdefault(context.kind, min(len(self._types), _TYPES_MAX))
+            if context is not None and self._tells_types else 0,
         )  # fmt: skip
         self._set(slot, features, rows[-1] if here else -1, length, order, now_s)
         if missing:
             self._promise(slot, order)
         chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot] = turn, tenant, count - known
+        chains.pace[slot] = pace
         chains.tokens[slot] = -1 if context is None else context.input_tokens
         if context is not None and context.is_answered_later:
             self._running[context.number] = (slot, order)
@@ -253,7 +260,7 @@ class ChainBook:
         is_own = (reach >= 2 or known == count) and path.fan < _SHARED_FAN
         return chain if is_own and chains.live[chain] and reach >= chains.length[chain] - 1 else -1
 
-    def answered(self, number: int, output_tokens: int, now_s: float, hint: int = 0) -> int:
+    def answered(self, number: int, output_tokens: int, now_s: float, hint: ChainHint | None = None) -> int:
         """The request has ended; its chain, or -1 when that is another request's by now."""
         chain, order = self._running.pop(number, (-1, 0))
         chains = self.chains
@@ -262,14 +269,17 @@ class ChainBook:
         self.ended(chain, output_tokens, now_s, hint)
         return chain
 
-    def ended(self, chain: int, output_tokens: int, now_s: float, hint: int) -> None:
+    def ended(self, chain: int, output_tokens: int, now_s: float, hint: ChainHint | None) -> None:
         """The request that used the chain last has ended with an answer (0: of unknown length)."""
         chains = self.chains
         if output_tokens and chains.tokens[chain] >= 0:
             chains.tokens[chain] += output_tokens
         self.learning.grew_older(chain, now_s)
-        before = self.features[chain]
-        features = with_answer(before, output_tokens, hint) if output_tokens else before._replace(hint=hint)
+        features = self.features[chain]
+        if output_tokens:
+            features = with_answer(features, output_tokens)
+        if hint is not None:
+            features = with_hint(features, hint)
         self.features[chain] = features
         chains.cell[chain] = self.tables.cell(features)  # its rank follows with the next draw
 
@@ -319,12 +329,7 @@ class ChainBook:
         if missing:
             self._ghosts[tenant].remember_run(missing, chain, bytes(len(missing)))
         chains.new_blocks[chain] += len(rows) + len(missing)
-        kind, _, _, turn, answer, gap, text, hint, type_number = self.features[chain]
-        fresh = features_of(
-            is_continued=False, new_blocks=chains.new_blocks[chain], length=length, turn=1, gap_s=0.0,
-            text_tokens=None, type_number=type_number,
-        )  # fmt: skip
-        features = fresh._replace(kind=kind, turn=turn, answer=answer, gap=gap, text=text, hint=hint)
+        features = grown(self.features[chain], chains.new_blocks[chain], length)
         self._set(chain, features, rows[-1] if rows else chains.tail[chain], length, order, now_s)
         if missing:
             self._promise(chain, order)
@@ -377,8 +382,8 @@ class ChainBook:
             return chain
         slot = chains.take()
         features = features_of(
-            is_continued=False, new_blocks=1, length=depth + 1, turn=1, gap_s=0.0, text_tokens=None,
-            type_number=0,
+            is_continued=False, new_blocks=1, length=depth + 1, turn=1, gap_s=0.0, pace_s=0.0,
+            text_tokens=None, type_number=0,
         )  # fmt: skip
         self._set(slot, features, row, depth + 1, order, used_s)
         chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot], chains.tokens[slot] = 1, tenant, 1, -1

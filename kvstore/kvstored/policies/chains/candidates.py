@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.policies.chains.book import SHARED_TAU_S, ChainBook
-from kvstored.policies.chains.gittins import bins_of, fading
 from kvstored.policies.chains.learning import CELL_US, MAKING_US
 from kvstored.residency import ResidencyView
 
@@ -29,6 +28,7 @@ _STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as
 _STALE_S, _STALE_MAX_S, _STALE_CHAINS = 1.0, 30.0, 64  # and after a second for so many chains, that being at least one
 _STALE_ASKED = 256  # and so many blocks asked for, which share what a draw costs
 _LATE_ASKED, _LOOKS_SOON = 256, 24  # later than that nobody waits for a request that can bear it
+_LIGHT = 4.0  # a request that can bear so many times what a draw takes gets one in any case
 _DRAW_US, _CHAINS_A_US = 35.0, 40.0  # what a draw takes, about
 _MADE_MIN = 4  # ranks that are made anew with it, where there is time
 _LATE_S = 30.0
@@ -107,7 +107,8 @@ class Candidates:
         took_us = _DRAW_US + min(self._book.chains.slots, _SLICE) / _CHAINS_A_US
         if not self._is_wanted or budget_us < took_us:
             return 0.0
-        if self._looks_left > _LOOKS_SOON and (now_s < self._stale_s or self._book.asked < self._stale_asked):
+        is_fresh = now_s < self._stale_s or self._book.asked < self._stale_asked
+        if is_fresh and self._looks_left > _LOOKS_SOON and budget_us < took_us * _LIGHT:
             return 0.0
         cells = int((budget_us - took_us - MAKING_US) / CELL_US)
         if cells >= _MADE_MIN and self._book.tables.is_any_asked:
@@ -200,8 +201,7 @@ class Candidates:
         chains = book.chains
         cells = chains.ints(chains.cell)[slots]
         ages_s = now_s - chains.floats(chains.used_s)[slots]
-        base = book.tables.ranks(cells, bins_of(ages_s))
-        base *= fading(ages_s)
+        base = book.tables.ranks(cells, ages_s)
         due_s = chains.floats(chains.due_s)[slots]
         if due_s.any():
             queued = np.flatnonzero(due_s)

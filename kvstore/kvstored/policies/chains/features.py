@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
+from kvstored.policies.base import ChainHint
+
 _NEW_BLOCKS = (2, 5, 15)
 _LENGTH = (3, 7, 15, 40)
 _TURNS = (2, 3, 5, 9)
@@ -16,10 +18,13 @@ _ANSWER_TOKENS = (30, 100, 250, 500)
 _GAP_S = tuple(1.5 * 1.6**step for step in range(11))
 _TEXT_TOKENS = tuple(16 * 2**step for step in range(11))
 AWAITED = -1  # will be known later
+CHANCES, NEXT_STEPS = 5, 4  # how many a hint tells apart
 
 
 class Features(NamedTuple):
-    """Of one use of a chain. `kind`: 0 new, 1 continued, 2 new but for two blocks or more of others."""
+    """Of one use of a chain. `kind`: 0 new, 1 continued, 2 new but for two blocks or more of others. `chance` and
+    `next_step`: what an engine expects, a chance to go on by fifths and the wire's NextStep; 0 is not told.
+    """
 
     kind: int
     new_blocks: int
@@ -27,9 +32,11 @@ class Features(NamedTuple):
     turn: int
     answer: int
     gap: int
+    pace: int
     text: int
-    hint: int
     type: int
+    chance: int = 0
+    next_step: int = 0
 
 
 def features_of(
@@ -39,12 +46,15 @@ def features_of(
     length: int,
     turn: int,
     gap_s: float,
+    pace_s: float,
     text_tokens: int | None,
     type_number: int,
     is_answer_awaited: bool = False,
     is_branch: bool = False,
 ) -> Features:
-    """`gap_s`: since the chain was used before; `text_tokens`: what the user added; the answer is not known yet."""
+    """`gap_s`: since the chain was used before; `pace_s`: such gaps, averaged over its turns; `text_tokens`: what the
+    user added; the answer is not known yet.
+    """
     return Features(
         1 if is_continued else 2 if is_branch else 0,
         bisect_right(_NEW_BLOCKS, new_blocks),
@@ -52,11 +62,22 @@ def features_of(
         bisect_right(_TURNS, turn),
         AWAITED if is_answer_awaited else 0,
         1 + bisect_right(_GAP_S, gap_s) if is_continued else 0,
+        1 + bisect_right(_GAP_S, pace_s) if is_continued else 0,
         0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens),
-        AWAITED if is_answer_awaited else 0,
         type_number,
     )
 
 
-def with_answer(features: Features, output_tokens: int, hint: int = 0) -> Features:
-    return features._replace(answer=1 + bisect_right(_ANSWER_TOKENS, output_tokens), hint=hint)
+def grown(features: Features, new_blocks: int, length: int) -> Features:
+    """The same request has gone on."""
+    return features._replace(new_blocks=bisect_right(_NEW_BLOCKS, new_blocks), length=bisect_right(_LENGTH, length))
+
+
+def with_answer(features: Features, output_tokens: int) -> Features:
+    return features._replace(answer=1 + bisect_right(_ANSWER_TOKENS, output_tokens))
+
+
+def with_hint(features: Features, hint: ChainHint) -> Features:
+    chance = hint.will_continue
+    fifth = 0 if chance is None else 1 + min(int(chance * CHANCES), CHANCES - 1)
+    return features._replace(chance=fifth, next_step=hint.next_step if hint.next_step < NEXT_STEPS else 0)

@@ -26,13 +26,13 @@ from kvstored.residency import ResidencyView
 # What is known only later, the answer, comes last: until then the step above stands for it.
 _BY_SHAPE = ("kind", "new_blocks", "length", "turn", "answer")
 _BY_TEXT = ("kind", "text", "length", "answer")
-_BY_GAP = ("kind", "gap", "new_blocks", "answer")
+_BY_PACE = ("kind", "pace", "gap", "new_blocks", "answer")
+_BY_GAP = ("kind", "gap", "pace", "text", "answer")
 COLD_ORDERS: tuple[tuple[str, ...], ...] = (_BY_SHAPE,)
-PRIOR_ORDERS = {"chat": (_BY_SHAPE, _BY_TEXT), "agent": (_BY_SHAPE, _BY_GAP)}
+PRIOR_ORDERS = {"chat": (_BY_SHAPE, _BY_TEXT), "agent": (_BY_PACE, _BY_GAP)}
 HOUR_S = 3600.0
 APART = 1  # so many blocks at the end of a chain leave each for itself: less is known of their return
 _FRESH_MAX, _FRESH_SETTLED = 512, 64  # blocks that wait for their first use, as promoted ones may for long
-_SCORES = 5  # a chance to go on, in fifths, is a hint from 1 to 5; those above say what would have to happen
 
 
 class ChainFollower(Lru):
@@ -177,7 +177,7 @@ class ChainFollower(Lru):
         self._keep_up(tenant, len(keys))
         self._is_plain = self._ttl_ns is None and not self.is_lru
 
-    def answered(self, number: int, output_tokens: int, now_ns: int, hint: int = 0) -> None:
+    def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
         self._book.answered(number, output_tokens, now_ns * NS, hint)
 
     def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
@@ -188,12 +188,9 @@ class ChainFollower(Lru):
             chain = book.owner_of(key, tenant)
         if chain < 0 or not book.chains.live[chain]:
             return
-        number = hint.next_step and _SCORES + hint.next_step
-        if hint.will_continue is not None:
-            number = 1 + min(int(hint.will_continue * _SCORES), _SCORES - 1)
-        if number or hint.answer_tokens:
-            book.ended(chain, hint.answer_tokens, now_ns * NS, number)
-        if hint.due_ns is not None:
+        if hint.next_step or hint.will_continue is not None or hint.answer_tokens:
+            book.ended(chain, hint.answer_tokens, now_ns * NS, hint)
+        if hint.due_ns is not None and self._is_end(chain, row):
             book.chains.due_s[chain] = hint.due_ns * NS
         self._now_s = now_ns * NS
         if book.chains.tail[chain] >= 0:
@@ -201,10 +198,17 @@ class ChainFollower(Lru):
 
     def awaited(self, row: int, due_ns: int) -> None:
         chains, chain = self._book.chains, self._book.owner[row]
-        if chain >= 0 and chains.live[chain]:
+        if chain >= 0 and chains.live[chain] and self._is_end(chain, row):
             chains.due_s[chain] = due_ns * NS
             if chains.tail[chain] >= 0:
                 self._look_at(chain)
+
+    def _is_end(self, chain: int, row: int) -> bool:
+        """Whether a request for the blocks down to `row` uses all that is left of the chain, but for a last block that
+        may be partial. Else it is another session's, which has the beginning in common.
+        """
+        tail, depth = self._book.chains.tail[chain], self.residency.rows.depth
+        return row < 0 or tail < 0 or depth[tail] - depth[row] <= 1
 
     def removed(self, row: int) -> None:
         book, where = self._book, self._where

@@ -23,12 +23,23 @@ EDGES_S: Floats = np.concatenate([[0.0], _FIRST_S * _RATIO ** np.arange(BINS - 1
 WIDTHS_S: Floats = np.diff(np.concatenate([EDGES_S, [EDGES_S[-1] * 2]]))
 _IS_LATER = np.tril(np.ones((BINS, BINS)))[:, None, :]  # horizon at the end of bin k >= a, bin a
 _INNER_EDGES = EDGES_S[1:]
+_NARROW = 12  # bins
+_SHARE_A_S: Floats = np.where(np.arange(BINS) < _NARROW, 1.0 / WIDTHS_S, 0.0)
 _ENDS_S: list[float] = [*_INNER_EDGES.tolist(), float(EDGES_S[-1] + WIDTHS_S[-1])]
 
 
 def bins_of(ages_s: Floats) -> npt.NDArray[np.int64]:
     """The bin of each age; ages beyond the last bin are in it."""
     return np.searchsorted(_INNER_EDGES, ages_s, side="right")
+
+
+def places_of(ages_s: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+    """The bin of each age, and how far through it: between the ranks at two ends the truth goes on about evenly. Only
+    where bins are some seconds wide, as the pauses of agents are; the ranks of longer ones are not known so well.
+    """
+    bins = bins_of(ages_s)
+    share: Floats = (ages_s - EDGES_S[bins]) * _SHARE_A_S[bins]
+    return bins, share
 
 
 def passed_by(ages_s: Floats) -> npt.NDArray[np.int64]:

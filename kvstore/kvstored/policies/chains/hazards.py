@@ -21,8 +21,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.policies.chains.features import AWAITED, Features
-from kvstored.policies.chains.gittins import BINS, EDGES_S, WIDTHS_S, Floats, ranks
+from kvstored.policies.chains.features import AWAITED, CHANCES, NEXT_STEPS, Features
+from kvstored.policies.chains.gittins import BINS, EDGES_S, WIDTHS_S, Floats, fading, places_of, ranks
+from kvstored.policies.chains.hinting import CHANCE_MEANS, NEXT_STEP_MEANS, Word
 
 Ints = npt.NDArray[np.int64]
 _CELLS_MAX = 4096
@@ -35,14 +36,12 @@ _EVIDENCE_DECAY = 2.0
 _FOLDED, _MADE = 48, 64  # cells a call
 _NODES_FIRST = 1 << 14  # memory that is not touched costs nothing, and a growing array is copied
 _GAIN_MAX = 1e12
-_HINTS_MAX = 15
-_HINT_WEIGHT = 10.0  # returns that it takes for a hint to be believed by half
 FLAT: Final[Floats] = np.clip(0.02 * WIDTHS_S / (5 + EDGES_S), 1e-5, 0.05)  # before anything is known
 
 
 _KINDS = 3
 _COARSE_MAX = 512  # cells that are left for coarse features
-_ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, text=0, hint=0, type=0)
+_ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0, text=0, type=0)
 
 
 class Ladder:
@@ -74,9 +73,8 @@ class HazardTables:
         self._told: Floats = np.zeros((_CELLS_MAX, 0, BINS))  # each ladder's hazards, as of the same time as the ranks
         self._mixed: Floats = np.zeros((_CELLS_MAX, BINS))  # of all ladders, before what a hint adds
         self._ranks: Floats = np.zeros((_CELLS_MAX, BINS))
-        self._hint_of: Ints = np.zeros(_CELLS_MAX, dtype=np.int64)
-        # By hint: returns foretold without it, and seen.
-        self._hinted: Floats = np.full((_HINTS_MAX + 1, 2), _HINT_WEIGHT)
+        self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step, as told
+        self._words = (Word(CHANCE_MEANS), Word(NEXT_STEP_MEANS))
         self.evidence: Floats = np.zeros(0)  # decayed log-likelihood of what came, by ladder
         for ladder in ladders:
             self._learn_by(ladder)
@@ -90,9 +88,8 @@ class HazardTables:
         for path, counts in ladder.counts.items():
             node = self._node(number, path)  # first: the array may grow
             self._counts[node] = counts
-        size = len(self._hint_of)
-        self._paths = np.concatenate([self._paths, np.zeros((size, 1, _STEPS_MAX), dtype=np.int64)], axis=1)
-        self._told = np.concatenate([self._told, np.broadcast_to(FLAT, (size, 1, BINS))], axis=1)
+        self._paths = np.concatenate([self._paths, np.zeros((_CELLS_MAX, 1, _STEPS_MAX), dtype=np.int64)], axis=1)
+        self._told = np.concatenate([self._told, np.broadcast_to(FLAT, (_CELLS_MAX, 1, BINS))], axis=1)
         self.evidence = np.append(self.evidence, 0.0)
 
     def counts(self) -> list[Ladder]:
@@ -107,8 +104,7 @@ class HazardTables:
         found = self._cells.get(features)
         if found is not None:
             if self._epoch_of[found] != self._epoch:
-                self._epoch_of[found] = self._epoch
-                self._asked.append(found)
+                self._ask(found, features)
             return found
         if len(self._cells) >= _CELLS_MAX - _COARSE_MAX:
             features = coarse(features)
@@ -116,23 +112,29 @@ class HazardTables:
                 return self._cells[features]
             if len(self._cells) >= _CELLS_MAX:
                 return self._cells[_ROOT._replace(kind=features.kind)]
-        found = self._add(features)
-        self._epoch_of[found] = self._epoch
-        self._asked.append(found)
-        cells = self._cells
-        like = cells.get(features._replace(hint=0))
+        found, cells = self._add(features), self._cells
+        like = cells.get(unhinted(features))
         if like is None or like == found:
             like = cells.get(coarse(features))
         if like is None or like == found:
             like = cells[_ROOT._replace(kind=features.kind)]
         for column in (self._told, self._mixed, self._ranks):
             column[found] = column[like]
+        self._ask(found, features)
         return found
+
+    def _ask(self, cell: int, features: Features) -> None:
+        """The cell's ranks are to be made anew: at once where an engine has told something, since few say much."""
+        self._epoch_of[cell] = self._epoch
+        if features.chance or features.next_step:
+            self._make([cell])
+        else:
+            self._asked.append(cell)
 
     def _add(self, features: Features) -> int:
         found = self._cells[features] = len(self._cells)
         self._paths[found] = [self._path(number, features) for number in range(len(self._orders))]
-        self._hint_of[found] = min(max(features.hint, 0), _HINTS_MAX)
+        self._hints[:, found] = min(features.chance, CHANCES), min(features.next_step, NEXT_STEPS - 1)
         return found
 
     def _path(self, number: int, features: Features) -> list[int]:
@@ -187,9 +189,13 @@ class HazardTables:
         cells = cells[at]
         told, either = self._told[cells, :, bins], through + returns
         self.evidence += through @ np.log1p(-told) + returns @ np.log(told)
-        hints = self._hint_of[cells]
-        np.add.at(self._hinted[:, 0], hints, self._mixed[cells, bins] * either)
-        np.add.at(self._hinted[:, 1], hints, returns)
+        hints = self._hints[:, cells]
+        if hints.any():
+            foretold = self._mixed[cells, bins] * either
+            for number, word in enumerate(self._words):
+                other = 1 - number  # what that has said already is not to be said twice
+                told = foretold * self._words[other].factors()[hints[other], bins]
+                word.happened(hints[number], bins, told, returns)
         places = self._paths[cells].reshape(len(cells), -1) * (2 * BINS) + bins[:, None]
         counts = self._counts.reshape(-1)
         np.add.at(counts, places, (either * self._gain)[:, None])
@@ -201,7 +207,8 @@ class HazardTables:
         """Decay the counts; the ranks are to be made anew."""
         self._epoch += 1
         self.evidence *= factor**_EVIDENCE_DECAY
-        self._hinted = _HINT_WEIGHT + (self._hinted - _HINT_WEIGHT) * factor
+        for word in self._words:
+            word.decay(factor)
         self._gain /= factor
         if self._gain > _GAIN_MAX:  # once in many thousand requests
             self._counts[: len(self._nodes) + 1] /= self._gain
@@ -243,17 +250,21 @@ class HazardTables:
         weights: Floats = odds / odds.sum()
         return weights
 
-    def hint_factors(self) -> Floats:
-        """By hint: how many times as often its chains returned as was foretold without it. Multiplying keeps what the
-        ladders know, which tables by hint would have to learn again.
-        """
-        factors: Floats = self._hinted[:, 1] / self._hinted[:, 0]
-        factors[0] = 1.0
-        return factors
+    def hint_factors(self) -> tuple[Floats, Floats]:
+        """By chance and by next step, and age bin."""
+        chance, next_step = (word.factors() for word in self._words)
+        return chance, next_step
 
-    def ranks(self, cells: Ints | npt.NDArray[np.int32], bins: Ints) -> Floats:
+    def takes(self, feature: str) -> bool:
+        """Whether any ladder tells chains apart by it."""
+        return any(feature in order for order in self._orders)
+
+    def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:
         """As they were made last."""
+        bins, share = places_of(ages_s)
         found: Floats = self._ranks[cells, bins]
+        found += share * (self._ranks[cells, np.minimum(bins + 1, BINS - 1)] - found)
+        found *= fading(ages_s)
         return found
 
     def rank_of_new(self, cell: int) -> float:
@@ -275,12 +286,17 @@ class HazardTables:
             told += own[step]
         self._told[cells] = told = np.minimum(np.maximum(told, _LEAST), _MOST)
         self._mixed[cells] = mixed = np.matmul(self.weights(), told)
-        hints = self._hint_of[cells]
+        hints = self._hints[:, cells]
         if hints.any():
-            mixed = np.clip(mixed * self.hint_factors()[hints, None], _LEAST, _MOST)
+            chance, next_step = self.hint_factors()
+            mixed = np.clip(mixed * chance[hints[0]] * next_step[hints[1]], _LEAST, _MOST)
         self._ranks[cells] = ranks(mixed)
 
 
 def coarse(features: Features) -> Features:
     """What nearly every cell of these would be taken for."""
-    return features._replace(gap=0, text=0, type=0)
+    return features._replace(gap=0, pace=0, text=0, type=0)
+
+
+def unhinted(features: Features) -> Features:
+    return features._replace(chance=0, next_step=0)

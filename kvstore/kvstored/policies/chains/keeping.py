@@ -16,7 +16,6 @@ import numpy as np
 
 from kvstored.policies.chains.book import ChainBook
 from kvstored.policies.chains.candidates import due_rank
-from kvstored.policies.chains.gittins import bins_of, fading
 from kvstored.residency import ResidencyView
 
 _LOOK_S = 1.0  # between two looks at all chains,
@@ -97,7 +96,7 @@ class Keeping:
         self._look_s = now_s + min(max(_LOOK_S, len(slots) / _CHAINS_A_SECOND), _LOOK_MAX_S)
         cells = chains.ints(chains.cell)[slots].astype(np.int64)
         ages_s = now_s - chains.floats(chains.used_s)[slots]
-        ranks = book.tables.ranks(cells, bins_of(ages_s)) * fading(ages_s)
+        ranks = book.tables.ranks(cells, ages_s)
         ranks *= chains.flags(chains.live)[slots]
         poor = np.flatnonzero(ranks < self._least)
         slots, cells, ranks = slots[poor], cells[poor], ranks[poor]
@@ -124,7 +123,7 @@ def worth_of(book: ChainBook, chain: int, row: int, now_s: float) -> float:
     worth = 0.0
     if chains.live[chain]:
         age_s = np.array([now_s - chains.used_s[chain]])
-        worth = float((book.tables.ranks(np.array([chains.cell[chain]]), bins_of(age_s)) * fading(age_s))[0])
+        worth = float(book.tables.ranks(np.array([chains.cell[chain]]), age_s)[0])
     if chains.due_s[chain]:
         worth = max(worth, due_rank(chains.due_s[chain] - now_s))
     return worth + book.shared_rate(row, now_s) if book.shared[row] else worth
