@@ -13,6 +13,7 @@ import pytest
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.policies import ChainHint, create
@@ -49,14 +50,18 @@ def chats_and_strays(ops: tuple[Op, ...], requests: int = 1200) -> Trace:
     return builder.build()
 
 
-@pytest.mark.parametrize("capacity", [60, 120])
-def test_a_get_and_a_put_are_worth_what_a_whole_request_is(capacity: int) -> None:
-    whole = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings(ChainHazard.name, capacity)).run()
-    apart = Replay(chats_and_strays((Op.GET, Op.PUT)), ReplaySettings(ChainHazard.name, capacity)).run()
-    lru = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings("lru", capacity)).run()
-    assert apart.evicted["bypassed"] > 100
-    assert apart.hits.sum() > 0.95 * whole.hits.sum()
-    assert apart.hits.sum() > 1.1 * lru.hits.sum()
+def test_a_get_and_a_put_are_worth_what_a_whole_request_is() -> None:
+    """Over some capacities: at any one of them another order of events means some per cent of luck."""
+    hits = {"whole": 0, "apart": 0}
+    for capacity in (60, 90, 120, 150):
+        whole = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings(ChainHazard.name, capacity)).run()
+        apart = Replay(chats_and_strays((Op.GET, Op.PUT)), ReplaySettings(ChainHazard.name, capacity)).run()
+        lru = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings("lru", capacity)).run()
+        assert apart.evicted["bypassed"] > 100
+        assert apart.hits.sum() > 1.1 * lru.hits.sum()
+        hits["whole"] += int(whole.hits.sum())
+        hits["apart"] += int(apart.hits.sum())
+    assert hits["apart"] > 0.95 * hits["whole"]
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "fifo", "arc", "s3-fifo"])
@@ -153,22 +158,61 @@ def test_a_queued_request_keeps_its_chain() -> None:
     assert policy.next_victim(300 * S) not in first
 
 
+def test_a_tail_beyond_what_is_queued_leaves_first_and_the_rest_stays() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    first = shelf.chain(*range(1, 13))
+    other = shelf.chain(*range(31, 43))
+    policy.awaited(first[5], round(1.5 * S))
+    policy.awaited(other[11], round(1.5 * S))
+    leave = [policy.next_victim(S)]
+    while leave[-1] != other[-1] and len(leave) < 12:
+        shelf.residency.remove(leave[-1], Cause.EVICTED, S)
+        leave.append(policy.next_victim(S))
+    assert leave[:5] == first[:6:-1], "down to the one that may be partial"
+    assert first[5] not in leave
+
+
+def test_a_word_of_an_engine_counts_at_once() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    first, second = shelf.chain(1, 2, 3), shelf.chain(11, 12, 13)
+    shelf.now_ns = 2 * S
+    assert policy.next_victim(2 * S) == first[-1], "of two alike the older"
+    policy.told(0, second[-1], key(13), ChainHint(will_continue=0.0, next_step=NextStep.NEXT_STEP_CLOSED), 2 * S)
+    assert policy.next_victim(2 * S) == second[-1]
+
+
+def test_what_is_not_told_stays_as_it_was_told() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    rows = shelf.chain(1, 2, 3)
+    for hint in (ChainHint(0.95), ChainHint(next_step=NextStep.NEXT_STEP_TOOL_CALL), ChainHint(answer_tokens=40)):
+        policy.told(0, rows[-1], key(3), hint, 2 * S)
+    features = policy._book.features[policy._book.owner[rows[-1]]]
+    assert (features.chance, features.next_step, features.answer) == (5, NextStep.NEXT_STEP_TOOL_CALL, 2)
+
+
 def test_a_queued_request_holds_what_it_will_use_and_no_more() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
     first = shelf.chain(1, 2, 3, 4, 5)
     book = policy._book
     chain = book.owner[first[-1]]
-    policy.awaited(first[1], 9 * S)  # of another session, which begins alike
-    policy.told(0, first[1], key(2), ChainHint(due_ns=9 * S), S)
-    assert book.chains.due_s[chain] == 0.0
-    policy.awaited(first[3], 9 * S)  # the last block may be partial
-    assert book.chains.due_s[chain] == 9.0
-    second = shelf.chain(11, 12, 13, 14, 15)
-    for row in reversed(second[2:]):
-        shelf.residency.remove(row, Cause.EVICTED, S)
-    policy.awaited(second[1], 9 * S)
-    assert book.chains.due_s[book.owner[second[1]]] == 9.0, "all that is left of it"
+    for tell in (
+        lambda: policy.awaited(first[1], 9 * S),  # of another session, which begins alike
+        lambda: policy.told(0, first[1], key(2), ChainHint(due_ns=9 * S), S),
+    ):
+        tell()
+        due = [book.due_rank(chain, depth, S / 1e9) for depth in range(5)]
+        assert due == [pytest.approx(1 / 8)] * 3 + [0.0] * 2, "the last block may be partial"
+        shelf.now_ns = 50 * S
+        assert book.due_rank(chain, 0, 50.0) == 0.0, "it did not come"
+        shelf.now_ns = S
+    policy.awaited(first[4], 5 * S)
+    assert book.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4)
+    policy.awaited(first[1], 2 * S)
+    assert book.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4), "who uses less does not say less of the rest"
 
 
 @pytest.mark.parametrize(

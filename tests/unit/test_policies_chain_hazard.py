@@ -13,7 +13,8 @@ import pytest
 from kvstored.lifecycle import Cause
 from kvstored.policies import Policy, RequestContext, ResidencyClass, Share, create
 from kvstored.policies.chain_hazard import ChainHazard
-from kvstored.policies.chains import prior
+from kvstored.policies.chains import hazards, prior
+from kvstored.policies.chains.candidates import _DRAW_US
 from kvstored.policies.chains.features import Features, features_of, with_answer
 from kvstored.policies.chains.ghost import SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit
 from kvstored.policies.chains.gittins import (
@@ -366,6 +367,53 @@ def test_the_ladder_that_foretells_better_is_believed() -> None:
     assert fine > 0.9 > coarse
     first, second = tables.ranks(np.array(cells), np.zeros(2))
     assert first > 10 * second
+
+
+def test_cells_that_no_chain_is_of_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hazards, "_CELLS_MAX", 64)
+    monkeypatch.setattr(hazards, "_COARSE_MAX", 16)
+    tables = HazardTables([Ladder(("kind", "length", "turn"))])
+
+    def many(first: int, **told: int) -> list[int]:
+        return [
+            tables.cell(cell_features(1)._replace(length=length, turn=turn, **told))
+            for length in range(first, first + 8)
+            for turn in range(1, 10)
+        ]
+
+    kept = tables.cell(cell_features(9))
+    cells = many(0)
+    assert len(set(cells)) < len(cells), "more than there are"
+    coarse = tables.cell(cell_features(9)._replace(length=70, pace=3, chance=5))
+    assert tables.cell(cell_features(9)._replace(length=70, pace=0)) == coarse, "a hint and the pace go first"
+    assert max(many(20, chance=2)) < 64
+    for _ in range(6):
+        tables.in_use(np.array([kept], dtype=np.int32))
+        while tables.fold():
+            pass
+        tables.renew(1.0)
+        while tables.make():
+            pass
+    again = many(40)
+    assert len(set(again[:40])) == 40, "room for new ones"
+    assert tables.cell(cell_features(9)) == kept, "a chain is of it"
+    assert kept not in again
+
+
+def test_a_request_that_can_bear_it_looks_at_all_chains_anew() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    for number in range(0, 20, 2):
+        shelf.chain(number, number + 1)
+    candidates = policy._candidates[0]
+    for _ in range(2):  # the first draws, the second says that somebody goes on asking
+        policy.next_victim(shelf.now_ns)
+    now_s = shelf.now_ns * 1e-9
+    took_us = next(us for us in range(1, 1000) if us >= 4 * _DRAW_US + 4 * policy._book.chains.slots / 40)
+    assert candidates.refresh(now_s, took_us * 0.9) == 0.0, "it has just been done"
+    assert candidates.refresh(now_s, took_us) > 0.0
+    assert candidates.refresh(now_s, took_us) == 0.0, "nobody has asked since"
 
 
 def test_the_ghost_forgets_the_oldest_generation() -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.policies import ChainHint
 from kvstored.policies.chain_hazard import ChainHazard
-from kvstored.policies.chains.features import CHANCES, Features, features_of, with_hint
+from kvstored.policies.chains.features import CHANCES, NEXT_STEPS, Features, features_of, with_hint
 from kvstored.policies.chains.hazards import HazardTables, Ladder
 from kvstored.policies.chains.hinting import Word
 from kvstored.simulator.hints import Hints
@@ -99,6 +99,11 @@ def test_two_words_do_not_say_the_same_twice() -> None:
             pass
     chance, next_step = tables.hint_factors()
     assert tables._mixed[both, 10] * chance[3, 10] * next_step[1, 10] == pytest.approx(1.0, rel=0.2), "all came then"
+
+
+def test_every_next_step_of_the_wire_is_told_apart() -> None:
+    assert {hinted(next_step=number).next_step for number in NextStep.values()} == set(NextStep.values())
+    assert max(NextStep.values()) == NEXT_STEPS - 1
 
 
 @pytest.mark.parametrize("next_step", [4, 1000])

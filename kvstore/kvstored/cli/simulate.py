@@ -72,7 +72,8 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     simulate.add_argument("--ghosts", type=int, default=65_536, help="forgotten keys remembered for each tenant")
     simulate.add_argument(
         "--hints", metavar="LIST",
-        help="what an engine could tell, made up from the trace: will-continue:0.80 (a score of that AUC), queue:10",
+        help="what an engine could tell, made up from the trace: will-continue:0.80 (a chance, of that AUC),"
+        " tool-call:0.80 (why it stopped, of that AUC), queue:10 (seconds)",
     )  # fmt: skip
     _add_reading(simulate)
     simulate_timing.add_options(simulate)

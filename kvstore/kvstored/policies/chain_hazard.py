@@ -75,7 +75,7 @@ class ChainHazard(ChainFollower):
         # All but the last block of a chain go together.
         far = book.chains.length[chain] - APART
         depth = self.residency.rows.depth[row]
-        if depth >= far or shared[row]:
+        if depth >= far or shared[row] or book.chains.due_s[chain]:
             return [row]
         for at in range(1, len(run)):
             row = run[at]

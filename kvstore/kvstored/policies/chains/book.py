@@ -37,6 +37,7 @@ SHARED_TAU_S = 300.0
 _SPAN_MIN_S, _SPAN_FULL_S = 10.0, 0.999 * SHARED_TAU_S
 _TYPES_MAX = 7
 _GAP_MIN_S = 0.5
+_LATE_S = 30.0
 _RUNNING_MAX = 4096
 
 
@@ -281,7 +282,29 @@ class ChainBook:
         if hint is not None:
             features = with_hint(features, hint)
         self.features[chain] = features
-        chains.cell[chain] = self.tables.cell(features)  # its rank follows with the next draw
+        chains.cell[chain] = self.tables.cell(features)  # its rank follows with the next draw,
+        if hint is not None and chains.live[chain]:  # but an engine's word counts at once
+            age_s = np.array([now_s - chains.used_s[chain]])
+            chains.base[chain] = self.tables.ranks(np.array([chains.cell[chain]]), age_s)[0]
+
+    def due(self, chain: int, row: int, due_s: float, now_s: float) -> None:
+        """A queued request will use the chain down to `row` (-1: to its end). Another session's, which has only the
+        beginning in common, does not say less than the chain's own.
+        """
+        chains = self.chains
+        depth = self.residency.rows.depth[row] if row >= 0 else chains.length[chain]
+        if depth >= chains.due_depth[chain] or not self.due_rank(chain, 0, now_s):
+            chains.due_s[chain], chains.due_depth[chain] = due_s, depth
+
+    def due_rank(self, chain: int, depth: int, now_s: float) -> float:
+        """One use, after so long, of the chain's block in that depth; a last block may be partial. 0: none is queued.
+        A request that does not come when it was due is forgotten.
+        """
+        chains = self.chains
+        due_s = chains.due_s[chain]
+        if not due_s or depth > chains.due_depth[chain] + 1 or now_s >= due_s + _LATE_S:
+            return 0.0
+        return 1.0 / max(due_s - now_s, 1.0)
 
     def is_promised(self, chain: int) -> bool:
         """Whether blocks that the chain's last request missed may be stored yet."""
@@ -343,7 +366,8 @@ class ChainBook:
         self.features[slot] = features
         chains.tail[slot], chains.length[slot], chains.cell[slot], chains.bin[slot] = tail, length, cell, 0
         chains.order[slot], chains.used_s[slot] = order, now_s
-        chains.blocked[slot], chains.live[slot], chains.due_s[slot] = 0, 1, 0.0
+        chains.blocked[slot], chains.live[slot], chains.due_s[slot], chains.due_depth[slot] = 0, 1, 0.0, -1
+        chains.pace[slot] = 0.0
         chains.marks[slot] = 1
         chains.base[slot] = self.tables.rank_of_new(cell)
 

@@ -31,7 +31,6 @@ _LATE_ASKED, _LOOKS_SOON = 256, 24  # later than that nobody waits for a request
 _LIGHT = 4.0  # a request that can bear so many times what a draw takes gets one in any case
 _DRAW_US, _CHAINS_A_US = 35.0, 40.0  # what a draw takes, about
 _MADE_MIN = 4  # ranks that are made anew with it, where there is time
-_LATE_S = 30.0
 _SLACK = 1024
 _SLICE = 8192  # chains, gone or here, that a draw looks at
 _NEVER_S = -1e18
@@ -39,11 +38,6 @@ _ALL = float("inf")
 _END_OF_DISTANCE = (0, 1, 2, 2, 3)
 _ENDS = np.array(_END_OF_DISTANCE)
 Entry = tuple[float, int, int, int]  # worth, order, chain, number
-
-
-def due_rank(left_s: float) -> float:
-    """One use, after so long. A request that does not come when it was due is forgotten."""
-    return 1.0 / max(left_s, 1.0) if left_s > -_LATE_S else 0.0
 
 
 class Candidates:
@@ -125,7 +119,7 @@ class Candidates:
         distance = max(0, chains.length[chain] - depth - 1)
         base = chains.base[chain]
         if chains.due_s[chain]:
-            base = max(base, due_rank(chains.due_s[chain] - now_s))
+            base = max(base, book.due_rank(chain, depth, now_s))
         worth = base * book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
         worth *= 1.0 + depth / _TWICE_DEPTH
         return worth + book.shared_rate(row, now_s) if book.shared[row] else worth
@@ -204,9 +198,9 @@ class Candidates:
         base = book.tables.ranks(cells, ages_s)
         due_s = chains.floats(chains.due_s)[slots]
         if due_s.any():
-            queued = np.flatnonzero(due_s)
-            for at, due in zip(queued.tolist(), due_s[queued].tolist(), strict=True):
-                base[at] = max(base[at], due_rank(due - now_s))
+            depths = book.residency.rows.depth
+            for at in np.flatnonzero(due_s).tolist():
+                base[at] = max(base[at], book.due_rank(int(slots[at]), depths[rows[at]], now_s))
         base[~chains.flags(chains.live)[slots]] = _LEFTOVER
         chains.floats(chains.base)[slots] = base
         depth = np.frombuffer(book.residency.rows.depth, np.int32)[rows]

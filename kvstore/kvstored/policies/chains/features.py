@@ -78,6 +78,10 @@ def with_answer(features: Features, output_tokens: int) -> Features:
 
 
 def with_hint(features: Features, hint: ChainHint) -> Features:
-    chance = hint.will_continue
-    fifth = 0 if chance is None else 1 + min(int(chance * CHANCES), CHANCES - 1)
-    return features._replace(chance=fifth, next_step=hint.next_step if hint.next_step < NEXT_STEPS else 0)
+    """What is not told stays as it was told before."""
+    chance, next_step = features.chance, features.next_step
+    if hint.will_continue is not None:
+        chance = 1 + min(int(hint.will_continue * CHANCES), CHANCES - 1)
+    if 0 < hint.next_step < NEXT_STEPS:
+        next_step = hint.next_step
+    return features._replace(chance=chance, next_step=next_step)

@@ -178,7 +178,9 @@ class ChainFollower(Lru):
         self._is_plain = self._ttl_ns is None and not self.is_lru
 
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
-        self._book.answered(number, output_tokens, now_ns * NS, hint)
+        chain = self._book.answered(number, output_tokens, now_ns * NS, hint)
+        if hint is not None and chain >= 0 and self._book.chains.tail[chain] >= 0:
+            self._look_at(chain)
 
     def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
         self._know_tenant(tenant)
@@ -190,25 +192,18 @@ class ChainFollower(Lru):
             return
         if hint.next_step or hint.will_continue is not None or hint.answer_tokens:
             book.ended(chain, hint.answer_tokens, now_ns * NS, hint)
-        if hint.due_ns is not None and self._is_end(chain, row):
-            book.chains.due_s[chain] = hint.due_ns * NS
+        if hint.due_ns is not None:
+            book.due(chain, row, hint.due_ns * NS, now_ns * NS)
         self._now_s = now_ns * NS
         if book.chains.tail[chain] >= 0:
             self._look_at(chain)
 
     def awaited(self, row: int, due_ns: int) -> None:
         chains, chain = self._book.chains, self._book.owner[row]
-        if chain >= 0 and chains.live[chain] and self._is_end(chain, row):
-            chains.due_s[chain] = due_ns * NS
+        if chain >= 0 and chains.live[chain]:
+            self._book.due(chain, row, due_ns * NS, self._now_s)
             if chains.tail[chain] >= 0:
                 self._look_at(chain)
-
-    def _is_end(self, chain: int, row: int) -> bool:
-        """Whether a request for the blocks down to `row` uses all that is left of the chain, but for a last block that
-        may be partial. Else it is another session's, which has the beginning in common.
-        """
-        tail, depth = self._book.chains.tail[chain], self.residency.rows.depth
-        return row < 0 or tail < 0 or depth[tail] - depth[row] <= 1
 
     def removed(self, row: int) -> None:
         book, where = self._book, self._where
@@ -234,7 +229,7 @@ class ChainFollower(Lru):
         depth = self.residency.rows.depth[row]
         if tail < 0:
             self._next = self._named = -1
-        elif book.shared[tail] or chains.blocked[chain] or chains.length[chain] - depth <= APART:
+        elif book.shared[tail] or chains.blocked[chain] or chains.due_s[chain] or chains.length[chain] - depth <= APART:
             self._lost(row, chain, tail, was_last=row)
         else:  # what `_lost` would find, without a call
             self._next, self._named = (tail if row == self._named else -1), -1
@@ -277,7 +272,8 @@ class ChainFollower(Lru):
         book = self._book
         chains = book.chains
         is_far = chains.length[chain] - self.residency.rows.depth[row] > APART
-        if is_far and is_equal and not chains.blocked[chain] and not book.shared[tail]:
+        is_equal = is_equal and not book.shared[tail] and not chains.due_s[chain]
+        if is_far and is_equal and not chains.blocked[chain]:
             self._next, self._named = (tail if was_last == self._named else -1), -1
             return  # the next block is worth just as much: the chain keeps its place
         chains.blocked[chain] = 0

@@ -38,7 +38,7 @@ def places_of(ages_s: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
     where bins are some seconds wide, as the pauses of agents are; the ranks of longer ones are not known so well.
     """
     bins = bins_of(ages_s)
-    share: Floats = (ages_s - EDGES_S[bins]) * _SHARE_A_S[bins]
+    share: Floats = (np.maximum(ages_s, 0.0) - EDGES_S[bins]) * _SHARE_A_S[bins]
     return bins, share
 
 

@@ -6,10 +6,12 @@ own counts shrunk towards the step above: rare classes borrow from common ones. 
 changes is followed: what comes counts ever more, which spares a pass over what has come.
 
 What is seen is gathered by cell and bin first; `fold` puts a slice of it into the counts, `make` makes the ranks of
-some cells anew. Until then a cell that is new has those of a coarser one.
+some cells anew. Until then a cell that is new has those of a coarser one, unless an
+engine has told something of it.
 
-Owns cells (distinct features), their counts and ranks. Never knows rows or time. Bounded: beyond `_CELLS_MAX` cells
-new ones are told apart by their coarse features only; a call takes no longer the more cells there are.
+Owns cells (distinct features), their counts and ranks. Never knows rows or time. Bounded: of `_CELLS_MAX` cells those
+that no chain is of any more are given to others; while all are taken, new ones are told apart by their coarse features
+only. A call takes no longer the more cells there are.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from kvstored.policies.chains.gittins import BINS, EDGES_S, WIDTHS_S, Floats, fa
 from kvstored.policies.chains.hinting import CHANCE_MEANS, NEXT_STEP_MEANS, Word
 
 Ints = npt.NDArray[np.int64]
-_CELLS_MAX = 4096
+_CELLS_MAX = 16384
 _STEPS_MAX = 6  # of a ladder: the root and five features
 _SHRINK_FIRST, _SHRINK = 15.0, 30.0  # how many exposures of its own a step needs to weigh as much as the one above
 _WEIGHTS: Final[Floats] = np.array([_SHRINK_FIRST] + [_SHRINK] * (_STEPS_MAX - 1))[:, None, None, None]  # by step
@@ -41,6 +43,8 @@ FLAT: Final[Floats] = np.clip(0.02 * WIDTHS_S / (5 + EDGES_S), 1e-5, 0.05)  # be
 
 _KINDS = 3
 _COARSE_MAX = 512  # cells that are left for coarse features
+_FREED = 256  # cells a renewal, once most are taken,
+_UNUSED_EPOCHS = 2  # that no chain has been of for so many
 _ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0, text=0, type=0)
 
 
@@ -65,17 +69,25 @@ class HazardTables:
         self._cells: dict[Features, int] = {}
         self._is_wanted = bytearray(_CELLS_MAX)  # cells whose ranks are to be made anew
         self._epoch = 1
+        self._features: list[Features] = []  # by cell
+        self._free: list[int] = []
+        self._used_in: Ints = np.zeros(_CELLS_MAX, dtype=np.int64)  # by cell: the last epoch in which a chain was of it
         self._epoch_of = array("q", bytes(8 * _CELLS_MAX))  # by cell: when its ranks were made, or asked for
         self._asked: list[int] = []  # cells in use that are of an epoch before, or stand in for coarser ones
         self._is_late = bytearray(_CELLS_MAX)  # cells of which something was seen
         self._late: Floats = np.zeros((_CELLS_MAX, 2, BINS))  # got through, returned
-        self._paths: Ints = np.zeros((_CELLS_MAX, 0, _STEPS_MAX), dtype=np.int64)  # by cell, as are the following
-        self._told: Floats = np.zeros((_CELLS_MAX, 0, BINS))  # each ladder's hazards, as of the same time as the ranks
+        # Memory that no cell has touched costs nothing.
+        self._paths: Ints = np.zeros(
+            (_CELLS_MAX, len(ladders), _STEPS_MAX), dtype=np.int64
+        )  # by cell, as the following
+        self._told: Floats = np.zeros(
+            (_CELLS_MAX, len(ladders), BINS)
+        )  # each ladder's hazards, as of the same time as the ranks
         self._mixed: Floats = np.zeros((_CELLS_MAX, BINS))  # of all ladders, before what a hint adds
         self._ranks: Floats = np.zeros((_CELLS_MAX, BINS))
         self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step, as told
         self._words = (Word(CHANCE_MEANS), Word(NEXT_STEP_MEANS))
-        self.evidence: Floats = np.zeros(0)  # decayed log-likelihood of what came, by ladder
+        self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
         for ladder in ladders:
             self._learn_by(ladder)
         for kind in range(_KINDS):
@@ -88,9 +100,6 @@ class HazardTables:
         for path, counts in ladder.counts.items():
             node = self._node(number, path)  # first: the array may grow
             self._counts[node] = counts
-        self._paths = np.concatenate([self._paths, np.zeros((_CELLS_MAX, 1, _STEPS_MAX), dtype=np.int64)], axis=1)
-        self._told = np.concatenate([self._told, np.broadcast_to(FLAT, (_CELLS_MAX, 1, BINS))], axis=1)
-        self.evidence = np.append(self.evidence, 0.0)
 
     def counts(self) -> list[Ladder]:
         """What is known by now."""
@@ -101,18 +110,23 @@ class HazardTables:
 
     def cell(self, features: Features) -> int:
         """The cell of these features, new when first seen."""
-        found = self._cells.get(features)
+        cells = self._cells
+        found = cells.get(features)
+        if found is None and len(cells) >= _CELLS_MAX - _COARSE_MAX:
+            features = unhinted(features)
+            found = cells.get(features)
+            if found is None:
+                features = coarse(features)
+                found = cells.get(features)
+            if found is None and len(cells) >= _CELLS_MAX:
+                features = _ROOT._replace(kind=features.kind)
+                found = cells[features]
         if found is not None:
+            self._used_in[found] = self._epoch
             if self._epoch_of[found] != self._epoch:
                 self._ask(found, features)
             return found
-        if len(self._cells) >= _CELLS_MAX - _COARSE_MAX:
-            features = coarse(features)
-            if features in self._cells:
-                return self._cells[features]
-            if len(self._cells) >= _CELLS_MAX:
-                return self._cells[_ROOT._replace(kind=features.kind)]
-        found, cells = self._add(features), self._cells
+        found = self._add(features)
         like = cells.get(unhinted(features))
         if like is None or like == found:
             like = cells.get(coarse(features))
@@ -124,7 +138,9 @@ class HazardTables:
         return found
 
     def _ask(self, cell: int, features: Features) -> None:
-        """The cell's ranks are to be made anew: at once where an engine has told something, since few say much."""
+        """The cell's ranks are to be made anew; at once where an engine has told something, which otherwise comes too
+        late. That is once an epoch.
+        """
         self._epoch_of[cell] = self._epoch
         if features.chance or features.next_step:
             self._make([cell])
@@ -132,7 +148,14 @@ class HazardTables:
             self._asked.append(cell)
 
     def _add(self, features: Features) -> int:
-        found = self._cells[features] = len(self._cells)
+        if self._free:
+            found = self._free.pop()
+            self._features[found] = features
+        else:
+            found = len(self._features)
+            self._features.append(features)
+        self._cells[features] = found
+        self._used_in[found] = self._epoch
         self._paths[found] = [self._path(number, features) for number in range(len(self._orders))]
         self._hints[:, found] = min(features.chance, CHANCES), min(features.next_step, NEXT_STEPS - 1)
         return found
@@ -170,6 +193,10 @@ class HazardTables:
         self._late[cell, 1, at_bin] += 1.0
         self._is_late[cell] = 1
 
+    def in_use(self, cells: npt.NDArray[np.int32]) -> None:
+        """Chains are of `cells`. Those of which none is for long make room for others."""
+        self._used_in[cells] = self._epoch
+
     def want(self, cells: npt.NDArray[np.int32]) -> None:
         """Ranks of `cells` will be asked for."""
         np.frombuffer(self._is_wanted, np.uint8)[cells] = 1
@@ -194,8 +221,8 @@ class HazardTables:
             foretold = self._mixed[cells, bins] * either
             for number, word in enumerate(self._words):
                 other = 1 - number  # what that has said already is not to be said twice
-                told = foretold * self._words[other].factors()[hints[other], bins]
-                word.happened(hints[number], bins, told, returns)
+                by_other = foretold * self._words[other].factors()[hints[other], bins]
+                word.happened(hints[number], bins, by_other, returns)
         places = self._paths[cells].reshape(len(cells), -1) * (2 * BINS) + bins[:, None]
         counts = self._counts.reshape(-1)
         np.add.at(counts, places, (either * self._gain)[:, None])
@@ -209,10 +236,22 @@ class HazardTables:
         self.evidence *= factor**_EVIDENCE_DECAY
         for word in self._words:
             word.decay(factor)
+        if len(self._cells) > _CELLS_MAX // 2:
+            self._free_unused()
         self._gain /= factor
         if self._gain > _GAIN_MAX:  # once in many thousand requests
             self._counts[: len(self._nodes) + 1] /= self._gain
             self._gain = 1.0
+
+    def _free_unused(self) -> None:
+        taken = self._used_in[_KINDS : len(self._features)]
+        is_late, is_wanted = (np.frombuffer(flags, np.uint8)[_KINDS:] for flags in (self._is_late, self._is_wanted))
+        unused = (taken > 0) & (taken < self._epoch - _UNUSED_EPOCHS)
+        unused &= (is_late[: len(taken)] | is_wanted[: len(taken)]) == 0
+        for cell in (np.flatnonzero(unused)[:_FREED] + _KINDS).tolist():
+            del self._cells[self._features[cell]]
+            self._used_in[cell] = 0  # of nobody
+            self._free.append(cell)
 
     def make(self, most: int = _MADE) -> int:
         """Make the ranks of some cells anew, of so many at most; of how many."""

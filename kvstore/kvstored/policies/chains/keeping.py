@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstored.policies.chains.book import ChainBook
-from kvstored.policies.chains.candidates import due_rank
 from kvstored.residency import ResidencyView
 
 _LOOK_S = 1.0  # between two looks at all chains,
@@ -125,5 +124,5 @@ def worth_of(book: ChainBook, chain: int, row: int, now_s: float) -> float:
         age_s = np.array([now_s - chains.used_s[chain]])
         worth = float(book.tables.ranks(np.array([chains.cell[chain]]), age_s)[0])
     if chains.due_s[chain]:
-        worth = max(worth, due_rank(chains.due_s[chain] - now_s))
+        worth = max(worth, book.due_rank(chain, book.residency.rows.depth[row], now_s))
     return worth + book.shared_rate(row, now_s) if book.shared[row] else worth

@@ -120,6 +120,7 @@ class Learning:
         chains = self._chains
         live = first + np.flatnonzero(chains.flags(chains.live)[first:last])
         reached, cells = chains.ints(chains.bin), chains.ints(chains.cell)
+        self.tables.in_use(cells[live])
         self.tables.want(cells[live[chains.ints(chains.tail)[live] >= 0]])
         now_bins = passed_by(now_s - chains.floats(chains.used_s)[live])
         while True:

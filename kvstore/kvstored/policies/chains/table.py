@@ -32,6 +32,7 @@ class ChainTable:
         self.order = array("q")  # when it was last used, among all accesses
         self.used_s = array("d")
         self.due_s = array("d")  # when a queued request will use it; 0: none is queued
+        self.due_depth = array("i")  # how deep it will be used then
         self.pace = array("d")  # mean logarithm of the seconds between its turns, the last ones above all
         self.base = array("d")  # its rank when it was last looked at
         self.blocked = bytearray()
@@ -42,7 +43,7 @@ class ChainTable:
         self._free: list[int] = []
         self._columns = (
             self.tail, self.length, self.cell, self.bin, self.turn, self.tenant, self.new_blocks, self.tokens,
-            self.entry, self.order, self.used_s, self.due_s, self.pace, self.base,
+            self.entry, self.order, self.used_s, self.due_s, self.due_depth, self.pace, self.base,
         )  # fmt: skip
 
     def take(self) -> int:
