@@ -203,7 +203,7 @@ class HazardTables:
 
     def fold(self, most: int = _FOLDED) -> int:
         """Let some of what was seen count, of so many cells at most; of how many it was."""
-        is_late = np.frombuffer(self._is_late, np.uint8)
+        is_late = np.frombuffer(self._is_late, np.uint8, len(self._features))
         cells = np.flatnonzero(is_late)[: min(most, _FOLDED)]
         if not len(cells):
             return 0
@@ -245,9 +245,11 @@ class HazardTables:
 
     def _free_unused(self) -> None:
         taken = self._used_in[_KINDS : len(self._features)]
-        is_late, is_wanted = (np.frombuffer(flags, np.uint8)[_KINDS:] for flags in (self._is_late, self._is_wanted))
+        is_late, is_wanted = (
+            np.frombuffer(flags, np.uint8, len(self._features))[_KINDS:] for flags in (self._is_late, self._is_wanted)
+        )
         unused = (taken > 0) & (taken < self._epoch - _UNUSED_EPOCHS)
-        unused &= (is_late[: len(taken)] | is_wanted[: len(taken)]) == 0
+        unused &= (is_late | is_wanted) == 0
         for cell in (np.flatnonzero(unused)[:_FREED] + _KINDS).tolist():
             del self._cells[self._features[cell]]
             self._used_in[cell] = 0  # of nobody
@@ -256,7 +258,7 @@ class HazardTables:
     def make(self, most: int = _MADE) -> int:
         """Make the ranks of some cells anew, of so many at most; of how many."""
         most = min(most, _MADE)
-        is_wanted = np.frombuffer(self._is_wanted, np.uint8)
+        is_wanted = np.frombuffer(self._is_wanted, np.uint8, len(self._features))
         cells = self._asked[:most]
         del self._asked[:most]
         if not cells:
@@ -274,7 +276,7 @@ class HazardTables:
 
     @property
     def is_any_wanted(self) -> bool:
-        return bool(self._asked) or 1 in self._is_wanted
+        return bool(self._asked) or self._is_wanted.find(1, 0, len(self._features)) >= 0
 
     @property
     def are_many_asked(self) -> bool:
