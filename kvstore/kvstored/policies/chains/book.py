@@ -292,8 +292,10 @@ class ChainBook:
         beginning in common, does not say less than the chain's own.
         """
         chains = self.chains
-        depth = self.residency.rows.depth[row] if row >= 0 else chains.length[chain]
-        if depth >= chains.due_depth[chain] or not self.due_rank(chain, 0, now_s):
+        depths, tail = self.residency.rows.depth, chains.tail[chain]
+        depth = depths[row] if row >= 0 else chains.length[chain] - 1
+        is_whole = tail < 0 or depth + 1 >= depths[tail]
+        if is_whole or depth >= chains.due_depth[chain] or not self.due_rank(chain, 0, now_s):
             chains.due_s[chain], chains.due_depth[chain] = due_s, depth
 
     def due_rank(self, chain: int, depth: int, now_s: float) -> float:
@@ -302,7 +304,9 @@ class ChainBook:
         """
         chains = self.chains
         due_s = chains.due_s[chain]
-        if not due_s or depth > chains.due_depth[chain] + 1 or now_s >= due_s + _LATE_S:
+        if due_s and now_s >= due_s + _LATE_S:
+            due_s, chains.due_s[chain], chains.due_depth[chain] = 0.0, 0.0, -1
+        if not due_s or depth > chains.due_depth[chain] + 1:
             return 0.0
         return 1.0 / max(due_s - now_s, 1.0)
 
@@ -367,7 +371,6 @@ class ChainBook:
         chains.tail[slot], chains.length[slot], chains.cell[slot], chains.bin[slot] = tail, length, cell, 0
         chains.order[slot], chains.used_s[slot] = order, now_s
         chains.blocked[slot], chains.live[slot], chains.due_s[slot], chains.due_depth[slot] = 0, 1, 0.0, -1
-        chains.pace[slot] = 0.0
         chains.marks[slot] = 1
         chains.base[slot] = self.tables.rank_of_new(cell)
 
@@ -411,5 +414,6 @@ class ChainBook:
         )  # fmt: skip
         self._set(slot, features, row, depth + 1, order, used_s)
         chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot], chains.tokens[slot] = 1, tenant, 1, -1
+        chains.pace[slot] = 0.0
         self.owner[row] = slot
         return slot

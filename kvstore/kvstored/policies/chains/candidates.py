@@ -132,12 +132,14 @@ class Candidates:
         end = 3 if distance >= 4 else _END_OF_DISTANCE[max(0, distance)]  # far from the end, as nearly always
         return chains.base[chain] * book.end_reuse[end] * (1.0 + depth / _TWICE_DEPTH)
 
-    def look_at(self, chain: int, now_s: float) -> None:
-        """The chain's tail or rank is another one."""
+    def look_at(self, chain: int, now_s: float, looks: int = 1) -> None:
+        """The chain's tail or rank is another one. A put counts no `looks`: in how many parts it comes is chance, and
+        what is decided should not hang on it.
+        """
         book = self._book
         worth = self.worth(chain, now_s)
         self._numbers += 1
-        self._looks_left -= 1
+        self._looks_left -= looks
         book.chains.entry[chain] = self._numbers
         if worth <= self._ceiling:
             entry = (worth, book.chains.order[chain], chain, self._numbers)
@@ -196,13 +198,12 @@ class Candidates:
         cells = chains.ints(chains.cell)[slots]
         ages_s = now_s - chains.floats(chains.used_s)[slots]
         base = book.tables.ranks(cells, ages_s)
-        due_s = chains.floats(chains.due_s)[slots]
-        if due_s.any():
-            depths = book.residency.rows.depth
-            for at in np.flatnonzero(due_s).tolist():
-                base[at] = max(base[at], book.due_rank(int(slots[at]), depths[rows[at]], now_s))
         base[~chains.flags(chains.live)[slots]] = _LEFTOVER
         chains.floats(chains.base)[slots] = base
+        queued = np.flatnonzero(chains.floats(chains.due_s)[slots])
+        depths = book.residency.rows.depth
+        for at in queued.tolist():  # few
+            base[at] = max(base[at], book.due_rank(int(slots[at]), depths[rows[at]], now_s))
         depth = np.frombuffer(book.residency.rows.depth, np.int32)[rows]
         distance = chains.ints(chains.length)[slots] - depth
         distance -= 1

@@ -133,7 +133,7 @@ class ChainFollower(Lru):
                 missed -= len(self._fresh)
         if rows and missed == len(rows) and book.is_promised(chain := book.owner[rows[0]]):
             filled = book.filled(rows, chain)
-            self._look_at(chain)
+            self._look_at(chain, looks=0)
             rows, missed = rows[filled:], missed - filled
             if not rows:
                 return
@@ -305,10 +305,10 @@ class ChainFollower(Lru):
         chains.blocked[chain] = 0
         self._look_at(chain)
 
-    def _look_at(self, chain: int) -> None:
+    def _look_at(self, chain: int, looks: int = 1) -> None:
         """The chain's tail, or what it is worth, is another one."""
         self._next = self._named = -1
-        self._candidates[self._book.chains.tenant[chain]].look_at(chain, self._now_s)
+        self._candidates[self._book.chains.tenant[chain]].look_at(chain, self._now_s, looks)
 
     def _settle(self, count: int | None = None) -> None:
         """Give chains to rows that came without being used: all, or so many that came first."""
