@@ -264,6 +264,33 @@ def test_a_rank_goes_on_evenly_through_a_narrow_bin() -> None:
     assert between == pytest.approx(0.75 * begin + 0.25 * end)
 
 
+def test_what_another_chain_has_continued_waits_for_nobody() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    first = shelf.chain(1, 2, 3, 4)
+    chains, chain = policy._book.chains, policy._book.owner[first[-1]]
+    policy.awaited(first[-1], 5 * S)
+    shelf.now_ns = S
+    again = shelf.chain(1, 2, 3, 5, 6)  # the last block was partial
+    assert policy._book.owner[again[-1]] != chain == policy._book.owner[first[-1]]
+    assert (chains.live[chain], chains.due_s[chain]) == (0, 0.0)
+    assert policy.next_victim(2 * S) == first[-1]
+
+
+def test_parts_of_an_answer_do_not_change_the_pace() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    assert isinstance(policy, ChainHazard)
+    shelf.chain(1, 2, 3)
+    shelf.now_ns = 60 * S
+    row = shelf.chain(1, 2, 3, 4)[-1]
+    chain, pace = policy._book.owner[row], policy._book.chains.pace[policy._book.owner[row]]
+    policy.arriving(0, row, [key(5)], 61 * S)
+    assert policy._book.chains.length[chain] == 5
+    assert policy._book.chains.pace[chain] == pace == pytest.approx(math.log(60))
+
+
 def test_the_pace_of_a_session_is_the_mean_of_its_gaps() -> None:
     shelf = Shelf()
     policy = in_force(shelf)

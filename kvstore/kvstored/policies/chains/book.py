@@ -199,6 +199,7 @@ class ChainBook:
             if turn > 2:  # half of it is the last gap's
                 pace = 0.5 * (pace + chains.pace[prev])
             self.learning.returned(prev, chains.length[prev] - reach, gap_s)
+            chains.live[prev], chains.due_s[prev] = 0, 0.0  # what is left of it is another's, or waits for nobody
             if context is not None and chains.tokens[prev] >= 0:
                 text = max(0, context.input_tokens - chains.tokens[prev])
         elif known:
