@@ -16,13 +16,14 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
-from kvstored.policies import ChainHint, create
+from kvstored.policies import ChainHint
 from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
 from kvstored.verbs.get import MISSING_MAX, Get
 from kvstored.verbs.hints import DUE_MAX_MS, Hints
 from tests.reference.blocks import Shelf, key
+from tests.unit.test_policies_chain_hazard import in_force
 
 S = 1_000_000_000
 SESSION: Any = SimpleNamespace(
@@ -51,7 +52,7 @@ def chats_and_strays(ops: tuple[Op, ...], requests: int = 1200) -> Trace:
 
 
 def test_a_get_and_a_put_are_worth_what_a_whole_request_is() -> None:
-    """Over some capacities: at any one of them another order of events means some per cent of luck."""
+    """At any one capacity another order of events means some per cent of luck; over some of them it evens out."""
     hits = {"whole": 0, "apart": 0}
     for capacity in (60, 90, 120, 150):
         whole = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings(ChainHazard.name, capacity)).run()
@@ -59,9 +60,10 @@ def test_a_get_and_a_put_are_worth_what_a_whole_request_is() -> None:
         lru = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings("lru", capacity)).run()
         assert apart.evicted["bypassed"] > 100
         assert apart.hits.sum() > 1.1 * lru.hits.sum()
+        assert apart.hits.sum() > 0.93 * whole.hits.sum()
         hits["whole"] += int(whole.hits.sum())
         hits["apart"] += int(apart.hits.sum())
-    assert hits["apart"] > 0.95 * hits["whole"]
+    assert hits["apart"] > 0.97 * hits["whole"]
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "fifo", "arc", "s3-fifo"])
@@ -75,13 +77,6 @@ def test_what_was_declined_is_remembered_as_evicted() -> None:
     shelf.residency.pass_by(0, key(3), 5)
     absence = shelf.residency.why_missing(0, key(3))
     assert (absence.cause.name, absence.accesses) == ("EVICTED", 1)
-
-
-def in_force(shelf: Shelf) -> ChainHazard:
-    policy = create(ChainHazard.name, shelf.residency, 0)
-    assert isinstance(policy, ChainHazard)
-    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[misc]
-    return policy
 
 
 def test_a_block_that_nobody_announced_is_not_declined() -> None:

@@ -11,25 +11,14 @@ import numpy as np
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import Policy, RequestContext, ResidencyClass, Share, create
+from kvstored.policies import RequestContext, ResidencyClass, Share, create
 from kvstored.policies.chain_hazard import ChainHazard
-from kvstored.policies.chains import hazards, prior
+from kvstored.policies.chains import prior
 from kvstored.policies.chains.candidates import _DRAW_US
-from kvstored.policies.chains.features import Features, features_of, with_answer
+from kvstored.policies.chains.features import features_of, with_answer
 from kvstored.policies.chains.ghost import SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit
-from kvstored.policies.chains.gittins import (
-    BINS,
-    EDGES_S,
-    WIDTHS_S,
-    bins_of,
-    fading,
-    passed,
-    passed_by,
-    places_of,
-    ranks,
-)
+from kvstored.policies.chains.gittins import EDGES_S
 from kvstored.policies.chains.guard import LruGuard
-from kvstored.policies.chains.hazards import HazardTables, Ladder
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace, TraceBuilder
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
@@ -65,9 +54,10 @@ def replayed(trace: Trace, capacity: int, policy: str = NAME) -> tuple[Replay, l
     return replay, replay.run().hits.tolist()
 
 
-def in_force(shelf: Shelf) -> Policy:
+def in_force(shelf: Shelf) -> ChainHazard:
     policy = create(NAME, shelf.residency, 0)
-    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[attr-defined]
+    assert isinstance(policy, ChainHazard)
+    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[misc]
     return policy
 
 
@@ -107,7 +97,6 @@ def test_without_evidence_it_is_lru() -> None:
 def test_a_session_that_was_evicted_is_known_when_it_returns() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     rows = shelf.chain(0, 1, 2, 3)
     for row in reversed(rows):
         shelf.residency.remove(row, Cause.EVICTED, shelf.now_ns)
@@ -119,7 +108,6 @@ def test_a_session_that_was_evicted_is_known_when_it_returns() -> None:
 def test_branches_from_a_shared_prompt_continue_nobody() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     for number in range(10, 20):
         shelf.now_ns += S
         shelf.chain(0, 1, number, number + 100)
@@ -131,7 +119,6 @@ def test_branches_from_a_shared_prompt_continue_nobody() -> None:
 def test_a_branch_is_told_from_a_new_chain_and_from_a_continued_one() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
 
     def kind_after(*blocks: int) -> int:
         shelf.now_ns += S
@@ -149,7 +136,6 @@ def test_learning_does_not_wait_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("kvstored.policies.chains.upkeep._LATE", 4)
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     book = policy._book
     for number in range(200):
         shelf.now_ns += S
@@ -179,7 +165,6 @@ def test_draws_are_rare_and_follow_what_is_used() -> None:
 def test_the_answer_is_a_class_of_its_own_once_known() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     policy.expect(RequestContext(7, 2048, "chat", is_answered_later=True))
     shelf.chain(0, 1, 2)
     before = policy._book.features[0]
@@ -235,39 +220,9 @@ def test_classes_come_from_the_ranks() -> None:
 # The parts
 
 
-def test_a_rank_looks_at_the_best_horizon() -> None:
-    late = np.full((1, BINS), 1e-6)
-    late[0, 10] = 0.9  # returns after some 25 s, hardly before
-    soon = np.full((1, BINS), 1e-6)
-    soon[0, 0] = 0.01
-    found = ranks(np.concatenate([late, soon]))
-    assert found[0, 0] == pytest.approx(0.9 / EDGES_S[11], rel=0.2)
-    assert found[0, 10] > found[0, 0] > found[1, 0]
-    assert found[0, 11] < 1e-4, "the chance has passed"
-
-
-def test_bins_of_ages() -> None:
-    ages = np.array([0.0, 0.74, 0.75, 1e9])
-    assert bins_of(ages).tolist() == [0, 0, 1, BINS - 1]
-    ages = np.array([0.0, 0.74, 0.75, EDGES_S[-1] * 1.9, EDGES_S[-1] * 2.1, 1e9])
-    assert passed_by(ages).tolist() == [passed(age) for age in ages.tolist()] == [0, 0, 1, BINS - 1, BINS, BINS]
-
-
-def test_a_rank_goes_on_evenly_through_a_narrow_bin() -> None:
-    bins, share = places_of(np.array([0.0, EDGES_S[5] + 0.25 * WIDTHS_S[5], EDGES_S[20] + 0.9 * WIDTHS_S[20]]))
-    assert bins.tolist() == [0, 5, 20]
-    assert share.tolist() == pytest.approx([0.0, 0.25, 0.0])
-    tables = HazardTables([Ladder(())])
-    cell = np.array([tables.cell(cell_features(1))] * 3)
-    begin, between, end = tables.ranks(cell, np.array([EDGES_S[5], EDGES_S[5] + 0.25 * WIDTHS_S[5], EDGES_S[6]]))
-    assert begin != end
-    assert between == pytest.approx(0.75 * begin + 0.25 * end)
-
-
 def test_what_another_chain_has_continued_waits_for_nobody() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     first = shelf.chain(1, 2, 3, 4)
     chains, chain = policy._book.chains, policy._book.owner[first[-1]]
     policy.awaited(first[-1], 5 * S)
@@ -281,7 +236,6 @@ def test_what_another_chain_has_continued_waits_for_nobody() -> None:
 def test_parts_of_an_answer_do_not_change_the_pace() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     shelf.chain(1, 2, 3)
     shelf.now_ns = 60 * S
     row = shelf.chain(1, 2, 3, 4)[-1]
@@ -294,7 +248,6 @@ def test_parts_of_an_answer_do_not_change_the_pace() -> None:
 def test_the_pace_of_a_session_is_the_mean_of_its_gaps() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     blocks, pace = [1, 2, 3], 0.0
     for turn, gap_s in enumerate((0, 4, 4, 64)):
         shelf.now_ns += gap_s * S
@@ -313,14 +266,9 @@ def test_the_pace_of_a_session_is_the_mean_of_its_gaps() -> None:
     assert features.gap != features.pace, "one long pause does not make a slow session"
 
 
-def test_beyond_the_last_bin_a_rank_falls_with_age() -> None:
-    assert fading(np.array([0.0, 1.0, 2.0, 8.0]) * EDGES_S[-1]).tolist() == [1.0, 1.0, 0.5, 0.125]
-
-
 def test_a_chain_that_never_returned_counts_in_every_bin() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     for number in range(0, 120, 2):
         shelf.chain(number, number + 1)
     shelf.now_ns = round(EDGES_S[-1] * 3) * S
@@ -333,7 +281,6 @@ def test_a_chain_that_never_returned_counts_in_every_bin() -> None:
 def test_of_chains_worth_the_same_the_one_that_is_dearer_to_compute_stays() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     short = shelf.chain(*range(1, 50))
     shelf.now_ns += 1
     long = shelf.chain(*range(1000, 1200))
@@ -347,7 +294,6 @@ def test_of_chains_worth_the_same_the_one_that_is_dearer_to_compute_stays() -> N
 def test_what_others_gave_a_prefix_is_known_when_it_comes_back() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     for number in range(10, 20):
         rows = shelf.chain(1, 2, number)
         shelf.residency.remove(rows[2], Cause.EVICTED, shelf.now_ns)
@@ -368,69 +314,9 @@ def test_touches_of_what_has_left_are_bounded() -> None:
     assert key(4) not in ghost.touched and key(5) in ghost.touched
 
 
-def cell_features(turn: int) -> Features:
-    return features_of(
-        is_continued=True, new_blocks=1, length=5, turn=turn, gap_s=1.0, pace_s=1.0, text_tokens=None, type_number=0
-    )
-
-
-def test_the_ladder_that_foretells_better_is_believed() -> None:
-    tables = HazardTables([Ladder(("kind", "turn")), Ladder(("kind",))])
-    cells = [tables.cell(cell_features(turn)) for turn in (1, 9)]
-    for round_ in range(400):
-        for cell, comes_back in zip(cells, (True, False), strict=True):
-            if comes_back:
-                tables.returned(cell, 3)
-            else:
-                tables.passed(cell, 0, 12)
-        if round_ % 25 == 0:
-            while tables.fold():
-                pass
-            tables.renew(1.0)
-            tables.want(np.array(cells, dtype=np.int32))
-            while tables.make():
-                pass
-    fine, coarse = tables.weights()
-    assert fine > 0.9 > coarse
-    first, second = tables.ranks(np.array(cells), np.zeros(2))
-    assert first > 10 * second
-
-
-def test_cells_that_no_chain_is_of_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hazards, "_CELLS_MAX", 64)
-    monkeypatch.setattr(hazards, "_COARSE_MAX", 16)
-    tables = HazardTables([Ladder(("kind", "length", "turn"))])
-
-    def many(first: int, **told: int) -> list[int]:
-        return [
-            tables.cell(cell_features(1)._replace(length=length, turn=turn, **told))
-            for length in range(first, first + 8)
-            for turn in range(1, 10)
-        ]
-
-    kept = tables.cell(cell_features(9))
-    cells = many(0)
-    assert len(set(cells)) < len(cells), "more than there are"
-    coarse = tables.cell(cell_features(9)._replace(length=70, pace=3, chance=5))
-    assert tables.cell(cell_features(9)._replace(length=70, pace=0)) == coarse, "a hint and the pace go first"
-    assert max(many(20, chance=2)) < 64
-    for _ in range(6):
-        tables.in_use(np.array([kept], dtype=np.int32))
-        while tables.fold():
-            pass
-        tables.renew(1.0)
-        while tables.make():
-            pass
-    again = many(40)
-    assert len(set(again[:40])) == 40, "room for new ones"
-    assert tables.cell(cell_features(9)) == kept, "a chain is of it"
-    assert kept not in again
-
-
 def test_a_request_that_can_bear_it_looks_at_all_chains_anew() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     for number in range(0, 20, 2):
         shelf.chain(number, number + 1)
     candidates = policy._candidates[0]
@@ -519,7 +405,6 @@ def test_blocks_that_wait_for_their_use_cost_no_request_a_look_at_all_of_them() 
     """As those that a prefetch has brought, of which there may be many before the tier is full."""
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     for number in range(2000):
         shelf.store(number)
     assert len(policy._fresh) < 600
@@ -530,7 +415,6 @@ def test_a_block_that_went_before_its_use_is_forgotten() -> None:
     """Its row is another block's next."""
     shelf = Shelf()
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     for row in reversed(shelf.chain(1, 2)):
         shelf.residency.remove(row, Cause.EVICTED, S)
     row = shelf.store(1)  # the ghost knows whose it was
@@ -543,7 +427,6 @@ def test_a_block_that_went_before_its_use_is_forgotten() -> None:
 def test_a_chain_s_number_that_becomes_another_tenant_s_names_none_of_its_blocks_to_the_first() -> None:
     shelf = Shelf(tenants=2)
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     book = policy._book
     rows = shelf.chain(1, 2)
     chain = book.owner[rows[0]]
@@ -562,7 +445,6 @@ def test_a_chain_s_number_that_becomes_another_tenant_s_names_none_of_its_blocks
 def test_who_goes_first_of_one_tenant_stays_when_another_is_asked() -> None:
     shelf = Shelf(tenants=2)
     policy = in_force(shelf)
-    assert isinstance(policy, ChainHazard)
     shelf.chain(1, 2)
     theirs = shelf.chain(11, 12, tenant=1)
     entry, chain = policy._book.chains.entry, policy._book.owner[theirs[-1]]

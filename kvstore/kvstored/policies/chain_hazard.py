@@ -161,9 +161,7 @@ class ChainHazard(ChainFollower):
 
     def _rank_of(self, chains: npt.NDArray[np.int64], now_ns: int) -> npt.NDArray[np.float64]:
         table = self._book.chains
-        ages = now_ns * NS - table.floats(table.used_s)[chains]
-        rank = self._book.tables.ranks(table.ints(table.cell)[chains].astype(np.int64), ages)
-        return rank * table.flags(table.live)[chains]
+        return self._book.ranks(chains, now_ns * NS) * table.flags(table.live)[chains]
 
     def _class_masks(self, now_ns: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         hot, warm = super()._class_masks(now_ns)

@@ -21,6 +21,7 @@ from kvstored.policies.base import ChainHint, RequestContext
 from kvstored.policies.chains.collector import Collector
 from kvstored.policies.chains.features import Features, features_of, grown, with_answer, with_hint
 from kvstored.policies.chains.ghost import FAN_BITS, FAN_MAX, ChainGhost, ghost_limit
+from kvstored.policies.chains.gittins import Floats, Ints
 from kvstored.policies.chains.hazards import Ladder
 from kvstored.policies.chains.learning import Learning
 from kvstored.policies.chains.path import Path, next_above, path_of
@@ -285,8 +286,12 @@ class ChainBook:
         self.features[chain] = features
         chains.cell[chain] = self.tables.cell(features)  # its rank follows with the next draw,
         if hint is not None and chains.live[chain]:  # but an engine's word counts at once
-            age_s = np.array([now_s - chains.used_s[chain]])
-            chains.base[chain] = self.tables.ranks(np.array([chains.cell[chain]]), age_s)[0]
+            chains.base[chain] = self.ranks(np.array([chain]), now_s)[0]
+
+    def ranks(self, chains: Ints, now_s: float) -> Floats:
+        """Of each, as its return is awaited: for chains that are not live it means nothing."""
+        table = self.chains
+        return self.tables.ranks(table.ints(table.cell)[chains], now_s - table.floats(table.used_s)[chains])
 
     def due(self, chain: int, row: int, due_s: float, now_s: float) -> None:
         """A queued request will use the chain down to `row` (-1: to its end). Another session's, which has only the
@@ -306,7 +311,7 @@ class ChainBook:
         chains = self.chains
         due_s = chains.due_s[chain]
         if due_s and now_s >= due_s + _LATE_S:
-            due_s, chains.due_s[chain], chains.due_depth[chain] = 0.0, 0.0, -1
+            due_s = chains.due_s[chain] = 0.0
         if not due_s or depth > chains.due_depth[chain] + 1:
             return 0.0
         return 1.0 / max(due_s - now_s, 1.0)
@@ -371,7 +376,7 @@ class ChainBook:
         self.features[slot] = features
         chains.tail[slot], chains.length[slot], chains.cell[slot], chains.bin[slot] = tail, length, cell, 0
         chains.order[slot], chains.used_s[slot] = order, now_s
-        chains.blocked[slot], chains.live[slot], chains.due_s[slot], chains.due_depth[slot] = 0, 1, 0.0, -1
+        chains.blocked[slot], chains.live[slot], chains.due_s[slot] = 0, 1, 0.0
         chains.marks[slot] = 1
         chains.base[slot] = self.tables.rank_of_new(cell)
 

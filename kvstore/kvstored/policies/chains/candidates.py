@@ -195,16 +195,12 @@ class Candidates:
         """Of the chains `slots`, whose tails are `rows`; their ranks are up to date afterwards."""
         book = self._book
         chains = book.chains
-        cells = chains.ints(chains.cell)[slots]
-        ages_s = now_s - chains.floats(chains.used_s)[slots]
-        base = book.tables.ranks(cells, ages_s)
+        base = book.ranks(slots, now_s)
         base[~chains.flags(chains.live)[slots]] = _LEFTOVER
         chains.floats(chains.base)[slots] = base
-        queued = np.flatnonzero(chains.floats(chains.due_s)[slots])
-        depths = book.residency.rows.depth
-        for at in queued.tolist():  # few
-            base[at] = max(base[at], book.due_rank(int(slots[at]), depths[rows[at]], now_s))
         depth = np.frombuffer(book.residency.rows.depth, np.int32)[rows]
+        for at in np.flatnonzero(chains.floats(chains.due_s)[slots]).tolist():  # few
+            base[at] = max(base[at], book.due_rank(int(slots[at]), int(depth[at]), now_s))
         distance = chains.ints(chains.length)[slots] - depth
         distance -= 1
         np.maximum(distance, 0, out=distance)

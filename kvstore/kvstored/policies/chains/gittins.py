@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 BINS = 24
 _FIRST_S, _RATIO = 0.75, 1.42
@@ -28,12 +29,12 @@ _SHARE_A_S: Floats = np.where(np.arange(BINS) < _NARROW, 1.0 / WIDTHS_S, 0.0)
 _ENDS_S: list[float] = [*_INNER_EDGES.tolist(), float(EDGES_S[-1] + WIDTHS_S[-1])]
 
 
-def bins_of(ages_s: Floats) -> npt.NDArray[np.int64]:
+def bins_of(ages_s: Floats) -> Ints:
     """The bin of each age; ages beyond the last bin are in it."""
     return np.searchsorted(_INNER_EDGES, ages_s, side="right")
 
 
-def places_of(ages_s: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+def places_of(ages_s: Floats) -> tuple[Ints, Floats]:
     """The bin of each age, and how far through it: between the ranks at two ends the truth goes on about evenly. Only
     where bins are some seconds wide, as the pauses of agents are; the ranks of longer ones are not known so well.
     """
@@ -42,7 +43,7 @@ def places_of(ages_s: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
     return bins, share
 
 
-def passed_by(ages_s: Floats) -> npt.NDArray[np.int64]:
+def passed_by(ages_s: Floats) -> Ints:
     """How many bins each age is past; the last one ends, too, when it has lasted as long as all those before."""
     return np.searchsorted(_ENDS_S, ages_s, side="right")
 

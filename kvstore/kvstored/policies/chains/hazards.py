@@ -6,8 +6,7 @@ own counts shrunk towards the step above: rare classes borrow from common ones. 
 changes is followed: what comes counts ever more, which spares a pass over what has come.
 
 What is seen is gathered by cell and bin first; `fold` puts a slice of it into the counts, `make` makes the ranks of
-some cells anew. Until then a cell that is new has those of a coarser one, unless an
-engine has told something of it.
+some cells anew. Until then a cell that is new has those of a coarser one, unless an engine has told something of it.
 
 Owns cells (distinct features), their counts and ranks. Never knows rows or time. Bounded: of `_CELLS_MAX` cells those
 that no chain is of any more are given to others; while all are taken, new ones are told apart by their coarse features
@@ -23,11 +22,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.policies.chains.features import AWAITED, CHANCES, NEXT_STEPS, Features
-from kvstored.policies.chains.gittins import BINS, EDGES_S, WIDTHS_S, Floats, fading, places_of, ranks
+from kvstored.policies.chains.features import AWAITED, Features
+from kvstored.policies.chains.gittins import BINS, EDGES_S, WIDTHS_S, Floats, Ints, fading, places_of, ranks
 from kvstored.policies.chains.hinting import CHANCE_MEANS, NEXT_STEP_MEANS, Word
 
-Ints = npt.NDArray[np.int64]
 _CELLS_MAX = 16384
 _STEPS_MAX = 6  # of a ladder: the root and five features
 _SHRINK_FIRST, _SHRINK = 15.0, 30.0  # how many exposures of its own a step needs to weigh as much as the one above
@@ -76,13 +74,10 @@ class HazardTables:
         self._asked: list[int] = []  # cells in use that are of an epoch before, or stand in for coarser ones
         self._is_late = bytearray(_CELLS_MAX)  # cells of which something was seen
         self._late: Floats = np.zeros((_CELLS_MAX, 2, BINS))  # got through, returned
-        # Memory that no cell has touched costs nothing.
-        self._paths: Ints = np.zeros(
-            (_CELLS_MAX, len(ladders), _STEPS_MAX), dtype=np.int64
-        )  # by cell, as the following
-        self._told: Floats = np.zeros(
-            (_CELLS_MAX, len(ladders), BINS)
-        )  # each ladder's hazards, as of the same time as the ranks
+        # By cell, the nodes of each ladder and its hazards as of the same time as the ranks. What no cell has touched
+        # costs no memory.
+        self._paths: Ints = np.zeros((_CELLS_MAX, len(ladders), _STEPS_MAX), dtype=np.int64)
+        self._told: Floats = np.zeros((_CELLS_MAX, len(ladders), BINS))
         self._mixed: Floats = np.zeros((_CELLS_MAX, BINS))  # of all ladders, before what a hint adds
         self._ranks: Floats = np.zeros((_CELLS_MAX, BINS))
         self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step, as told
@@ -157,7 +152,7 @@ class HazardTables:
         self._cells[features] = found
         self._used_in[found] = self._epoch
         self._paths[found] = [self._path(number, features) for number in range(len(self._orders))]
-        self._hints[:, found] = min(features.chance, CHANCES), min(features.next_step, NEXT_STEPS - 1)
+        self._hints[:, found] = features.chance, features.next_step
         return found
 
     def _path(self, number: int, features: Features) -> list[int]:

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstored.policies.chains.features import CHANCES, NEXT_STEPS
-from kvstored.policies.chains.gittins import BINS, Floats
+from kvstored.policies.chains.gittins import BINS, Floats, Ints
 
-Ints = npt.NDArray[np.int64]
 _WEIGHT = 20.0  # returns that it takes for what was seen to count as much as the meaning,
 _BIN_WEIGHT = 10.0  # and in one age bin, as much as in all of them
 _STEP, _MOST = 0.5, 2.2  # a fifth more of a chance makes returns so many times e as frequent; more than that is learnt

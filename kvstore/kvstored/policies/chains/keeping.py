@@ -93,12 +93,10 @@ class Keeping:
         book, chains = self._book, self._book.chains
         slots = np.flatnonzero(chains.ints(chains.tail) >= 0)
         self._look_s = now_s + min(max(_LOOK_S, len(slots) / _CHAINS_A_SECOND), _LOOK_MAX_S)
-        cells = chains.ints(chains.cell)[slots].astype(np.int64)
-        ages_s = now_s - chains.floats(chains.used_s)[slots]
-        ranks = book.tables.ranks(cells, ages_s)
+        ranks = book.ranks(slots, now_s)
         ranks *= chains.flags(chains.live)[slots]
         poor = np.flatnonzero(ranks < self._least)
-        slots, cells, ranks = slots[poor], cells[poor], ranks[poor]
+        slots, ranks = slots[poor], ranks[poor]
         touched = np.frombuffer(book.shared, np.float64)[chains.ints(chains.tail)[slots]] > 0
         exempt = touched | (chains.floats(chains.due_s)[slots] > 0)
         for at in np.flatnonzero(exempt).tolist():  # few
@@ -110,8 +108,8 @@ class Keeping:
         self._is_cut = len(poor) > _LISTED
         if self._is_cut:
             poor = poor[np.argpartition(ranks[poor], _LISTED)[:_LISTED]]
-        slots, cells, ranks = slots[poor], cells[poor], ranks[poor]
-        orders = chains.longs(chains.order)[slots]
+        slots, ranks = slots[poor], ranks[poor]
+        cells, orders = chains.ints(chains.cell)[slots], chains.longs(chains.order)[slots]
         last_first = np.lexsort((orders, ranks))[::-1]
         self._poor = list(map(_Poor, *(column[last_first].tolist() for column in (slots, orders, cells, ranks))))
 
@@ -121,8 +119,7 @@ def worth_of(book: ChainBook, chain: int, row: int, now_s: float) -> float:
     chains = book.chains
     worth = 0.0
     if chains.live[chain]:
-        age_s = np.array([now_s - chains.used_s[chain]])
-        worth = float(book.tables.ranks(np.array([chains.cell[chain]]), age_s)[0])
+        worth = float(book.ranks(np.array([chain]), now_s)[0])
     if chains.due_s[chain]:
         worth = max(worth, book.due_rank(chain, book.residency.rows.depth[row], now_s))
     return worth + book.shared_rate(row, now_s) if book.shared[row] else worth

@@ -32,7 +32,7 @@ class ChainTable:
         self.order = array("q")  # when it was last used, among all accesses
         self.used_s = array("d")
         self.due_s = array("d")  # when a queued request will use it; 0: none is queued
-        self.due_depth = array("i")  # how deep it will be used then
+        self.due_depth = array("i")  # how deep it will be used then, while one is
         self.pace = array("d")  # mean logarithm of the seconds between its turns, the last ones above all
         self.base = array("d")  # its rank when it was last looked at
         self.blocked = bytearray()

@@ -1,0 +1,113 @@
+"""The hazard tables of chain-hazard by themselves: age bins, ranks made of chances, classes and who is believed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstored.policies.chains import hazards
+from kvstored.policies.chains.features import Features, features_of
+from kvstored.policies.chains.gittins import (
+    BINS,
+    EDGES_S,
+    WIDTHS_S,
+    bins_of,
+    fading,
+    passed,
+    passed_by,
+    places_of,
+    ranks,
+)
+from kvstored.policies.chains.hazards import HazardTables, Ladder
+
+
+def cell_features(turn: int) -> Features:
+    return features_of(
+        is_continued=True, new_blocks=1, length=5, turn=turn, gap_s=1.0, pace_s=1.0, text_tokens=None, type_number=0
+    )
+
+
+def test_a_rank_looks_at_the_best_horizon() -> None:
+    late = np.full((1, BINS), 1e-6)
+    late[0, 10] = 0.9  # returns after some 25 s, hardly before
+    soon = np.full((1, BINS), 1e-6)
+    soon[0, 0] = 0.01
+    found = ranks(np.concatenate([late, soon]))
+    assert found[0, 0] == pytest.approx(0.9 / EDGES_S[11], rel=0.2)
+    assert found[0, 10] > found[0, 0] > found[1, 0]
+    assert found[0, 11] < 1e-4, "the chance has passed"
+
+
+def test_bins_of_ages() -> None:
+    ages = np.array([0.0, 0.74, 0.75, 1e9])
+    assert bins_of(ages).tolist() == [0, 0, 1, BINS - 1]
+    ages = np.array([0.0, 0.74, 0.75, EDGES_S[-1] * 1.9, EDGES_S[-1] * 2.1, 1e9])
+    assert passed_by(ages).tolist() == [passed(age) for age in ages.tolist()] == [0, 0, 1, BINS - 1, BINS, BINS]
+
+
+def test_a_rank_goes_on_evenly_through_a_narrow_bin() -> None:
+    bins, share = places_of(np.array([0.0, EDGES_S[5] + 0.25 * WIDTHS_S[5], EDGES_S[20] + 0.9 * WIDTHS_S[20]]))
+    assert bins.tolist() == [0, 5, 20]
+    assert share.tolist() == pytest.approx([0.0, 0.25, 0.0])
+    tables = HazardTables([Ladder(())])
+    cell = np.array([tables.cell(cell_features(1))] * 3)
+    begin, between, end = tables.ranks(cell, np.array([EDGES_S[5], EDGES_S[5] + 0.25 * WIDTHS_S[5], EDGES_S[6]]))
+    assert begin != end
+    assert between == pytest.approx(0.75 * begin + 0.25 * end)
+
+
+def test_beyond_the_last_bin_a_rank_falls_with_age() -> None:
+    assert fading(np.array([0.0, 1.0, 2.0, 8.0]) * EDGES_S[-1]).tolist() == [1.0, 1.0, 0.5, 0.125]
+
+
+def test_the_ladder_that_foretells_better_is_believed() -> None:
+    tables = HazardTables([Ladder(("kind", "turn")), Ladder(("kind",))])
+    cells = [tables.cell(cell_features(turn)) for turn in (1, 9)]
+    for round_ in range(400):
+        for cell, comes_back in zip(cells, (True, False), strict=True):
+            if comes_back:
+                tables.returned(cell, 3)
+            else:
+                tables.passed(cell, 0, 12)
+        if round_ % 25 == 0:
+            while tables.fold():
+                pass
+            tables.renew(1.0)
+            tables.want(np.array(cells, dtype=np.int32))
+            while tables.make():
+                pass
+    fine, coarse = tables.weights()
+    assert fine > 0.9 > coarse
+    first, second = tables.ranks(np.array(cells), np.zeros(2))
+    assert first > 10 * second
+
+
+def test_cells_that_no_chain_is_of_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hazards, "_CELLS_MAX", 64)
+    monkeypatch.setattr(hazards, "_COARSE_MAX", 16)
+    tables = HazardTables([Ladder(("kind", "length", "turn"))])
+
+    def many(first: int, **told: int) -> list[int]:
+        return [
+            tables.cell(cell_features(1)._replace(length=length, turn=turn, **told))
+            for length in range(first, first + 8)
+            for turn in range(1, 10)
+        ]
+
+    kept = tables.cell(cell_features(9))
+    cells = many(0)
+    assert len(set(cells)) < len(cells), "more than there are"
+    coarse = tables.cell(cell_features(9)._replace(length=70, pace=3, chance=5))
+    assert tables.cell(cell_features(9)._replace(length=70, pace=0)) == coarse, "a hint and the pace go first"
+    assert max(many(20, chance=2)) < 64
+    for _ in range(6):
+        tables.in_use(np.array([kept], dtype=np.int32))
+        while tables.fold():
+            pass
+        tables.renew(1.0)
+        while tables.make():
+            pass
+    again = many(40)
+    assert len(set(again[:40])) == 40, "room for new ones"
+    assert tables.cell(cell_features(9)) == kept, "a chain is of it"
+    assert kept not in again
