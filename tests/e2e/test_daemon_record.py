@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.cli import main
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
@@ -40,6 +41,8 @@ def serve_some(daemon: RunningDaemon) -> None:
                     pass
                 session.put(tokens, payloads=payloads_of(number, blocks, MODEL))
         session.lookup(tokens_of(3, 5))
+        session.hint(tokens_of(1, 9), answer_tokens=40, will_continue=0.25)
+        session.hint(tokens_of(2, 9), next_step="tool_call", due_in_s=1.5)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +55,26 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_holds_what_was_asked_for_and_stored(recording: Path) -> None:
     header, *lines = recorded(recording)
-    assert header == {"format": "kvstored", "version": 1}
+    assert header == {"format": "kvstored", "version": 2}
     assert Counter(line["op"] for line in lines)["put"] == 6
     assert all(isinstance(line["t"], float) and line["t"] >= 0 for line in lines)
     assert recording.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_hint_is_written_as_it_was_given(recording: Path) -> None:
+    hints = [line for line in recorded(recording) if line.get("op") == "hint"]
+    told = [{name: line[name] for name in ("f", "w", "s", "a", "d") if name in line} for line in hints]
+    assert told == [{"f": 9, "w": 0.25, "a": 40}, {"f": 9, "s": NextStep.NEXT_STEP_TOOL_CALL, "d": 1500}]
+    assert all("k" not in line for line in hints), "their chains were written before"
+    trace = read_trace(recording, "kvstored", ReadOptions(), lambda done, total: None)
+    chains = [trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist() for at in range(trace.requests)]
+    ends = [
+        max((chain for chain in chains if chain[0] == first), key=len)[-1] for first in (chains[0][0], chains[2][0])
+    ]
+    assert [each[3:] for each in trace.told] == [
+        (ends[0], 0.25, 0, 40, None),
+        (ends[1], None, NextStep.NEXT_STEP_TOOL_CALL, 0, 1_500_000_000),
+    ]
 
 
 def test_a_chain_that_was_written_is_not_written_again(recording: Path) -> None:
@@ -65,7 +84,7 @@ def test_a_chain_that_was_written_is_not_written_again(recording: Path) -> None:
 
 def test_token_ids_are_nowhere(recording: Path) -> None:
     text = gzip.decompress(recording.read_bytes()).decode()
-    keys = {"t", "op", "n", "c", "b", "f", "i", "p", "k", "format", "version"}
+    keys = {"t", "op", "n", "c", "b", "f", "i", "p", "k", "w", "s", "a", "d", "format", "version"}
     assert {key for line in text.splitlines() for key in json.loads(line)} <= keys
     tokens = tokens_of(1, 1)
     assert bytes(int(token) & 0xFF for token in tokens).hex() not in text

@@ -54,7 +54,7 @@ class Lived:
 
 
 def live(daemon: ClockedDaemon, requests: Sequence[Sequence[int]]) -> Lived:
-    """An engine's requests: get what is there, put what is not."""
+    """An engine's requests: get what is there, put what is not, tell how long the answer was."""
     chance = random.Random(5)
     held: list[int] = []
     with daemon.connect() as session:
@@ -68,6 +68,10 @@ def live(daemon: ClockedDaemon, requests: Sequence[Sequence[int]]) -> Lived:
                 payloads = [payloads_of(block, 1, MODEL)[0] for block in chain]
                 session.put(tokens, payloads=payloads, wait="settled")
                 daemon.settle()
+            daemon.clock.advance(ns=1000 * chance.randrange(1, 10**6))
+            if chance.random() < 0.7:  # an engine tells of some of its answers, and of what it thinks will follow
+                goes_on = chance.choice((None, 0.2, 0.9))
+                session.hint(tokens, answer_tokens=chance.randrange(1, 900), will_continue=goes_on)
             now = daemon.ask(lambda store: [store.residency.tier_blocks(tier) for tier in range(len(store.tiers))])
             held = [max(pair) for pair in zip(held or now, now, strict=True)]
     return Lived(daemon.ask(lambda store: store.counters.snapshot()), held)

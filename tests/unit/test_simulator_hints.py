@@ -1,4 +1,4 @@
-"""Hints made up from a trace: of the quality they claim, and worth something to the policy that takes them."""
+"""Hints, made up from a trace (of the quality they claim, and worth something) or recorded with it (told again)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import numpy.typing as npt
 import pytest
 
 from kvstore_proto.v1.kvstore_pb2 import NextStep
-from kvstored.simulator.hints import NO_HINTS, Hints, parse_hints, told
+from kvstored.policies import ChainHint
+from kvstored.simulator.hints import NO_HINTS, Hints, made_up, parse_hints
 from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Trace
+from kvstored.simulator.trace import Op, Told, Trace, TraceBuilder
 from tests.unit.test_policies_chain_hazard import mixed_trace
 
 
@@ -26,7 +27,7 @@ def test_a_wrong_one_is_named(text: str) -> None:
 
 
 def chances(trace: Trace, hints: Hints) -> npt.NDArray[np.float64]:
-    return np.array([each.will_continue for each in told(trace, hints) if each is not None], dtype=np.float64)
+    return np.array([each.will_continue for each in made_up(trace, hints) if each is not None], dtype=np.float64)
 
 
 def test_chances_are_as_good_as_they_say() -> None:
@@ -43,9 +44,9 @@ def test_chances_are_as_good_as_they_say() -> None:
 
 def test_a_tool_call_is_told_beside() -> None:
     trace = mixed_trace(2000)
-    both, alone = Hints(0.8, tool_call_auc=0.8), told(trace, Hints(tool_call_auc=0.999))
+    both, alone = Hints(0.8, tool_call_auc=0.8), made_up(trace, Hints(tool_call_auc=0.999))
     assert (chances(trace, both) == chances(trace, Hints(0.8))).all(), "the other hint is the same with and without"
-    assert len({each.next_step for each in told(trace, both) if each is not None}) == 3
+    assert len({each.next_step for each in made_up(trace, both) if each is not None}) == 3
     assert all(each is not None and each.will_continue is None for each in alone)
     ends_ns = np.full(trace.distinct_blocks, -1)
     is_soon = np.zeros(trace.requests, dtype=bool)
@@ -60,7 +61,7 @@ def test_a_tool_call_is_told_beside() -> None:
 
 
 def test_without_hints_there_are_none() -> None:
-    assert not any(told(mixed_trace(50), NO_HINTS))
+    assert not any(made_up(mixed_trace(50), NO_HINTS))
 
 
 def test_a_queue_brings_hits() -> None:
@@ -70,3 +71,50 @@ def test_a_queue_brings_hits() -> None:
         for each in (NO_HINTS, Hints(None, 10.0))
     )
     assert hinted > 1.1 * plain
+
+
+def recorded() -> Trace:
+    """Two tenants' chains at seconds 1, 2 and 4; the hint that claims second 9 comes before the last request."""
+    builder = TraceBuilder("t", "kvstored", 64)
+    builder.add(1_000_000_000, ["a", "b"], op=Op.GET)
+    builder.add(1_000_000_000, ["a", "b"], op=Op.PUT)
+    builder.tell(Told(2, 1_500_000_000, 0, -1, answer_tokens=70), "b")
+    builder.tell(Told(2, 1_500_000_000, 0, -1, will_continue=0.1, due_in_ns=250), "a")
+    builder.add(2_000_000_000, ["c"], tenant=1, op=Op.GET)
+    builder.tell(Told(3, 9_000_000_000, 1, -1, next_step=2), "c")
+    builder.add(4_000_000_000, ["a", "b"])
+    return builder.build()
+
+
+def test_what_was_recorded_is_told_again_in_its_place() -> None:
+    trace = recorded()
+    replay = Replay(trace, ReplaySettings("lru", 10))
+    told: list[object] = []
+    replay.policy.told = lambda tenant, row, key, hint, now_ns: told.append(  # type: ignore[method-assign]
+        (tenant, row >= 0, key, hint, now_ns / 1e9, replay.clock.monotonic_ns() / 1e9)
+    )
+    result = replay.run()
+    keys = [trace.key(block) for block in range(3)]
+    assert told == [
+        (0, True, keys[1], ChainHint(answer_tokens=70), 0.5, 0.5),
+        (0, True, keys[0], ChainHint(will_continue=0.1, due_ns=500_000_250), 0.5, 0.5),
+        (1, False, keys[2], ChainHint(next_step=2), 3.0, 3.0),
+    ]
+    assert result.hits.tolist() == [0, 0, 0, 2]
+    assert result.held_block_s.tolist() == [0.0, 0.0, 2.0, 4.0], "seconds before a hint count as well"
+
+
+def test_a_recorded_answer_reaches_the_policys_classes() -> None:
+    """The chain's class follows the answer that was told, and the replay with it."""
+    classes = []
+    for tokens in (10, 900):
+        builder = TraceBuilder("t", "kvstored", 64)
+        builder.add(0, ["a", "b", "c"], input_tokens=192, op=Op.GET)
+        builder.add(0, ["a", "b", "c"], op=Op.PUT)
+        builder.tell(Told(2, 10**9, 0, -1, answer_tokens=tokens), "c")
+        builder.add(2 * 10**9, ["x"], op=Op.GET)
+        replay = Replay(builder.build(), ReplaySettings("chain-hazard", 8))
+        replay.run()
+        book = replay.policy._book  # type: ignore[attr-defined]
+        classes.append([each.answer for each in book.features])
+    assert classes == [[1, -1], [5, -1]]

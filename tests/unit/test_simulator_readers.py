@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.trace import Trace, TraceBuilder, TraceError
+from kvstored.simulator.retelling import told_before
+from kvstored.simulator.trace import Told, Trace, TraceBuilder, TraceError
 from tests.reference.traces import sessions, trace_of, write_claude_code, write_mooncake
 
 
@@ -25,6 +26,12 @@ def lines(path: Path, *rows: object) -> Path:
 
 def mooncake_line(**different: object) -> str:
     return json.dumps({"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1], **different}) + "\n"
+
+
+def recorded_line(**different: object) -> str:
+    header = {"format": "kvstored", "version": 2}
+    row = {"t": 1, "op": "get", "n": 0, "c": 1, "b": 64, "f": 0, "k": "a" * 16, **different}
+    return json.dumps(header) + "\n" + json.dumps(row) + "\n"
 
 
 def test_mooncake_requests_are_read_in_order_of_time(tmp_path: Path) -> None:
@@ -130,6 +137,10 @@ def test_a_part_is_a_trace_of_its_own() -> None:
             '{"format": "kvstored", "version": 1}\n{"t": 1, "op": "get", "n": 0, "c": 1, "b": 1, "f": 0, "k": "abc"}\n',
             "line 2: keys are 16 digits",
         ),
+        ("kvstored", recorded_line(op="hint", w=1.5), "line 2: w, the chance that a chain goes on, is 1.5"),
+        ("kvstored", recorded_line(op="hint", a=-1), "line 2: s, a or d of a hint is below 0"),
+        ("kvstored", recorded_line(op="hint", d="soon"), "line 2: not a recorded request"),
+        ("kvstored", '{"format": "kvstored", "version": 3}\n', "version 1 or 2"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, format_name: str, text: str, message: str) -> None:
@@ -180,6 +191,40 @@ def test_a_recorded_key_stands_for_its_chain_and_a_second_look_is_no_second_requ
     assert trace.blocks.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1], "another tenant's blocks are others"
     assert trace.ops.tolist() == [0, 2, 0, 0, 0, 0]
     assert trace.times_ns.tolist() == [tenths * 100_000_000 for tenths in (0, 2, 3, 4, 5, 7)]
+
+
+def test_a_recorded_hint_keeps_its_place_between_the_requests(tmp_path: Path) -> None:
+    a, b, c = "a" * 16, "b" * 16, "c" * 16
+    facts = {"n": 0, "c": 1, "b": 64, "f": 0}
+    path = lines(
+        tmp_path / "t",
+        {"format": "kvstored", "version": 2},
+        {"t": 0.0, "op": "get", "k": a + b, **facts},
+        {"t": 0.1, "op": "hint", "p": b, "a": 17, **facts},
+        {"t": 0.2, "op": "hint", "k": c, "w": 0.5, **facts},
+        {"t": 0.3, "op": "get", "k": c, **facts},
+        {"t": 0.3, "op": "hint", "p": c, "w": 0.0, "s": 2, "d": 5, **facts},
+    )
+    trace = read(path, "kvstored")
+    told = (
+        Told(1, 100_000_000, 0, 1, answer_tokens=17),
+        Told(2, 300_000_000, 0, 2, will_continue=0.0, next_step=2, due_in_ns=5_000_000),
+    )
+    assert trace.told == told, "of a chain that nobody has asked for yet nothing is told"
+    assert trace.requests == 2 and trace.distinct_blocks == 3
+    assert [list(told_before(trace, at)) for at in range(3)] == [[], [told[0]], [told[1]]]
+    assert trace.part(0, 1).told == told[:1]
+    assert trace.part(1, 2).told == (told[1]._replace(before=1, block=0),)
+
+
+def test_what_was_told_stays_with_its_block_where_requests_are_sorted() -> None:
+    builder = TraceBuilder("t", "kvstored", 64)
+    builder.add(3, ["x", "y"])
+    builder.tell(Told(1, 3, 0, -1, answer_tokens=9), "y")
+    builder.add(1, ["z"])
+    trace = builder.build()
+    assert trace.blocks.tolist() == [0, 1, 2]
+    assert trace.told == (Told(2, 3, 0, 2, answer_tokens=9),)
 
 
 def test_blocks_have_keys_of_their_own() -> None:

@@ -60,7 +60,7 @@ def parse_hints(text: str, seed: int) -> Hints:
     return Hints(auc, queue_s, seed, tool_auc)
 
 
-def told(trace: Trace, hints: Hints) -> list[ChainHint | None]:
+def made_up(trace: Trace, hints: Hints) -> list[ChainHint | None]:
     """For each request what is told when it ends; None throughout without such hints.
 
     A session goes on when a later request uses the last block but one (the last is often partial) of this one.

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstored.simulator.trace import Op, Trace, TraceBuilder, TraceError
+from kvstored.simulator.trace import Op, Told, Trace, TraceBuilder, TraceError
 
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 MOONCAKE_BLOCK_TOKENS = 512
 CLAUDE_BLOCK_TOKENS = 64
-RECORDED_VERSION = 1
+RECORDED_VERSIONS = (1, 2)
 ID_DIGITS = 16
 _IDS_MAX = 1 << 22  # of one request: 268 million tokens
 _TOKENS_MAX = 1 << 20  # of a block
@@ -153,8 +153,10 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
     read_op = Op.GET if options.as_recorded else Op.REQUEST
     for number, row in lines_of(path, progress, may_be_cut=True):
         if number == 1:
-            if not isinstance(row, dict) or row.get("format") != "kvstored" or row.get("version") != RECORDED_VERSION:
-                raise TraceError(f"{path} was not written by kvstored serve --record, version {RECORDED_VERSION}")
+            header = row if isinstance(row, dict) else {}
+            if header.get("format") != "kvstored" or header.get("version") not in RECORDED_VERSIONS:
+                known = " or ".join(map(str, RECORDED_VERSIONS))
+                raise TraceError(f"{path} was not written by kvstored serve --record, version {known}")
             continue
         with _reading(path, number, "a recorded request"):
             chain = _recorded_chain(parents, row.get("p", ""), row.get("k", ""))
@@ -176,11 +178,26 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
                     input_tokens=int(row.get("i", 0 if options.as_recorded else len(chain) * tokens)), op=read_op,
                     space=row["n"],
                 )  # fmt: skip
+            elif op == "hint":
+                if chain:
+                    builder.tell(_told(row, len(builder)), chain[-1], space=row["n"])
             else:
                 raise TraceError(f"operation {op!r} is unknown")
     if builder is None:
         raise TraceError(f"{path} has no request in it")
     return builder.build()
+
+
+def _told(row: dict[str, Any], before: int) -> Told:
+    """A recorded hint; of which block is not known yet."""
+    chance, due_in_ms = row.get("w"), row.get("d")
+    if chance is not None and not 0.0 <= chance <= 1.0:
+        raise TraceError(f"w, the chance that a chain goes on, is {chance!r}")
+    step, tokens = int(row.get("s") or 0), int(row.get("a") or 0)
+    if min(step, tokens, due_in_ms or 0) < 0:
+        raise TraceError("s, a or d of a hint is below 0")
+    due_in_ns = None if due_in_ms is None else round(due_in_ms * NS_PER_MS)
+    return Told(before, round(row["t"] * NS_PER_S), row["n"], -1, chance, step, tokens, due_in_ns)
 
 
 def _recorded_chain(parents: dict[str, str], before: str, packed: str) -> list[str]:

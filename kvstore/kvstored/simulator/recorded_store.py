@@ -23,6 +23,7 @@ from kvstored.movement.room import BYPASSED
 from kvstored.policies import RequestContext
 from kvstored.simulator.machine import MediumSpec
 from kvstored.simulator.media import Lane, Medium
+from kvstored.simulator.retelling import retell, told_before
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.trace import Op, Trace
 from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
@@ -67,6 +68,9 @@ class _RecordedStore:
         tenants = {number: self._store.residency.tenant(f"tenant-{number}") for number in set(trace.tenants.tolist())}
         hits = []
         for at in range(trace.requests):
+            for told in told_before(trace, at):
+                now_ns = clock.set_ns(max(clock.monotonic_ns(), start_ns + told.time_ns))
+                retell(told, trace, tenants[told.tenant], self._store.residency, self._store.policies, now_ns)
             clock.set_ns(max(clock.monotonic_ns(), start_ns + int(trace.times_ns[at])))
             keys = [trace.key(block) for block in trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist()]
             tenant = tenants[int(trace.tenants[at])]

@@ -26,7 +26,8 @@ from kvstored.policies import Policy, PolicySettings, RequestContext, create, cr
 from kvstored.residency import Residency
 from kvstored.residency.index import DEFAULT_GHOST_KEYS
 from kvstored.simulator.future import Clairvoyant, next_uses
-from kvstored.simulator.hints import NO_HINTS, Hints, told
+from kvstored.simulator.hints import NO_HINTS, Hints, made_up
+from kvstored.simulator.retelling import retell, told_before
 from kvstored.simulator.trace import Op, Trace
 
 TIER = 0
@@ -94,7 +95,7 @@ class Replay:
         self._slots_made = 0
         self._tells = type(self.policy).expect is not Policy.expect  # to others it would be told in vain
         self._running: list[tuple[int, int, int]] = []  # heap of (end, request, answer's tokens)
-        self._hints = told(trace, settings.hints) if self._tells else []
+        self._hints = made_up(trace, settings.hints) if self._tells else []
         self._queued = 0  # requests up to here have been seen in the queue
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ReplayResult:
@@ -113,7 +114,8 @@ class Replay:
                 progress(at, trace.requests)
             first, last = starts[at], starts[at + 1]
             asked = [keys[block] for block in trace.blocks[first:last].tolist()]
-            held_block_s[at] = self._pass_until(times[at] - times[0])
+            held_block_s[at] = self._retell(at) if trace.told else 0.0
+            held_block_s[at] += self._pass_until(times[at] - times[0])
             now_ns = self.clock.set_ns(times[at] - times[0])
             if self._tells:
                 self._tell_context(at, now_ns)
@@ -139,6 +141,16 @@ class Replay:
             self._tell_answers(then_ns)
             self._expire(self.clock.set_ns(then_ns))
         return held * 1e-9
+
+    def _retell(self, at: int) -> float:
+        """What a recording's engines told before request `at`, and the blocks held meanwhile, times seconds."""
+        trace, clock, held_block_s = self.trace, self.clock, 0.0
+        first_ns = int(trace.times_ns[0])
+        for told in told_before(trace, at):
+            then_ns = min(max(told.time_ns - first_ns, clock.monotonic_ns()), int(trace.times_ns[at]) - first_ns)
+            held_block_s += self._pass_until(then_ns)
+            retell(told, trace, self._tenants[told.tenant], self.residency, (self.policy,), clock.set_ns(then_ns))
+        return held_block_s
 
     def _tell_answers(self, now_ns: int) -> None:
         """What an engine could tell of requests that have ended."""

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,24 @@ class Op(IntEnum):
     PUT = 2  # stored what was missing; not a lookup
 
 
+class Told(NamedTuple):
+    """An engine's hint of the chain that ends with `block`, before request number `before`; None and 0: not told."""
+
+    before: int
+    time_ns: int
+    tenant: int
+    block: int
+    will_continue: float | None = None
+    next_step: int = 0
+    answer_tokens: int = 0
+    due_in_ns: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their times. `starts` has one entry more than there are requests."""
+    """Requests in the order of their times, and `told` as well, which only recordings have. `starts` has one entry more
+    than there are requests.
+    """
 
     name: str
     format: str
@@ -51,6 +66,7 @@ class Trace:
     blocks: npt.NDArray[np.uint32]
     parents: npt.NDArray[np.int32]  # by block; -1 for the first of a chain
     depths: npt.NDArray[np.uint32]  # by block
+    told: tuple[Told, ...] = ()
 
     @property
     def requests(self) -> int:
@@ -84,6 +100,9 @@ class Trace:
                 output_tokens=int(self.output_tokens[at]),
                 op=Op(int(self.ops[at])),
             )
+        kept = [each for each in self.told if first < each.before <= last]
+        for each in kept:
+            builder.tell(each._replace(before=each.before - first), each.block)
         return builder.build()
 
 
@@ -105,6 +124,7 @@ class TraceBuilder:
         self._times = array("q")
         self._columns: tuple[array[int], ...] = tuple(array("q") for _ in range(6))
         self._kinds: dict[str, int] = {}
+        self._told: list[Told] = []
 
     def add(
         self,
@@ -145,6 +165,12 @@ class TraceBuilder:
         ):
             column.append(value)
 
+    def tell(self, told: Told, block_id: Hashable, *, space: Hashable = None) -> None:
+        """`told`, but of the block that is called so; nothing is told of one that no request has asked for yet."""
+        number = self._numbers.get(block_id if space is None else (space, block_id))
+        if number is not None:
+            self._told.append(told._replace(block=number))
+
     def __len__(self) -> int:
         return len(self._times)
 
@@ -165,18 +191,25 @@ class TraceBuilder:
             starts = np.concatenate([[0], np.cumsum(lengths)])
             times = times[order]
             columns = [column[order] for column in columns]
-            blocks, parents, depths = _renumbered(blocks, parents, depths)
+            blocks, parents, depths, new = _renumbered(blocks, parents, depths)
+            told = sorted(self._told, key=lambda each: each.time_ns)
+            places = np.searchsorted(times, [each.time_ns for each in told], side="right").tolist()
+            self._told = [
+                each._replace(before=before, block=int(new[each.block]))
+                for each, before in zip(told, places, strict=True)
+            ]
         ops, tenants, kinds, continued, input_tokens, output_tokens = columns
         return Trace(
             self._name, self._format, self._block_tokens, times, ops.astype(np.uint8), tenants, kinds,
             tuple(self._kinds), continued.astype(bool), input_tokens, output_tokens, starts, blocks, parents, depths,
+            tuple(self._told),
         )  # fmt: skip
 
 
 def _renumbered(
     blocks: npt.NDArray[np.uint32], parents: npt.NDArray[np.int32], depths: npt.NDArray[np.uint32]
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int32], npt.NDArray[np.uint32]]:
-    """The same blocks, numbered by first appearance again."""
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int32], npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+    """The same blocks, numbered by first appearance again; and the new number of each."""
     found, firsts = np.unique(blocks, return_index=True)
     order = found[np.argsort(firsts)]
     new = np.empty(len(parents), dtype=np.int64)
@@ -186,4 +219,5 @@ def _renumbered(
         new[blocks].astype(np.uint32),
         np.where(above < 0, -1, new[np.maximum(above, 0)]).astype(np.int32),
         depths[order],
+        new,
     )

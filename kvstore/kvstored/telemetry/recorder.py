@@ -1,4 +1,5 @@
-"""`serve --record FILE`: what clients looked up, got and stored, one JSON line each, gzip; the simulator reads it.
+"""`serve --record FILE`: what clients looked up, got, stored and hinted, one JSON line each, gzip; the simulator reads
+it.
 
 Owns the file and the thread that writes it; the control thread only puts an event into a bounded queue, and when that
 is full the event is dropped and counted. Never written: token ids, payload, names of tenants. Keys are cut to 64 bits,
@@ -22,7 +23,7 @@ from typing import BinaryIO
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 
 log = logging.getLogger(__name__)
-VERSION = 1
+VERSION = 2  # 1 had no hints
 ID_BYTES = 8
 FILE_BYTES_MAX = 1 << 30
 _QUEUED_EVENTS = 16_384
@@ -31,10 +32,20 @@ _FLUSH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class Hinted:
+    """What a client's hint said; None and 0: not told."""
+
+    will_continue: float | None = None
+    next_step: int = 0
+    answer_tokens: int = 0
+    due_in_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One request. `keys` are packed and in chain order; `parent` is that of the first of them. `found`: blocks that
     were readable, or, of those that were put, stored. `block_tokens` of the client's fingerprint; `prompt_tokens`: 0 is
-    not told."""
+    not told. `hinted`: of a hint."""
 
     op: str
     at_ns: int
@@ -45,6 +56,7 @@ class Event:
     parent: bytes
     found: int
     prompt_tokens: int = 0
+    hinted: Hinted | None = None
 
 
 class Recorder:
@@ -124,11 +136,15 @@ class Recorder:
         }  # fmt: skip
         if event.prompt_tokens:
             told["i"] = event.prompt_tokens
+        if event.hinted is not None:
+            said = event.hinted
+            told |= {"w": said.will_continue, "s": said.next_step or None, "a": said.answer_tokens or None}
+            told["d"] = said.due_in_ms
         if before:
             told["p"] = before.hex()
         if new < len(keys):
             told["k"] = b"".join(keys[new:]).hex()
-        return told
+        return {name: value for name, value in told.items() if value is not None}
 
 
 def _new_file(path: Path) -> BinaryIO:

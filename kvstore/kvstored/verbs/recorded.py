@@ -1,4 +1,4 @@
-"""The verbs with a recorder listening: every lookup, acquire and store is told to it once it is answered.
+"""The verbs with a recorder listening: every lookup, acquire, store and hint is told to it once it is answered.
 
 Changes no answer. Only composed where a recording is asked for, so that it costs nothing else.
 """
@@ -12,7 +12,7 @@ from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clock import Clock
 from kvstored.dataplane.sessions import Session
-from kvstored.telemetry.recorder import Event, Recorder
+from kvstored.telemetry.recorder import Event, Hinted, Recorder
 from kvstored.verbs import Verbs
 
 _OFFERED = (pb.COMMIT_STATUS_STORED, pb.COMMIT_STATUS_THROTTLED, pb.COMMIT_STATUS_ORPHANED)
@@ -33,6 +33,8 @@ class RecordedVerbs(Verbs):
                 self._note("lookup", session, asked.keys, NO_PARENT, presence.usable_blocks)
         elif response is not None and op == "acquire":
             self._note_acquire(session, request.acquire, response.acquire)
+        elif response is not None and op == "hint":
+            self._note_hint(session, request.hint, response.hint)
         return response
 
     def undelivered(self, session: Session, reply: pb.Response) -> None:
@@ -70,6 +72,13 @@ class RecordedVerbs(Verbs):
         found = max(reply.blocks, reply.resident_blocks)
         self._note(op, session, asked.set.keys, NO_PARENT, found, asked.prompt_tokens)
 
+    def _note_hint(self, session: Session, told: pb.Hint, reply: pb.HintReply) -> None:
+        hinted = Hinted(
+            told.will_continue if told.HasField("will_continue") else None, told.next_step, told.answer_tokens,
+            told.due_in_ms if told.HasField("due_in_ms") else None,
+        )  # fmt: skip
+        self._note("hint", session, told.set.keys, NO_PARENT, reply.known_blocks, hinted=hinted)
+
     def _note_stored(self, session: Session, blocks: Sequence[tuple[bytes, bytes]], statuses: bytes) -> None:
         """One event for each piece of a chain, with what found no room, or was not worth it."""
         keys: list[bytes] = []
@@ -88,12 +97,21 @@ class RecordedVerbs(Verbs):
         if keys:
             self._note("put", session, b"".join(keys), first_parent, stored)
 
-    def _note(self, op: str, session: Session, keys: bytes, parent: bytes, found: int, prompt_tokens: int = 0) -> None:
+    def _note(
+        self,
+        op: str,
+        session: Session,
+        keys: bytes,
+        parent: bytes,
+        found: int,
+        prompt_tokens: int = 0,
+        hinted: Hinted | None = None,
+    ) -> None:
         if len(keys) < KEY_BYTES:
             return
         self._recorder.note(
             Event(
                 op, self._clock.monotonic_ns(), session.tenant_id, session.session_id,
-                session.fingerprint.block_tokens, bytes(keys), parent, found, prompt_tokens,
+                session.fingerprint.block_tokens, bytes(keys), parent, found, prompt_tokens, hinted,
             )
         )  # fmt: skip

@@ -224,7 +224,6 @@ class ChainBook:
         features = features_of(
             is_continued=prev >= 0, is_branch=reach >= _BRANCH_MIN, new_blocks=count - known, length=length, turn=turn,
             gap_s=gap_s, pace_s=math.exp(pace), text_tokens=text,
-            is_answer_awaited=context is not None and context.is_answered_later,
             type_number=self._types.setdefault(context.kind, min(len(self._types), _TYPES_MAX))
             if context is not None and self._tells_types else 0,
         )  # fmt: skip

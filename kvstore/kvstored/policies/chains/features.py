@@ -1,7 +1,7 @@
 """What is known of a chain when it is used, as small numbers: the classes that hazard tables are kept for.
 
 Some come from the structure alone (lengths in blocks, turns, gaps), which every daemon sees; some from what an engine
-tells of a request (tokens of prompt and answer). What is not known is bucket 0 of its own.
+tells of a request (tokens of prompt and answer). What is not known is bucket 0 of its own; an answer is AWAITED.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TURNS = (2, 3, 5, 9)
 _ANSWER_TOKENS = (30, 100, 250, 500)
 _GAP_S = tuple(1.5 * 1.6**step for step in range(11))
 _TEXT_TOKENS = tuple(16 * 2**step for step in range(11))
-AWAITED = -1  # will be known later
+AWAITED = -1  # may be known later: as long as it is not, the step above stands for it
 CHANCES, NEXT_STEPS = 5, 4  # how many a hint tells apart
 
 
@@ -49,18 +49,17 @@ def features_of(
     pace_s: float,
     text_tokens: int | None,
     type_number: int,
-    is_answer_awaited: bool = False,
     is_branch: bool = False,
 ) -> Features:
     """`gap_s`: since the chain was used before; `pace_s`: such gaps, averaged over its turns; `text_tokens`: what the
-    user added; the answer is not known yet.
+    user added. The answer is not known yet, and never will be where no engine tells of it.
     """
     return Features(
         1 if is_continued else 2 if is_branch else 0,
         bisect_right(_NEW_BLOCKS, new_blocks),
         bisect_right(_LENGTH, length),
         bisect_right(_TURNS, turn),
-        AWAITED if is_answer_awaited else 0,
+        AWAITED,
         1 + bisect_right(_GAP_S, gap_s) if is_continued else 0,
         1 + bisect_right(_GAP_S, pace_s) if is_continued else 0,
         0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens),
