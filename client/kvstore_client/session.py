@@ -279,7 +279,7 @@ class Session:
 
         Best said when a request ends, of its prompt and answer: `will_continue`, a probability from 0 to 1; or
         `next_step`, why the engine stopped; and `answer_tokens`. `due_in_s` is for a request that waits in a queue: it
-        will use the chain in about that time. What each is worth is learnt from what follows.
+        will use what is stored of the chain in about that time. What each is worth is learnt from what follows.
         """
         expected = Expected(will_continue, due_in_s, next_step, answer_tokens)
         layers, connection = self._group(group), self._link.current()

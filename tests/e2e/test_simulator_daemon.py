@@ -72,6 +72,9 @@ def live(daemon: ClockedDaemon, requests: Sequence[Sequence[int]]) -> Lived:
             if chance.random() < 0.7:  # an engine tells of some of its answers, and of what it thinks will follow
                 goes_on = chance.choice((None, 0.2, 0.9))
                 session.hint(tokens, answer_tokens=chance.randrange(1, 900), will_continue=goes_on)
+            if chance.random() < 0.2:  # another one waits, which goes on from there or begins alike
+                queued = tokens[: chance.randrange(1, len(tokens))] + [9] * 64
+                session.hint(queued, due_in_s=chance.randrange(1, 20))
             now = daemon.ask(lambda store: [store.residency.tier_blocks(tier) for tier in range(len(store.tiers))])
             held = [max(pair) for pair in zip(held or now, now, strict=True)]
     return Lived(daemon.ask(lambda store: store.counters.snapshot()), held)

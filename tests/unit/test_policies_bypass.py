@@ -147,7 +147,7 @@ def test_a_queued_request_keeps_its_chain() -> None:
     shelf.now_ns = S
     shelf.chain(11, 12, 13)
     assert policy.next_victim(300 * S) == first[-1]
-    keys = b"".join(map(key, (1, 2, 3)))
+    keys = b"".join(map(key, (1, 2, 3, 4, 5)))  # what it adds is not there yet
     reply = hints_over(shelf, policy, 300 * S).hint(SESSION, pb.Hint(set=pb.KeySet(keys=keys), due_in_ms=2000))
     assert reply.known_blocks == 3
     assert policy.next_victim(300 * S) not in first

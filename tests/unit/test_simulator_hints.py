@@ -78,10 +78,11 @@ def recorded() -> Trace:
     builder = TraceBuilder("t", "kvstored", 64)
     builder.add(1_000_000_000, ["a", "b"], op=Op.GET)
     builder.add(1_000_000_000, ["a", "b"], op=Op.PUT)
-    builder.tell(Told(2, 1_500_000_000, 0, -1, answer_tokens=70), "b")
-    builder.tell(Told(2, 1_500_000_000, 0, -1, will_continue=0.1, due_in_ns=250), "a")
+    builder.tell(Told(2, 1_500_000_000, 0, -1, answer_tokens=70), ["a", "b"])
+    builder.tell(Told(2, 1_500_000_000, 0, -1, will_continue=0.1), ["a"])
+    builder.tell(Told(2, 1_500_000_000, 0, -1, due_in_ns=250), ["a", "b", "new"])
     builder.add(2_000_000_000, ["c"], tenant=1, op=Op.GET)
-    builder.tell(Told(3, 9_000_000_000, 1, -1, next_step=2), "c")
+    builder.tell(Told(3, 9_000_000_000, 1, -1, next_step=2), ["c"])
     builder.add(4_000_000_000, ["a", "b"])
     return builder.build()
 
@@ -97,7 +98,8 @@ def test_what_was_recorded_is_told_again_in_its_place() -> None:
     keys = [trace.key(block) for block in range(3)]
     assert told == [
         (0, True, keys[1], ChainHint(answer_tokens=70), 0.5, 0.5),
-        (0, True, keys[0], ChainHint(will_continue=0.1, due_ns=500_000_250), 0.5, 0.5),
+        (0, True, keys[0], ChainHint(will_continue=0.1), 0.5, 0.5),
+        (0, True, keys[1], ChainHint(due_ns=500_000_250), 0.5, 0.5),
         (1, False, keys[2], ChainHint(next_step=2), 3.0, 3.0),
     ]
     assert result.hits.tolist() == [0, 0, 0, 2]
@@ -111,7 +113,7 @@ def test_a_recorded_answer_reaches_the_policys_classes() -> None:
         builder = TraceBuilder("t", "kvstored", 64)
         builder.add(0, ["a", "b", "c"], input_tokens=192, op=Op.GET)
         builder.add(0, ["a", "b", "c"], op=Op.PUT)
-        builder.tell(Told(2, 10**9, 0, -1, answer_tokens=tokens), "c")
+        builder.tell(Told(2, 10**9, 0, -1, answer_tokens=tokens), ["a", "b", "c"])
         builder.add(2 * 10**9, ["x"], op=Op.GET)
         replay = Replay(builder.build(), ReplaySettings("chain-hazard", 8))
         replay.run()

@@ -204,23 +204,25 @@ def test_a_recorded_hint_keeps_its_place_between_the_requests(tmp_path: Path) ->
         {"t": 0.2, "op": "hint", "k": c, "w": 0.5, **facts},
         {"t": 0.3, "op": "get", "k": c, **facts},
         {"t": 0.3, "op": "hint", "p": c, "w": 0.0, "s": 2, "d": 5, **facts},
+        {"t": 0.4, "op": "hint", "p": b, "k": "d" * 16, "a": 3, "d": 7, **facts},
     )
     trace = read(path, "kvstored")
     told = (
         Told(1, 100_000_000, 0, 1, answer_tokens=17),
         Told(2, 300_000_000, 0, 2, will_continue=0.0, next_step=2, due_in_ns=5_000_000),
+        Told(2, 400_000_000, 0, 1, due_in_ns=7_000_000),
     )
-    assert trace.told == told, "of a chain that nobody has asked for yet nothing is told"
+    assert trace.told == told, "of a chain that nobody has asked for yet nothing is told but when what is there is due"
     assert trace.requests == 2 and trace.distinct_blocks == 3
-    assert [list(told_before(trace, at)) for at in range(3)] == [[], [told[0]], [told[1]]]
+    assert [list(told_before(trace, at)) for at in range(3)] == [[], [told[0]], [*told[1:]]]
     assert trace.part(0, 1).told == told[:1]
-    assert trace.part(1, 2).told == (told[1]._replace(before=1, block=0),)
+    assert trace.part(1, 2).told == (told[1]._replace(before=1, block=0),), "its blocks are not in that part"
 
 
 def test_what_was_told_stays_with_its_block_where_requests_are_sorted() -> None:
     builder = TraceBuilder("t", "kvstored", 64)
     builder.add(3, ["x", "y"])
-    builder.tell(Told(1, 3, 0, -1, answer_tokens=9), "y")
+    builder.tell(Told(1, 3, 0, -1, answer_tokens=9), ["x", "y"])
     builder.add(1, ["z"])
     trace = builder.build()
     assert trace.blocks.tolist() == [0, 1, 2]

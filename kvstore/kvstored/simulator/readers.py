@@ -179,8 +179,7 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
                     space=row["n"],
                 )  # fmt: skip
             elif op == "hint":
-                if chain:
-                    builder.tell(_told(row, len(builder)), chain[-1], space=row["n"])
+                builder.tell(_told(row, len(builder)), chain, space=row["n"])
             else:
                 raise TraceError(f"operation {op!r} is unknown")
     if builder is None:

@@ -37,8 +37,8 @@ _TICK_NS = 1_000_000_000  # between two looks for what has expired, while no req
 _TICKS_MAX = 64  # and no more looks than this between two requests
 _PART_BLOCKS = 32  # of a put are published together
 _NO_ADMISSION = "always"
-_FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
-_TOKEN_NS = 20_000_000
+FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
+ANSWER_TOKEN_NS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Replay:
             return  # recordings of a daemon tell no more than a daemon knows
         kind = trace.kind_names[trace.kinds[at]]
         policy.expect(RequestContext(at, int(trace.input_tokens[at]), kind, is_answered_later=True))
-        heappush(running, (now_ns + _FIRST_TOKEN_NS + tokens * _TOKEN_NS, at, tokens))
+        heappush(running, (now_ns + FIRST_TOKEN_NS + tokens * ANSWER_TOKEN_NS, at, tokens))
 
     def _tell_queue(self, at: int, now_ns: int) -> None:
         """Of requests that will be looked up soon, where their chains are here."""

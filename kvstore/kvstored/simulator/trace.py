@@ -84,6 +84,14 @@ class Trace:
         """The key under which residency knows the block; never the zero key."""
         return (block + 1).to_bytes(KEY_BYTES, "big")
 
+    def chain(self, block: int) -> list[int]:
+        """The blocks from the first of the prompt down to this one."""
+        found = []
+        while block >= 0:
+            found.append(block)
+            block = int(self.parents[block])
+        return found[::-1]
+
     def part(self, first: int, last: int) -> Trace:
         """Requests `first` up to `last` as a trace of their own: block numbers start anew, and nothing before or after
         is known.
@@ -102,7 +110,7 @@ class Trace:
             )
         kept = [each for each in self.told if first < each.before <= last]
         for each in kept:
-            builder.tell(each._replace(before=each.before - first), each.block)
+            builder.tell(each._replace(before=each.before - first), self.chain(each.block))
         return builder.build()
 
 
@@ -165,11 +173,16 @@ class TraceBuilder:
         ):
             column.append(value)
 
-    def tell(self, told: Told, block_id: Hashable, *, space: Hashable = None) -> None:
-        """`told`, but of the block that is called so; nothing is told of one that no request has asked for yet."""
-        number = self._numbers.get(block_id if space is None else (space, block_id))
-        if number is not None:
-            self._told.append(told._replace(block=number))
+    def tell(self, told: Told, ids: Sequence[Hashable], *, space: Hashable = None) -> None:
+        """`told`, but of the chain of these blocks. Of one whose end no request has asked for yet nothing is told but
+        that a request is due, which will use what there is of it.
+        """
+        numbers = [self._numbers.get(block_id if space is None else (space, block_id), -1) for block_id in ids]
+        if -1 in numbers:
+            numbers = numbers[: numbers.index(-1)] if told.due_in_ns is not None else []
+            told = Told(told.before, told.time_ns, told.tenant, -1, due_in_ns=told.due_in_ns)
+        if numbers:
+            self._told.append(told._replace(block=numbers[-1]))
 
     def __len__(self) -> int:
         return len(self._times)

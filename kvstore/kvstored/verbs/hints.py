@@ -18,6 +18,7 @@ from kvstored.tiering import HOST
 from kvstored.verbs.validate import keys_of, known_group
 
 DUE_MAX_MS = 24 * 3600 * 1000
+NOTHING_TOLD = ChainHint()
 
 
 class Hints:
@@ -76,15 +77,18 @@ class Hints:
             raise KVStoreError(ErrorKind.INVALID, f"will_continue must be from 0 to 1, got {request.will_continue:g}")
         if request.due_in_ms > DUE_MAX_MS:
             raise KVStoreError(ErrorKind.INVALID, f"due_in_ms must be at most {DUE_MAX_MS}, got {request.due_in_ms}")
-        due_ns = None
-        if request.HasField("due_in_ms"):
-            due_ns = self._clock.monotonic_ns() + request.due_in_ms * NS_PER_MS
+        known = self._residency.find_run(session.tenant_id, request.set.keys)
         told = ChainHint(
-            request.will_continue if request.HasField("will_continue") else None, due_ns,
-            request.next_step if request.next_step in pb.NextStep.values() else 0, request.answer_tokens,
-        )  # fmt: skip
-        self._tell(session, self._residency.find(session.tenant_id, keys[-1]), keys[-1], told)
-        return pb.HintReply(known_blocks=len(self._residency.find_run(session.tenant_id, request.set.keys)))
+            request.will_continue if request.HasField("will_continue") else None,
+            next_step=request.next_step if request.next_step in pb.NextStep.values() else 0,
+            answer_tokens=request.answer_tokens,
+        )
+        if told != NOTHING_TOLD:
+            self._tell(session, self._residency.find(session.tenant_id, keys[-1]), keys[-1], told)
+        if request.HasField("due_in_ms") and known:  # a queued prompt ends with blocks that are new
+            due_ns = self._clock.monotonic_ns() + request.due_in_ms * NS_PER_MS
+            self._tell(session, known[-1], self._residency.key(known[-1]), ChainHint(due_ns=due_ns))
+        return pb.HintReply(known_blocks=len(known))
 
     def _tell(self, session: Session, row: int, key: bytes, told: ChainHint) -> None:
         for policy in self._policies:
