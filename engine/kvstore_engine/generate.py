@@ -109,7 +109,7 @@ class Generator:
                 storing.begin(blocks, restored.tokens)
             stop = self._decode(logits, ids, table, settings, answer)
             decoded_s = answer.elapsed_s()
-            stored = storing.finish() if storing else StoreReport()
+            stored = storing.finish(len(answer.tokens)) if storing else StoreReport()
         finally:
             if storing:
                 storing.finish()  # also when interrupted: the pool's blocks are about to go

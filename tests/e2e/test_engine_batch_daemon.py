@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 
@@ -55,6 +58,22 @@ def _whole(prompt: list[int]) -> int:
 def _add(engine: BatchEngine, prompts: dict[str, list[int]]) -> None:
     for n, (name, prompt) in enumerate(prompts.items()):
         engine.add(request(name, prompt, 40, tenant=str(n % 2)))
+
+
+def test_a_daemon_hears_how_long_each_answer_was(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    prompts = {str(n): _prompt(n, 100 + 30 * n) for n in range(4)}
+    with running_daemon(f"daemon.record={path}") as daemon, daemon.connect(_fingerprint("0")) as session:
+        engine = _engine({"": session})
+        for n, (name, prompt) in enumerate(prompts.items()):
+            engine.add(request(name, prompt, 30 + n))
+        run(engine)
+        engine.close()
+    with gzip.open(path, "rt") as lines:
+        rows = [row for row in map(json.loads, lines) if row.get("op") == "hint"]
+    assert sorted((row["a"], row["f"]) for row in rows) == [
+        (30 + n, (100 + 30 * n + 30 + n - 1) // 64) for n in range(4)
+    ]
 
 
 def test_requests_of_two_tenants_restore_what_they_stored_and_survive_the_daemon() -> None:

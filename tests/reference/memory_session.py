@@ -65,6 +65,8 @@ class MemorySession:
     blocks: dict[bytes, Bytes] = field(default_factory=dict)
     leases: list[MemoryLease] = field(default_factory=list)
     puts: list[tuple[int, int]] = field(default_factory=list)
+    told: list[tuple[int, int]] = field(default_factory=list)  # of answers: leading blocks that are here, its tokens
+    due: list[tuple[int, float]] = field(default_factory=list)  # of queued requests: blocks of the prompt, seconds
 
     def _key(self, tokens: Tokens, block: int) -> bytes:
         return np.asarray(tokens, np.int32)[: (block + 1) * self.block_tokens].tobytes()
@@ -111,6 +113,14 @@ class MemorySession:
                 self.blocks[key] = staging
             statuses.append(status)
         return MemoryReceipt(statuses)
+
+    def hint(self, tokens: Tokens, *, answer_tokens: int = 0, due_in_s: float | None = None) -> int:
+        self._maybe_fail()
+        if answer_tokens:
+            self.told.append((self._resident(tokens), answer_tokens))
+        if due_in_s is not None:
+            self.due.append((len(tokens) // self.block_tokens, due_in_s))
+        return self._resident(tokens)
 
     def close(self) -> None:
         self.state = "closed"

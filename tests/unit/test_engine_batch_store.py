@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import BatchEngine, EngineSettings
+from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings
 from kvstore_engine.restore import CostModel, KvSession
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.memory_session import MemorySession
@@ -68,6 +68,62 @@ def test_what_one_engine_computed_another_restores() -> None:
         assert usage.daemon_tokens + usage.computed_tokens == len(prompt)
     _stored(warm)
     assert all(lease.released for lease in session.leases)
+
+
+def test_the_end_of_an_answer_is_told_when_its_blocks_are_stored() -> None:
+    session = _session()
+    engine = _engine(session)
+    for n in range(4):
+        engine.add(request(str(n), _prompt(n, 130 + 20 * n), 50 + n))
+    run(engine)
+    _stored(engine)
+    assert sorted(session.told) == [((130 + 20 * n + 50 + n - 1) // 64, 50 + n) for n in range(4)]
+
+
+def test_of_what_is_told_there_is_one_for_a_prompt_and_none_for_what_is_not_stored_or_not_whole() -> None:
+    session = _session()
+    engine = _engine(session)
+    engine.add(request("three", _prompt(1, 100), 9, n=3))
+    engine.add(request("beams", _prompt(2, 100), 9, beams=BeamSettings(2), ignore_end=False))
+    engine.add(request("silent", _prompt(3, 100), 9, store=False))
+    engine.add(request("short", _prompt(4, 20), 9))
+    engine.add(request("cancelled", _prompt(5, 100), 9))
+    outcome = Outcome()
+    while not outcome.tokens["cancelled", 0]:
+        outcome.take(engine.step())
+    engine.cancel("cancelled")
+    run(engine, outcome)
+    _stored(engine)
+    assert session.told == [(1, 9)]
+
+
+def test_who_has_to_wait_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_engine.batching.engine._WORTH_TELLING_S", 1e-9)  # the twin answers quickly
+    session = _session()
+    engine = _engine(session, max_running=1, max_queue_s=1e9)
+    engine.add(request("alone", _prompt(0, 100), 20))
+    run(engine)
+    assert not session.due, "it could begin at once"
+    for n in range(1, 4):
+        engine.add(request(str(n), _prompt(n, 100 + 64 * n), 20))
+        engine.step()
+    engine.add(request("short", _prompt(9, 30), 20))
+    run(engine)
+    _stored(engine)
+    assert [blocks for blocks, _ in session.due] == [3, 4], "the first had no need to, and the last has no whole block"
+    assert 0 < session.due[0][1] < session.due[1][1]
+
+
+def test_a_daemon_that_knows_no_hints_does_not_matter() -> None:
+    session = _session()
+    session.hint = lambda *_, **__: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    engine = _engine(session)
+    for n in range(3):
+        engine.add(request(str(n), _prompt(n, 130), 70))
+    outcome = run(engine)
+    _stored(engine)
+    assert [outcome.tokens[str(n), 0] for n in range(3)] == [answer_alone(_prompt(n, 130), 70) for n in range(3)]
+    assert len(session.blocks) == 9
 
 
 def test_a_prefix_that_several_want_is_restored_once() -> None:
@@ -361,6 +417,9 @@ class _HeldSession:
     def put(self, tokens: Any, *, first_block: int, payloads: Any) -> Any:
         assert self.stored.wait(60)
         return self.inner.put(tokens, first_block=first_block, payloads=payloads)
+
+    def hint(self, tokens: Any, *, answer_tokens: int = 0, due_in_s: float | None = None) -> int:
+        return self.inner.hint(tokens, answer_tokens=answer_tokens, due_in_s=due_in_s)
 
     def ping(self) -> float | None:
         return 0.0

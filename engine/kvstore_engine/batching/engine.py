@@ -30,6 +30,7 @@ _PATIENCE_S = 0.01  # for the daemon, beside running answers
 _QUICK_ANSWER_S = 0.002
 _ALONE_S = 1.0  # copying without a pause, while nobody is waiting for a token
 _TIDY_STEPS = 8
+_WORTH_TELLING_S = 1.0  # a wait so long, of the daemon: it might give the prompt's blocks up meanwhile
 _IDLE_WAIT_S = 0.05  # for the daemon, with nothing else to do
 
 
@@ -117,6 +118,9 @@ class BatchEngine:
         sequence = self._progress.new_sequence(request, 0, self._clock())
         self._progress.under_way.enter(sequence)
         roster.wait(sequence)
+        wait_s = standings.wait_s(ahead + 1, roster.places)
+        if not roster.free_places and wait_s >= _WORTH_TELLING_S:
+            self._work.storer.tell_due(sequence, wait_s)
         self.observer.queued(request.id, sequence.arrived_s)
 
     def cancel(self, request_id: str) -> None:

@@ -185,11 +185,14 @@ class Progress:
         """The end of `sequence`; not `is_sound`: what it has computed is not for others."""
         now = self._clock()
         work, request = self._parts, sequence.request
-        if reason in ("end", "length", "context", "stop"):
+        is_whole = reason in ("end", "length", "context", "stop")
+        if is_whole:
             work.standings.ended(sequence, now)
             work.preemption.ended(sequence)
         if sequence.holding is not None and reason != "failed":  # what led to a failure is not for others to restore
             work.storer.offer(sequence)
+            if is_whole:
+                work.storer.tell_end(sequence)
         work.roster.leave(sequence, is_sound=is_sound)
         self.under_way.leave(sequence)
         usage = sequence.usage(now)

@@ -1,4 +1,4 @@
-"""Offers what running sequences have computed to the daemon, each block once.
+"""Offers what running sequences have computed to the daemon, each block once, and tells it what follows.
 
 Owns which blocks are on their way, and keeps them allocated until they are stored. It never waits for the daemon longer
 than its caller allows, and a daemon that cannot keep up, or is gone, costs only what is not stored.
@@ -13,7 +13,7 @@ import numpy as np
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace, TrieNode
-from kvstore_engine.restore.putting import MOST_BLOCKS, Put, PutQueue
+from kvstore_engine.restore.putting import MOST_BLOCKS, Put, PutQueue, Telling
 from kvstore_engine.restore.session import KvSession
 
 _GIVEN_UP = -1  # Sequence.offered_blocks: a block was not stored, and later ones would not be found
@@ -68,6 +68,22 @@ class Storer:
             self._put(sequence, session, first, end, blocks, nodes)
             first = end
         sequence.offered_blocks = first
+
+    def tell_end(self, sequence: Sequence) -> None:
+        """The answer has ended, and all of it was offered. What the daemon keeps for how long hangs on its length."""
+        is_first = sequence.search is None and not sequence.index  # of several answers to a prompt, one stands for all
+        if is_first and sequence.generated and sequence.request.settings.store:
+            self._tell(sequence, sequence.storable, answer_tokens=sequence.generated)
+
+    def tell_due(self, sequence: Sequence, wait_s: float) -> None:
+        """The sequence will get its turn in about that time: the daemon keeps what it has of its prompt."""
+        self._tell(sequence, sequence.prompt_tokens, due_in_s=wait_s)
+
+    def _tell(self, sequence: Sequence, tokens: int, *, answer_tokens: int = 0, due_in_s: float | None = None) -> None:
+        session = sequence.session
+        if session is not None and session.state == "connected" and tokens >= session.block_tokens:
+            whole = np.array(sequence.tokens[: tokens // session.block_tokens * session.block_tokens], np.int32)
+            self._queue.tell(Telling(session, whole, answer_tokens, due_in_s))
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
         """Let go of what is stored, and hand over the next put."""

@@ -1,4 +1,4 @@
-"""Stores full blocks of many sequences, off the engine's thread.
+"""Stores full blocks of many sequences, and tells of answers that have ended, off the engine's thread.
 
 Owns one worker thread and the puts handed to it. It never allocates or frees pool blocks: the caller keeps the blocks
 of a put allocated and unchanged until `finished` has named it. Nothing it does can fail a request.
@@ -8,6 +8,7 @@ idle cores, so the engine hands over one put between two steps and waits briefly
 not keep up loses that patience until it has answered.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -19,6 +20,7 @@ from functools import partial
 from kvstore_engine.restore.session import Bytes, KvSession, Tokens
 from kvstore_engine.restore.store import BlockSender
 
+_log = logging.getLogger(__name__)
 MOST_BLOCKS = 4  # storage blocks in a put: large enough to spread the round trip, a few milliseconds long
 _MOST_WAITING = 64
 
@@ -42,14 +44,26 @@ class Put:
         return not self.failure and all(status in ("stored", "present") for status in self.statuses)
 
 
+@dataclass(slots=True, eq=False)
+class Telling:
+    """What the daemon is to know of the chain `tokens`, whole blocks: an answer of so many tokens has ended with it, or
+    a request that waits will need it in so many seconds.
+    """
+
+    session: KvSession
+    tokens: Tokens
+    answer_tokens: int = 0
+    due_in_s: float | None = None
+
+
 class PutQueue:
-    """Puts, one after another. `pool` gives the bytes."""
+    """Puts, one after another, and what is told after them. `pool` gives the bytes."""
 
     def __init__(self, pool: BlockSender, clock: Callable[[], float] = time.perf_counter) -> None:
         self._pool = pool
         self._clock = clock
-        self._waiting: deque[Put] = deque()
-        self._work: queue.SimpleQueue[Put | None] = queue.SimpleQueue()  # None ends the worker
+        self._waiting: deque[Put | Telling] = deque()
+        self._work: queue.SimpleQueue[Put | Telling | None] = queue.SimpleQueue()  # None ends the worker
         self._done: queue.SimpleQueue[Put] = queue.SimpleQueue()
         self._handed = 0
         self._is_patient = True
@@ -61,7 +75,7 @@ class PutQueue:
     @property
     def outstanding(self) -> int:
         """Puts that `finished` has not named yet."""
-        return len(self._waiting) + self._handed
+        return sum(isinstance(each, Put) for each in self._waiting) + self._handed
 
     @property
     def is_full(self) -> bool:
@@ -71,6 +85,11 @@ class PutQueue:
     def offer(self, put: Put) -> None:
         """Take `put` in; it is handed over by `settle`."""
         self._waiting.append(put)
+
+    def tell(self, telling: Telling) -> None:
+        """Let the daemon know, once what was offered before is stored: it knows the blocks then."""
+        if not self.is_full:
+            self._waiting.append(telling)
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
         """Hand over the next put, if the worker is idle, and wait for it no longer than given; or `everything`."""
@@ -84,8 +103,13 @@ class PutQueue:
             self._thread = threading.Thread(target=self._run, name="kvengine-put", daemon=True)
             self._thread.start()
         self._idle.clear()
-        for _ in range(len(self._waiting) if everything else 1):
-            self._handed += 1
+        has_put = False
+        while self._waiting:
+            is_put = isinstance(self._waiting[0], Put)
+            if is_put and has_put and not everything:
+                break
+            has_put |= is_put
+            self._handed += is_put
             self._work.put(self._waiting.popleft())
         if is_patient:
             self._idle.wait(patience_s)
@@ -109,7 +133,7 @@ class PutQueue:
 
     def close(self) -> list[Put]:
         """Finish what was handed over, give up the rest and stop; the puts whose blocks are free to go."""
-        given_up = list(self._waiting)
+        given_up = [each for each in self._waiting if isinstance(each, Put)]
         self._waiting.clear()
         if self._thread is not None:
             self._work.put(None)
@@ -118,17 +142,29 @@ class PutQueue:
         return [*self.finished(), *given_up]
 
     def _run(self) -> None:
-        while (put := self._work.get()) is not None:
-            put.begin_s = self._clock()
-            try:
-                payloads = [partial(self._gather, table) for table in put.tables]
-                put.statuses = put.session.put(put.tokens, first_block=put.first_block, payloads=payloads).statuses
-            except Exception as error:  # the thread's end: a bug in storing must not end an answer
-                put.failure = f"storing failed: {type(error).__name__}: {error}"
-            put.end_s = self._clock()
-            self._done.put(put)
+        while (each := self._work.get()) is not None:
+            if isinstance(each, Put):
+                self._store(each)
+            else:
+                self._tell(each)
             if self._work.empty():
                 self._idle.set()
+
+    def _store(self, put: Put) -> None:
+        put.begin_s = self._clock()
+        try:
+            payloads = [partial(self._gather, table) for table in put.tables]
+            put.statuses = put.session.put(put.tokens, first_block=put.first_block, payloads=payloads).statuses
+        except Exception as error:  # the thread's end: a bug in storing must not end an answer
+            put.failure = f"storing failed: {type(error).__name__}: {error}"
+        put.end_s = self._clock()
+        self._done.put(put)
+
+    def _tell(self, each: Telling) -> None:
+        try:
+            each.session.hint(each.tokens, answer_tokens=each.answer_tokens, due_in_s=each.due_in_s)
+        except Exception as error:  # as above
+            _log.debug("the daemon was not told of a request: %s: %s", type(error).__name__, error)
 
     def _gather(self, table: list[int], dest: Bytes) -> None:
         self._pool.gather_block(table, dest)

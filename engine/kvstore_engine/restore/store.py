@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -106,8 +107,10 @@ class BlockStore:
             self._hand_over(request)
             self._idle.wait(_PATIENCE_S)
 
-    def finish(self) -> StoreReport:
-        """Store what is left, or give it up, and report. Each put's deadline bounds the wait."""
+    def finish(self, answer_tokens: int = 0) -> StoreReport:
+        """Store what is left, or give it up, and report. Each put's deadline bounds the wait. An answer of so many
+        tokens has ended: the daemon is told.
+        """
         request = self._request
         if request is None:
             return StoreReport()
@@ -116,6 +119,9 @@ class BlockStore:
         while request.is_waiting:
             self._hand_over(request)
             self._idle.wait()
+        if answer_tokens and len(request.tokens):
+            with suppress(Exception):  # whatever the client does wrong, the answer is there
+                self._session.hint(request.tokens, answer_tokens=answer_tokens)
         counts = request.statuses
         return StoreReport(
             stored=counts["stored"],
