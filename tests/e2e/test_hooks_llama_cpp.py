@@ -85,6 +85,29 @@ def test_completions_with_and_without_the_cache_are_the_same(daemon: DaemonProce
         cache.close()
 
 
+def test_the_daemon_is_told_how_long_the_answer_was(
+    daemon: DaemonProcess, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = opened(model)
+    cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0)
+    llm.set_cache(cache)
+    told: list[tuple[int, int]] = []
+    hint = cache.session.hint
+
+    def heard(tokens: Any, *, answer_tokens: int) -> int:
+        told.append((hint(tokens, answer_tokens=answer_tokens), answer_tokens))
+        return told[-1][0]
+
+    monkeypatch.setattr(cache.session, "hint", heard)
+    prompt = [token + 7 for token in PROMPT]
+    written = len(answer(llm, prompt))
+    assert [blocks for blocks, _ in told] == [(len(prompt) + told[0][1]) // BLOCK]
+    assert written - 1 <= told[0][1] <= written, "its last token need not be computed"
+    cache[prompt[:200]] = llm.save_state()  # of no prompt that was asked for
+    assert len(told) == 1
+    cache.close()
+
+
 def test_what_the_model_holds_itself_is_not_fetched(daemon: DaemonProcess, model: Path) -> None:
     llm = opened(model)
     cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0)

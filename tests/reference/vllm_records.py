@@ -31,6 +31,7 @@ def request(name: str, tokens: Sequence[int], **fields: Any) -> Any:
         "all_token_ids": list(tokens),
         "prompt_token_ids": list(tokens),
         "num_tokens": len(tokens),
+        "num_output_tokens": 0,
         "num_preemptions": 0,
         "num_computed_tokens": 0,
         "skip_reading_prefix_cache": False,

@@ -8,7 +8,9 @@ import numpy as np
 
 from kvstore_client.hooks.vllm.identity import Extras
 from kvstore_client.hooks.vllm.model import describe_extras
+from kvstore_client.hooks.vllm.orders import Prefix
 from kvstore_client.hooks.vllm.scheduler import SchedulerSide
+from kvstore_client.hooks.vllm.telling import Answer
 from kvstore_proto.identity import pack_tokens
 from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore, Step, request
 
@@ -124,14 +126,41 @@ def test_a_finished_request_is_named_once() -> None:
     side.matched_tokens(asked, 0)
     side.admitted(asked, 0)
     side.orders(step(new={"r": (0, 22)}))
-    side.finished("r")
+    side.finished(asked)
     assert side.orders(step()).ended == ("r",)
     assert side.orders(step()).ended == ()
 
 
+def test_the_end_of_an_answer_is_told_with_all_blocks_that_were_ordered() -> None:
+    told: list[Answer] = []
+    side, asked = side_of(KeyedStore(), tell=told.append), request("r", TOKENS)
+    side.matched_tokens(asked, 0)
+    side.admitted(asked, 0)
+    side.orders(step(new={"r": (0, 22)}))
+    asked.all_token_ids += [7, 8]
+    side.orders(step(running={"r": (22, 1)}))
+    side.orders(step(running={"r": (23, 1)}))
+    asked.num_output_tokens = 3
+    side.finished(asked)
+    assert told == [Answer(Prefix(pack_tokens([*TOKENS, 7, 8])), 3)]
+
+
+def test_without_an_answer_or_a_whole_block_nothing_is_told() -> None:
+    told: list[Answer] = []
+    side = side_of(KeyedStore(), tell=told.append)
+    aborted, short = request("a", TOKENS), request("s", TOKENS[:3], num_output_tokens=1)
+    for asked, scheduled in ((aborted, 22), (short, 3)):
+        side.matched_tokens(asked, 0)
+        side.admitted(asked, 0)
+        name = asked.request_id
+        side.orders(Step(tables={name: TABLE}, new={name: (0, scheduled)}).output())
+        side.finished(asked)
+    assert told == []
+
+
 def test_a_request_that_ends_unseen_is_no_matter() -> None:
     side = side_of(KeyedStore())
-    side.finished("unknown")
+    side.finished(request("unknown", TOKENS))
     assert side.orders(step()).ended == ()
 
 

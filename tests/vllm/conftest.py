@@ -27,6 +27,7 @@ ROOM = (
     "nvme.capacity=1GiB",
     "nvme.slab=64MiB",
 )
+RECORDING = "trace.jsonl.gz"  # in the daemon's directory
 SMALL = {"seed": 0, "max_model_len": 2048, "num_gpu_blocks_override": 64}  # two engines at a time need not 4 GiB
 PATIENT = {"lookup_deadline_ms": 2000, "load_deadline_ms": 10_000}  # a busy machine shall not make a hit a miss
 StartEngine = Callable[..., EngineProcess]
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def daemon() -> Iterator[RunningDaemon]:
     """Not `running_daemon`: the tests leave damaged blocks on its NVMe, and its closing check would find them."""
     with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
-        started = RunningDaemon(Path(directory), *ROOM)
+        started = RunningDaemon(Path(directory), *ROOM, f"daemon.record={directory}/{RECORDING}")
         with ended_with(started):
             started.start()
             yield started

@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstored.simulator.readers import ReadOptions, read_trace
 from tests.reference.running_daemon import RunningDaemon, eventually
-from tests.vllm.conftest import StartEngine
+from tests.vllm.conftest import RECORDING, StartEngine
 from tests.vllm.engine_process import Answer, EngineProcess
 
 PROMPT_TOKENS = 1000
@@ -63,6 +64,16 @@ def reader(known: dict[str, Known], start_engine: StartEngine) -> Iterator[Engin
     """A second engine process: its own prefix cache is empty."""
     with start_engine() as engine:
         yield engine
+
+
+def test_the_daemon_was_told_how_long_the_answers_were(daemon: RunningDaemon, known: dict[str, Known]) -> None:
+    def told() -> list[tuple[int, int]]:
+        trace = read_trace(daemon.directory / RECORDING, "kvstored", ReadOptions(), lambda done, total: None)
+        return [(each.answer_tokens, int(trace.depths[each.block])) for each in trace.told]
+
+    most = 2 * len(known)  # the last one may end with its engine
+    assert eventually(lambda: len(told()) >= most - 1)
+    assert set(told()) == {(NEW_TOKENS, CACHED_TOKENS // BLOCK_TOKENS - 1)} and len(told()) <= most
 
 
 def test_a_second_process_restores_and_answers_the_same(reader: EngineProcess, known: dict[str, Known]) -> None:
@@ -128,6 +139,7 @@ def test_a_killed_daemon_costs_no_request_and_is_used_again_when_it_is_back(
     daemon: RunningDaemon, reader: EngineProcess, known: dict[str, Known]
 ) -> None:
     daemon.kill9()
+    (daemon.directory / RECORDING).unlink()  # the next one would overwrite none
     answer = reader.ask([known["lost"].prompt], NEW_TOKENS)
     assert (answer.finish, answer.cached) == (["length"], [0])
     assert answer.tokens == known["lost"].cold.tokens

@@ -99,6 +99,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             required=required,
         )
         self.restored_tokens = 0  # by the latest look-up
+        self._asked_tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)  # of the latest prompt
         self.last_receipt = ""  # what became of the latest store, in words
 
     @property
@@ -123,6 +124,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         `load_state` would also fill a matrix of scores that nothing reads, which takes longer than the restore.
         """
         self.restored_tokens = 0
+        self._asked_tokens = self._tokens(key)
         blocks = self._usable_blocks(key)
         held = llama_cpp.Llama.longest_token_prefix(self._llm._input_ids.tolist(), key)
         if blocks * self._block_tokens <= held:
@@ -168,6 +170,9 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             receipt = self._session.put(
                 tokens, payloads=payloads, payload_bytes=self._shape.token_bytes * self._block_tokens
             )
+            asked = len(self._asked_tokens)  # with what llama-cpp-python looks up before it answers
+            if 0 < asked < len(tokens) and np.array_equal(tokens[:asked], self._asked_tokens):
+                self._session.hint(tokens, answer_tokens=len(tokens) - asked)
         except KVStoreError as error:  # blocks too large for the daemon, a closed session: the answer is not at fault
             self.last_receipt = f"not stored: {error}"
             log.warning("the state of %d tokens is not stored: %s", len(tokens), error)

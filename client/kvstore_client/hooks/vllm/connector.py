@@ -29,6 +29,7 @@ from kvstore_client.hooks.vllm.orders import StepOrders
 from kvstore_client.hooks.vllm.saver import Saver
 from kvstore_client.hooks.vllm.scheduler import SchedulerSide
 from kvstore_client.hooks.vllm.settings import parse_settings
+from kvstore_client.hooks.vllm.telling import Teller
 from kvstore_client.hooks.vllm.worker import WorkerSide
 from kvstore_client.opening import connect
 from kvstore_client.session import Session
@@ -68,6 +69,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._sessions: list[Session] = []
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._teller: Teller | None = None
         self._unserved: set[int] = set()  # pool blocks of loads that came while there is no worker half
         if role == KVConnectorRole.SCHEDULER:
             self._make_failures_recompute()
@@ -95,7 +97,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """False: vLLM may free the blocks at once. The next step's orders name the request (`StepOrders.ended`)."""
         assert self._scheduler is not None
-        self._scheduler.finished(request.request_id)
+        self._scheduler.finished(request)
         return False, None
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -173,6 +175,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def shutdown(self) -> None:
         if self._worker is not None:
             logger.info("kvstored: %s", self._worker.close(_CLOSE_PATIENCE_S))
+        if self._teller is not None:
+            self._teller.close()
         for session in self._sessions:
             session.close()
         self._sessions = []
@@ -203,14 +207,18 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         sessions = [self._connect(self._fingerprint(rank), "vllm-scheduler", deadline_s) for rank in ranks]
         multimodal = config.model_config.multimodal_config
         hashed = config.cache_config.enable_prefix_caching or (multimodal and multimodal.mm_processor_cache_gb > 0)
+        served = [session for session in sessions if session is not None] if None not in sessions else []
+        if served and self._saves:
+            self._teller = Teller(served)
         return SchedulerSide(
-            [session for session in sessions if session is not None] if None not in sessions else [],
+            served,
             partial(describe_extras, hashed_items=bool(hashed)),
             block_tokens=self._block_tokens,
             loads=self._loads,
             saves=self._saves,
             lookup_deadline_s=deadline_s,
             load_deadline_s=settings.load_deadline_ms / 1000,
+            tell=self._teller.ended if self._teller is not None else None,
         )
 
     def _fingerprint(self, rank: int) -> Fingerprint:

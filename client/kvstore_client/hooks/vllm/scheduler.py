@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from kvstore_client.hooks.vllm.identity import Extras, KeySource, address
 from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
 from kvstore_client.hooks.vllm.plan import loadable_blocks, usable_blocks
+from kvstore_client.hooks.vllm.telling import Answer
 from kvstore_client.results import REASON_NO_DAEMON, Lookup
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys, pack_tokens
@@ -50,7 +51,9 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """`sessions`: one for each rank's shard; a block counts as stored when every rank has it."""
+    """`sessions`: one for each rank's shard; a block counts as stored when every rank has it. `tell` is told of each
+    answer that has ended.
+    """
 
     def __init__(
         self,
@@ -62,8 +65,10 @@ class SchedulerSide:
         saves: bool,
         lookup_deadline_s: float,
         load_deadline_s: float,
+        tell: Callable[[Answer], None] | None = None,
     ) -> None:
         self._sessions = sessions
+        self._tell = tell
         self._describe = describe
         self._block_tokens = block_tokens
         self._loads, self._saves = loads, saves
@@ -96,10 +101,19 @@ class SchedulerSide:
         """Neither load nor store anything from now on."""
         self._loads = self._saves = False
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request: Any) -> None:
         """vLLM frees the request's pool blocks after this."""
-        if self._requests.pop(request_id, None) is not None:
-            self._ended.append(request_id)
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return
+        self._ended.append(request.request_id)
+        if (
+            tracked.extras is not None
+            and tracked.stored_blocks
+            and request.num_output_tokens
+            and self._tell is not None
+        ):
+            self._tell(Answer(self._prefix(tracked, tracked.stored_blocks), request.num_output_tokens))
 
     def orders(self, output: Any) -> StepOrders:
         """What the worker half shall do around the step that `output` (a SchedulerOutput) describes."""
