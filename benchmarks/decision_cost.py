@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.daemons_order import in_daemons_order
 from support.report import Row, progress, table, within
 from support.timing import percentile
 from support.traces import write_agents, write_chat
@@ -71,18 +72,6 @@ class Spent:
         self.accesses.append(accesses)
         self.whole.append(self.request + sum(self.victims))
         self.request, self.victims = 0.0, []
-
-
-def in_daemons_order(trace: Trace) -> Trace:
-    """Each request as a get of its blocks and a put of those that it missed."""
-    twice = np.repeat(np.arange(trace.requests), 2)
-    starts = np.concatenate([[0], np.cumsum(np.diff(trace.starts)[twice])])
-    blocks = np.concatenate([trace.blocks[trace.starts[at] : trace.starts[at + 1]] for at in twice.tolist()])
-    columns = ("times_ns", "tenants", "kinds", "continued", "input_tokens", "output_tokens")
-    return replace(
-        trace, **{name: getattr(trace, name)[twice] for name in columns}, starts=starts, blocks=blocks,
-        ops=np.tile(np.array([Op.GET, Op.PUT], np.uint8), trace.requests),
-    )  # fmt: skip
 
 
 def clock_ns() -> float:
