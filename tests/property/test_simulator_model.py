@@ -55,6 +55,27 @@ def test_what_comes_later_changes_nothing_before(
     assert hits(trace.part(0, cut), policy, capacity, admission) == whole[:cut]
 
 
+@pytest.mark.parametrize("admission", sorted(ADMISSIONS))
+@pytest.mark.parametrize("policy", [*sorted(POLICIES), "clairvoyant"])
+@given(seed=seeds, capacity=st.integers(1, 60))
+def test_what_is_missed_is_stored_or_kept_out_and_what_is_stored_is_here_or_evicted(
+    policy: str, admission: str, seed: int, capacity: int
+) -> None:
+    trace = trace_of(sessions(seed, 50))
+    replay = Replay(trace, ReplaySettings(policy, capacity, admission, ttl_s=None if seed % 2 else 20.0))
+    result = replay.run()
+    evicted = result.evicted
+    assert result.stored_blocks + evicted["refused"] + evicted["bypassed"] == trace.accesses - result.hits.sum()
+    assert result.stored_blocks == replay.residency.tier_blocks(0) + evicted["evicted"] + evicted["expired"]
+    assert min(evicted.values()) >= 0
+
+
+def test_a_block_that_comes_and_goes_with_its_request_was_never_stored() -> None:
+    result = Replay(trace_of([[0, 1], [2, 3, 4], [0, 1]]), ReplaySettings("clairvoyant", 2)).run()
+    assert (result.hits.tolist(), result.stored_blocks) == ([0, 0, 2], 2)
+    assert result.evicted == {"evicted": 0, "expired": 0, "refused": 0, "bypassed": 3}
+
+
 def test_the_clairvoyant_is_not_causal() -> None:
     """The test above can fail: here what is kept depends on what comes."""
     requests: Requests = [[0], [1], [2], [0]]

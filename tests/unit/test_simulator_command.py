@@ -163,9 +163,50 @@ def test_table_csv_reuse_and_page(chat: Path, tmp_path: Path, capsys: pytest.Cap
     text = page.read_text()
     assert text.startswith("<!doctype html>") and text.count("<figure>") == 3
     assert "<script" not in text and "http" not in text
+    headings = shown.splitlines()[0].lower().split("  ")
+    assert [f">{heading.strip()}</th>" in text for heading in headings if heading.strip()] == [True] * 11
     assert main([*arguments, "--csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    told = capsys.readouterr()
+    assert "reuse distances are no rows" in told.err
+    rows = list(csv.DictReader(io.StringIO(told.out)))
     assert len(rows) == 10 and float(rows[0]["hit_ratio"]) > 0 and rows[0]["evictions.evicted"] == "0"
+
+
+def test_capacities_of_as_many_blocks_are_one(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = report(capsys, chat, "--format", "mooncake", "--capacity", "0.1")["rows"]
+    blocks = rows[-1]["capacity_blocks"]
+    again = report(capsys, chat, "--format", "mooncake", "--capacity", f"0.1,{blocks}")["rows"]
+    assert [row["capacity_blocks"] for row in again] == [row["capacity_blocks"] for row in rows]
+
+
+def test_an_option_of_another_format_is_named(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--sessions", "5", "--window-s", "60", "--group-tokens", "64", "--as-recorded"]
+    assert main(["simulate", str(chat), "--format", "mooncake", "--capacity", "0.1", *options]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(lines) == [
+        f"{option} changes nothing in format mooncake"
+        for option in ("--as-recorded", "--group-tokens", "--sessions", "--window-s")
+    ]
+
+
+def test_a_page_takes_no_place_of_what_is_read(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / "mine.toml"
+    profile.write_text("mine")
+    arguments = ["simulate", str(chat), "--format", "mooncake", "--mode", "timing", "--profile", str(profile)]
+    assert main([*arguments, "--plot", str(profile)]) == 2
+    assert "would overwrite what is read" in capsys.readouterr().err
+    assert profile.read_text() == "mine"
+
+
+def test_of_a_recording_without_its_end_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"op": "get", "n": 0, "c": 1, "b": 64, "f": 0}
+    rows = [{"format": "kvstored", "version": 2}, *({"t": at, "k": f"{at:016x}", **facts} for at in range(5))]
+    path = tmp_path / "cut.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows)[:-9])
+    assert main(["simulate", str(path), "--format", "kvstored", "--capacity", "1", "--json"]) == 0
+    told = capsys.readouterr()
+    assert "cut.jsonl is cut off after line 5: what came later is not counted" in told.err
+    assert json.loads(told.out.splitlines()[-1])["rows"][-1]["requests"] == 4
 
 
 def test_prices_say_what_is_won(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

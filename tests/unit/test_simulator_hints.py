@@ -8,7 +8,7 @@ import pytest
 
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.policies import ChainHint
-from kvstored.simulator.hints import NO_HINTS, Hints, made_up, parse_hints
+from kvstored.simulator.hints import _STEPS, _TOOL_STEPS, NO_HINTS, Hints, _steps, made_up, parse_hints
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Told, Trace, TraceBuilder
 from tests.unit.test_policies_chain_hazard import mixed_trace
@@ -30,6 +30,19 @@ def chances(trace: Trace, hints: Hints) -> npt.NDArray[np.float64]:
     return np.array([each.will_continue for each in made_up(trace, hints) if each is not None], dtype=np.float64)
 
 
+def area(score: npt.NDArray[np.float64], truth: npt.NDArray[np.bool_]) -> float:
+    yes, no = score[truth], score[~truth]
+    return float((yes[:, None] > no[None, :]).mean() + 0.5 * (yes[:, None] == no[None, :]).mean())
+
+
+@pytest.mark.parametrize("auc", [0.5, 0.8, 0.97])
+def test_what_the_steps_leave_of_a_score_is_of_the_quality_that_was_asked_for(auc: float) -> None:
+    truth = np.arange(20_000) % 3 == 0
+    for steps in (_STEPS, _TOOL_STEPS):
+        told = _steps(truth, auc, steps, np.random.default_rng(1))
+        assert area(told[:6000].astype(np.float64), truth[:6000]) == pytest.approx(auc, abs=0.012)
+
+
 def test_chances_are_as_good_as_they_say() -> None:
     trace = mixed_trace(4000)
     chance = chances(trace, Hints(0.8))
@@ -37,9 +50,7 @@ def test_chances_are_as_good_as_they_say() -> None:
     request_of = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
     last_use = dict(zip(trace.blocks.tolist(), request_of.tolist(), strict=True))
     goes_on = np.array([last_use[int(trace.blocks[end - 2])] > at for at, end in enumerate(trace.starts[1:].tolist())])
-    yes, no = chance[goes_on], chance[~goes_on]
-    auc = (yes[:, None] > no[None, :]).mean() + 0.5 * (yes[:, None] == no[None, :]).mean()
-    assert auc == pytest.approx(0.8, abs=0.03)
+    assert area(chance, goes_on) == pytest.approx(0.8, abs=0.02)
 
 
 def test_a_tool_call_is_told_beside() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,7 @@ def test_a_simulated_node_moves_blocks_with_the_daemons_own_parts(policy: str, p
     model = models()["smollm2-135m"]
     name = resolve(policy)
     wanted = NodeSettings(load_machine("h100"), model, (("dram", 1 << 28), ("nvme", 1 << 30)), 1 << 28, name)
+    wanted = replace(wanted, policy_below=name)
     node = serve_trace(TRACE, wanted, plan, lambda done, total: None)
     assert node.store is not None
     store = node.store.store

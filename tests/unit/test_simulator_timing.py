@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstored.clock import NS_PER_S
+from kvstored.config import load_config
 from kvstored.residency.check import check
 from kvstored.simulator.machine import Compute, Machine, MediumSpec
 from kvstored.simulator.node import Node, NodeSettings, overlapped_s, serve_trace
+from kvstored.simulator.node_store import NodeStore
 from kvstored.simulator.plan import ABLATIONS, BASELINE, BASELINE_EAGER, BASELINES, ENGINE_ALONE, ORCHESTRATED, Plan
 from kvstored.simulator.timing import TimingStudy
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
 from kvstored.simulator.visit import Visit
-from kvstored.simulator.worth import Model
+from kvstored.simulator.worth import Model, worth_of_served
 from kvstored.tiering import HOST, NVME
 from tests.reference.traces import Requests, sessions, trace_of
 
@@ -56,6 +58,12 @@ def serve(
     tiers = (("dram", dram * SLOT), ("nvme", nvme * SLOT))[: 2 if nvme else 1]
     wanted = NodeSettings(made or machine(), MODEL, tiers, pool * BLOCK_BYTES, policy)
     return serve_trace(trace, wanted, plan, lambda done, total: None)
+
+
+def serve_made(wanted: NodeSettings) -> NodeStore:
+    node = serve_trace(TRACE.part(0, 3), wanted, ORCHESTRATED, lambda done, total: None)
+    assert node.store is not None
+    return node.store
 
 
 def asked(*requests: tuple[float, Sequence[int], Op], more_tokens: int = 0) -> Trace:
@@ -150,6 +158,9 @@ def test_computing_again_wins_over_a_slow_medium() -> None:
     assert (last.below, last.recomputed) == (4, 4) and last.hits == 0
     whole = made.prefill_s(MODEL, 0, 2048, least_passes=0.0)
     assert last.exposed_ns / NS_PER_S == near(whole)
+    again = sum(made.streamed_bytes(MODEL, at * BLOCK, (at + 1) * BLOCK, least_passes=0.0) for at in range(4))
+    others = 2 * made.streamed_bytes(MODEL, 0, 2548) + made.streamed_bytes(MODEL, 2048, 2548)
+    assert node.served.streamed_bytes == pytest.approx(again + others, rel=1e-9)
 
 
 def test_loading_from_the_tail_and_computing_from_the_head_meet() -> None:
@@ -172,6 +183,15 @@ def test_a_get_that_is_recorded_stores_nothing_and_a_put_computes_nothing() -> N
     assert len(node.served.visits) == 2
     node = serve(asked((0, [5], Op.PUT), (10, [5], Op.GET), (20, [6], Op.GET)), ORCHESTRATED)
     assert [visit.mapped for visit in node.served.visits] == [1, 0]
+
+
+def test_a_recorded_put_waits_for_the_requests_before_it() -> None:
+    # Computing the first takes four seconds. What the second stores, it has to compute before, in the fifth.
+    trace = asked((0, [0, 1, 2, 3], Op.GET), (0.1, [9], Op.GET), (0.2, [9], Op.PUT), (0.3, [8], Op.REQUEST))
+    node = serve(trace, ORCHESTRATED)
+    assert [visit.hits for visit in node.served.visits] == [0, 0, 0]
+    assert node.store is not None and node.store.stored_blocks == 2
+    assert node.served.largest_queue == 2, "puts are no requests"
 
 
 def test_a_request_longer_than_the_engines_memory_is_refused() -> None:
@@ -321,6 +341,51 @@ def test_a_study_compares_with_the_better_baseline() -> None:
         for lane, slices in result.traffic.items():
             assert sum(slices) == row["bytes_by_lane"][lane]
         assert all(0 <= share <= 1 for share in row["utilisation"].values())
+
+
+def test_what_was_computed_again_is_not_saved() -> None:
+    def visit(blocks: int, tokens: int, **found: int) -> Visit:
+        return Visit(0, 0, [b""] * blocks, tokens, Op.REQUEST, 0, **found)  # type: ignore[arg-type]
+
+    def flops(*ends: int) -> list[float]:
+        return [MODEL.flops_of(end) for end in ends]
+
+    raced = visit(10, 10 * BLOCK, in_pool=2, mapped=1, below=5, recomputed=3)
+    to_8, to_5, to_2, all_10 = flops(8 * BLOCK, 5 * BLOCK, 2 * BLOCK, 10 * BLOCK)
+    value = worth_of_served([raced], BLOCK, MODEL)
+    assert (value.hits, value.block_accesses) == (5, 10)
+    assert (value.saved_flops, value.flops) == pytest.approx((to_8 - to_5 + to_2, all_10))
+    given_up = visit(10, 10 * BLOCK, in_pool=2, below=6, recomputed=3, given_up=3)
+    assert worth_of_served([given_up], BLOCK, MODEL).saved_flops == pytest.approx(to_5)
+    partial = visit(2, 700, in_pool=2)
+    assert worth_of_served([partial], BLOCK, MODEL).compute_saved_ratio == 1.0
+
+
+def test_refused_requests_are_in_no_figure() -> None:
+    trace = asked((0, [0], Op.REQUEST), (9, [1, 2, 3, 4], Op.REQUEST), (18, [0], Op.REQUEST))
+    study = TimingStudy(trace, machine(), 1, MODEL, (("dram", 9 * SLOT),), 2 * BLOCK_BYTES, ("lru",))
+    rows = [result.row for result in study.run(lambda label, done, total: None)]
+    assert {(row["refused"], row["requests"], row["hit_ratio"], row["compute_saved_ratio"]) for row in rows} == {
+        (1, 2, 0.5, 0.5)
+    }
+
+
+def test_puts_alone_look_nothing_up() -> None:
+    study = TimingStudy(asked((0, [0], Op.PUT)), machine(), 1, MODEL, (("dram", 9 * SLOT),), 2 * BLOCK_BYTES, ("lru",))
+    with pytest.raises(ValueError, match="puts alone"):
+        list(study.run(lambda label, done, total: None))
+
+
+def test_best_is_what_ships_for_either_tier() -> None:
+    made: dict[str, list[str]] = {}
+    for policy in ("best", "chain-hazard"):
+        study = TimingStudy(
+            TRACE, machine(), 1, MODEL, (("dram", 40 * SLOT), ("nvme", 120 * SLOT)), 30 * BLOCK_BYTES, (policy,)
+        )
+        wanted = study.settings(policy, "always")
+        made[policy] = [each.name for each in serve_made(wanted).store.policies]
+    shipped = load_config(None, [])
+    assert made == {"best": [shipped.host.policy, shipped.nvme.policy], "chain-hazard": ["chain-hazard"] * 2}
 
 
 def test_requests_before_the_part_warm_up_and_are_not_counted() -> None:

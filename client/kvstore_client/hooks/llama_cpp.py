@@ -61,6 +61,7 @@ _CONTEXT_SETTINGS = (  # what K and V depend on besides the weights
 )
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _HASH_CHUNK_BYTES = 64 << 20
+_NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has no types
@@ -99,7 +100,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             required=required,
         )
         self.restored_tokens = 0  # by the latest look-up
-        self._asked_tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)  # of the latest prompt
+        self._asked_tokens = _NO_TOKENS  # the latest prompt, while its answer is not stored
         self.last_receipt = ""  # what became of the latest store, in words
 
     @property
@@ -170,9 +171,9 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             receipt = self._session.put(
                 tokens, payloads=payloads, payload_bytes=self._shape.token_bytes * self._block_tokens
             )
-            asked = len(self._asked_tokens)  # with what llama-cpp-python looks up before it answers
-            if 0 < asked < len(tokens) and np.array_equal(tokens[:asked], self._asked_tokens):
-                self._session.hint(tokens, answer_tokens=len(tokens) - asked)
+            asked, self._asked_tokens = self._asked_tokens, _NO_TOKENS  # what was looked up before it was answered
+            if 0 < len(asked) < len(tokens) and np.array_equal(tokens[: len(asked)], asked):
+                self._session.hint(tokens, answer_tokens=len(tokens) - len(asked))
         except KVStoreError as error:  # blocks too large for the daemon, a closed session: the answer is not at fault
             self.last_receipt = f"not stored: {error}"
             log.warning("the state of %d tokens is not stored: %s", len(tokens), error)

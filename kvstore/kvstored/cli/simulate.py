@@ -14,15 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstored.cli import simulate_timing
+from kvstored.cli import simulate_reading, simulate_timing
+from kvstored.cli.choices import one_of, some_of
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.results import hand_over
 
 if TYPE_CHECKING:
     from kvstored.simulator.study import Study
-    from kvstored.simulator.trace import Trace
 
-_SECONDS_MAX = 1e9
 _BLOCKS_MAX = 1e12
 _CAPACITY, _POLICY = "0.01,0.05,0.1", "lru,best"
 _REPLAY_ONLY = ("capacity", "hints", "cost", "reuse_distance")
@@ -75,7 +74,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="what an engine could tell, made up from the trace: will-continue:0.80 (a chance, of that AUC),"
         " tool-call:0.80 (why it stopped, of that AUC), queue:10 (seconds)",
     )  # fmt: skip
-    _add_reading(simulate)
+    simulate_reading.add_options(simulate)
     simulate_timing.add_options(simulate)
     simulate.add_argument("--model", default="llama-3.1-8b", metavar="NAME", help="whose compute and bytes are counted")
     simulate.add_argument(
@@ -91,28 +90,9 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     simulate.set_defaults(run=_run)
 
 
-def _add_reading(simulate: argparse.ArgumentParser) -> None:
-    simulate.add_argument(
-        "--part", default="all", metavar="PART",
-        help="first-half, second-half (by time), or FROM:TO as fractions of the time, such as 0.5:1",
-    )  # fmt: skip
-    simulate.add_argument(
-        "--warm", action="store_true",
-        help="with --part: replay what comes before it too, uncounted; without, the part starts with an empty tier",
-    )  # fmt: skip
-    simulate.add_argument("--seed", type=int, default=0, help="of the draw of session starts (claude-code)")
-    simulate.add_argument("--window-s", type=float, default=3600.0, help="sessions start within it (claude-code)")
-    simulate.add_argument("--sessions", type=int, help="so many sessions, drawn (claude-code; default: all)")
-    simulate.add_argument(
-        "--as-recorded", action="store_true",
-        help="a recorded get only reads; without, it stores what it missed, as an engine does (kvstored)",
-    )  # fmt: skip
-    simulate.add_argument("--group-tokens", type=int, default=512, help="tokens of a block (claude-code; default 512)")
-
-
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        mode = _name("--mode", arguments.mode, ("replay", "timing"))
+        mode = one_of("--mode", arguments.mode, ("replay", "timing"))
         others = simulate_timing.OPTIONS if mode == "replay" else _REPLAY_ONLY
         for option in others:
             if getattr(arguments, option) not in (None, False):
@@ -123,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         return failure(f"cannot write {arguments.plot}: {error.strerror}")
     if mode == "timing":
-        return simulate_timing.simulate(arguments, _read, _policies)
+        return simulate_timing.simulate(arguments, _policies)
     return _replay(arguments)
 
 
@@ -136,8 +116,9 @@ def _check_plot(arguments: argparse.Namespace) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not plot.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    profile = None if arguments.profile is None else Path(arguments.profile)
     if plot.exists() and any(
-        other and other.exists() and plot.samefile(other) for other in (arguments.trace, arguments.cost)
+        other and other.exists() and plot.samefile(other) for other in (arguments.trace, arguments.cost, profile)
     ):
         raise ValueError(f"--plot {plot} would overwrite what is read")
 
@@ -152,7 +133,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     try:
         study = _study(arguments, bar.advance)
         if arguments.reuse_distance:
-            found = curves(study.trace, reuse_distances(study.trace))
+            found = curves(study.trace, reuse_distances(study.trace), study.count_from)
         gc.freeze()  # the trace stays: no collection need walk it, as in the daemon
         rows = list(study.rows(bar.advance_in))
     except (ValueError, TraceError) as error:
@@ -161,6 +142,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
     finally:
         bar.clear()
+    simulate_reading.tell_of_cut(study.trace)
     return hand_over(lambda: _print(arguments, study, rows, found), arguments.plot, lambda: _page(study, rows, found))
 
 
@@ -176,7 +158,7 @@ def _study(arguments: argparse.Namespace, progress: Any) -> Study:
     if arguments.ghosts < 1:
         raise ValueError("--ghosts must be at least 1")
     prices = None if arguments.cost is None else load_prices(arguments.cost)
-    trace, count_from = _read(arguments, progress)
+    trace, count_from = simulate_reading.read(arguments, progress)
     return Study(
         trace, capacities, policies, admissions, models()[arguments.model], arguments.ttl_s or None, arguments.ghosts,
         count_from, prices, NO_HINTS if arguments.hints is None else parse_hints(arguments.hints, arguments.seed),
@@ -190,7 +172,7 @@ def _policies(
     """Policies and admissions that were asked for. Raises ValueError with one line."""
     from kvstored.policies import ADMISSIONS, BEST, POLICIES, has_worth, resolve
 
-    policies = _names(
+    policies = some_of(
         "--policy",
         default if arguments.policy is None else arguments.policy,
         (*POLICIES, BEST, *more),
@@ -200,80 +182,7 @@ def _policies(
         raise ValueError(f"--keep-worth {arguments.keep_worth:g}: uses an hour, 0 (never) or more, such as 4")
     if arguments.keep_worth and not any(has_worth(resolve(name)) for name in policies if resolve(name) in POLICIES):
         raise ValueError(f"--keep-worth means nothing to {', '.join(policies)}: no worth is known there; add best")
-    return policies, _names("--admission", arguments.admission, ADMISSIONS, every=tuple(ADMISSIONS))
-
-
-def _read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
-    """The part of the trace to look at, and the first request that counts; options of it and `--model` are right then.
-    Raises ValueError (TraceError) with one line; OSError."""
-    from kvstored.config.parse import MAX_BLOCK_BYTES
-    from kvstored.config.sizes import show_size
-    from kvstored.simulator.readers import FORMATS, ReadOptions, read_trace
-    from kvstored.simulator.worth import models
-
-    format_name = _name("--format", arguments.format, FORMATS)
-    _name("--model", arguments.model, models())
-    if not all(0 <= seconds <= _SECONDS_MAX for seconds in (arguments.ttl_s, arguments.window_s)):
-        raise ValueError(f"--ttl-s and --window-s cannot be negative, nor above {_SECONDS_MAX:.0e} seconds")
-    if arguments.seed < 0:
-        raise ValueError(f"--seed {arguments.seed}: 0 or more")
-    if arguments.warm and arguments.part == "all":
-        raise ValueError("--warm replays what comes before a --part; name the part too")
-    options = ReadOptions(
-        arguments.seed, arguments.window_s, arguments.sessions, arguments.group_tokens, arguments.as_recorded
-    )
-    source = Path("/dev/stdin") if str(arguments.trace) == "-" else arguments.trace
-    trace = read_trace(source, format_name, options, progress)
-    block_bytes = models()[arguments.model].kv_bytes_per_token * trace.block_tokens
-    if block_bytes > MAX_BLOCK_BYTES:
-        raise ValueError(
-            f"a block of this trace and model is {show_size(block_bytes)}, over {show_size(MAX_BLOCK_BYTES)}"
-        )
-    return _part(trace, arguments)
-
-
-def _part(trace: Trace, arguments: argparse.Namespace) -> tuple[Trace, int]:
-    """What to replay, and the number of the first request that counts."""
-    import numpy as np
-
-    words = {"all": "0:1", "first-half": "0:0.5", "second-half": "0.5:1"}
-    first, colon, last = words.get(arguments.part, arguments.part).partition(":")
-    try:
-        begin, end = float(first), float(last)
-    except ValueError:
-        begin = end = -1.0
-    if not (colon and 0 <= begin < end <= 1):
-        raise ValueError(f"--part {arguments.part}: first-half, second-half, or FROM:TO such as 0.25:0.75")
-    if (begin, end) == (0.0, 1.0):
-        return trace, 0
-    span_ns = int(trace.times_ns[-1] - trace.times_ns[0])
-    at = [int(np.searchsorted(trace.times_ns - trace.times_ns[0], round(share * span_ns))) for share in (begin, end)]
-    if end == 1:
-        at[1] = trace.requests
-    if at[0] >= at[1]:
-        raise ValueError(f"--part {arguments.part}: no request falls into it")
-    return (trace.part(0, at[1]), at[0]) if arguments.warm else (trace.part(at[0], at[1]), 0)
-
-
-def _name(option: str, text: str, known: Any) -> str:
-    names = _names(option, text, known, every=())
-    if len(names) > 1:
-        raise ValueError(f"{option} {text}: one of {', '.join(known)}")
-    return names[0]
-
-
-def _names(option: str, text: str, known: Any, every: tuple[str, ...]) -> tuple[str, ...]:
-    from difflib import get_close_matches
-
-    if text == "all" and every:
-        return every
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{option}: {name!r} is unknown; known: {', '.join(known)}{hint}")
-    return names
+    return policies, some_of("--admission", arguments.admission, ADMISSIONS, every=tuple(ADMISSIONS))
 
 
 def _capacities(text: str) -> tuple[float, ...]:
@@ -305,6 +214,8 @@ def _print(arguments: argparse.Namespace, study: Study, rows: list[dict[str, Any
         print(json.dumps(report))
     elif arguments.csv:
         print(as_csv(rows), end="")
+        if found:
+            print("reuse distances are no rows: they are in the table, in --json and in --plot", file=sys.stderr)
     else:
         print(table(rows))
         if found:
@@ -317,7 +228,7 @@ def _page(study: Study, rows: list[dict[str, Any]], found: list[Any]) -> str:
 
     trace = study.trace
     subtitle = (
-        f"{trace.requests:,} requests, {trace.accesses:,} block accesses, {trace.distinct_blocks:,} distinct blocks of "
+        f"{trace.lookups:,} requests, {trace.accesses:,} block accesses, {trace.distinct_blocks:,} distinct blocks of "
         f"{trace.block_tokens} tokens; compute and bytes of {study.model.name}"
     )
     return study_page(f"Policies on {trace.name}", subtitle, rows, found)

@@ -9,16 +9,15 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvstored.cli import simulate_reading
 from kvstored.cli.exits import mistake
 from kvstored.cli.results import hand_over
 
 if TYPE_CHECKING:
     from kvstored.simulator.machine import Machine
     from kvstored.simulator.timing import Timed, TimingStudy
-    from kvstored.simulator.trace import Trace
 
 OPTIONS = ("profile", "devices", "tiers", "speed", "without")
-Read = Callable[[argparse.Namespace, Any], "tuple[Trace, int]"]
 Policies = Callable[[argparse.Namespace, str], tuple[tuple[str, ...], tuple[str, ...]]]
 _PROFILE, _POLICY = "h100", "best"
 _DEVICES_MAX = 4096
@@ -41,13 +40,13 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def simulate(arguments: argparse.Namespace, read: Read, policies: Policies) -> int:
-    """`read` and `policies` are what mode replay has too."""
+def simulate(arguments: argparse.Namespace, policies: Policies) -> int:
+    """`policies` is what mode replay has too."""
     from kvstored.simulator.progress import ProgressBar
 
     bar = ProgressBar()
     try:
-        study = _study(arguments, read, policies, bar.advance)
+        study = _study(arguments, policies, bar.advance)
         gc.freeze()  # the trace stays: no collection need walk it
         results = list(study.run(bar.advance_in))
     except ValueError as error:
@@ -56,10 +55,11 @@ def simulate(arguments: argparse.Namespace, read: Read, policies: Policies) -> i
         return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
     finally:
         bar.clear()
+    simulate_reading.tell_of_cut(study.trace)
     return hand_over(lambda: _print(arguments, study, results), arguments.plot, lambda: _page(study, results))
 
 
-def _study(arguments: argparse.Namespace, read: Read, policies: Policies, progress: Any) -> TimingStudy:
+def _study(arguments: argparse.Namespace, policies: Policies, progress: Any) -> TimingStudy:
     """Raises ValueError (TraceError) with one line; OSError."""
     from kvstored.simulator.machine import load_machine
     from kvstored.simulator.plan import ABLATIONS
@@ -78,7 +78,7 @@ def _study(arguments: argparse.Namespace, read: Read, policies: Policies, progre
         raise ValueError(f"--devices {devices}: 1 to {_DEVICES_MAX}")
     machine = load_machine(arguments.profile or _PROFILE).times(devices)
     tiers, engine_bytes = _tiers(arguments.tiers or _default_tiers(machine), machine)
-    trace, count_from = read(arguments, progress)
+    trace, count_from = simulate_reading.read(arguments, progress)
     model = models()[arguments.model]
     pool_bytes = machine.pool_bytes(model) if engine_bytes is None else engine_bytes
     _check_sizes(tiers, pool_bytes, model.kv_bytes_per_token * trace.block_tokens)
@@ -175,7 +175,7 @@ def _subtitle(study: TimingStudy) -> str:
     tiers = ", ".join(f"{name} {show_size(nbytes)}" for name, nbytes in study.tiers)
     speed = "" if study.speed == 1 else f" at {study.speed:g} times its speed"
     return (
-        f"{trace.name}{speed}: {trace.requests:,} requests, {trace.distinct_blocks:,} distinct blocks of "
+        f"{trace.name}{speed}: {trace.lookups:,} requests, {trace.distinct_blocks:,} distinct blocks of "
         f"{trace.block_tokens} tokens; {study.model.name} on {study.devices} x {machine.name}, "
         f"{show_size(study.pool_bytes)} for the engine's own blocks; store: {tiers}"
     )

@@ -24,6 +24,7 @@ _STEPS = (-0.9, -0.3, 0.3, 0.9)  # around the middle between the two means
 _TOOL_STEPS = (-0.6, 0.6)
 _NEXT_STEPS = (NextStep.NEXT_STEP_END_OF_TURN, NextStep.NEXT_STEP_UNSPECIFIED, NextStep.NEXT_STEP_TOOL_CALL)
 _TOOL_NS = 60_000_000_000
+_APART_MAX, _APART_SURE = 20.0, 1e-9
 _FORM = "will-continue:AUC, tool-call:AUC (both between 0.5 and 1) and queue:SECONDS, separated by commas"
 
 
@@ -89,6 +90,27 @@ def _steps(
     truth: npt.NDArray[np.bool_], auc: float, steps: tuple[float, ...], chance: np.random.Generator
 ) -> npt.NDArray[np.int64]:
     """A noisy score of `truth`, as the number of the step that it reaches, from 0 up."""
-    apart = 2**0.5 * NormalDist().inv_cdf(auc)
+    apart = _apart(auc, steps)
     score = chance.normal(size=len(truth)) + apart * truth
     return np.digitize(score, [apart / 2 + step for step in steps]).astype(np.int64)
+
+
+def _apart(auc: float, steps: tuple[float, ...]) -> float:
+    """How far the means of the two kinds' scores have to be apart for that AUC, of what the steps leave of the scores:
+    equal steps count half.
+    """
+    near, far = 0.0, _APART_MAX
+    while far - near > _APART_SURE:
+        middle = (near + far) / 2
+        if _auc(middle, steps) < auc:
+            near = middle
+        else:
+            far = middle
+    return (near + far) / 2
+
+
+def _auc(apart: float, steps: tuple[float, ...]) -> float:
+    normal = NormalDist()
+    cuts = [apart / 2 + step for step in steps]
+    no, yes = (np.diff([0.0, *(normal.cdf(cut - mean) for cut in cuts), 1.0]) for mean in (0.0, apart))
+    return float(yes @ (np.cumsum(no) - no / 2))

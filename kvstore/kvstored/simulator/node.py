@@ -48,6 +48,7 @@ class NodeSettings:
     ghost_keys: int = DEFAULT_GHOST_KEYS
     speed: float = 1.0
     keep_worth: float = 0.0
+    policy_below: str | None = None  # of the second tier; None: the daemon's default
 
 
 def serve_trace(trace: Trace, settings: NodeSettings, plan: Plan, progress: Callable[[int, int], None]) -> Node:
@@ -75,7 +76,7 @@ class Node:
         if plan.has_store:
             wanted = StoreSettings(
                 tuple(nbytes for _, nbytes in settings.tiers), block_bytes, settings.policy, settings.admission,
-                settings.ttl_s, settings.ghost_keys, settings.keep_worth,
+                settings.ttl_s, settings.ghost_keys, settings.keep_worth, settings.policy_below,
             )  # fmt: skip
             self.store = NodeStore(wanted, loop, clock, self.media, tenants)
         self.pool = EnginePool(settings.pool_bytes // block_bytes, block_bytes)
@@ -84,6 +85,7 @@ class Node:
         self.served = Served()
         self._loop = loop
         self._queue: deque[Visit] = deque()
+        self._waiting = 0  # requests in it
         self._arrived = asyncio.Event()
         self._is_over = False
         self._has_begun = False  # the request whose turn it is has its room: the next one may take some
@@ -120,18 +122,23 @@ class Node:
                 at, int(trace.tenants[at]), [trace.key(block) for block in blocks], tokens, Op(int(trace.ops[at])),
                 self._now_ns(), trace.kind_names[trace.kinds[at]], int(trace.output_tokens[at]),
             )  # fmt: skip
-            if visit.op is Op.PUT:
-                self._put(visit)
-                continue
-            self.served.visits.append(visit)
             self._queue.append(visit)
-            self.served.largest_queue = max(self.served.largest_queue, len(self._queue))
-            if self.plan.prefetches and self.store is not None:
-                self._tasks.create_task(self._stage(visit))
-                self._call_next()
+            if visit.op is not Op.PUT:
+                self._expect(visit)
             self._arrived.set()
         self._is_over = True
         self._arrived.set()
+
+    def _expect(self, visit: Visit) -> None:
+        """A request has come into the queue. (A recorded put waits in it for the requests before it: they computed what
+        it stores.)
+        """
+        self.served.visits.append(visit)
+        self._waiting += 1
+        self.served.largest_queue = max(self.served.largest_queue, self._waiting)
+        if self.plan.prefetches and self.store is not None:
+            self._tasks.create_task(self._stage(visit))
+            self._call_next()
 
     async def _stage(self, visit: Visit) -> None:
         """Before its turn: what lies below moves up, and for the next in line everything moves to the engine."""
@@ -143,8 +150,9 @@ class Node:
 
     def _call_next(self) -> None:
         """The next in line gets its blocks while another one computes."""
-        if self._has_begun and self._queue:
-            self._queue[0].is_near.set()
+        following = next((visit for visit in self._queue if visit.op is not Op.PUT), None)
+        if self._has_begun and following is not None:
+            following.is_near.set()
 
     # Serving
 
@@ -157,6 +165,10 @@ class Node:
                 self._arrived.clear()
                 await self._arrived.wait()
             visit = self._queue.popleft()
+            if visit.op is Op.PUT:
+                self._put(visit)
+                continue
+            self._waiting -= 1
             self._has_begun = False
             await self._serve(visit)
             visit.is_near.set()  # whatever came of it, nothing of it waits any longer
@@ -231,6 +243,7 @@ class Node:
             seconds = self._seconds(at * size, min(last * size, visit.tokens), least_passes=0.0)
             began_ns = self._now_ns()
             if not await self._ready_by(visit, at, last, began_ns + round(seconds * NS_PER_S)):
+                self._stream(at * size, min(last * size, visit.tokens), least_passes=0.0)
                 visit.recomputed += sum(not ready for ready in visit.ready[at:last])
                 visit.ready[at:last] = [True] * (last - at)
             # What was computed of blocks that came in time after all (some of their layers) is of use where the rest
@@ -257,17 +270,23 @@ class Node:
         seconds = self._seconds(restored, visit.tokens)
         visit.prefill_ns = round(self._seconds(min(restored + visit.given_up * size, most), visit.tokens) * NS_PER_S)
         visit.overhead_ns = round(self.settings.machine.compute.overhead_s * NS_PER_S)
-        self.served.streamed_bytes += self.settings.machine.streamed_bytes(self.settings.model, restored, visit.tokens)
+        self._stream(restored, visit.tokens)
         await self._until(self._now_ns() + visit.overhead_ns)
         copying_s = max(0, visit.copied_ns - self._now_ns()) / NS_PER_S
         taken_s = overlapped_s(copying_s, seconds, self.settings.model.layers)
         if self.plan.weighs and copying_s:
             again_s = self._seconds(min(visit.in_pool * size, most), restored, least_passes=0.0) - visit.raced_s
             if seconds + again_s < taken_s:
+                self._stream(min((visit.in_pool + visit.recomputed) * size, most), restored, least_passes=0.0)
                 visit.recomputed = len(visit.ready) - visit.in_pool
                 taken_s = seconds = seconds + max(0.0, again_s)
         self.served.compute_busy_s += seconds
         await self._until(self._now_ns() + round(taken_s * NS_PER_S))
+
+    def _stream(self, first: int, last: int, *, least_passes: float = 1.0) -> None:
+        """Computing tokens `first` up to `last` reads the engine's memory."""
+        machine, model = self.settings.machine, self.settings.model
+        self.served.streamed_bytes += machine.streamed_bytes(model, first, last, least_passes=least_passes)
 
     def _seconds(self, first: int, last: int, *, least_passes: float = 1.0) -> float:
         return self.settings.machine.prefill_s(self.settings.model, first, last, least_passes=least_passes)

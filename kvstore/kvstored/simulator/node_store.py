@@ -39,7 +39,9 @@ _SETTLE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """`capacities`: bytes of the first tier and, where there is one, the second."""
+    """`capacities`: bytes of the first tier and, where there is one, the second, whose policy is `policy_below`, by
+    default the daemon's.
+    """
 
     capacities: tuple[int, ...]
     block_bytes: int
@@ -48,6 +50,7 @@ class StoreSettings:
     ttl_s: float | None = None
     ghost_keys: int = DEFAULT_GHOST_KEYS
     keep_worth: float = 0.0
+    policy_below: str | None = None
 
 
 def config_of(settings: StoreSettings) -> Config:
@@ -62,8 +65,8 @@ def config_of(settings: StoreSettings) -> Config:
             keep_worth=settings.keep_worth,
         ),
         nvme=replace(
-            config.nvme, enabled=below_bytes > 0, capacity_bytes=below_bytes, policy=settings.policy, ttl_s=ttl_s,
-            admission=settings.admission, endurance_bytes_per_day=0,
+            config.nvme, enabled=below_bytes > 0, capacity_bytes=below_bytes, ttl_s=ttl_s,
+            policy=settings.policy_below or config.nvme.policy, admission=settings.admission, endurance_bytes_per_day=0,
         ),
         limits=replace(
             config.limits, max_block_bytes=max(config.limits.max_block_bytes, settings.block_bytes),

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvstored.config.sizes import show_size
 from kvstored.policies import BEST, resolve
 from kvstored.simulator.charts import Axis, Line, line_chart, page, table
 from kvstored.simulator.future import Clairvoyant
 from kvstored.simulator.reuse import Curve
 from kvstored.simulator.study import UNBOUNDED, Row
-from kvstored.simulator.text import name_of, policy_of
+from kvstored.simulator.text import name_of, table_lines
 
 _BOUNDS = (UNBOUNDED, Clairvoyant.name)
-_HEADINGS = ("policy", "admission", "capacity", "blocks", "hits", "compute saved", "stored")
 
 
 def study_page(title: str, subtitle: str, rows: Sequence[Row], curves: Sequence[Curve]) -> str:
@@ -63,12 +61,5 @@ def _figure(title: str, note: str, lines: Sequence[Line]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    cells = [
-        (
-            policy_of(row), row["admission"], f"{row['capacity_fraction']:.2%}", f"{row['capacity_blocks']:,}",
-            f"{row['hit_ratio']:.4f}", f"{row['compute_saved_ratio']:.4f}",
-            show_size(row["bytes_by_lane"]["engine→host"]),
-        )
-        for row in rows
-    ]  # fmt: skip
-    return table(_HEADINGS, cells, words=2)
+    headings, *lines = table_lines(rows)
+    return table(tuple(heading.lower() for heading in headings), lines, words=2)

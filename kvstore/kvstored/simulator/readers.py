@@ -8,11 +8,12 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import math
 import random
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ RECORDED_VERSIONS = (1, 2)
 ID_DIGITS = 16
 _IDS_MAX = 1 << 22  # of one request: 268 million tokens
 _TOKENS_MAX = 1 << 20  # of a block
+_TENANTS_MAX = 1 << 16
+_REQUEST_FACTS = 6
+_SHOWN_MAX = 40  # characters of what is wrong
 Progress = Callable[[int, int], None]
 _MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what reading a wrong line raises
 
@@ -48,9 +52,9 @@ def read_trace(path: Path, format_name: str, options: ReadOptions, progress: Pro
     return FORMATS[format_name](path, options, progress)
 
 
-def lines_of(path: Path, progress: Progress, *, may_be_cut: bool = False) -> Iterator[tuple[int, Any]]:
-    """Each line's number and its JSON value. Empty lines are left out. `may_be_cut`: a file whose writer was killed
-    ends with its last whole line. A pipe does as well as a file; nothing is known of its length.
+def lines_of(path: Path, progress: Progress, *, cut: Callable[[int], None] | None = None) -> Iterator[tuple[int, Any]]:
+    """Each line's number and its JSON value. Empty lines are left out. `cut`: a file whose writer was killed ends with
+    its last whole line, whose number is told. A pipe does as well as a file; nothing is known of its length.
     """
     total = path.stat().st_size
     with path.open("rb") as raw:
@@ -60,7 +64,8 @@ def lines_of(path: Path, progress: Progress, *, may_be_cut: bool = False) -> Ite
             try:
                 line = next(lines, b"")
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                if may_be_cut and number > 1 and isinstance(error, EOFError):
+                if cut is not None and number > 1 and isinstance(error, EOFError):
+                    cut(number - 1)
                     break
                 raise TraceError(f"{path} is damaged or cut off after line {number - 1}: {error}") from None
             if not line:
@@ -71,9 +76,11 @@ def lines_of(path: Path, progress: Progress, *, may_be_cut: bool = False) -> Ite
                 if line.strip():
                     yield number, json.loads(line)
             except (ValueError, RecursionError) as error:  # JSON and UTF-8; brackets in brackets in brackets
-                if may_be_cut and number > 1 and not line.endswith(b"\n"):
+                if cut is not None and number > 1 and not line.endswith(b"\n"):
+                    cut(number - 1)
                     break
-                raise TraceError(f"{path}, line {number}: not JSON: {error}") from None
+                what = "bytes that are no text" if isinstance(error, UnicodeDecodeError) else f"not JSON: {error}"
+                raise TraceError(f"{path}, line {number}: {what}; a trace is JSON lines, gzip or not") from None
     progress(total, total)
 
 
@@ -85,12 +92,13 @@ def read_mooncake(path: Path, options: ReadOptions, progress: Progress) -> Trace
     seen: set[int] = set()
     for number, row in lines_of(path, progress):
         with _reading(path, number, "a Mooncake request"):
-            ids = row["hash_ids"]
-            if not isinstance(ids, list):
-                raise TraceError("hash_ids is no list")
+            ids = _object(row)["hash_ids"]
+            if not isinstance(ids, list) or not set(map(type, ids)) <= {int, str}:
+                raise TraceError("hash_ids is no list of numbers")
             builder.add(
-                round(row["timestamp"] * NS_PER_MS), ids, continued=len(ids) > 1 and ids[1] in seen,
-                input_tokens=int(row["input_length"]), output_tokens=int(row["output_length"]),
+                _time_ns(row["timestamp"], "timestamp", NS_PER_MS), ids, continued=len(ids) > 1 and ids[1] in seen,
+                input_tokens=_tokens(row["input_length"], "input_length"),
+                output_tokens=_tokens(row["output_length"], "output_length"),
             )  # fmt: skip
             seen.update(ids)
     return builder.build()
@@ -114,8 +122,13 @@ def read_claude_code(path: Path, options: ReadOptions, progress: Progress) -> Tr
     for space, (number, session) in enumerate(sessions):
         start_s = chance.uniform(0.0, options.window_s)
         with _reading(path, number, "a Claude Code session"):
-            for turn, (at_s, input_tokens, output_tokens, kind, _, runs) in enumerate(session["reqs"]):
+            for turn, request in enumerate(_object(session)["reqs"]):
+                if not isinstance(request, list) or len(request) != _REQUEST_FACTS:
+                    raise TraceError(f"request {turn}: a list of {_REQUEST_FACTS}: time, tokens in and out, type, ...")
+                at_s, input_tokens, output_tokens, kind, _, runs = request
                 ids: list[int] = []
+                if not isinstance(runs, list) or not set(map(type, runs)) <= {int}:
+                    raise TraceError(f"request {turn}: runs are a list of whole numbers")
                 if len(runs) % 2:
                     raise TraceError(f"request {turn}: runs are pairs of start and length, got {len(runs)} numbers")
                 for first, length in zip(runs[::2], runs[1::2], strict=True):
@@ -125,10 +138,39 @@ def read_claude_code(path: Path, options: ReadOptions, progress: Progress) -> Tr
                         )
                     ids.extend(range(first, first + length))
                 builder.add(
-                    round((start_s + at_s) * NS_PER_S), ids[group - 1 :: group], kind=str(kind), continued=turn > 0,
-                    input_tokens=int(input_tokens), output_tokens=int(output_tokens), space=space,
+                    round(start_s * NS_PER_S) + _time_ns(at_s, f"request {turn}: its time", NS_PER_S),
+                    ids[group - 1 :: group], kind=str(kind), continued=turn > 0,
+                    input_tokens=_tokens(input_tokens, f"request {turn}: tokens in"),
+                    output_tokens=_tokens(output_tokens, f"request {turn}: tokens out"), space=space,
                 )  # fmt: skip
     return builder.build()
+
+
+def _object(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise TraceError("a line is an object in braces")
+    return row
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TraceError(f"{name} is {_shown(value)}, no number")
+    return value
+
+
+def _time_ns(value: Any, name: str, unit_ns: int) -> int:
+    return round(_number(value, name) * unit_ns)
+
+
+def _tokens(value: Any, name: str) -> int:
+    if _number(value, name) != int(value):
+        raise TraceError(f"{name} is {_shown(value)}, no whole number")
+    return int(value)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."
 
 
 @contextmanager
@@ -145,13 +187,16 @@ def _reading(path: Path, number: int, wanted: str) -> Iterator[None]:
 
 def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace:
     """What `kvstored serve --record` wrote (docs/traces.md). A lookup or get becomes a request that stores what it
-    missed, as an engine does; a put stores its blocks. A get of what the client has just looked up is no other request.
+    missed, as an engine does; so of puts only those count that store more than was asked for, as answers do. A get of
+    what the client has just looked up is no other request. `as_recorded`: gets only read, and all puts count.
     """
     builder: TraceBuilder | None = None
     parents: dict[str, str] = {}
     asked: dict[int, list[str]] = {}  # by client: the chain it has just looked up
+    ever_asked: set[tuple[int, str]] = set()  # by tenant
+    cut_after: list[int] = []
     read_op = Op.GET if options.as_recorded else Op.REQUEST
-    for number, row in lines_of(path, progress, may_be_cut=True):
+    for number, row in lines_of(path, progress, cut=cut_after.append):
         if number == 1:
             header = row if isinstance(row, dict) else {}
             if header.get("format") != "kvstored" or header.get("version") not in RECORDED_VERSIONS:
@@ -159,50 +204,59 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
                 raise TraceError(f"{path} was not written by kvstored serve --record, version {known}")
             continue
         with _reading(path, number, "a recorded request"):
-            chain = _recorded_chain(parents, row.get("p", ""), row.get("k", ""))
-            op, client, tokens = row["op"], row["c"], row["b"]
+            chain = _recorded_chain(parents, _object(row).get("p", ""), row.get("k", ""))
+            op, tokens, time_ns = row["op"], row["b"], _time_ns(row["t"], "t", NS_PER_S)
+            client, tenant = _whole(row["c"], "c, the client's number", 1 << 62), _whole(row["n"], "n", _TENANTS_MAX)
             if not isinstance(tokens, int) or not 1 <= tokens <= _TOKENS_MAX:
                 raise TraceError(f"b, the tokens of a block, is {tokens!r}")
             builder = builder or TraceBuilder(path.name, "kvstored", tokens)
             if op == "put":
                 asked.pop(client, None)
-                builder.add(round(row["t"] * NS_PER_S), chain, tenant=row["n"], kind="put", op=Op.PUT, space=row["n"])
+                if options.as_recorded or (chain and (tenant, chain[-1]) not in ever_asked):
+                    builder.add(time_ns, chain, tenant=tenant, kind="put", op=Op.PUT, space=tenant)
             elif op in ("get", "lookup", "peek"):
                 before = asked.pop(client, [])
                 if op != "get":
                     asked[client] = chain
                 if before[: len(chain)] == chain:
                     continue
+                ever_asked.update((tenant, key) for key in chain)
                 builder.add(
-                    round(row["t"] * NS_PER_S), chain, tenant=row["n"], kind="request", continued=row["f"] > 1,
-                    input_tokens=int(row.get("i", 0 if options.as_recorded else len(chain) * tokens)), op=read_op,
-                    space=row["n"],
+                    time_ns, chain, tenant=tenant, kind="request", continued=row["f"] > 1,
+                    input_tokens=_tokens(row.get("i", 0 if options.as_recorded else len(chain) * tokens), "i"),
+                    op=read_op, space=tenant,
                 )  # fmt: skip
             elif op == "hint":
-                builder.tell(_told(row, len(builder)), chain, space=row["n"])
+                builder.tell(_told(row, len(builder), time_ns, tenant), chain, space=tenant)
             else:
                 raise TraceError(f"operation {op!r} is unknown")
     if builder is None:
         raise TraceError(f"{path} has no request in it")
-    return builder.build()
+    return replace(builder.build(), cut_after=cut_after[0] if cut_after else None)
 
 
-def _told(row: dict[str, Any], before: int) -> Told:
+def _told(row: dict[str, Any], before: int, time_ns: int, tenant: int) -> Told:
     """A recorded hint; of which block is not known yet."""
-    chance, due_in_ms = row.get("w"), row.get("d")
-    if chance is not None and not 0.0 <= chance <= 1.0:
-        raise TraceError(f"w, the chance that a chain goes on, is {chance!r}")
-    step, tokens = int(row.get("s") or 0), int(row.get("a") or 0)
-    if min(step, tokens, due_in_ms or 0) < 0:
-        raise TraceError("s, a or d of a hint is below 0")
-    due_in_ns = None if due_in_ms is None else round(due_in_ms * NS_PER_MS)
-    return Told(before, round(row["t"] * NS_PER_S), row["n"], -1, chance, step, tokens, due_in_ns)
+    chance = row.get("w")
+    if chance is not None and not 0.0 <= _number(chance, "w") <= 1.0:
+        raise TraceError(f"w, the chance that a chain goes on, is {_shown(chance)}")
+    step, tokens = (_whole(row.get(name, 0), name, 1 << 32) for name in ("s", "a"))
+    due_in_ns = _whole(row["d"], "d", 1 << 32) * NS_PER_MS if "d" in row else None
+    return Told(before, time_ns, tenant, -1, chance, step, tokens, due_in_ns)
+
+
+def _whole(value: Any, name: str, below: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < below:
+        raise TraceError(f"{name} is {_shown(value)}, no whole number from 0 to {below - 1:,}")
+    return value
 
 
 def _recorded_chain(parents: dict[str, str], before: str, packed: str) -> list[str]:
     """The whole chain of a line: the known ancestors of `before`, then its own keys. A key that nobody recorded the
     ancestors of begins a chain.
     """
+    if not (isinstance(before, str) and isinstance(packed, str)):
+        raise TraceError("p and k are keys in hex digits")
     if len(packed) % ID_DIGITS:
         raise TraceError(f"keys are {ID_DIGITS} digits each, got {len(packed)}")
     chain: list[str] = []

@@ -217,10 +217,19 @@ class Replay:
             first = first_access + skipped
             self.policy.foresee(rows, self._uses[first : first + len(rows)])
         if missing:
-            if self.settings.admission != _NO_ADMISSION:
-                self._refuse(stored, now_ns)
+            refused = self._refuse(stored, now_ns) if self.settings.admission != _NO_ADMISSION else 0
             self._evict(now_ns)
+            self._count(stored, refused)
         return hits
+
+    def _count(self, stored: list[int], refused: int) -> None:
+        """What a request brought and what went again at once would not have come (bypass)."""
+        mask = self.residency.rows.mask
+        kept = [mask[row] for row in stored].count(1 << TIER)
+        bypassed = len(stored) - kept - refused
+        self._stored += kept
+        self._bypassed += bypassed
+        self._evicted -= bypassed
 
     def _put(self, keys: list[bytes], present: int, tenant: int, parent: int, now_ns: int) -> None:
         """Blocks `present` and on, in the order in which the daemon's intake and room do it."""
@@ -269,7 +278,6 @@ class Replay:
             self._slots_made += 1
         taken = slots[-len(keys) :]
         del slots[-len(keys) :]
-        self._stored += len(keys)
         return self.residency.store_run(
             tenant, keys, parent, TIER, taken,
             fingerprint_id=0, group=0, payload_bytes=self.settings.block_bytes, now_ns=now_ns,
@@ -283,12 +291,15 @@ class Replay:
                 self._take(row, Cause.EXPIRED, now_ns)
             self._expired += len(rows)
 
-    def _refuse(self, stored: list[int], now_ns: int) -> None:
-        """Take out what admission does not want, from the tail, so that a wanted child keeps its parents."""
+    def _refuse(self, stored: list[int], now_ns: int) -> int:
+        """Take out what admission does not want, from the tail, so that a wanted child keeps its parents; how many."""
+        refused = 0
         for row in reversed(stored):
             if not self.admission.admit(row, now_ns) and self.residency.may_forget(row):
                 self._take(row, Cause.EVICTED, now_ns)
-                self._refused += 1
+                refused += 1
+        self._refused += refused
+        return refused
 
     def _evict(self, now_ns: int) -> None:
         over = self.residency.tier_blocks(TIER) - self.settings.capacity_blocks

@@ -61,10 +61,12 @@ def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
     return found
 
 
-def curves(trace: Trace, distances: npt.NDArray[np.int64]) -> list[Curve]:
-    """All accesses together, then each tenant's, then each type's where there are several. Puts look nothing up."""
+def curves(trace: Trace, distances: npt.NDArray[np.int64], count_from: int = 0) -> list[Curve]:
+    """All accesses from request `count_from` on together, then each tenant's, then each type's where there are several.
+    Puts look nothing up.
+    """
     request_of = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
-    is_asked = (trace.ops != Op.PUT)[request_of]
+    is_asked = (trace.ops != Op.PUT)[request_of] & (request_of >= count_from)
     request_of, distances = request_of[is_asked], distances[is_asked]
     made = [_curve(trace, distances, None, None)]
     of_access = trace.tenants[request_of]

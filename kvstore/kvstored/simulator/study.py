@@ -48,8 +48,8 @@ class Study:
         others = [name for name in self.policies if name not in (Clairvoyant.name, UNBOUNDED)]
         for policy in [Clairvoyant.name, *others]:
             for admission in self.admissions if policy != Clairvoyant.name else ("always",):
-                for capacity in self.capacities:
-                    yield self._row(policy, self._settings(policy, admission, self.blocks(capacity)), progress)
+                for blocks in dict.fromkeys(map(self.blocks, self.capacities)):
+                    yield self._row(policy, self._settings(policy, admission, blocks), progress)
 
     def blocks(self, capacity: float) -> int:
         return max(1, round(capacity * self.trace.distinct_blocks if capacity <= 1 else capacity))

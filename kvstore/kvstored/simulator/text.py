@@ -11,24 +11,31 @@ from kvstored.simulator.reuse import Curve
 from kvstored.simulator.study import Row
 
 _HEADINGS = (
-    "POLICY", "ADMISSION", "CAPACITY", "BLOCKS", "HITS", "COMPUTE SAVED", "STORED", "READ", "EVICTED", "BLOCKS/S",
+    "POLICY", "ADMISSION", "CAPACITY", "BLOCKS", "HITS", "COMPUTE SAVED", "STORED", "READ", "EVICTED", "KEPT OUT",
+    "BLOCKS/S",
 )  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> str:
     """Aligned columns; text left, numbers right."""
+    return aligned(table_lines(rows), words=2)
+
+
+def table_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The headings, then a line a row. Kept out: refused by the admission, or bypassed by the policy."""
     has_cost = any("cost" in row for row in rows)
     has_held = any(row["evictions"].get("expired") for row in rows)
     more = (*(("EXPIRED", "HELD") if has_held else ()), *(("NET",) if has_cost else ()))
     if has_held and has_cost:
         more += ("NET OF HELD",)
-    lines = [(*_HEADINGS, *more)]
+    lines: list[tuple[str, ...]] = [(*_HEADINGS, *more)]
     for row in rows:
         lanes, evicted = row["bytes_by_lane"], row["evictions"]
         line: tuple[str, ...] = (
             policy_of(row), row["admission"], f"{row['capacity_fraction']:.2%}", f"{row['capacity_blocks']:,}",
             f"{row['hit_ratio']:.4f}", f"{row['compute_saved_ratio']:.4f}", show_size(lanes["engine→host"]),
-            show_size(lanes["host→engine"]), f"{sum(evicted.values()):,}", f"{row['accesses_per_second']:,}",
+            show_size(lanes["host→engine"]), f"{evicted['evicted']:,}", f"{evicted['refused'] + evicted['bypassed']:,}",
+            f"{row['accesses_per_second']:,}",
         )  # fmt: skip
         if has_held:
             line += (f"{evicted['expired']:,}", f"{row['held_blocks_mean']:,.0f}")
@@ -37,7 +44,7 @@ def table(rows: Sequence[Row]) -> str:
         if has_held and has_cost:
             line += (f"{row['cost']['net_of_held_usd']:.2f} $",)
         lines.append(line)
-    return aligned(lines, words=2)
+    return lines
 
 
 def reuse_table(curves: Sequence[Curve]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvstored.clock import NS_PER_S
-from kvstored.policies import resolve
+from kvstored.policies import BEST, resolve
 from kvstored.residency.index import DEFAULT_GHOST_KEYS
 from kvstored.simulator.machine import ENGINE, Machine
 from kvstored.simulator.node import Node, NodeSettings, serve_trace
@@ -21,7 +21,7 @@ from kvstored.simulator.plan import ABLATIONS, BASELINES, ENGINE_ALONE, ORCHESTR
 from kvstored.simulator.served import Sample
 from kvstored.simulator.trace import Trace
 from kvstored.simulator.visit import Visit
-from kvstored.simulator.worth import Model, worth
+from kvstored.simulator.worth import Model, worth_of_served
 
 PERCENTILES = (50, 90, 99)
 PLAIN_POLICY = "lru"
@@ -79,24 +79,22 @@ class TimingStudy:
         for plan, policy, admission in runs:
             yield self._timed(plan, policy, admission, progress)
 
+    def settings(self, policy: str, admission: str) -> NodeSettings:
+        """`best` is what ships, for either tier; a policy by its name is that of both."""
+        return NodeSettings(
+            self.machine, self.model, self.tiers, self.pool_bytes, resolve(policy), admission, self.ttl_s,
+            self.ghost_keys, self.speed, self.keep_worth, None if policy == BEST else resolve(policy),
+        )  # fmt: skip
+
     def _timed(self, plan: Plan, policy: str, admission: str, progress: Progress) -> Timed:
         label = f"{plan.name}, {policy}" if plan.has_store else plan.name
-        settings = NodeSettings(
-            self.machine,
-            self.model,
-            self.tiers,
-            self.pool_bytes,
-            resolve(policy),
-            admission,
-            self.ttl_s,
-            self.ghost_keys,
-            self.speed,
-            self.keep_worth,
-        )
+        settings = self.settings(policy, admission)
         began = time.perf_counter()
         node = serve_trace(self.trace, settings, plan, lambda done, total: progress(label, done, total))
         seconds = time.perf_counter() - began
         visits = [visit for visit in node.served.visits if visit.is_served and visit.number >= self.count_from]
+        if not visits and not node.served.refused:
+            raise ValueError("nothing in this trace looks anything up: it has puts alone")
         if not visits:
             raise ValueError(
                 f"no request fits the engine's memory of {node.pool.capacity_blocks:,} blocks: more devices, or "
@@ -115,12 +113,8 @@ class TimingStudy:
 
     def _row(self, plan: Plan, policy: str, admission: str, node: Node, visits: Sequence[Visit]) -> Row:
         trace, served = self.trace, node.served
-        hits = np.zeros(trace.requests, dtype=np.int64)
-        for visit in visits:
-            hits[visit.number] = visit.hits
-        value = worth(trace, hits, self.model, self.count_from)
+        value = worth_of_served(visits, trace.block_tokens, self.model)
         slots = sum(nbytes for _, nbytes in self.tiers) // self._slot_bytes(node) if plan.has_store else 0
-        accesses = sum(visit.blocks for visit in visits)
         return {
             "mode": "timing",
             "plan": plan.name,
@@ -135,9 +129,9 @@ class TimingStudy:
             "distinct_blocks": trace.distinct_blocks,
             "requests": len(visits),
             "refused": served.refused,
-            "block_accesses": accesses,
-            "hits": sum(visit.hits for visit in visits),
-            "hit_ratio": round(sum(visit.hits for visit in visits) / accesses, 6),
+            "block_accesses": value.block_accesses,
+            "hits": value.hits,
+            "hit_ratio": round(value.hit_ratio, 6),
             "hits_by_tier": self._hits_by_tier(visits),
             "recomputed_blocks": sum(visit.recomputed for visit in visits),
             "compute_saved_ratio": round(value.compute_saved_ratio, 6),

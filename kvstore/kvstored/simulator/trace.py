@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 KEY_BYTES = 16
+_TOKENS_MAX = 1 << 40
 _TIME_NS_MAX = 1 << 61  # 73 years: the difference of two times fits 64 bits
 
 
@@ -48,7 +49,7 @@ class Told(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Requests in the order of their times, and `told` as well, which only recordings have. `starts` has one entry more
-    than there are requests.
+    than there are requests. `cut_after`: the last line of a file whose end is missing.
     """
 
     name: str
@@ -67,10 +68,16 @@ class Trace:
     parents: npt.NDArray[np.int32]  # by block; -1 for the first of a chain
     depths: npt.NDArray[np.uint32]  # by block
     told: tuple[Told, ...] = ()
+    cut_after: int | None = None
 
     @property
     def requests(self) -> int:
         return len(self.times_ns)
+
+    @property
+    def lookups(self) -> int:
+        """Requests that look blocks up: all but puts."""
+        return int(np.count_nonzero(self.ops != Op.PUT))
 
     @property
     def accesses(self) -> int:
@@ -148,8 +155,8 @@ class TraceBuilder:
         space: Hashable = None,
     ) -> None:
         """A request for `ids`, head of the chain first. Ids of different `space`s are different blocks."""
-        if input_tokens < 0 or output_tokens < 0:
-            raise TraceError(f"lengths are {input_tokens} and {output_tokens} tokens; none is below 0")
+        if not (0 <= input_tokens <= _TOKENS_MAX and 0 <= output_tokens <= _TOKENS_MAX):
+            raise TraceError(f"lengths are {input_tokens:.4g} and {output_tokens:.4g} tokens; 0 to {_TOKENS_MAX:.4g}")
         if abs(time_ns) > _TIME_NS_MAX:
             raise TraceError(f"its time is {time_ns / 1e9:g} seconds, beyond {_TIME_NS_MAX / 1e9:g}")
         numbers, parents, depths, blocks = self._numbers, self._parents, self._depths, self._blocks

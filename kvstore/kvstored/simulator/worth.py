@@ -7,6 +7,7 @@ every earlier position: a block saved deep in a chain is worth more than one at 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.simulator.trace import Op, Trace
+from kvstored.simulator.visit import Visit
 
 ELEMENT_BYTES = 2
 _GIB = 1 << 30
@@ -115,6 +117,20 @@ def worth(trace: Trace, hits: npt.NDArray[np.int64], model: Model, first: int = 
     return Worth(
         len(asked), int(asked.sum()), int(found.sum()), float(model.flops(whole).sum()), float(model.flops(saved).sum())
     )
+
+
+def worth_of_served(visits: Sequence[Visit], block_tokens: int, model: Model) -> Worth:
+    """Of requests that a node has served. What raced and was computed again lies behind the engine's own blocks; what
+    was given up is the end of what was there.
+    """
+    columns = [(each.blocks, each.tokens, each.in_pool, each.hits, each.recomputed - each.given_up) for each in visits]
+    blocks, tokens, in_pool, hits, raced = np.array(columns, np.int64).reshape(-1, 5).T
+
+    def flops_to(ends: npt.NDArray[np.int64]) -> float:
+        return float(model.flops(np.minimum(ends * block_tokens, tokens).astype(np.float64)).sum())
+
+    saved = flops_to(hits + raced) - flops_to(in_pool + raced) + flops_to(in_pool)
+    return Worth(len(visits), int(blocks.sum()), int(hits.sum()), flops_to(blocks), saved)
 
 
 def money(prices: Prices, value: Worth, capacity_bytes: int, held_bytes: int, hours: float) -> dict[str, float]:
