@@ -7,8 +7,9 @@ nothing takes is taken off, and of three equal replays each request's best count
 
 A block's cost is the policy's whole time for its request, over the request's blocks; the limit is on the 99th
 percentile over blocks. Beside it, the same over requests, where one of a single block counts as much as one of a
-thousand; and by victim, where what was asked and told of a victim falls on the one block that took its place. The
-longest call shows what an event loop would wait for.
+thousand; and by victim, where what was asked and told of a victim falls on the one block that took its place; and of
+the choice alone: who goes, and whether the newcomer is declined. The longest call shows what an event loop would wait
+for.
 
 Cases: a made-up chat and made-up agents (`--trace FILE --format NAME`: a real trace) in a tier of 5 % of their blocks;
 the same with all requests of a minute at one instant (a burst); and chats in a tier that holds a million blocks.
@@ -63,6 +64,7 @@ class Spent:
     accesses: array[int] = field(default_factory=lambda: array("q"))  # of each request that is through,
     whole: array[float] = field(default_factory=lambda: array("d"))  # and all that it took
     blocks: array[float] = field(default_factory=lambda: array("d"))  # of each block, by victim
+    choices: array[float] = field(default_factory=lambda: array("d"))  # of each victim: to name it, and to decline
     longest: float = 0.0
 
     def close(self, accesses: int) -> None:
@@ -108,8 +110,11 @@ def measure(replay: Replay, *, after: int = 0) -> Spent:
             spent.longest = max(spent.longest, took_ns)
             if name == "next_victim":
                 spent.victims.append(took_ns)
+                spent.choices.append(took_ns)
             elif is_victims and spent.victims:
                 spent.victims[-1] += took_ns
+                if name == "declines":
+                    spent.choices[-1] += took_ns
             else:
                 spent.request += took_ns
             return answer
@@ -184,10 +189,12 @@ def rows_of(name: str, rounds: list[Spent]) -> list[Row]:
     by_block = np.repeat(each, accesses).tolist()
     by_request, longest_us = each.tolist(), min(spent.longest for spent in rounds) / 1000
     by_victim = (np.min([np.array(spent.blocks) for spent in rounds], axis=0) / 1000).tolist()
+    choice = (np.min([np.array(spent.choices) for spent in rounds], axis=0) / 1000).tolist()
     half, almost, most = percentile(by_block, 50), percentile(by_block, 99), max(by_block)
     progress(
         f"{name}: p50 {half:.2f} us a block, p99 {almost:.2f}, max {most:.0f}; over requests p99 "
-        f"{percentile(by_request, 99):.2f}, by victim {percentile(by_victim, 99):.2f}; longest call {longest_us:.0f} us"
+        f"{percentile(by_request, 99):.2f}, by victim {percentile(by_victim, 99):.2f}; to choose one "
+        f"p99 {percentile(choice, 99):.2f}; longest call {longest_us:.0f} us"
     )
     return [
         within(f"decision_{name}_p99", almost, "us", LIMIT_US),
@@ -195,6 +202,7 @@ def rows_of(name: str, rounds: list[Spent]) -> list[Row]:
         Row(f"decision_{name}_max", most, "us", LIMIT_US, "limit"),
         Row(f"decision_{name}_by_request_p99", percentile(by_request, 99), "us", LIMIT_US, "limit"),
         Row(f"decision_{name}_by_victim_p99", percentile(by_victim, 99), "us", LIMIT_US, "limit"),
+        within(f"decision_{name}_choice_p99", percentile(choice, 99), "us", LIMIT_US),
         Row(f"decision_{name}_longest_call", longest_us, "us", LIMIT_US, "limit"),
     ]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from kvstore_client.errors import invalid
+from kvstore_proto.identity import BlockKeys
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 MAX_DUE_S = 24 * 3600.0
@@ -45,3 +47,16 @@ class Expected:
             next_step=NEXT_STEPS[self.next_step] if self.next_step is not None else wire.NEXT_STEP_UNSPECIFIED,
             answer_tokens=self.answer_tokens,
         )
+
+    def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expected, int, BlockKeys]]:
+        """What to say of which keys, and the number of the first, where a request takes `most` keys: how a chain ended
+        is said of its end; that it is due of its beginning, where lies what is stored of it.
+        """
+        if len(keys) <= most:
+            yield self, 0, keys
+            return
+        ended, due = replace(self, due_in_s=None), Expected(None, self.due_in_s, None, 0)
+        if self.due_in_s is not None:
+            yield due, 0, keys[:most]
+        if ended != Expected(None, None, None, 0):
+            yield ended, len(keys) - most, keys[len(keys) - most :]

@@ -288,15 +288,17 @@ class Session:
         named = connection.chains.chain(tokens, keys, layers.group_id).keys
         if not named.packed:
             return 0
-        last = named[max(0, len(named) - connection.max_keys) :]
-        told = expected.of(key_set(self.fingerprint, layers, last.packed))
-        try:
-            answer = self._asker.ask(connection, wire.Request(hint=told), self._deadline_s)
-        except (
-            KVStoreError
-        ):  # what is told was checked above: it is a daemon of the first release, which knows no hints
-            return 0
-        return 0 if isinstance(answer, str) else answer.hint.known_blocks
+        known = 0
+        for part, first, run in expected.parts(named, connection.max_keys):
+            told = part.of(key_set(self.fingerprint, layers, run.packed))
+            try:
+                answer = self._asker.ask(connection, wire.Request(hint=told), self._deadline_s)
+            except KVStoreError:  # it was checked above: this is a daemon of the first release, which knows no hints
+                return 0
+            if isinstance(answer, str):
+                return 0
+            known = max(known, answer.hint.known_blocks and first + answer.hint.known_blocks)
+        return known
 
     def touch(self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None) -> int:
         """Count an access, as if the blocks had been read. Returns how many the daemon knows."""

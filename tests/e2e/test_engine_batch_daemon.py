@@ -62,17 +62,17 @@ def _add(engine: BatchEngine, prompts: dict[str, list[int]]) -> None:
 
 def test_a_daemon_hears_how_long_each_answer_was(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
-    prompts = {str(n): _prompt(n, 100 + 30 * n) for n in range(4)}
+    prompts = {str(n): _prompt(n, 100 + 30 * n) for n in range(4)}  # the first one's last step fills a block
     with running_daemon(f"daemon.record={path}") as daemon, daemon.connect(_fingerprint("0")) as session:
         engine = _engine({"": session})
         for n, (name, prompt) in enumerate(prompts.items()):
-            engine.add(request(name, prompt, 30 + n))
+            engine.add(request(name, prompt, 29 + n))
         run(engine)
         engine.close()
     with gzip.open(path, "rt") as lines:
         rows = [row for row in map(json.loads, lines) if row.get("op") == "hint"]
     assert sorted((row["a"], row["f"]) for row in rows) == [
-        (30 + n, (100 + 30 * n + 30 + n - 1) // 64) for n in range(4)
+        (29 + n, (100 + 30 * n + 29 + n - 1) // 64) for n in range(4)
     ]
 
 

@@ -32,6 +32,7 @@ def request(name: str, tokens: Sequence[int], **fields: Any) -> Any:
         "prompt_token_ids": list(tokens),
         "num_tokens": len(tokens),
         "num_output_tokens": 0,
+        "status": SimpleNamespace(name="FINISHED_STOPPED"),
         "num_preemptions": 0,
         "num_computed_tokens": 0,
         "skip_reading_prefix_cache": False,

@@ -126,6 +126,21 @@ def test_a_hint_says_what_was_given_and_nothing_else(daemon: FakeDaemon, session
     assert second.next_step == pb.NEXT_STEP_TOOL_CALL
 
 
+def test_a_long_chain_is_named_by_its_end_and_what_is_due_of_it_by_its_beginning(tmp_path: Path) -> None:
+    with FakeDaemon(tmp_path / "s", Knobs(max_keys=8)) as daemon, open_session(daemon) as session:
+        session.put(TOKENS, payloads=PAYLOADS)
+        keys = session.keys(TOKENS)
+        assert keys is not None and len(keys) == 12
+        assert session.hint(TOKENS, answer_tokens=7, due_in_s=2.0) == 12
+        assert session.hint(TOKENS, next_step="closed") == 12
+        assert session.hint(TOKENS, due_in_s=1.0) == 8
+        due, ended, closed, alone = daemon.hints
+    assert (due.set.keys, due.due_in_ms, due.answer_tokens) == (keys[:8].packed, 2000, 0)
+    assert (ended.set.keys, ended.HasField("due_in_ms"), ended.answer_tokens) == (keys[4:].packed, False, 7)
+    assert closed.set.keys == keys[4:].packed
+    assert alone.set.keys == keys[:8].packed
+
+
 @pytest.mark.parametrize(
     ("told", "words"),
     [

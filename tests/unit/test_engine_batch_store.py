@@ -73,11 +73,11 @@ def test_what_one_engine_computed_another_restores() -> None:
 def test_the_end_of_an_answer_is_told_when_its_blocks_are_stored() -> None:
     session = _session()
     engine = _engine(session)
-    for n in range(4):
-        engine.add(request(str(n), _prompt(n, 130 + 20 * n), 50 + n))
+    for n in range(4):  # the last step of each fills a block
+        engine.add(request(str(n), _prompt(n, 100), 29 + 64 * n))
     run(engine)
     _stored(engine)
-    assert sorted(session.told) == [((130 + 20 * n + 50 + n - 1) // 64, 50 + n) for n in range(4)]
+    assert sorted(session.told) == [(2 + n, 29 + 64 * n) for n in range(4)]
 
 
 def test_of_what_is_told_there_is_one_for_a_prompt_and_none_for_what_is_not_stored_or_not_whole() -> None:
@@ -108,10 +108,26 @@ def test_who_has_to_wait_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.add(request(str(n), _prompt(n, 100 + 64 * n), 20))
         engine.step()
     engine.add(request("short", _prompt(9, 30), 20))
+    engine.add(request("gone", _prompt(8, 300), 20))
+    engine.cancel("gone")
     run(engine)
     _stored(engine)
     assert [blocks for blocks, _ in session.due] == [3, 4], "the first had no need to, and the last has no whole block"
     assert 0 < session.due[0][1] < session.due[1][1]
+
+
+def test_who_waits_for_blocks_is_told_of_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_engine.batching.engine._WORTH_TELLING_S", 1e-9)
+    session = _session()
+    engine = _engine(session, blocks=30, max_queue_s=1e9)
+    engine.add(request("first", _prompt(0, 100), 20))
+    run(engine)
+    for n in range(1, 4):
+        engine.add(request(str(n), _prompt(n, 320), 60))
+    assert engine.parts.roster.free_places > 3
+    run(engine)
+    _stored(engine)
+    assert session.due and {blocks for blocks, _ in session.due} == {5}
 
 
 def test_a_daemon_that_knows_no_hints_does_not_matter() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvstore_engine.restore import BlockStore, CostModel, RestoreReport, restore_prefix
+from kvstore_engine.restore.putting import Put, PutQueue, Telling
 from tests.reference.memory_session import Bytes, MemorySession
 
 ENGINE_TOKENS, BLOCK_TOKENS, BYTES_PER_TOKEN = 16, 64, 4
@@ -274,3 +275,59 @@ def test_a_request_that_fills_no_block_starts_no_thread(session: MemorySession) 
     assert writer.finish().stored == 0
     assert not session.puts
     writer.close()
+
+
+@pytest.mark.parametrize("restored", [0, 64])
+def test_the_end_of_an_answer_is_told_of_all_whole_blocks(session: MemorySession, restored: int) -> None:
+    """Also where it fills none that was not restored: that is how most turns of a conversation end."""
+    pool, tokens, table = PlainPool(), _tokens(120), list(range(8))
+    first = BlockStore(session, pool)
+    first.begin(table, 0)
+    first.advance(tokens[:64])
+    first.finish()
+    first.close()
+    writer = BlockStore(session, pool)
+    writer.begin(table, restored)
+    writer.advance(tokens[:100])
+    writer.advance(tokens)
+    writer.finish(20)
+    writer.finish(20)
+    writer.close()
+    assert session.told == [(1, 20)]
+
+
+def test_a_session_that_cannot_be_told_costs_no_answer(session: MemorySession) -> None:
+    writer = BlockStore(session, PlainPool())
+    writer.begin([0, 1, 2, 3], 0)
+    writer.advance(_tokens(64))
+    session.hint = lambda *_, **__: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    assert writer.finish(9).stored == 1
+    writer.close()
+
+
+def test_one_put_is_handed_over_at_a_time_with_what_is_told_around_it(session: MemorySession) -> None:
+    queue = PutQueue(PlainPool())
+    for block in range(3):
+        tokens = _tokens(64 * (block + 1))
+        queue.tell(Telling(session, tokens, answer_tokens=block + 1))
+        queue.offer(Put(session, tokens, block, [[4 * block, 4 * block + 1, 4 * block + 2, 4 * block + 3]]))
+    assert (queue.outstanding, session.puts, session.told) == (3, [], [])
+    queue.settle(60.0)
+    assert (session.puts, session.told) == ([(0, 1)], [(0, 1), (1, 2)]), "what is told after a put needs no turn"
+    queue.settle(60.0)
+    assert (session.puts, [tokens for _, tokens in session.told]) == ([(0, 1), (1, 1)], [1, 2, 3])
+    assert (len(queue.finished()), queue.outstanding) == (2, 1)
+    assert [put.first_block for put in queue.close()] == [2], "given up"
+    assert queue.outstanding == 0
+
+
+def test_what_is_told_takes_no_place_of_what_is_stored(session: MemorySession) -> None:
+    queue, tokens = PutQueue(PlainPool()), _tokens(64)
+    for _ in range(300):
+        queue.tell(Telling(session, tokens, due_in_s=3.0))
+    assert not queue.is_full and queue.outstanding == 0
+    for answer in range(300):
+        queue.tell(Telling(session, tokens, answer_tokens=1 + answer))
+    queue.settle(60.0, everything=True)
+    assert queue.close() == []
+    assert (len(session.due), len(session.told)) == (64, 256 - 64)

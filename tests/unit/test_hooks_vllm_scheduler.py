@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -142,18 +143,22 @@ def test_the_end_of_an_answer_is_told_with_all_blocks_that_were_ordered() -> Non
     side.orders(step(running={"r": (23, 1)}))
     asked.num_output_tokens = 3
     side.finished(asked)
-    assert told == [Answer(Prefix(pack_tokens([*TOKENS, 7, 8])), 3)]
+    assert told == [Answer(Prefix(pack_tokens([*TOKENS, 7, 8])), 6, 3)]
 
 
-def test_without_an_answer_or_a_whole_block_nothing_is_told() -> None:
+def test_without_a_whole_answer_or_a_whole_block_or_after_the_end_nothing_is_told() -> None:
     told: list[Answer] = []
     side = side_of(KeyedStore(), tell=told.append)
-    aborted, short = request("a", TOKENS), request("s", TOKENS[:3], num_output_tokens=1)
-    for asked, scheduled in ((aborted, 22), (short, 3)):
+    early, short = request("e", TOKENS), request("s", TOKENS[:3], num_output_tokens=1)
+    aborted = request("a", TOKENS, num_output_tokens=3, status=SimpleNamespace(name="FINISHED_ABORTED"))
+    stopped = request("o", TOKENS, num_output_tokens=3)
+    for asked, scheduled in ((early, 22), (short, 3), (aborted, 22), (stopped, 22)):
         side.matched_tokens(asked, 0)
         side.admitted(asked, 0)
         name = asked.request_id
         side.orders(Step(tables={name: TABLE}, new={name: (0, scheduled)}).output())
+        if asked is stopped:
+            side.stop()
         side.finished(asked)
     assert told == []
 

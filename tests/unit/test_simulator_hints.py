@@ -117,6 +117,17 @@ def test_what_was_recorded_is_told_again_in_its_place() -> None:
     assert result.held_block_s.tolist() == [0.0, 0.0, 2.0, 4.0], "seconds before a hint count as well"
 
 
+def test_a_recorded_prompt_is_told_in_either_order() -> None:
+    for op in (Op.REQUEST, Op.GET):
+        builder = TraceBuilder("t", "kvstored", 64)
+        builder.add(0, ["a", "b"], input_tokens=150, op=op)
+        builder.add(10**9, ["c"], op=op)
+        replay = Replay(builder.build(), ReplaySettings("chain-hazard", 8))
+        replay.run()
+        book = replay.policy._book  # type: ignore[attr-defined]
+        assert book.chains.tokens[:2].tolist() == [150, -1]
+
+
 def test_a_recorded_answer_reaches_the_policys_classes() -> None:
     """The chain's class follows the answer that was told, and the replay with it."""
     classes = []

@@ -248,6 +248,28 @@ def test_a_recorded_hint_keeps_its_place_between_the_requests(tmp_path: Path) ->
     assert trace.part(1, 2).told == (told[1]._replace(before=1, block=0),), "its blocks are not in that part"
 
 
+def test_a_hint_that_names_the_end_of_a_chain_alone_says_nothing_of_the_chain(tmp_path: Path) -> None:
+    a, b, c = "a" * 16, "b" * 16, "c" * 16
+    facts = {"n": 0, "c": 1, "b": 64, "f": 0}
+    path = lines(
+        tmp_path / "t",
+        {"format": "kvstored", "version": 2},
+        {"t": 0.0, "op": "hint", "k": b + c, "a": 3, **facts},
+        {"t": 0.1, "op": "get", "k": a + b + c, **facts},
+        {"t": 0.2, "op": "hint", "p": c, "s": 99, "a": 4, **facts},
+        {"t": 0.3, "op": "get", "p": c, **facts},
+    )
+    trace = read(path, "kvstored")
+    assert trace.blocks.tolist() == [0, 1, 2, 0, 1, 2]
+    assert trace.told == (Told(1, 200_000_000, 0, 2, answer_tokens=4),), "a newer engine's word is none"
+
+
+def test_a_part_of_a_cut_file_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text((recorded_line() + recorded_line().splitlines()[1] + "\n")[:-5])
+    trace = read(tmp_path / "t", "kvstored")
+    assert (trace.cut_after, trace.part(0, 1).cut_after) == (2, 2)
+
+
 def test_what_was_told_stays_with_its_block_where_requests_are_sorted() -> None:
     builder = TraceBuilder("t", "kvstored", 64)
     builder.add(3, ["x", "y"])

@@ -30,7 +30,7 @@ _PATIENCE_S = 0.01  # for the daemon, beside running answers
 _QUICK_ANSWER_S = 0.002
 _ALONE_S = 1.0  # copying without a pause, while nobody is waiting for a token
 _TIDY_STEPS = 8
-_WORTH_TELLING_S = 1.0  # a wait so long, of the daemon: it might give the prompt's blocks up meanwhile
+_WORTH_TELLING_S = 1.0  # of a wait, to the daemon
 _IDLE_WAIT_S = 0.05  # for the daemon, with nothing else to do
 
 
@@ -76,6 +76,7 @@ class BatchEngine:
         )
         self._steps = 0
         self._pending: list[Event] = []
+        self._new: list[Sequence] = []  # since the last step
         self._is_closed = False
 
     @property
@@ -118,9 +119,7 @@ class BatchEngine:
         sequence = self._progress.new_sequence(request, 0, self._clock())
         self._progress.under_way.enter(sequence)
         roster.wait(sequence)
-        wait_s = standings.wait_s(ahead + 1, roster.places)
-        if not roster.free_places and wait_s >= _WORTH_TELLING_S:
-            self._work.storer.tell_due(sequence, wait_s)
+        self._new.append(sequence)
         self.observer.queued(request.id, sequence.arrived_s)
 
     def cancel(self, request_id: str) -> None:
@@ -136,6 +135,7 @@ class BatchEngine:
         begin = self._clock()
         work.storer.settle(0.0)
         work.roster.admit()
+        self._tell_of_waiting()
         self._restore()
         plan = work.planner.plan(work.roster.decoding(), work.roster.prompts())
         events, self._pending = self._pending, []
@@ -184,6 +184,16 @@ class BatchEngine:
     def _found(self, sequence: Sequence, tokens: int) -> None:
         if tokens:
             self.observer.restored(sequence.request.id, sequence.index, "local", tokens, self._clock())
+
+    def _tell_of_waiting(self) -> None:
+        """The daemon might give up the blocks of those that have come and were not let in."""
+        new, self._new = self._new, []
+        roster = self._work.roster
+        waiting = [sequence for sequence in new if sequence in roster.waiting] if roster.waiting else []
+        for place, sequence in enumerate(waiting, len(roster.waiting) - len(waiting) + 1):
+            wait_s = self._work.standings.wait_s(place, max(1, len(roster.running)))
+            if wait_s >= _WORTH_TELLING_S:
+                self._work.storer.tell_due(sequence, wait_s)
 
     def _restore(self) -> None:
         """Ask the daemon for those that are about to compute a prompt, and go on with those that have asked."""

@@ -23,6 +23,7 @@ from kvstore_engine.restore.store import BlockSender
 _log = logging.getLogger(__name__)
 MOST_BLOCKS = 4  # storage blocks in a put: large enough to spread the round trip, a few milliseconds long
 _MOST_WAITING = 64
+_MOST_TELLINGS, _MOST_DUE = 256, 64  # that wait beside them; further ones are forgotten
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +66,7 @@ class PutQueue:
         self._waiting: deque[Put | Telling] = deque()
         self._work: queue.SimpleQueue[Put | Telling | None] = queue.SimpleQueue()  # None ends the worker
         self._done: queue.SimpleQueue[Put] = queue.SimpleQueue()
+        self._puts = 0  # that wait
         self._handed = 0
         self._is_patient = True
         self._idle = threading.Event()
@@ -75,20 +77,21 @@ class PutQueue:
     @property
     def outstanding(self) -> int:
         """Puts that `finished` has not named yet."""
-        return sum(isinstance(each, Put) for each in self._waiting) + self._handed
+        return self._puts + self._handed
 
     @property
     def is_full(self) -> bool:
         """The daemon is behind: leave further blocks until later, or for good."""
-        return len(self._waiting) >= _MOST_WAITING
+        return self._puts >= _MOST_WAITING
 
     def offer(self, put: Put) -> None:
         """Take `put` in; it is handed over by `settle`."""
         self._waiting.append(put)
+        self._puts += 1
 
     def tell(self, telling: Telling) -> None:
         """Let the daemon know, once what was offered before is stored: it knows the blocks then."""
-        if not self.is_full:
+        if len(self._waiting) - self._puts < (_MOST_TELLINGS if telling.due_in_s is None else _MOST_DUE):
             self._waiting.append(telling)
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
@@ -109,6 +112,7 @@ class PutQueue:
             if is_put and has_put and not everything:
                 break
             has_put |= is_put
+            self._puts -= is_put
             self._handed += is_put
             self._work.put(self._waiting.popleft())
         if is_patient:
@@ -135,6 +139,7 @@ class PutQueue:
         """Finish what was handed over, give up the rest and stop; the puts whose blocks are free to go."""
         given_up = [each for each in self._waiting if isinstance(each, Put)]
         self._waiting.clear()
+        self._puts = 0
         if self._thread is not None:
             self._work.put(None)
             self._thread.join()

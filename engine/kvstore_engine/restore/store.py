@@ -99,10 +99,10 @@ class BlockStore:
         request = self._request
         assert request is not None, "begin() first"
         full = len(tokens) // self._session.block_tokens
-        if full > request.wanted_blocks:
+        if full * self._session.block_tokens > len(request.tokens):
             # The worker may be reading the old array: it is replaced, never changed.
             request.tokens = np.array(tokens[: full * self._session.block_tokens], np.int32)
-            request.wanted_blocks = full
+        request.wanted_blocks = max(request.wanted_blocks, full)
         if self._idle.is_set() and request.is_waiting:
             self._hand_over(request)
             self._idle.wait(_PATIENCE_S)

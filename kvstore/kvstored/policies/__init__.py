@@ -3,6 +3,7 @@
 from kvstored.policies.admission import Admission
 from kvstored.policies.base import ChainHint, Policy, PolicySettings, RequestContext, ResidencyClass, Share
 from kvstored.policies.registry import ADMISSIONS, BEST, POLICIES, create, create_admission, has_worth, resolve
+from kvstored.policies.telling import known_step, tell
 
 __all__ = [
     "ADMISSIONS",
@@ -18,5 +19,7 @@ __all__ = [
     "create",
     "create_admission",
     "has_worth",
+    "known_step",
     "resolve",
+    "tell",
 ]

@@ -55,9 +55,10 @@ class ChainHazard(ChainFollower):
         if self._fresh:
             self._settle()
         if self._is_plain and not self.shares and not self._unknown and len(self._queues) == 1:
-            row = self._candidates[0].first(now_s, exclude)
+            candidates = self._candidates[0]
+            row = candidates.first(now_s, exclude)
             if row >= 0:
-                self._named = row
+                self._named, self._named_worth = row, candidates.worth_of_first
                 return row
         if self.is_lru and self._ttl_ns is None:
             return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
@@ -84,30 +85,36 @@ class ChainHazard(ChainFollower):
         return run
 
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
-        if tenant >= len(self._queues):
-            self._know_tenant(tenant)
         book = self._book
         chains, theirs = book.chains, book.owner[victim]
-        if theirs < 0 or chains.tail[theirs] != victim:
-            return False
-        if not self._is_plain and (self.is_lru or self._is_expired(victim, now_ns)):
+        if tenant >= len(self._queues):
+            self._know_tenant(tenant)
+        if victim != self._named and not self._is_by_worth(tenant, theirs, victim, now_ns):
             return False
         if not self._is_sure:
             learning = book.learning
             if learning.requests < self.declining_min or learning.returns < self.returns_min:
                 return False  # what a client asks to be stored is refused on evidence alone
             self._is_sure = True
-        if self.shares and self.residency.tenant_of(victim) != tenant:
-            return False  # what tenants are owed goes before what blocks are worth
-        ours = book.owner_of(key, tenant)
-        if not book.is_promised(ours):
+        ours = book.promised_owner(key, tenant)
+        if ours < 0:
             return False
-        if victim != self._named or self._named_worth < 0.0:
-            self._named_worth = self._candidates[chains.tenant[theirs]].worth(theirs, now_ns * NS)
-        worth, its_worth = self._candidates[tenant].worth_of_new(ours, depth), self._named_worth
+        its_worth = self._named_worth
+        if victim != self._named or its_worth < 0.0:
+            its_worth = self._named_worth = self._candidates[chains.tenant[theirs]].worth(theirs, now_ns * NS)
+        worth = self._candidates[tenant].worth_of_new(ours, depth)
         if worth > its_worth:
             return False
         return worth < its_worth or (worth == its_worth and chains.order[ours] < chains.order[theirs])
+
+    def _is_by_worth(self, tenant: int, theirs: int, victim: int, now_ns: int) -> bool:
+        """Whether `victim` of chain `theirs` was chosen by what chains are worth."""
+        if theirs < 0 or self._book.chains.tail[theirs] != victim:
+            return False
+        if not self._is_plain and (self.is_lru or self._is_expired(victim, now_ns)):
+            return False
+        # What tenants are owed goes before what blocks are worth.
+        return not self.shares or self.residency.tenant_of(victim) == tenant
 
     def _first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
         if self._unknown or self._ttl_ns is not None or self.is_lru:

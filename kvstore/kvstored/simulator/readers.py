@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvstored.policies import known_step
 from kvstored.simulator.trace import Op, Told, Trace, TraceBuilder, TraceError
 
 NS_PER_MS = 1_000_000
@@ -204,12 +205,12 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
                 raise TraceError(f"{path} was not written by kvstored serve --record, version {known}")
             continue
         with _reading(path, number, "a recorded request"):
-            chain = _recorded_chain(parents, _object(row).get("p", ""), row.get("k", ""))
-            op, tokens, time_ns = row["op"], row["b"], _time_ns(row["t"], "t", NS_PER_S)
+            op, tokens, time_ns = _object(row)["op"], row["b"], _time_ns(row["t"], "t", NS_PER_S)
             client, tenant = _whole(row["c"], "c, the client's number", 1 << 62), _whole(row["n"], "n", _TENANTS_MAX)
             if not isinstance(tokens, int) or not 1 <= tokens <= _TOKENS_MAX:
                 raise TraceError(f"b, the tokens of a block, is {tokens!r}")
             builder = builder or TraceBuilder(path.name, "kvstored", tokens)
+            chain = _recorded_chain(parents, row.get("p", ""), row.get("k", ""), learns=op != "hint")
             if op == "put":
                 asked.pop(client, None)
                 if options.as_recorded or (chain and (tenant, chain[-1]) not in ever_asked):
@@ -223,8 +224,7 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
                 ever_asked.update((tenant, key) for key in chain)
                 builder.add(
                     time_ns, chain, tenant=tenant, kind="request", continued=row["f"] > 1,
-                    input_tokens=_tokens(row.get("i", 0 if options.as_recorded else len(chain) * tokens), "i"),
-                    op=read_op, space=tenant,
+                    input_tokens=_tokens(row.get("i", 0), "i"), op=read_op, space=tenant,
                 )  # fmt: skip
             elif op == "hint":
                 builder.tell(_told(row, len(builder), time_ns, tenant), chain, space=tenant)
@@ -242,7 +242,7 @@ def _told(row: dict[str, Any], before: int, time_ns: int, tenant: int) -> Told:
         raise TraceError(f"w, the chance that a chain goes on, is {_shown(chance)}")
     step, tokens = (_whole(row.get(name, 0), name, 1 << 32) for name in ("s", "a"))
     due_in_ns = _whole(row["d"], "d", 1 << 32) * NS_PER_MS if "d" in row else None
-    return Told(before, time_ns, tenant, -1, chance, step, tokens, due_in_ns)
+    return Told(before, time_ns, tenant, -1, chance, known_step(step), tokens, due_in_ns)
 
 
 def _whole(value: Any, name: str, below: int) -> int:
@@ -251,9 +251,9 @@ def _whole(value: Any, name: str, below: int) -> int:
     return value
 
 
-def _recorded_chain(parents: dict[str, str], before: str, packed: str) -> list[str]:
+def _recorded_chain(parents: dict[str, str], before: str, packed: str, *, learns: bool) -> list[str]:
     """The whole chain of a line: the known ancestors of `before`, then its own keys. A key that nobody recorded the
-    ancestors of begins a chain.
+    ancestors of begins a chain. Not `learns`: what the line says of ancestors may be a part of them.
     """
     if not (isinstance(before, str) and isinstance(packed, str)):
         raise TraceError("p and k are keys in hex digits")
@@ -263,11 +263,12 @@ def _recorded_chain(parents: dict[str, str], before: str, packed: str) -> list[s
     above = before
     while above:
         chain.append(above)
-        above = parents.setdefault(above, "")
+        above = parents.setdefault(above, "") if learns else parents.get(above, "")
     chain.reverse()
     for at in range(0, len(packed), ID_DIGITS):
         key = packed[at : at + ID_DIGITS]
-        parents.setdefault(key, before)
+        if learns:
+            parents.setdefault(key, before)
         chain.append(key)
         before = key
     return chain

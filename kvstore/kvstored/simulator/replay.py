@@ -165,11 +165,15 @@ class Replay:
         self._tell_answers(now_ns)
         if self.settings.hints.queue_s:
             self._tell_queue(at, now_ns)
-        tokens = int(trace.output_tokens[at])
-        if trace.ops[at] != Op.REQUEST or not tokens:
-            return  # recordings of a daemon tell no more than a daemon knows
+        if trace.ops[at] != Op.REQUEST:
+            return
+        asked, tokens = int(trace.input_tokens[at]), int(trace.output_tokens[at])
+        if not tokens:  # a recording, say: its hints tell of answers
+            if asked:
+                policy.expect(RequestContext(at, asked))
+            return
         kind = trace.kind_names[trace.kinds[at]]
-        policy.expect(RequestContext(at, int(trace.input_tokens[at]), kind, is_answered_later=True))
+        policy.expect(RequestContext(at, asked, kind, is_answered_later=True))
         heappush(running, (now_ns + FIRST_TOKEN_NS + tokens * ANSWER_TOKEN_NS, at, tokens))
 
     def _tell_queue(self, at: int, now_ns: int) -> None:

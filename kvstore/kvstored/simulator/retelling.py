@@ -6,10 +6,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from operator import attrgetter
 
-from kvstored.policies import ChainHint, Policy
+from kvstored.policies import ChainHint, Policy, tell
 from kvstored.residency import ResidencyView
 from kvstored.simulator.trace import Told, Trace
-from kvstored.verbs.hints import NOTHING_TOLD
 
 
 def told_before(trace: Trace, request: int) -> Sequence[Told]:
@@ -21,19 +20,8 @@ def told_before(trace: Trace, request: int) -> Sequence[Told]:
 def retell(
     told: Told, trace: Trace, tenant: int, residency: ResidencyView, policies: Sequence[Policy], now_ns: int
 ) -> None:
-    """As the daemon's hint does: a request that is due is told of down to the last block that is there."""
-    key = trace.key(told.block)
-    hint = ChainHint(told.will_continue, None, told.next_step, told.answer_tokens)
-    if hint != NOTHING_TOLD:
-        _tell(policies, tenant, residency.find(tenant, key), key, hint, now_ns)
-    if told.due_in_ns is None:
-        return
+    """As the daemon's hint does."""
+    due_ns = None if told.due_in_ns is None else now_ns + told.due_in_ns
+    hint = ChainHint(told.will_continue, due_ns, told.next_step, told.answer_tokens)
     rows = residency.find_keys(tenant, map(trace.key, trace.chain(told.block)))
-    if rows:
-        hint = ChainHint(due_ns=now_ns + told.due_in_ns)
-        _tell(policies, tenant, rows[-1], residency.key(rows[-1]), hint, now_ns)
-
-
-def _tell(policies: Sequence[Policy], tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
-    for policy in policies:
-        policy.told(tenant, row, key, hint, now_ns)
+    tell(policies, residency, tenant, trace.key(told.block), rows, hint, now_ns)

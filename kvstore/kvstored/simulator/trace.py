@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -118,7 +118,7 @@ class Trace:
         kept = [each for each in self.told if first < each.before <= last]
         for each in kept:
             builder.tell(each._replace(before=each.before - first), self.chain(each.block))
-        return builder.build()
+        return replace(builder.build(), cut_after=self.cut_after)
 
 
 class TraceBuilder:

@@ -125,7 +125,7 @@ class Recorder:
         known = self._known
         new = next((place for place in range(len(keys), 0, -1) if keys[place - 1] in known), 0)
         before = keys[new - 1] if new else event.parent[:ID_BYTES] if event.parent != NO_PARENT else b""
-        for key in keys:
+        for key in keys if event.hinted is None else ():  # a hint may name the end of a chain alone
             known[key] = None
             known.move_to_end(key)
         while len(known) > _KNOWN_KEYS:

@@ -12,13 +12,12 @@ from kvstored.clock import NS_PER_MS, Clock
 from kvstored.dataplane.leases import LeaseTable
 from kvstored.dataplane.sessions import Session
 from kvstored.movement.promote import Promoter
-from kvstored.policies import ChainHint, Policy
+from kvstored.policies import ChainHint, Policy, known_step, tell
 from kvstored.residency import Residency
 from kvstored.tiering import HOST
 from kvstored.verbs.validate import keys_of, known_group
 
 DUE_MAX_MS = 24 * 3600 * 1000
-NOTHING_TOLD = ChainHint()
 
 
 class Hints:
@@ -55,8 +54,9 @@ class Hints:
         reply = pb.PrefetchReply()
         rows = residency.find_run(session.tenant_id, request.set.keys)
         if rows and request.in_ms:
-            due_ns = self._clock.monotonic_ns() + min(request.in_ms, DUE_MAX_MS) * NS_PER_MS
-            self._tell(session, rows[-1], residency.key(rows[-1]), ChainHint(due_ns=due_ns))
+            now_ns = self._clock.monotonic_ns()
+            told = ChainHint(due_ns=now_ns + min(request.in_ms, DUE_MAX_MS) * NS_PER_MS)
+            tell(self._policies, residency, session.tenant_id, residency.key(rows[-1]), rows, told, now_ns)
         for row in rows:
             if residency.has(row, HOST):
                 reply.resident_blocks += 1
@@ -77,22 +77,15 @@ class Hints:
             raise KVStoreError(ErrorKind.INVALID, f"will_continue must be from 0 to 1, got {request.will_continue:g}")
         if request.due_in_ms > DUE_MAX_MS:
             raise KVStoreError(ErrorKind.INVALID, f"due_in_ms must be at most {DUE_MAX_MS}, got {request.due_in_ms}")
+        now_ns = self._clock.monotonic_ns()
         known = self._residency.find_run(session.tenant_id, request.set.keys)
         told = ChainHint(
             request.will_continue if request.HasField("will_continue") else None,
-            next_step=request.next_step if request.next_step in pb.NextStep.values() else 0,
-            answer_tokens=request.answer_tokens,
-        )
-        if told != NOTHING_TOLD:
-            self._tell(session, self._residency.find(session.tenant_id, keys[-1]), keys[-1], told)
-        if request.HasField("due_in_ms") and known:  # a queued prompt ends with blocks that are new
-            due_ns = self._clock.monotonic_ns() + request.due_in_ms * NS_PER_MS
-            self._tell(session, known[-1], self._residency.key(known[-1]), ChainHint(due_ns=due_ns))
+            now_ns + request.due_in_ms * NS_PER_MS if request.HasField("due_in_ms") else None,
+            known_step(request.next_step), request.answer_tokens,
+        )  # fmt: skip
+        tell(self._policies, self._residency, session.tenant_id, keys[-1], known, told, now_ns)
         return pb.HintReply(known_blocks=len(known))
-
-    def _tell(self, session: Session, row: int, key: bytes, told: ChainHint) -> None:
-        for policy in self._policies:
-            policy.told(session.tenant_id, row, key, told, self._clock.monotonic_ns())
 
     def touch(self, session: Session, request: pb.Touch) -> pb.TouchReply:
         """Count an access of the leading run, and renew leases."""

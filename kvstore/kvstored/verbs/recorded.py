@@ -12,6 +12,7 @@ from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clock import Clock
 from kvstored.dataplane.sessions import Session
+from kvstored.policies import known_step
 from kvstored.telemetry.recorder import Event, Hinted, Recorder
 from kvstored.verbs import Verbs
 
@@ -74,8 +75,8 @@ class RecordedVerbs(Verbs):
 
     def _note_hint(self, session: Session, told: pb.Hint, reply: pb.HintReply) -> None:
         hinted = Hinted(
-            told.will_continue if told.HasField("will_continue") else None, told.next_step, told.answer_tokens,
-            told.due_in_ms if told.HasField("due_in_ms") else None,
+            told.will_continue if told.HasField("will_continue") else None, known_step(told.next_step),
+            told.answer_tokens, told.due_in_ms if told.HasField("due_in_ms") else None,
         )  # fmt: skip
         self._note("hint", session, told.set.keys, NO_PARENT, reply.known_blocks, hinted=hinted)
 

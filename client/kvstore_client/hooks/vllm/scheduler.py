@@ -25,6 +25,7 @@ from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys, pack_tokens
 
 TOKEN_BYTES = 4
+_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")  # names of vLLM's RequestStatus
 DescribeExtras = Callable[[Any], Extras | str]
 """What a vLLM request depends on besides tokens; a string says why that cannot be named, so that it is not stored."""
 
@@ -107,13 +108,10 @@ class SchedulerSide:
         if tracked is None:
             return
         self._ended.append(request.request_id)
-        if (
-            tracked.extras is not None
-            and tracked.stored_blocks
-            and request.num_output_tokens
-            and self._tell is not None
-        ):
-            self._tell(Answer(self._prefix(tracked, tracked.stored_blocks), request.num_output_tokens))
+        blocks, tokens = tracked.stored_blocks, request.num_output_tokens
+        is_whole = getattr(request.status, "name", "") in _WHOLE
+        if self._tell is not None and self._saves and tracked.extras is not None and is_whole and blocks and tokens:
+            self._tell(Answer(self._prefix(tracked, blocks), blocks, tokens))
 
     def orders(self, output: Any) -> StepOrders:
         """What the worker half shall do around the step that `output` (a SchedulerOutput) describes."""

@@ -1,25 +1,26 @@
 """Tells the daemon how long answers were, beside the running engine: what it keeps for how long hangs on that.
 
-Owns one thread and what it still has to tell. The scheduler knows that a request has ended a moment before its last
-blocks are stored, and the daemon knows a chain by its last block; so each end is told a little later. Nothing here is
-waited for, and what goes wrong costs a hint.
+Owns one thread and what it still has to tell. The scheduler knows that a request has ended before its last blocks are
+stored, and the daemon knows a chain by its last block; so each end is told a little later, and again while blocks of it
+are missing. Nothing here is waited for, and what goes wrong costs a hint.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, NamedTuple, Protocol
 
 from kvstore_client.hooks.vllm.identity import KeySource, address
 from kvstore_client.hooks.vllm.orders import Prefix
 
-DELAY_S = 0.1
-_MOST_WAITING = 1024  # ends; the oldest is forgotten for one more
+DELAY_S = 0.1  # before the first time, and twice as long before each further one
+_TIMES = 6
+_MOST_WAITING = 1024  # ends that wait; no further one is told then
 
 
 class HintSession(KeySource, Protocol):
@@ -30,10 +31,22 @@ class HintSession(KeySource, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request that has ended: its whole blocks, prompt and answer, and the tokens of its answer."""
+    """A request that has ended: its `blocks` whole ones, prompt and answer, and the tokens of its answer."""
 
     prefix: Prefix
+    blocks: int
     tokens: int
+
+
+class _Due(NamedTuple):
+    """What is told next, in the order of time; `number` tells equal times apart."""
+
+    at_s: float
+    number: int
+    session: HintSession
+    answer: Answer
+    delay_s: float
+    times_left: int
 
 
 class Teller:
@@ -48,7 +61,8 @@ class Teller:
     ) -> None:
         self._sessions = sessions
         self._delay_s, self._clock = delay_s, clock
-        self._waiting: deque[tuple[float, Answer]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: list[_Due] = []  # a heap
+        self._numbers = count()
         self._changed = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -56,8 +70,11 @@ class Teller:
     def ended(self, answer: Answer) -> None:
         """Returns at once."""
         with self._changed:
-            self._waiting.append((self._clock() + self._delay_s, answer))
-            if self._thread is None and not self._closing:
+            if self._closing or len(self._waiting) >= _MOST_WAITING:
+                return
+            for session in self._sessions:
+                self._wait(session, answer, self._delay_s, _TIMES)
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvstore-vllm-tell", daemon=True)
                 self._thread.start()
             self._changed.notify()
@@ -71,20 +88,30 @@ class Teller:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
-        while (answer := self._next()) is not None:
-            for session in self._sessions:
-                with suppress(Exception):  # a closed session, or a fault in telling: neither may end the thread
-                    named = address(session, answer.prefix)
-                    if named is not None:
-                        session.hint(**named, answer_tokens=answer.tokens)
+    def _wait(self, session: HintSession, answer: Answer, delay_s: float, times: int) -> None:
+        heappush(self._waiting, _Due(self._clock() + delay_s, next(self._numbers), session, answer, delay_s, times))
 
-    def _next(self) -> Answer | None:
+    def _run(self) -> None:
+        while (due := self._next()) is not None:
+            if not self._is_known(due.session, due.answer) and due.times_left > 1:
+                with self._changed:
+                    if not self._closing:
+                        self._wait(due.session, due.answer, 2 * due.delay_s, due.times_left - 1)
+
+    def _is_known(self, session: HintSession, answer: Answer) -> bool:
+        """Tell; whether the daemon had all of the blocks."""
+        try:
+            named = address(session, answer.prefix)
+            return named is not None and session.hint(**named, answer_tokens=answer.tokens) >= answer.blocks
+        except Exception:  # a closed session, or a fault in telling: neither may end the thread
+            return True
+
+    def _next(self) -> _Due | None:
         """The next that is due; None at the end."""
         with self._changed:
             while not self._closing:
-                wait_s = self._waiting[0][0] - self._clock() if self._waiting else None
+                wait_s = self._waiting[0].at_s - self._clock() if self._waiting else None
                 if wait_s is not None and wait_s <= 0:
-                    return self._waiting.popleft()[1]
+                    return heappop(self._waiting)
                 self._changed.wait(wait_s)
         return None

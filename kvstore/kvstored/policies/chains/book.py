@@ -20,7 +20,7 @@ import numpy as np
 from kvstored.policies.base import ChainHint, RequestContext
 from kvstored.policies.chains.collector import Collector
 from kvstored.policies.chains.features import Features, features_of, grown, with_answer, with_hint
-from kvstored.policies.chains.ghost import FAN_BITS, FAN_MAX, ChainGhost, ghost_limit
+from kvstored.policies.chains.ghost import FAN_BITS, FAN_MAX, NOTHING, SHARD_MASK, ChainGhost, ghost_limit
 from kvstored.policies.chains.gittins import Floats, Ints
 from kvstored.policies.chains.hazards import Ladder
 from kvstored.policies.chains.learning import Learning
@@ -232,7 +232,7 @@ class ChainBook:
             self._promise(slot, order)
         chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot] = turn, tenant, count - known
         chains.pace[slot] = pace
-        chains.tokens[slot] = -1 if context is None else context.input_tokens
+        chains.tokens[slot], chains.answer[slot] = -1 if context is None else context.input_tokens, 0
         if context is not None and context.is_answered_later:
             self._running[context.number] = (slot, order)
             if len(self._running) > _RUNNING_MAX:
@@ -275,7 +275,8 @@ class ChainBook:
         """The request that used the chain last has ended with an answer (0: of unknown length)."""
         chains = self.chains
         if output_tokens and chains.tokens[chain] >= 0:
-            chains.tokens[chain] += output_tokens
+            chains.tokens[chain] += output_tokens - chains.answer[chain]  # who is told again has not answered again
+            chains.answer[chain] = output_tokens
         self.learning.grew_older(chain, now_s)
         features = self.features[chain]
         if output_tokens:
@@ -322,6 +323,17 @@ class ChainBook:
     def owner_of(self, key: bytes, tenant: int) -> int:
         """The chain of a block that is not in the tier, as far as is known, or -1."""
         return self._ghosts[tenant].packed(key) >> FAN_BITS
+
+    def promised_owner(self, key: bytes, tenant: int) -> int:
+        """`owner_of`, if the chain's last request missed blocks that may be stored yet, or -1. Without further calls:
+        it is asked of each block that needs the place of another.
+        """
+        shard = self._ghosts[tenant].shards[key[-1] & SHARD_MASK]
+        packed = shard.young.get(key)
+        if packed is None:
+            packed = shard.old.get(key, NOTHING)
+        chain = packed >> FAN_BITS
+        return chain if chain >= 0 and self._promised.get(chain) == self.chains.order[chain] else -1
 
     def _promise(self, chain: int, order: int) -> None:
         self._promised.pop(chain, None)
@@ -419,6 +431,6 @@ class ChainBook:
         )  # fmt: skip
         self._set(slot, features, row, depth + 1, order, used_s)
         chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot], chains.tokens[slot] = 1, tenant, 1, -1
-        chains.pace[slot] = 0.0
+        chains.pace[slot], chains.answer[slot] = 0.0, 0
         self.owner[row] = slot
         return slot

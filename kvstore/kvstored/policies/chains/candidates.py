@@ -50,6 +50,7 @@ class Candidates:
         self._tenant = tenant
         self._heap: list[Entry] = []
         self._ceiling = -1.0
+        self.worth_of_first = 0.0  # of the row that `first` has named, as of when its place in the order was found
         self._numbers = tenant << 40  # a slot may become another tenant's: no entry of ours may seem to be its
         self._stale_s = _NEVER_S  # when the draw is stale, if not before:
         self._stale_asked = 0
@@ -63,8 +64,19 @@ class Candidates:
         is_late = now_s >= self._stale_s and book.asked >= self._stale_asked + _LATE_ASKED
         if is_late or self._looks_left <= -_LOOKS_SOON:
             self._draw(now_s)
-        chains = book.chains
         self._is_wanted = True
+        if self._heap:  # as a rule the first one is it
+            top = self._heap[0]
+            chain = top[2]
+            row = book.chains.tail[chain]
+            is_it = book.chains.entry[chain] == top[3] and row >= 0 and row not in exclude
+            if is_it and self._residency.may_leave(row, self._tier):
+                self.worth_of_first = top[0]
+                return row
+        return self._search(now_s, exclude)
+
+    def _search(self, now_s: float, exclude: Container[int]) -> int:
+        chains = self._book.chains
         heap, entry, tails = self._heap, chains.entry, chains.tail
         skipped: list[Entry] = []
         found = -1
@@ -91,6 +103,7 @@ class Candidates:
                 skipped.append(heappop(heap))
             else:
                 found = row
+                self.worth_of_first = top[0]
                 break
         for each in skipped:
             heappush(heap, each)

@@ -28,6 +28,7 @@ class ChainTable:
         self.tenant = array("i")
         self.new_blocks = array("i")
         self.tokens = array("q")  # of prompt and answer, as far as known; -1: not known
+        self.answer = array("q")  # of those, what the answer to its last request is said to be
         self.entry = array("q")  # the valid entry of the chain among the candidates
         self.order = array("q")  # when it was last used, among all accesses
         self.used_s = array("d")
@@ -43,7 +44,7 @@ class ChainTable:
         self._free: list[int] = []
         self._columns = (
             self.tail, self.length, self.cell, self.bin, self.turn, self.tenant, self.new_blocks, self.tokens,
-            self.entry, self.order, self.used_s, self.due_s, self.due_depth, self.pace, self.base,
+            self.answer, self.entry, self.order, self.used_s, self.due_s, self.due_depth, self.pace, self.base,
         )  # fmt: skip
 
     def take(self) -> int:
