@@ -34,7 +34,17 @@ OURS = "chain-hazard"
 HINTS = "hints "  # knowledge that begins so: hints of a stated quality; what follows is --hints of `kvstored simulate`
 _PACKAGE = Path(kvstored.__file__).parent
 _OURS_ALONE = ("chain_hazard.py", "chains")
-_REPLAYING = ("future.py", "hints.py", "models.toml", "readers.py", "replay.py", "retelling.py", "trace.py", "worth.py")
+_REPLAYING = (
+    "future.py",
+    "hints.py",
+    "models.toml",
+    "readers.py",
+    "replay.py",
+    "retelling.py",
+    "telling.py",
+    "trace.py",
+    "worth.py",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvstored.simulator.replay import ANSWER_TOKEN_NS, FIRST_TOKEN_NS
+from kvstored.simulator.telling import ANSWER_TOKEN_NS, FIRST_TOKEN_NS
 from kvstored.simulator.trace import Op, Told, Trace
 
 

@@ -22,6 +22,7 @@ from kvstored.simulator.node_store import NodeStore, StoreSettings
 from kvstored.simulator.plan import Plan
 from kvstored.simulator.pool import EnginePool
 from kvstored.simulator.served import Served
+from kvstored.simulator.telling import ANSWER_TOKEN_NS
 from kvstored.simulator.trace import Op, Trace
 from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
 from kvstored.simulator.visit import Visit
@@ -31,7 +32,6 @@ RACE_TOKENS = 512  # computed at once before looking again what has been loaded 
 TICK_S = 0.5  # the daemon's maintenance looks five times as often; nothing that it watches needs that here
 FIRST_SAMPLES_S = 0.1  # apart; twice as far whenever there are too many
 MOST_SAMPLES = 256
-_TOKEN_NS = 20_000_000  # of an answer, on the node that decodes; as in `replay`
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +316,7 @@ class Node:
     def _tell_answer(self, visit: Visit, store: NodeStore) -> None:
         """The policies hear of the answer when it has been written."""
         if visit.answer_tokens:
-            self._loop.at_ns(visit.end_ns + visit.answer_tokens * _TOKEN_NS, store.answered, visit)
+            self._loop.at_ns(visit.end_ns + visit.answer_tokens * ANSWER_TOKEN_NS, store.answered, visit)
 
     # Time
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +25,9 @@ from kvstored.policies import Policy, PolicySettings, RequestContext, create, cr
 from kvstored.residency import Residency
 from kvstored.residency.index import DEFAULT_GHOST_KEYS
 from kvstored.simulator.future import Clairvoyant, next_uses
-from kvstored.simulator.hints import NO_HINTS, Hints, made_up
+from kvstored.simulator.hints import NO_HINTS, Hints
 from kvstored.simulator.retelling import retell, told_before
+from kvstored.simulator.telling import Telling
 from kvstored.simulator.trace import Op, Trace
 
 TIER = 0
@@ -37,8 +37,6 @@ _TICK_NS = 1_000_000_000  # between two looks for what has expired, while no req
 _TICKS_MAX = 64  # and no more looks than this between two requests
 _PART_BLOCKS = 32  # of a put are published together
 _NO_ADMISSION = "always"
-FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
-ANSWER_TOKEN_NS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +91,9 @@ class Replay:
         self._stored = self._refused = self._evicted = self._expired = self._bypassed = 0
         self._slots: list[Slot] = []  # free
         self._slots_made = 0
-        self._tells = type(self.policy).expect is not Policy.expect  # to others it would be told in vain
-        self._running: list[tuple[int, int, int]] = []  # heap of (end, request, answer's tokens)
-        self._hints = made_up(trace, settings.hints) if self._tells else []
-        self._queued = 0  # requests up to here have been seen in the queue
+        self._telling: Telling | None = None
+        if type(self.policy).expect is not Policy.expect:  # to others it would be told in vain
+            self._telling = Telling(trace, settings.hints, self.policy, self.residency, self._tenants)
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ReplayResult:
         """The whole trace, once."""
@@ -117,8 +114,8 @@ class Replay:
             held_block_s[at] = self._retell(at) if trace.told else 0.0
             held_block_s[at] += self._pass_until(times[at] - times[0])
             now_ns = self.clock.set_ns(times[at] - times[0])
-            if self._tells:
-                self._tell_context(at, now_ns)
+            if self._telling is not None:
+                self._telling.begins(at, now_ns)
             hits[at] = self.request(
                 asked, op_of[ops[at]], self._tenants[tenants[at]], now_ns, first, int(trace.input_tokens[at])
             )
@@ -138,7 +135,8 @@ class Replay:
         while then_ns < now_ns:
             last_ns, then_ns = then_ns, min(then_ns + step_ns, now_ns)
             held += self.residency.tier_blocks(TIER) * (then_ns - last_ns)
-            self._tell_answers(then_ns)
+            if self._telling is not None:
+                self._telling.ended(then_ns)
             self._expire(self.clock.set_ns(then_ns))
         return held * 1e-9
 
@@ -151,46 +149,6 @@ class Replay:
             held_block_s += self._pass_until(then_ns)
             retell(told, trace, self._tenants[told.tenant], self.residency, (self.policy,), clock.set_ns(then_ns))
         return held_block_s
-
-    def _tell_answers(self, now_ns: int) -> None:
-        """What an engine could tell of requests that have ended."""
-        running = self._running
-        while running and running[0][0] <= now_ns:
-            end_ns, number, tokens = heappop(running)
-            self.policy.answered(number, tokens, end_ns, self._hints[number])
-
-    def _tell_context(self, at: int, now_ns: int) -> None:
-        """What an engine could tell: of request `at` its prompt, of earlier ones that have ended their answers."""
-        trace, running, policy = self.trace, self._running, self.policy
-        self._tell_answers(now_ns)
-        if self.settings.hints.queue_s:
-            self._tell_queue(at, now_ns)
-        if trace.ops[at] != Op.REQUEST:
-            return
-        asked, tokens = int(trace.input_tokens[at]), int(trace.output_tokens[at])
-        if not tokens:  # a recording, say: its hints tell of answers
-            if asked:
-                policy.expect(RequestContext(at, asked))
-            return
-        kind = trace.kind_names[trace.kinds[at]]
-        policy.expect(RequestContext(at, asked, kind, is_answered_later=True))
-        heappush(running, (now_ns + FIRST_TOKEN_NS + tokens * ANSWER_TOKEN_NS, at, tokens))
-
-    def _tell_queue(self, at: int, now_ns: int) -> None:
-        """Of requests that will be looked up soon, where their chains are here."""
-        trace = self.trace
-        due_ns = now_ns + round(self.settings.hints.queue_s * 1e9)
-        self._queued = max(self._queued, at + 1)
-        while self._queued < trace.requests:
-            later = self._queued
-            its_ns = int(trace.times_ns[later] - trace.times_ns[0])
-            if its_ns > due_ns:
-                break
-            self._queued += 1
-            blocks = trace.blocks[trace.starts[later] : trace.starts[later + 1]].tolist()
-            rows = self.residency.find_keys(self._tenants[int(trace.tenants[later])], [trace.key(b) for b in blocks])
-            if rows:
-                self.policy.awaited(rows[-1], its_ns)
 
     def request(
         self, keys: list[bytes], op: Op, tenant: int, now_ns: int, first_access: int, prompt_tokens: int = 0
