@@ -71,13 +71,13 @@ class ChainHazard(ChainFollower):
         if row < 0 or row != self._named:
             return [row] if row >= 0 else []
         book = self._book
-        run = self.residency.run_above(row, self.tier, limit)
         owner, shared, chain = book.owner, book.shared, book.owner[row]
         # All but the last block of a chain go together.
         far = book.chains.length[chain] - APART
         depth = self.residency.rows.depth[row]
         if depth >= far or shared[row] or book.chains.due_s[chain]:
             return [row]
+        run = self.residency.run_above(row, self.tier, limit)
         for at in range(1, len(run)):
             row = run[at]
             if owner[row] != chain or shared[row]:
