@@ -46,9 +46,10 @@ def main() -> int:
     rows: list[Row] = []
     for path in options.traces:
         trace = read_trace(path, options.format, ReadOptions(), lambda done, total: None)
+        compared = list(told(trace))
         for capacity in map(float, options.capacity.split(",")):
             blocks, ratios = round(capacity * trace.distinct_blocks), {}
-            for name, policy, ordered in told(trace):
+            for name, policy, ordered in compared:
                 hits = Replay(ordered, ReplaySettings(resolve(policy), blocks)).run().hits.sum()
                 ratios[name] = float(hits) / trace.accesses
                 row = f"{path.name.split('.')[0]}_{capacity:g}_{name}"

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvstored.policies import RequestContext, registry
+from kvstored.policies import ChainHint, RequestContext, registry
 from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.policies.chains.following import COLD_ORDERS
 from kvstored.policies.chains.hazards import Ladder
@@ -61,7 +61,7 @@ def foresee(trace: Trace, seed: int = 0) -> Foresight:
 
 
 class Told(ChainHazard):
-    """Foresight reaches it the way an engine's word would: by `expect`, `answered` and `awaited`."""
+    """Foresight reaches it the way an engine's word would: by `expect`, `answered` and `told`."""
 
     name: ClassVar[str] = "chain-hazard-told"
     _foresight: Foresight
@@ -83,7 +83,8 @@ class Told(ChainHazard):
         if self._knowledge in (ANSWER, ALL):
             self.answered(number, self._foresight.answers[number], now_ns)
         if rows and self._knowledge in (EXACT, ALL) and self._foresight.seconds[number] >= 0:
-            self.awaited(rows[-1], now_ns + round(self._foresight.seconds[number] * 1e9))
+            due = ChainHint(due_ns=now_ns + round(self._foresight.seconds[number] * 1e9))
+            self.told(tenant, rows[-1], self.residency.key(rows[-1]), due, now_ns)
 
     def _class_of(self, number: int) -> str:
         seconds = self._foresight.seconds[number]

@@ -176,8 +176,8 @@ def test_a_tail_beyond_what_is_queued_leaves_first_and_the_rest_stays() -> None:
     policy = in_force(shelf)
     first = shelf.chain(*range(1, 13))
     other = shelf.chain(*range(31, 43))
-    policy.awaited(first[5], round(1.5 * S))
-    policy.awaited(other[11], round(1.5 * S))
+    policy.told(0, first[5], key(6), ChainHint(due_ns=round(1.5 * S)), 0)
+    policy.told(0, other[11], key(42), ChainHint(due_ns=round(1.5 * S)), 0)
     leave = [policy.next_victim(S)]
     while leave[-1] != other[-1] and len(leave) < 12:
         shelf.residency.remove(leave[-1], Cause.EVICTED, S)
@@ -212,19 +212,16 @@ def test_a_queued_request_holds_what_it_will_use_and_no_more() -> None:
     first = shelf.chain(1, 2, 3, 4, 5)
     book = policy._book
     chain = book.owner[first[-1]]
-    for tell in (
-        lambda: policy.awaited(first[1], 9 * S),  # of another session, which begins alike
-        lambda: policy.told(0, first[1], key(2), ChainHint(due_ns=9 * S), S),
-    ):
-        tell()
+    for now_ns in (0, S):
+        policy.told(0, first[1], key(2), ChainHint(due_ns=9 * S), now_ns)  # of another session, which begins alike
         due = [book.due_rank(chain, depth, S / 1e9) for depth in range(5)]
         assert due == [pytest.approx(1 / 8)] * 3 + [0.0] * 2, "the last block may be partial"
         shelf.now_ns = 50 * S
         assert book.due_rank(chain, 0, 50.0) == 0.0, "it did not come"
         shelf.now_ns = S
-    policy.awaited(first[4], 5 * S)
+    policy.told(0, first[4], key(5), ChainHint(due_ns=5 * S), S)
     assert book.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4)
-    policy.awaited(first[1], 2 * S)
+    policy.told(0, first[1], key(2), ChainHint(due_ns=2 * S), S)
     assert book.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4), "who uses less does not say less of the rest"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import RequestContext, ResidencyClass, Share, create
+from kvstored.policies import ChainHint, RequestContext, ResidencyClass, Share, create
 from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.policies.chains import prior
 from kvstored.policies.chains.candidates import _DRAW_US
@@ -225,7 +225,7 @@ def test_what_another_chain_has_continued_waits_for_nobody() -> None:
     policy = in_force(shelf)
     first = shelf.chain(1, 2, 3, 4)
     chains, chain = policy._book.chains, policy._book.owner[first[-1]]
-    policy.awaited(first[-1], 5 * S)
+    policy.told(0, first[-1], key(4), ChainHint(due_ns=5 * S), 0)
     shelf.now_ns = S
     again = shelf.chain(1, 2, 3, 5, 6)  # the last block was partial
     assert policy._book.owner[again[-1]] != chain == policy._book.owner[first[-1]]

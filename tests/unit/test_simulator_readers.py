@@ -14,6 +14,9 @@ from kvstored.simulator.retelling import told_before
 from kvstored.simulator.trace import Told, Trace, TraceBuilder, TraceError
 from tests.reference.traces import sessions, trace_of, write_claude_code, write_mooncake
 
+A, B, C = "a" * 16, "b" * 16, "c" * 16  # keys, as a recording writes them
+FACTS = {"n": 0, "c": 1, "b": 64, "f": 0}
+
 
 def read(path: Path, format_name: str, **options: object) -> Trace:
     return read_trace(path, format_name, ReadOptions(**options), lambda done, total: None)  # type: ignore[arg-type]
@@ -28,9 +31,14 @@ def mooncake_line(**different: object) -> str:
     return json.dumps({"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1], **different}) + "\n"
 
 
+def recording(path: Path, version: int, *rows: dict[str, object]) -> Path:
+    """Each row with the facts that it does not give."""
+    return lines(path, {"format": "kvstored", "version": version}, *({**FACTS, **row} for row in rows))
+
+
 def recorded_line(**different: object) -> str:
     header = {"format": "kvstored", "version": 2}
-    row = {"t": 1, "op": "get", "n": 0, "c": 1, "b": 64, "f": 0, "k": "a" * 16, **different}
+    row = {"t": 1, "op": "get", **FACTS, "k": A, **different}
     return json.dumps(header) + "\n" + json.dumps(row) + "\n"
 
 
@@ -186,19 +194,17 @@ def test_a_cut_file_is_refused_but_for_a_recording(tmp_path: Path) -> None:
 
 
 def test_a_recorded_key_stands_for_its_chain_and_a_second_look_is_no_second_request(tmp_path: Path) -> None:
-    a, b, c = "a" * 16, "b" * 16, "c" * 16
-    facts = {"n": 0, "c": 1, "b": 64, "f": 0}
-    path = lines(
+    path = recording(
         tmp_path / "t",
-        {"format": "kvstored", "version": 1},
-        {"t": 0.0, "op": "lookup", "k": a + b, **facts},
-        {"t": 0.1, "op": "get", "p": b, **facts},
-        {"t": 0.2, "op": "put", "p": b, **facts},
-        {"t": 0.3, "op": "get", "p": b, "k": c, **facts},
-        {"t": 0.4, "op": "get", "p": c, **facts, "n": 1, "c": 2},
-        {"t": 0.5, "op": "peek", "p": c, **facts},
-        {"t": 0.6, "op": "get", "p": b, **facts},
-        {"t": 0.7, "op": "get", "p": b, **facts},
+        1,
+        {"t": 0.0, "op": "lookup", "k": A + B},
+        {"t": 0.1, "op": "get", "p": B},
+        {"t": 0.2, "op": "put", "p": B},
+        {"t": 0.3, "op": "get", "p": B, "k": C},
+        {"t": 0.4, "op": "get", "p": C, "n": 1, "c": 2},
+        {"t": 0.5, "op": "peek", "p": C},
+        {"t": 0.6, "op": "get", "p": B},
+        {"t": 0.7, "op": "get", "p": B},
     )
     trace = read(path, "kvstored")
     assert trace.blocks.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1], "another tenant's blocks are others"
@@ -209,31 +215,27 @@ def test_a_recorded_key_stands_for_its_chain_and_a_second_look_is_no_second_requ
 
 
 def test_a_put_of_more_than_was_asked_for_counts(tmp_path: Path) -> None:
-    a, b, c = "a" * 16, "b" * 16, "c" * 16
-    facts = {"n": 0, "c": 1, "b": 64, "f": 0}
-    path = lines(
+    path = recording(
         tmp_path / "t",
-        {"format": "kvstored", "version": 2},
-        {"t": 0.0, "op": "get", "k": a, **facts},
-        {"t": 0.1, "op": "put", "p": a, **facts, "c": 2},
-        {"t": 0.2, "op": "put", "p": a, "k": b + c, **facts, "c": 2},
+        2,
+        {"t": 0.0, "op": "get", "k": A},
+        {"t": 0.1, "op": "put", "p": A, "c": 2},
+        {"t": 0.2, "op": "put", "p": A, "k": B + C, "c": 2},
     )
     trace = read(path, "kvstored")
     assert (trace.ops.tolist(), trace.blocks.tolist()) == ([0, 2], [0, 0, 1, 2])
 
 
 def test_a_recorded_hint_keeps_its_place_between_the_requests(tmp_path: Path) -> None:
-    a, b, c = "a" * 16, "b" * 16, "c" * 16
-    facts = {"n": 0, "c": 1, "b": 64, "f": 0}
-    path = lines(
+    path = recording(
         tmp_path / "t",
-        {"format": "kvstored", "version": 2},
-        {"t": 0.0, "op": "get", "k": a + b, **facts},
-        {"t": 0.1, "op": "hint", "p": b, "a": 17, **facts},
-        {"t": 0.2, "op": "hint", "k": c, "w": 0.5, **facts},
-        {"t": 0.3, "op": "get", "k": c, **facts},
-        {"t": 0.3, "op": "hint", "p": c, "w": 0.0, "s": 2, "d": 5, **facts},
-        {"t": 0.4, "op": "hint", "p": b, "k": "d" * 16, "a": 3, "d": 7, **facts},
+        2,
+        {"t": 0.0, "op": "get", "k": A + B},
+        {"t": 0.1, "op": "hint", "p": B, "a": 17},
+        {"t": 0.2, "op": "hint", "k": C, "w": 0.5},
+        {"t": 0.3, "op": "get", "k": C},
+        {"t": 0.3, "op": "hint", "p": C, "w": 0.0, "s": 2, "d": 5},
+        {"t": 0.4, "op": "hint", "p": B, "k": "d" * 16, "a": 3, "d": 7},
     )
     trace = read(path, "kvstored")
     told = (
@@ -249,15 +251,13 @@ def test_a_recorded_hint_keeps_its_place_between_the_requests(tmp_path: Path) ->
 
 
 def test_a_hint_that_names_the_end_of_a_chain_alone_says_nothing_of_the_chain(tmp_path: Path) -> None:
-    a, b, c = "a" * 16, "b" * 16, "c" * 16
-    facts = {"n": 0, "c": 1, "b": 64, "f": 0}
-    path = lines(
+    path = recording(
         tmp_path / "t",
-        {"format": "kvstored", "version": 2},
-        {"t": 0.0, "op": "hint", "k": b + c, "a": 3, **facts},
-        {"t": 0.1, "op": "get", "k": a + b + c, **facts},
-        {"t": 0.2, "op": "hint", "p": c, "s": 99, "a": 4, **facts},
-        {"t": 0.3, "op": "get", "p": c, **facts},
+        2,
+        {"t": 0.0, "op": "hint", "k": B + C, "a": 3},
+        {"t": 0.1, "op": "get", "k": A + B + C},
+        {"t": 0.2, "op": "hint", "p": C, "s": 99, "a": 4},
+        {"t": 0.3, "op": "get", "p": C},
     )
     trace = read(path, "kvstored")
     assert trace.blocks.tolist() == [0, 1, 2, 0, 1, 2]

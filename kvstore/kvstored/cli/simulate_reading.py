@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from kvstored.simulator.trace import Trace
 
 _SECONDS_MAX = 1e9
-_WINDOW_S, _GROUP_TOKENS = 3600.0, 512
 _FORMAT_OF = {
     "window_s": "claude-code", "sessions": "claude-code", "group_tokens": "claude-code", "as_recorded": "kvstored",
 }  # fmt: skip
@@ -50,8 +50,9 @@ def read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
 
     format_name = one_of("--format", arguments.format, FORMATS)
     one_of("--model", arguments.model, models())
-    window_s = _WINDOW_S if arguments.window_s is None else arguments.window_s
-    if not all(0 <= seconds <= _SECONDS_MAX for seconds in (arguments.ttl_s, window_s)):
+    given = {option.name: getattr(arguments, option.name) for option in fields(ReadOptions)}
+    options = ReadOptions(**{name: value for name, value in given.items() if value is not None})
+    if not all(0 <= seconds <= _SECONDS_MAX for seconds in (arguments.ttl_s, options.window_s)):
         raise ValueError(f"--ttl-s and --window-s cannot be negative, nor above {_SECONDS_MAX:.0e} seconds")
     if arguments.seed < 0:
         raise ValueError(f"--seed {arguments.seed}: 0 or more")
@@ -60,8 +61,6 @@ def read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
     for option, its_format in _FORMAT_OF.items():
         if getattr(arguments, option) not in (None, False) and format_name != its_format:
             print(f"--{option.replace('_', '-')} changes nothing in format {format_name}", file=sys.stderr)
-    group_tokens = _GROUP_TOKENS if arguments.group_tokens is None else arguments.group_tokens
-    options = ReadOptions(arguments.seed, window_s, arguments.sessions, group_tokens, arguments.as_recorded)
     source = Path("/dev/stdin") if str(arguments.trace) == "-" else arguments.trace
     trace = read_trace(source, format_name, options, progress)
     block_bytes = models()[arguments.model].kv_bytes_per_token * trace.block_tokens

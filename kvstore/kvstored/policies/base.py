@@ -154,9 +154,6 @@ class Policy(ABC):
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:  # noqa: B027
         """The request that `expect` named so has ended. Optional as well. `hint`: what the engine expects."""
 
-    def awaited(self, row: int, due_ns: int) -> None:  # noqa: B027  # optional
-        """A request that is queued already will use the chain down to `row` at about that time. Optional."""
-
     def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:  # noqa: B027  # optional
         """An engine says what it expects of the chain down to block `key`; `row` is -1 when that is stored nowhere."""
 

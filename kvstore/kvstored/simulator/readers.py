@@ -221,7 +221,10 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
                     asked[client] = chain
                 if before[: len(chain)] == chain:
                     continue
-                ever_asked.update((tenant, key) for key in chain)
+                for key in reversed(chain):
+                    if (tenant, key) in ever_asked:  # and so were all before it
+                        break
+                    ever_asked.add((tenant, key))
                 builder.add(
                     time_ns, chain, tenant=tenant, kind="request", continued=row["f"] > 1,
                     input_tokens=_tokens(row.get("i", 0), "i"), op=read_op, space=tenant,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from heapq import heappop, heappush
 
-from kvstored.policies import Policy, RequestContext
+from kvstored.policies import ChainHint, Policy, RequestContext, tell
 from kvstored.residency import ResidencyView
 from kvstored.simulator.hints import Hints, made_up
 from kvstored.simulator.trace import Op, Trace
@@ -67,6 +67,7 @@ class Telling:
                 break
             self._queued += 1
             blocks = trace.blocks[trace.starts[later] : trace.starts[later + 1]].tolist()
-            rows = self._residency.find_keys(self._tenants[int(trace.tenants[later])], [trace.key(b) for b in blocks])
+            tenant, keys = self._tenants[int(trace.tenants[later])], [trace.key(block) for block in blocks]
+            rows = self._residency.find_keys(tenant, keys)
             if rows:
-                self._policy.awaited(rows[-1], its_ns)
+                tell((self._policy,), self._residency, tenant, keys[-1], rows, ChainHint(due_ns=its_ns), now_ns)

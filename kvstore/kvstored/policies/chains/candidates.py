@@ -65,18 +65,7 @@ class Candidates:
         if is_late or self._looks_left <= -_LOOKS_SOON:
             self._draw(now_s)
         self._is_wanted = True
-        if self._heap:  # as a rule the first one is it
-            top = self._heap[0]
-            chain = top[2]
-            row = book.chains.tail[chain]
-            is_it = book.chains.entry[chain] == top[3] and row >= 0 and row not in exclude
-            if is_it and self._residency.may_leave(row, self._tier):
-                self.worth_of_first = top[0]
-                return row
-        return self._search(now_s, exclude)
-
-    def _search(self, now_s: float, exclude: Container[int]) -> int:
-        chains = self._book.chains
+        chains = book.chains
         heap, entry, tails = self._heap, chains.entry, chains.tail
         skipped: list[Entry] = []
         found = -1

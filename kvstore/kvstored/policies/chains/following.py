@@ -165,7 +165,7 @@ class ChainFollower(Lru):
         self._know_tenant(tenant)
         self._next = self._named = -1
         book = self._book
-        if book.is_promised(book.owner_of(keys[0], tenant)):
+        if book.promised_owner(keys[0], tenant) >= 0:
             return  # the request that missed them has said so
         self._now_s = now_s = now_ns * NS
         if self.guarded:
@@ -197,13 +197,6 @@ class ChainFollower(Lru):
         self._now_s = now_ns * NS
         if book.chains.tail[chain] >= 0:
             self._look_at(chain)
-
-    def awaited(self, row: int, due_ns: int) -> None:
-        chains, chain = self._book.chains, self._book.owner[row]
-        if chain >= 0 and chains.live[chain]:
-            self._book.due(chain, row, due_ns * NS, self._now_s)
-            if chains.tail[chain] >= 0:
-                self._look_at(chain)
 
     def removed(self, row: int) -> None:
         book, where = self._book, self._where
