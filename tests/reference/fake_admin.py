@@ -63,7 +63,14 @@ REPLIES: dict[str, Any] = {
     "Tenants": pb.TenantsReply(
         tenants=[pb.TenantStatus(name="uid-1000", hit_blocks=3, missed_blocks=1, fingerprints=["ab" * 32])]
     ),
-    "Drop": pb.DropReply(dropped_blocks=7, dropped_bytes=7 << 20, kept_blocks=2, written_back_blocks=7),
+    "Drop": pb.DropReply(
+        dropped_blocks=7,
+        dropped_bytes=7 << 20,
+        kept_blocks=5,
+        written_back_blocks=7,
+        only_copy_blocks=3,
+        only_copy_bytes=3 << 20,
+    ),
     "Flush": pb.FlushReply(written_blocks=5),
     "Drain": pb.DrainReply(state="drained"),
     "Shutdown": pb.ShutdownReply(pid=4242),

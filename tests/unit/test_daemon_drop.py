@@ -1,8 +1,9 @@
-"""Taking blocks away while one of them gets a new host copy: it stays, and is counted as kept."""
+"""Dropping a tier: only copies stay unless they are discarded; a block that gets a new host copy stays too."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_tiers.wrap.faulty import Fault
 from kvstored.operations.drop import Drop
 from kvstored.tiering import HOST, NVME
-from tests.reference.small_store import SLOT_BYTES, small_store
+from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
 
 DIGEST = bytes(range(32))
 DIRECTORY: Any = SimpleNamespace(fingerprints=lambda: [DIGEST], known_number=lambda _: 1)
@@ -35,7 +37,7 @@ def test_a_block_that_is_being_filled_is_kept(tmp_path: Path, how: str) -> None:
 
             async def take_away() -> tuple[int, int]:
                 if how == "drop":
-                    dropped = await drop.drop(pb.DropRequest(tier="nvme"))
+                    dropped = await drop.drop(pb.DropRequest(tier="nvme", discard=True))
                     return dropped.dropped_blocks, dropped.kept_blocks
                 gone = await drop.invalidate(pb.InvalidateRequest(fingerprint=DIGEST.hex()))
                 return gone.blocks, gone.kept_blocks
@@ -46,5 +48,58 @@ def test_a_block_that_is_being_filled_is_kept(tmp_path: Path, how: str) -> None:
             assert (await take_away())[1] == 0
             assert not residency.has(row, NVME)
             assert residency.has(row, HOST) == (how == "drop")
+
+    asyncio.run(run())
+
+
+def ready(small: SmallStore) -> Drop:
+    return Drop(small.residency, DIRECTORY, small.writeback, small.store.retire, small.clock)
+
+
+def counts(reply: pb.DropReply) -> tuple[int, int, int, int]:
+    assert reply.only_copy_bytes == reply.only_copy_blocks * SLOT_BYTES
+    return reply.dropped_blocks, reply.kept_blocks, reply.only_copy_blocks, reply.written_back_blocks
+
+
+def test_the_slowest_tier_keeps_what_no_other_has(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with small_store(tmp_path) as small:
+            await small.fill(range(1, 5))
+            small.drop_from_dram(1, 2, 3)
+            drop = ready(small)
+            assert counts(await drop.drop(pb.DropRequest(tier="nvme"))) == (1, 3, 3, 0)
+            assert all(small.residency.has(small.find(number), NVME) for number in (1, 2, 3))
+            assert small.residency.tier_mask(small.find(4)) == 1 << HOST
+            assert counts(await drop.drop(pb.DropRequest(tier="nvme", discard=True))) == (3, 0, 0, 0)
+            assert [small.find(number) >= 0 for number in range(1, 5)] == [False, False, False, True]
+
+    asyncio.run(run())
+
+
+def test_a_prefix_that_is_kept_on_nvme_is_kept_whole(tmp_path: Path) -> None:
+    """The first block is in DRAM too, but without its copy on NVMe a crash would cut the others off."""
+
+    async def run() -> None:
+        async with small_store(tmp_path) as small:
+            assert await small.is_durable(1) and await small.is_durable(2, parent=1) and await small.is_durable(3)
+            small.drop_from_dram(2)
+            assert counts(await ready(small).drop(pb.DropRequest(tier="nvme"))) == (1, 2, 1, 0)
+            assert small.residency.has(small.find(1), NVME) and small.residency.has(small.find(2), NVME)
+
+    asyncio.run(run())
+
+
+def test_what_a_slower_tier_refuses_stays_in_dram(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with small_store(tmp_path) as small:
+            await small.fill(range(1, 2))
+            small.disk.plan(Fault("write", "fail", errno=errno.EROFS), Fault("probe", "fail", errno=errno.EROFS))
+            await small.put(2)
+            await small.put(3)
+            drop = ready(small)
+            assert counts(await drop.drop(pb.DropRequest(tier="host"))) == (1, 2, 2, 0)
+            assert small.residency.has(small.find(2), HOST) and small.residency.has(small.find(3), HOST)
+            assert counts(await drop.drop(pb.DropRequest(tier="host", discard=True))) == (2, 0, 0, 0)
+            assert small.find(2) < 0 and small.residency.has(small.find(1), NVME)
 
     asyncio.run(run())

@@ -23,11 +23,11 @@ def drop(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     lines = [f"dropped {human_blocks(reply.dropped_blocks)} ({human_bytes(reply.dropped_bytes)}) from {place}"]
     if reply.written_back_blocks:
         lines.append(f"{human_count(reply.written_back_blocks)} of them were written to a slower tier first")
-    if reply.kept_blocks:
-        lines.append(
-            f"kept {human_count(reply.kept_blocks)} that are under lease or have no other copy"
-            + ("" if arguments.discard or arguments.all else "; --discard drops those without a copy too")
-        )
+    if reply.only_copy_blocks:
+        kept = f"{human_blocks(reply.only_copy_blocks)} ({human_bytes(reply.only_copy_bytes)})"
+        lines.append(f"kept {kept} that are only in {place}; --discard removes them")
+    if others := reply.kept_blocks - reply.only_copy_blocks:
+        lines.append(f"kept {human_blocks(others)} that are in use, or that a block which was kept follows")
     return Output("\n".join(lines), reply)
 
 

@@ -32,7 +32,8 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         "remove blocks from one tier, or everything",
         [
             "kvctl drop --tier host              # written to NVMe first, nothing is lost",
-            "kvctl drop --tier host --discard    # also what has no copy below: lost",
+            "kvctl drop --tier nvme              # only what DRAM has too: nothing is lost",
+            "kvctl drop --tier nvme --discard    # also what no other tier has: lost",
             "kvctl drop --all --yes",
         ],
     ),
@@ -193,7 +194,7 @@ def _drop_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", choices=TIERS, default="", help="the tier to drop from")
     parser.add_argument("--tenant", default="", help="only this tenant's blocks")
     parser.add_argument("--all", action="store_true", help="all blocks of all tiers; needs --yes")
-    parser.add_argument("--discard", action="store_true", help="also blocks without another copy")
+    parser.add_argument("--discard", action="store_true", help="also blocks that no other tier has: they are lost")
     parser.add_argument("--yes", action="store_true", help="I mean it")
 
 

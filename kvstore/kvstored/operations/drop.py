@@ -1,6 +1,7 @@
 """Taking blocks away on an operator's word: drop a tier's copies, or everything of a fingerprint.
 
-Leased blocks, blocks in transfer and their ancestors stay and are counted as kept.
+Leased blocks, blocks in transfer and their ancestors stay and are counted as kept. So does a block whose only copy is
+in the tier, unless `discard` or `all` is set: what no slower tier takes is lost only when the operator says so.
 Works in slices, so that lookups go on meanwhile.
 """
 
@@ -96,24 +97,30 @@ class Drop:
             await self._writeback.sync()
 
     async def _drop_tier(self, tier: int, tenant: int | None, request: pb.DropRequest, reply: pb.DropReply) -> None:
-        residency = self._residency
+        residency, forget = self._residency, request.discard or request.all
         for number, token in enumerate(await tokens_in_tier(residency, tier, tenant)):
             row = residency.current(token)
             if row >= 0 and residency.has(row, tier):
                 nbytes = residency.slot(row, tier).nbytes
-                if self._drop_copy(row, tier, forget=request.discard or request.all or tier != HOST):
+                is_only_copy = not residency.tier_mask(row) & ~(1 << tier)
+                if self._drop_copy(row, tier, is_only_copy=is_only_copy, forget=forget):
                     reply.dropped_blocks += 1
                     reply.dropped_bytes += nbytes
                 else:
                     reply.kept_blocks += 1
+                    if is_only_copy and not forget and not residency.pin_count(row):
+                        reply.only_copy_blocks += 1
+                        reply.only_copy_bytes += nbytes
             if number % SLICE_ROWS == SLICE_ROWS - 1:
                 await asyncio.sleep(0)
 
-    def _drop_copy(self, row: int, tier: int, *, forget: bool) -> bool:
+    def _drop_copy(self, row: int, tier: int, *, is_only_copy: bool, forget: bool) -> bool:
         residency = self._residency
         if residency.pin_count(row):
             return False
-        if residency.tier_mask(row) & ~(1 << tier):
+        if not is_only_copy:
+            if tier != HOST and not forget and residency.children(row, tier):
+                return False  # what is kept behind it would be out of reach after a crash
             tenant = residency.tenant_of(row)
             self._retire[tier](residency.detach(row, tier), tenant)
             return True

@@ -666,7 +666,7 @@ class DropRequest(google.protobuf.message.Message):
     tenant: builtins.str
     all: builtins.bool
     discard: builtins.bool
-    """host: also drop blocks that have no copy below (data loss); default writes them back first"""
+    """also drop blocks that have no other copy (data loss); without it the host tier's are written"""
     def __init__(
         self,
         *,
@@ -687,11 +687,16 @@ class DropReply(google.protobuf.message.Message):
     DROPPED_BYTES_FIELD_NUMBER: builtins.int
     KEPT_BLOCKS_FIELD_NUMBER: builtins.int
     WRITTEN_BACK_BLOCKS_FIELD_NUMBER: builtins.int
+    ONLY_COPY_BLOCKS_FIELD_NUMBER: builtins.int
+    ONLY_COPY_BYTES_FIELD_NUMBER: builtins.int
     dropped_blocks: builtins.int
     dropped_bytes: builtins.int
     kept_blocks: builtins.int
-    """under lease, or with no copy below"""
+    """under lease, in transfer, before a block that was kept, or without another copy"""
     written_back_blocks: builtins.int
+    only_copy_blocks: builtins.int
+    """of the kept ones, those that only this tier has"""
+    only_copy_bytes: builtins.int
     def __init__(
         self,
         *,
@@ -699,8 +704,10 @@ class DropReply(google.protobuf.message.Message):
         dropped_bytes: builtins.int = ...,
         kept_blocks: builtins.int = ...,
         written_back_blocks: builtins.int = ...,
+        only_copy_blocks: builtins.int = ...,
+        only_copy_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dropped_blocks", b"dropped_blocks", "dropped_bytes", b"dropped_bytes", "kept_blocks", b"kept_blocks", "written_back_blocks", b"written_back_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped_blocks", b"dropped_blocks", "dropped_bytes", b"dropped_bytes", "kept_blocks", b"kept_blocks", "only_copy_blocks", b"only_copy_blocks", "only_copy_bytes", b"only_copy_bytes", "written_back_blocks", b"written_back_blocks"]) -> None: ...
 
 global___DropReply = DropReply
 
