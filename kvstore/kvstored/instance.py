@@ -34,10 +34,11 @@ class InstanceLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            written = os.pread(self._fd, 32, 0).strip()
             os.close(self._fd)
+            holder = f"pid {int(written)}" if written.isdigit() else "whose pid is not known"
             raise AlreadyRunning(
-                f"{state_dir} is in use by another kvstored, pid {holder}; stop it or choose another daemon.state_dir"
+                f"{state_dir} is in use by another kvstored, {holder}; stop it or choose another daemon.state_dir"
             ) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)

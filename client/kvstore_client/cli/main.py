@@ -28,6 +28,7 @@ from kvstore_client.cli.quarantine import quarantine
 from kvstore_client.cli.report import report
 from kvstore_client.cli.top import top
 from kvstore_client.paths import socket_directory
+from kvstore_proto.printable import printable
 
 _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]] = {
     "status": show.status,
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         if arguments.json:
             print(json.dumps({"error": str(error), "exit_code": error.exit_code, **error.facts}))
-        print(f"kvctl: {error}", file=sys.stderr)
+        print(f"kvctl: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # what a command has not told better itself: a full disk behind a redirection
         _write_no_more()
         place = f": {error.filename}" if error.filename else ""
-        print(f"kvctl: {error.strerror or error}{place}", file=sys.stderr)
+        print(printable(f"kvctl: {error.strerror or error}{place}"), file=sys.stderr)
         return FAILED
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from kvstore_proto.printable import printable
+
 _CODES = {"": "", "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -24,7 +26,7 @@ class Line:
 
     def add(self, text: str, style: str = "") -> Line:
         if text:
-            self.spans.append((text, style))
+            self.spans.append((printable(text), style))
         return self
 
     @property

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Final, TextIO
 
+from kvstore_proto.printable import printable
+
 QUIET_S: Final = 2.0
 EVERY_S: Final = 1.0
 
@@ -23,4 +25,4 @@ class Progress:
     def say(self, text: str) -> None:
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + EVERY_S
-            print(f"kvctl {self._command}: {text}", file=self._out, flush=True)
+            print(printable(f"kvctl {self._command}: {text}"), file=self._out, flush=True)

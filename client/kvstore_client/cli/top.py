@@ -33,7 +33,7 @@ def top(directory: Path, arguments: argparse.Namespace) -> Output:
             print("kvctl: standard output is no terminal: one frame instead of a live view", file=sys.stderr)
     width = size_of(sys.stdout)[0]
     lines = render(shot, width=width, height=0, clock=_clock())
-    return Output("\n".join(_text(lines, width)), shot.document())
+    return Output("\n".join(_text(lines, width)), shot.document(), painted=True)
 
 
 class _Live:

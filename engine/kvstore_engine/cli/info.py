@@ -17,6 +17,7 @@ from kvstore_engine.model.quantisation import check_quantisation
 from kvstore_engine.model.tensors import check_tensors
 from kvstore_engine.models import locate
 from kvstore_engine.tokenizer import Tokenizer
+from kvstore_proto.printable import printable
 
 _F16_BYTES = 2
 
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         width = max(map(len, description))
         for key, value in description.items():
-            sys.stdout.write(f"{key.replace('_', ' '):{width}}  {value}\n")
+            sys.stdout.write(printable(f"{key.replace('_', ' '):{width}}  {value}") + "\n")
     return 0
 
 

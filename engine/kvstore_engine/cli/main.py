@@ -52,7 +52,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _say(error: object, code: int) -> int:
-    print(f"kvengine: {' '.join(str(error).split())}", file=sys.stderr)
+    from kvstore_proto.printable import printable
+
+    print(printable(f"kvengine: {' '.join(str(error).split())}"), file=sys.stderr)
     return code
 
 

@@ -23,6 +23,7 @@ from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.server.options import ServerOptions
 from kvstore_engine.server.service import ServedModel, Service
+from kvstore_proto.printable import PrintableFormatter, printable
 
 _BACKLOG = 1024
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -31,7 +32,9 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 def run(options: ServerOptions) -> int:
     """Serve until a signal; the exit code. UsageError and OperationError say why nothing is served."""
     _check_installed()
-    logging.basicConfig(level=logging.WARNING, format="kvengine: %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("kvengine: %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     keys = KeyRing.read(Path(options.api_keys)) if options.api_keys else KeyRing(None)
     if keys.is_open and not _is_local(options.host):
         raise UsageError(
@@ -130,4 +133,4 @@ def _address(bound: socket.socket) -> str:
 
 
 def _say(address: str, model: str) -> None:
-    print(f"kvengine: serving {model} on {address} (Ctrl-C ends)", file=sys.stderr, flush=True)
+    print(printable(f"kvengine: serving {model} on {address} (Ctrl-C ends)"), file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import sys
 from kvstored import __version__
 from kvstored.cli.check import add_check
 from kvstored.cli.configure import add_config
+from kvstored.cli.exits import failure
 from kvstored.cli.inspect import add_inspect
 from kvstored.cli.serve import add_serve
 from kvstored.cli.simulate import add_simulate
@@ -43,8 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return EXIT_OK
     except OSError as error:  # what a command has not told better itself: a full disk behind a redirection
-        print(f"kvstored: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
-        return EXIT_FAILED
+        return failure(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
 
 
 def _mend_streams() -> None:

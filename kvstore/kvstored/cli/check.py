@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore_proto.printable import printable
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.nvme_directory import what_is_wrong
 from kvstored.exits import EXIT_DAMAGE, EXIT_OK
@@ -100,7 +101,7 @@ def _told_check(arguments: argparse.Namespace, findings: list[Finding]) -> int:
         print(json.dumps({"directory": str(arguments.directory), "damaged": damaged, "findings": listed}))
     else:
         for finding in findings:
-            print(finding)
+            print(printable(str(finding)))
         print("damaged" if damaged else "no damage found")
     return EXIT_DAMAGE if damaged else EXIT_OK
 
@@ -120,9 +121,9 @@ def _told_repair(arguments: argparse.Namespace, report: RepairReport) -> int:
         print(json.dumps(document))
         return EXIT_DAMAGE if damaged else EXIT_OK
     for line in report.done:
-        print(line)
+        print(printable(line))
     for finding, why in report.left:
-        print(f"left: {finding}: {why}")
+        print(printable(f"left: {finding}: {why}"))
     if not report.found:
         print("nothing to mend")
     elif arguments.dry_run:

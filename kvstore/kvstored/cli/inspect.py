@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from kvstore_proto.printable import printable
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.nvme_directory import what_is_wrong
 from kvstored.exits import EXIT_OK
@@ -82,7 +83,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _print(fields: dict[str, object], indent: str) -> None:
     width = max(map(len, fields), default=0)
     for name, value in fields.items():
-        print(f"{indent}{name:<{width}}  {_shown(value)}")
+        print(f"{indent}{name:<{width}}  {printable(_shown(value))}")
 
 
 def _shown(value: object) -> str:

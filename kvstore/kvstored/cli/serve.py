@@ -43,13 +43,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     import logging
 
     gc.disable()  # until it serves: what a start makes is there to stay, and to look through it would cost 0.1 s
+    from kvstore_proto.printable import PrintableFormatter
     from kvstored.config import ConfigError, load_config
 
-    logging.basicConfig(
-        level=arguments.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
     try:
         recording = [] if arguments.record is None else [f"daemon.record={json.dumps(arguments.record)}"]
         config = load_config(arguments.config, [*recording, *overrides(arguments)])

@@ -39,7 +39,7 @@ class BudgetFile:
         try:
             raw = json.loads(text)
             if raw["version"] != _VERSION:
-                raise ValueError(f"version {raw['version']}")
+                raise ValueError(f"version {raw['version']!r}")
             if raw.pop("xxh3") != _checksum(raw):
                 raise ValueError("its checksum is wrong")
             return SavedBudget(

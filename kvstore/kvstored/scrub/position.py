@@ -11,6 +11,8 @@ import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+_END = 2**63  # above every number that is meant
+
 
 @dataclass
 class Position:
@@ -45,9 +47,9 @@ def load(path: Path) -> Position:
     try:
         raw = json.loads(path.read_bytes())
         position = Position(**{field.name: type(field.default)(raw[field.name]) for field in fields(Position)})  # type: ignore[misc]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return Position()
-    return position if min(asdict(position).values()) >= 0 else Position()
+    return position if all(0 <= value < _END for value in asdict(position).values()) else Position()
 
 
 def save(path: Path, position: Position) -> None:

@@ -41,12 +41,16 @@ class Names:
         tenants: list[str] = []
         try:
             raw = json.loads(self._path.read_bytes())
-            tenants = [str(name) for name in raw["tenants"]]
+            tenants = [name for name in raw["tenants"] if isinstance(name, str)]
             for text in raw["fingerprints"]:
                 fingerprint = parse_fingerprint(str(text).encode())
                 self._keep(fingerprint.digest(), fingerprint)
-        except (OSError, ValueError, KeyError, TypeError):
+        except FileNotFoundError:
             pass
+        except OSError as error:
+            log.warning("%s cannot be read: %s", self._path, error.strerror)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            log.warning("%s is damaged: names are not known until their clients come back", self._path)
         return tenants
 
     def remember(self, digest: bytes, fingerprint: Fingerprint) -> None:

@@ -23,10 +23,11 @@ from pathlib import Path
 
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.nvme.check_slab import Live, LiveBlock, Progress, SlabWalk
-from kvstore_tiers.nvme.directory import TierDirectory, allocated_bytes
+from kvstore_tiers.nvme.directory import TierDirectory, allocated_bytes, read_format
 from kvstore_tiers.nvme.findings import Finding, Kind, Severity, damage, leftover, note
 from kvstore_tiers.nvme.index_seal import read_sealed, read_sealed_reasons
 from kvstore_tiers.nvme.slab import Location
+from kvstore_tiers.nvme.version_number import version_text
 
 __all__ = ["Finding", "Kind", "Severity", "check_directory", "walk"]
 
@@ -113,7 +114,10 @@ def temporary_files(directory: TierDirectory) -> list[Path]:
 def _walk_files(directory: TierDirectory) -> Iterator[Finding]:
     numbers = directory.numbers()
     format_path = directory.path / "format"
-    if numbers and (not format_path.exists() or not format_path.stat().st_size):
+    written = version_text(format_path)
+    if written and read_format(written) is None:
+        yield leftover(Kind.FORMAT_MISSING, format_path, "what it says cannot be read")
+    elif numbers and not written:
         yield leftover(Kind.FORMAT_MISSING, format_path, "the format's version is not written down")
     for path in temporary_files(directory):
         yield leftover(Kind.TEMPORARY, path, "half of a replacement that was never finished")

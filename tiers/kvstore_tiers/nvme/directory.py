@@ -12,6 +12,7 @@ held and the format is known to be ours.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from contextlib import suppress
@@ -21,7 +22,9 @@ from kvstore_tiers.nvme.errors import DirectoryInUse, DirectoryUnusable, FormatU
 from kvstore_tiers.nvme.layout import FORMAT_VERSION
 from kvstore_tiers.nvme.lock_mark import LockMark
 from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
+from kvstore_tiers.nvme.version_number import version_number, version_text
 
+_LOG = logging.getLogger(__name__)
 _FORMAT_KEY = "format_version"
 _LOOK_S, _LOOKS = 0.02, 50  # who only looks at the lock (judging_ahead.py) has it for microseconds, if not interrupted
 
@@ -123,21 +126,25 @@ class TierDirectory:
         return fd
 
     def _check_format(self, create: bool) -> None:
+        """A damaged file is written anew: each slab's superblock says its own format."""
         path = self.path / "format"
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            text = ""
-        if not text:
-            if create:
-                self._write_format(path)
-            return
-        key, _, version = text.strip().partition(":")
-        if key != _FORMAT_KEY or version.strip() != str(FORMAT_VERSION):
-            raise FormatUnsupported(str(path), version.strip() or text[:40], FORMAT_VERSION)
+        found = version_text(path)
+        version = read_format(found)
+        if version is not None and version > FORMAT_VERSION:
+            raise FormatUnsupported(str(path), version, FORMAT_VERSION)
+        if create and version != FORMAT_VERSION:
+            if found:
+                _LOG.warning("%s is damaged: it is written anew", path)
+            self._write_format(path)
 
     def _write_format(self, path: Path) -> None:
         write_durably(path, f"{_FORMAT_KEY}: {FORMAT_VERSION}\n")
+
+
+def read_format(text: bytes) -> int | None:
+    """The version that the file `format` says; None where it cannot be read."""
+    key, _, version = text.partition(b":")
+    return version_number(version) if key == _FORMAT_KEY.encode() else None
 
 
 def _locked(fd: int, how: int) -> bool:

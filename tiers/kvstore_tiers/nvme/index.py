@@ -14,6 +14,7 @@ is rebuilt is newer than what it is rebuilt from, and stays; an index whose mend
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -40,6 +41,7 @@ MEND_DELAY_S = 1.0  # a daemon has better things to do in its first second
 _MEND_SLICE = 4096  # a transaction, during which a group commit has to wait
 _MEND_STEP = 256  # puts without giving way to the control thread: about 0.2 ms
 _MEND_PAUSE_S = 0.002
+_LOG = logging.getLogger(__name__)
 
 
 class KeyIndex:
@@ -65,8 +67,10 @@ class KeyIndex:
         self._seal_is_taken = False
         self.is_fresh = False
         self.broken = ""
-        refuse_newer(path)
         self._told_seal = told_seal(path)
+        if not refuse_newer(path):
+            _LOG.warning("%s is damaged: the index is rebuilt from the records", path / "version")
+            self._told_seal = None
         self.was_sealed = self._told_seal is not None
         if not self._database.exists() or self._database.stat().st_size <= OPEN_AT_ONCE_BYTES:
             with self._lock:

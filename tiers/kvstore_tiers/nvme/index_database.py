@@ -13,25 +13,28 @@ import lmdb
 
 from kvstore_tiers.nvme.directory import write_durably
 from kvstore_tiers.nvme.errors import FormatUnsupported
+from kvstore_tiers.nvme.version_number import version_number, version_text
 
 INDEX_FORMAT_VERSION = 1
 _VERSION_KEY = b"format_version"
 
 
-def refuse_newer(path: Path) -> None:
-    """Look at the version beside the database, and write it where there is none. Raises FormatUnsupported."""
-    version_path = path / "version"
-    found = version_path.read_text(errors="replace").strip("\0 \n") if version_path.exists() else ""
-    if not found:  # none, or one whose bytes a power loss took: nothing newer vouches for itself
-        write_durably(version_path, f"{INDEX_FORMAT_VERSION}\n")
-    elif found != str(INDEX_FORMAT_VERSION):
-        raise FormatUnsupported(str(path), found, INDEX_FORMAT_VERSION)
+def refuse_newer(path: Path) -> bool:
+    """Look at the version beside the database, and write it where there is none. False where the file is damaged: then
+    it is written anew, and the database is to be made anew. Raises FormatUnsupported."""
+    found = version_text(path / "version")
+    number = version_number(found)
+    if number is not None and number > INDEX_FORMAT_VERSION:
+        raise FormatUnsupported(str(path), number, INDEX_FORMAT_VERSION)
+    if number != INDEX_FORMAT_VERSION:  # lost, perhaps with its bytes in a power loss: nothing newer vouches for itself
+        write_durably(path / "version", f"{INDEX_FORMAT_VERSION}\n")
+    return number == INDEX_FORMAT_VERSION or not found
 
 
 def open_database(path: Path, budget_bytes: int) -> tuple[lmdb.Environment, Any, Any, Any]:
     """The environment, with its tables of blocks, of quarantined slots and of what else there is to say.
 
-    Raises FormatUnsupported, lmdb.Error.
+    Raises FormatUnsupported, lmdb.Error (also for a version in it that cannot be read).
     """
     environment = lmdb.open(
         str(path),
@@ -43,12 +46,15 @@ def open_database(path: Path, budget_bytes: int) -> tuple[lmdb.Environment, Any,
     )
     blocks, quarantine, meta = (environment.open_db(name) for name in (b"blocks", b"quarantine", b"meta"))
     with environment.begin(write=True, db=meta) as transaction:
-        version = bytes(transaction.get(_VERSION_KEY) or b"").decode(errors="replace")
+        version = bytes(transaction.get(_VERSION_KEY) or b"")
         if not version:
             transaction.put(_VERSION_KEY, str(INDEX_FORMAT_VERSION).encode())
-    if version not in ("", str(INDEX_FORMAT_VERSION)):
+    number = version_number(version) if version else INDEX_FORMAT_VERSION
+    if number != INDEX_FORMAT_VERSION:
         environment.close()
-        raise FormatUnsupported(str(path), version, INDEX_FORMAT_VERSION)
+        if number is not None and number > INDEX_FORMAT_VERSION:
+            raise FormatUnsupported(str(path), number, INDEX_FORMAT_VERSION)
+        raise lmdb.CorruptedError("the version in it cannot be read")
     return environment, blocks, quarantine, meta
 
 

@@ -46,7 +46,7 @@ def seal_holds(path: Path, seal: bytes | None = None) -> bool:
     try:
         told = json.loads((path / "seal").read_bytes() if seal is None else seal)
         return bool(database.stat().st_size == told["bytes"] and _checksum(database) == told["xxh3_64"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -42,7 +42,7 @@ def doctor(directory: Path, arguments: argparse.Namespace) -> Output:
     areas: Areas = [(area, list(_findings(checks))) for area, checks in _checks(around, trouble, clock, arguments)]
     findings = [finding for _, found in areas for finding in found]
     failed = any(finding.level is Level.FAIL for finding in findings)
-    return Output(render(areas, size_of(sys.stdout)[0]), document(areas), FAILED if failed else OK)
+    return Output(render(areas, size_of(sys.stdout)[0]), document(areas), FAILED if failed else OK, painted=True)
 
 
 def look_around(directory: Path, arguments: argparse.Namespace) -> tuple[Surroundings, CommandError | None]:

@@ -1,0 +1,83 @@
+"""Damage in small files of state and NVMe directories: what is derived or for people is made anew."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.reference.running_daemon import RunningDaemon, holds, model, payloads_of, running_daemon, tokens_of
+
+MODEL = model()
+BLOCKS = 3
+ESCAPE = b"\x1b]0;owned\x07\x1b[2J"
+DERIVED = ("nvme/format", "nvme/index/version", "nvme/index/seal", "nvme/lock")
+FOR_PEOPLE_OR_PACE = ("names.json", "scrub.json", "endurance.json", "lock")
+CONTENTS = {
+    "random": random.Random(1).randbytes(300),
+    "an escape sequence": ESCAPE,
+    "deep": b"[" * 100_000,
+    "another shape": b'{"tenants": {"a": 1}, "fingerprints": 7, "slab": 1e999, "version": 2, "xxh3": []}',
+    "empty": b"",
+}
+
+
+def got(daemon: RunningDaemon) -> bool:
+    with daemon.connect(MODEL) as session, session.get(tokens_of(1, BLOCKS)) as lease:
+        return holds(lease, payloads_of(1, BLOCKS, MODEL))
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon("nvme.endurance_bytes_per_day=1GiB") as running:
+        with running.connect(MODEL) as session:
+            session.put(tokens_of(1, BLOCKS), payloads=payloads_of(1, BLOCKS, MODEL), durability="always")
+        running.stop()
+        yield running
+
+
+@pytest.mark.parametrize("what", CONTENTS)
+def test_damage_in_derived_and_cosmetic_files_stops_nothing(daemon: RunningDaemon, what: str) -> None:
+    for name in (*DERIVED, *FOR_PEOPLE_OR_PACE):
+        assert (daemon.state_dir / name).parent.is_dir(), name
+        (daemon.state_dir / name).write_bytes(CONTENTS[what])
+    before = len(daemon.log)
+    daemon.restart()
+    assert got(daemon)
+    daemon.stop()
+    said = daemon.log[before:]
+    assert all(char.isprintable() or char == "\n" for char in said)
+    assert (daemon.nvme_dir / "index" / "version").read_text() == "1\n"
+    assert (daemon.nvme_dir / "format").read_text() == "format_version: 1\n"
+    if CONTENTS[what]:
+        for name in ("nvme/format is damaged", "index/version is damaged", "names.json is damaged"):
+            assert name in said, said
+
+
+@pytest.mark.parametrize("name", ["nvme/format", "nvme/index/version"])
+def test_a_readable_higher_number_is_a_newer_version(daemon: RunningDaemon, name: str) -> None:
+    path = daemon.state_dir / name
+    right = path.read_bytes()
+    path.write_bytes(right.replace(b"1", b"2"))
+    before = len(daemon.log)
+    with pytest.raises(AssertionError, match="exit status 1"):
+        daemon.restart()
+    assert "has format 2, this kvstored reads format 1" in daemon.log[before:]
+    path.write_bytes(right)
+    daemon.restart()
+    assert got(daemon)
+    daemon.stop()
+
+
+def test_the_lock_of_a_running_daemon_may_be_damaged(daemon: RunningDaemon, tmp_path: Path) -> None:
+    daemon.restart()
+    (daemon.state_dir / "lock").write_bytes(ESCAPE)
+    second = RunningDaemon(tmp_path)
+    second.state_dir = daemon.state_dir
+    with pytest.raises(AssertionError, match="exit status 1"):
+        second.start()
+    assert "is in use by another kvstored, whose pid is not known" in second.log and "\x1b" not in second.log
+    assert got(daemon)
+    daemon.stop()
