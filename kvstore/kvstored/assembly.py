@@ -20,12 +20,17 @@ from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.cut_off import CutOff
 from kvstored.movement.damage import Damage
 from kvstored.movement.dram_check import DramCheck
+from kvstored.movement.evacuation import Evacuation
+from kvstored.movement.eviction import Demoter, Eviction, NoDemotion
 from kvstored.movement.gate import WriteGate
 from kvstored.movement.lane import Lane, LaneSettings, Limits, Priority
 from kvstored.movement.mover import Mover, Transfer
 from kvstored.movement.promote import Promoter
 from kvstored.movement.refusals import Refusals
+from kvstored.movement.relocation import LaneRelocation, MemoryRelocation, Relocation
 from kvstored.movement.room import Room
+from kvstored.movement.slot_exit import SlotExit, UnmappedExit
+from kvstored.movement.victims import Victims
 from kvstored.movement.writeback import WriteBack
 from kvstored.policies import Policy, PolicySettings, create, create_admission
 from kvstored.residency import Residency
@@ -66,29 +71,34 @@ class Store:
             config.daemon.state_dir, config.nvme.endurance_bytes_per_day if nvme is not None else 0, clock,
             self.counters,
         )  # fmt: skip
-        self.leases = LeaseTable(self._unpin, host.free, host.retire)
-        # Where the slots of each tier go when their block has left: host slots may still have readers.
-        self.retire: list[Callable[[Slot, int], None]] = [self.leases.retire]
+        self.leases = LeaseTable(
+            self._unpin, host.free, host.retire, limbo_limit_bytes=config.limits.limbo_per_tenant_bytes
+        )
+        self.exits: list[SlotExit] = [self.leases]
         if nvme is not None:
-            self.retire.append(lambda slot, tenant: nvme.free(slot))
+            self.exits.append(UnmappedExit(nvme))
+        self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
         self.policies = self._make_policies()
-        self.rooms = self._make_rooms()
         self.cut_off = CutOff(residency)
-        for room in self.rooms:
-            room.cut_off = self.cut_off
         self.mover = Mover(self._make_lanes(), completions, clock)
         self.damage = Damage(residency, nvme, self.leases.retire, clock, self.counters)
+        self.writeback: WriteBack | None = None
+        below: list[Room] = []
+        if nvme is not None and self.breaker is not None:
+            relocation = LaneRelocation(nvme, self.mover, writeback.LANE, self.breaker, self.endurance, completions)
+            below = [self._make_room(NVME, NoDemotion(), relocation, self.damage.on_nvme)]
+            self.writeback = self._make_writeback(nvme, below[0], self.breaker)
+            self.damage.rewrite = self.writeback.write_through
+            self.damage.is_coming = self.writeback.is_coming
+            self.damage.make_durable = self.writeback.sync
+        demoter: Demoter = self.writeback if self.writeback is not None else NoDemotion()
+        in_memory = MemoryRelocation(host, completions)
+        self.rooms = [self._make_room(HOST, demoter, in_memory, self.damage.on_host), *below]
         self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
         self.promoter = Promoter(
             residency, host, nvme, self.rooms[HOST], self.mover, clock, self.counters, self.flows, self.breaker,
             prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE, damage=self.damage,
         )  # fmt: skip
-        self.writeback: WriteBack | None = None
-        if nvme is not None and self.breaker is not None:
-            self.writeback = self._make_writeback(nvme, self.breaker)
-            self.damage.rewrite = self.writeback.write_through
-            self.damage.is_coming = self.writeback.is_coming
-            self.damage.make_durable = self.writeback.sync
 
     def _make_policies(self) -> list[Policy]:
         host, nvme = self.config.host, self.config.nvme
@@ -98,15 +108,14 @@ class Store:
             for position, (name, ttl_s, keep_worth) in enumerate(chosen)
         ]
 
-    def _make_rooms(self) -> list[Room]:
-        return [
-            Room(
-                tier, position, self.policies[position], self.residency, self.retire[position],
-                self._may_linger if position == HOST else lambda slot, tenant: True,
-                self.clock, self.counters, self.flows, separates_owners=position == HOST,
-            )
-            for position, tier in enumerate(self.tiers)
-        ]  # fmt: skip
+    def _make_room(
+        self, position: int, demoter: Demoter, relocation: Relocation, on_damage: Callable[[int, str], None]
+    ) -> Room:
+        tier, residency, exits = self.tiers[position], self.residency, self.exits[position]
+        victims = Victims(self.policies[position], residency, self.cut_off, self.clock)
+        eviction = Eviction(position, residency, exits, demoter, self.clock, self.counters, self.flows)
+        evacuation = Evacuation(tier, residency, victims, eviction, exits, relocation, on_damage, self.counters)
+        return Room(tier, residency, victims, eviction, evacuation)
 
     def _make_lanes(self) -> list[Lane[Transfer]]:
         """One lane a direction. Both directions of the disk share it, so that prefetch waits for demand on either."""
@@ -139,7 +148,7 @@ class Store:
         if self.breaker is not None:
             self.breaker.tick()
 
-    def _make_writeback(self, nvme: Tier, breaker: TierBreaker) -> WriteBack:
+    def _make_writeback(self, nvme: Tier, room: Room, breaker: TierBreaker) -> WriteBack:
         config, lane = self.config, self.mover.lanes[writeback.LANE]
         gate = WriteGate(
             self.residency,
@@ -148,13 +157,11 @@ class Store:
             lambda: lane.statistics(self.clock.monotonic_ns()).service_bytes_per_s, self.clock,
             throttle_ms=config.nvme.endurance_wait_ms,
         )  # fmt: skip
-        made = WriteBack(
-            self.residency, self.host, nvme, self.rooms[NVME], self.mover, self.completions, self.clock,
+        return WriteBack(
+            self.residency, self.host, nvme, room, self.mover, self.completions, self.clock,
             self.counters, self.flows, gate,
             delay_ms=config.durability.batch_ms, batch_blocks=config.durability.batch_blocks,
         )  # fmt: skip
-        self.rooms[HOST].demoter = made
-        return made
 
     # Small connections between parts
 
@@ -163,9 +170,3 @@ class Store:
         for row in map(self.residency.current, tokens):
             if row >= 0:
                 self.residency.unpin(row)
-
-    def _may_linger(self, slot: Slot, tenant: int) -> bool:
-        """Whether a block may leave this slot: nobody reads it, or its tenant's limbo has room for it."""
-        if not self.leases.has_readers(slot):
-            return True
-        return self.leases.limbo_bytes(tenant) + slot.nbytes <= self.config.limits.limbo_per_tenant_bytes

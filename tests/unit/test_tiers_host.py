@@ -138,9 +138,9 @@ def test_owners_never_share_an_arena_and_numbers_are_not_reused(tier: HostTier) 
     for report in tier.containers():
         assert report.owner == "a"
     assert tier.allocate(16384, "b") is None
-    assert tier.emptiest_container("b", 16384) in numbers
-    emptied = tier.emptiest_container("b", 16384)
-    assert emptied is not None and first
+    convertible = [report.container for report in tier.convertible(16384, "b")]
+    assert set(convertible) == numbers and not tier.convertible(16384, "a") and first
+    emptied = convertible[0]
     for slot in [Slot(emptied, i * 16384, 16384, 1) for i in range(MIB // 16384)]:
         tier.free(slot)
     other = tier.allocate(16384, "b")

@@ -145,14 +145,14 @@ def test_a_quarantined_block_that_was_never_synced_stays_quarantined(tmp_path: P
         assert list(tier.recover()) == []
 
 
-def test_the_emptiest_slab_of_another_size_is_named(tmp_path: Path) -> None:
+def test_a_slab_of_another_size_serves_once_it_is_empty(tmp_path: Path) -> None:
     with closing(NvmeTier.open(tmp_path, 1500 << 10, slab_bytes=256 << 10)) as tier:
         slots: list[Slot] = []
         while (slot := tier.allocate(12288)) is not None:
             slots.append(slot)
         assert tier.allocate(65536) is None
-        number = tier.emptiest_container("", 65536)
-        assert number is not None
+        assert not tier.convertible(12288)
+        number = tier.convertible(65536)[0].container
         for slot in slots:
             if slot.container == number:
                 tier.free(slot)

@@ -30,13 +30,14 @@ import numpy.typing as npt
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.image import image_header, stamp_header
-from kvstore_tiers.segments import MemoryKind, Segment
+from kvstore_tiers.segments import AlignedBuffer, MemoryKind, Segment
 
 if TYPE_CHECKING:
     from kvstore_tiers.recovered import RecoveredBlocks
 
 __all__ = [
     "Completion",
+    "ContainerReport",
     "Durability",
     "MemoryKind",
     "Outcome",
@@ -102,6 +103,20 @@ class TierInfo:
     alignment_bytes: int  # of segment addresses and lengths it can move directly
     max_slot_bytes: int
     verifies_reads: bool
+    container_bytes: int = 0  # of an arena or slab; 0 where room is not given out by containers
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerReport:
+    """One arena or slab: it holds slots of `slot_bytes` for `owner` until it is empty. `owner` is empty where a tier
+    does not separate owners."""
+
+    container: int
+    owner: str
+    nbytes: int
+    slot_bytes: int
+    slots: int
+    used_slots: int
 
 
 class TierState(Enum):
@@ -157,6 +172,27 @@ class Tier(ABC):
     def free(self, slot: Slot) -> None:
         """Give a slot back. Raises RuntimeError when it is not allocated (a broken invariant, not a result)."""
 
+    def makes_room(self, slot: Slot, nbytes: int, owner: str = "") -> bool:
+        """Whether freeing `slot` helps `allocate(nbytes, owner)`. False where its container holds slots of another size
+        or owner: then the whole container has to be emptied."""
+        return True
+
+    def containers(self) -> list[ContainerReport]:
+        """All containers; empty where room is not given out by containers."""
+        return []
+
+    def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
+        """The containers of another size or owner that could serve `allocate(nbytes, owner)` once they are empty."""
+        return []
+
+    def set_aside(self, container: int) -> None:
+        """Hand out no slot of this container until `put_back`: the caller is emptying it. Slots of it can be freed."""
+        return
+
+    def put_back(self, container: int) -> bool:
+        """End `set_aside`; whether the container is empty now, and so open to any size or owner."""
+        return False
+
     @abstractmethod
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         """Store payload bytes (the concatenation of `segments`, `header.payload_bytes` long) and header in `slot`.
@@ -195,6 +231,20 @@ class Tier(ABC):
             done(outcome)
 
         self.read(slot, expect_key, [destination.part(HEADER_BYTES, destination.nbytes - HEADER_BYTES)], stamp)
+
+    def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
+        """Copy the block `expect_key` from one slot of this tier to another, verified as in `read`. `source` stays as
+        it is. Durable tiers make the copy durable with the next `sync`; free `source` only after it.
+        """
+        buffer = AlignedBuffer(source.nbytes)
+
+        def store(outcome: Outcome) -> None:
+            if outcome.header is None or not outcome.ok:
+                done(outcome)
+            else:
+                self.write(target, outcome.header, [buffer.segment(outcome.header.payload_bytes)], done)
+
+        self.read(source, expect_key, [buffer.segment(buffer.nbytes)], store)
 
     def sync(self, done: Completion) -> None:
         """Make every write that completed and every slot freed before this call durable, then call `done`.

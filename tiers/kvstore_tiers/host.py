@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
@@ -21,6 +20,7 @@ from kvstore_tiers.adoption import AdoptedArena, take_over
 from kvstore_tiers.arena import Arena, ArenaMode, ArenaRecord, ArenaWitness
 from kvstore_tiers.base import (
     Completion,
+    ContainerReport,
     Durability,
     MemoryKind,
     Outcome,
@@ -44,19 +44,6 @@ MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second th
 Write = tuple[Slot, BlockHeader, Sequence[Segment]]
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaReport:
-    """One arena as `containers` tells it."""
-
-    container: int
-    owner: str
-    nbytes: int
-    slot_bytes: int
-    slots: int
-    used_slots: int
-    populated_bytes: int
-
-
 class HostTier(Tier):
     """`capacity_bytes` of DRAM in arenas of `arena_bytes`, filled and emptied by `copy_threads` resident threads."""
 
@@ -73,8 +60,9 @@ class HostTier(Tier):
         first_number: int = 1,
     ) -> None:
         self.info = TierInfo(
-            name, "host", MemoryKind.HOST, Durability.VOLATILE, ALIGNMENT_BYTES, capacity_bytes, verify_reads
-        )
+            name, "host", MemoryKind.HOST, Durability.VOLATILE, ALIGNMENT_BYTES, capacity_bytes, verify_reads,
+            aligned_down(arena_bytes),
+        )  # fmt: skip
         self._capacity_bytes = capacity_bytes
         self.ceiling_bytes = capacity_bytes
         self._refused = ""  # why the system gave no memory, the last time
@@ -82,6 +70,7 @@ class HostTier(Tier):
         self._mode: ArenaMode = mode
         self._arenas: dict[int, Arena] = {}
         self._empty: dict[int, Arena] = {}
+        self._aside: set[int] = set()
         self._with_room: defaultdict[tuple[str, int], list[Arena]] = defaultdict(list)  # each arena once
         self._next_number = first_number
         self._witness = witness
@@ -122,10 +111,48 @@ class HostTier(Tier):
         arena.free(slot)
         self._blocks -= 1
         self._blocks_bytes -= slot.nbytes
+        if arena.number in self._aside:
+            return
         if not had_room:
             self._with_room[arena.owner, arena.slot_bytes].append(arena)
         if arena.used_slots == 0:
             self._empty[arena.number] = arena
+
+    def makes_room(self, slot: Slot, nbytes: int, owner: str = "") -> bool:
+        arena = self._arena_of(slot)
+        return arena.number not in self._aside and (arena.owner, arena.slot_bytes) == (owner, nbytes)
+
+    def containers(self) -> list[ContainerReport]:
+        return [
+            ContainerReport(a.number, a.owner, a.nbytes, a.slot_bytes, a.slots, a.used_slots)
+            for a in self._arenas.values()
+        ]
+
+    def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
+        return [
+            report
+            for report in self.containers()
+            if report.nbytes >= nbytes
+            and (report.owner, report.slot_bytes) != (owner, nbytes)
+            and (report.owner == owner or self._mode == "owned")
+        ]
+
+    def set_aside(self, container: int) -> None:
+        arena = self._arenas[container]
+        self._aside.add(container)
+        self._forget_room(arena)
+        self._empty.pop(container, None)
+
+    def put_back(self, container: int) -> bool:
+        self._aside.discard(container)
+        arena = self._arenas.get(container)
+        if arena is None:
+            return False
+        if arena.slot_bytes and arena.has_room:
+            self._with_room[arena.owner, arena.slot_bytes].append(arena)
+        if arena.used_slots == 0:
+            self._empty[container] = arena
+        return arena.used_slots == 0
 
     def charge(self, nbytes: int, label: str) -> bool:
         """Count `nbytes` of memory outside the arenas against the capacity; False when there is no room.
@@ -147,21 +174,6 @@ class HostTier(Tier):
         if self._charges[label] < nbytes:
             raise RuntimeError(f"{nbytes} bytes discharged from {label!r}, {self._charges[label]} were charged")
         self._charges[label] -= nbytes
-
-    def emptiest_container(self, owner: str, nbytes: int) -> int | None:
-        """The arena to empty so that `allocate(nbytes, owner)` finds room although the capacity is spent.
-
-        It is the one with the fewest bytes to evict among those of another owner or slot size; None when there is none.
-        """
-        usable = [
-            arena
-            for arena in self._arenas.values()
-            if arena.nbytes >= nbytes
-            and (arena.owner, arena.slot_bytes) != (owner, nbytes)
-            and (arena.owner == owner or arena.mode == "owned")
-        ]
-        emptiest = min(usable, key=lambda arena: arena.used_slots * arena.slot_bytes, default=None)
-        return emptiest.number if emptiest else None
 
     @property
     def capacity_bytes(self) -> int:
@@ -222,12 +234,6 @@ class HostTier(Tier):
         """How many bytes a client maps of an arena."""
         return self._arenas[container].nbytes
 
-    def containers(self) -> list[ArenaReport]:
-        return [
-            ArenaReport(a.number, a.owner, a.nbytes, a.slot_bytes, a.slots, a.used_slots, a.populated_bytes)
-            for a in self._arenas.values()
-        ]
-
     def precreate(self, owner: str, nbytes: int) -> int:
         """Make empty arenas for `owner` until `nbytes` are reserved or the capacity is spent; bytes reserved."""
         reserved_bytes = 0
@@ -281,6 +287,10 @@ class HostTier(Tier):
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         source = self.slot_segment(slot)
         self._threads.submit(lambda: self._copies.load(source, expect_key, segments), done)
+
+    def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
+        image, copy = self.slot_segment(source), self.slot_segment(target)
+        self._threads.submit(lambda: self._copies.relocate(image, copy, expect_key), done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
         """Whether the slot still holds the block as it was stored: DONE or CORRUPT. Moves nothing, counts no read."""

@@ -43,6 +43,20 @@ class ImageCopies:
             return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
         return Outcome(OutcomeKind.DONE, header, header.payload_bytes)
 
+    def relocate(self, source: Segment, target: Segment, expect_key: bytes) -> Outcome:
+        """Copy a block from one slot to another; what is in `target` has the checksum that its header says, or no
+        header."""
+        with self._counters.watch() as count:
+            header = image_header(source, expect_key)
+            if isinstance(header, str):
+                return count.read(Outcome(OutcomeKind.CORRUPT, message=header))
+            payload = target.address + HEADER_BYTES
+            gather(payload, [source.part(HEADER_BYTES, header.payload_bytes)])
+            if checksum_at(payload, header.payload_bytes) != header.checksum:
+                return count.read(Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold"))
+            stored = stamp_header(target, header)
+            return count.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes))
+
     def load(self, source: Segment, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         with self._counters.watch() as count:
             header = image_header(source, expect_key)

@@ -41,17 +41,21 @@ class LeaseBook(Protocol):
 
 class LeaseTable:
     """All leases of the daemon. `unpin(tokens)` is the residency's; `free_slot(slot)` and `mark_retired(slot)` (what is
-    in a slot in limbo is no block any more) are the host tier's."""
+    in a slot in limbo is no block any more) are the host tier's. A tenant has at most `limbo_limit_bytes` in limbo by
+    eviction; what an operator drops may exceed it."""
 
     def __init__(
         self,
         unpin: Callable[[Iterable[int]], None],
         free_slot: Callable[[Slot], None],
         mark_retired: Callable[[Slot], None] = lambda slot: None,
+        *,
+        limbo_limit_bytes: int = 2**63,
     ) -> None:
         self._unpin = unpin
         self._free_slot = free_slot
         self._mark_retired = mark_retired
+        self._limbo_limit_bytes = limbo_limit_bytes
         self._book: LeaseBook | None = None
         self._leases: dict[int, Lease] = {}
         self._of_session: dict[int, set[int]] = {}
@@ -146,6 +150,10 @@ class LeaseTable:
 
     def has_readers(self, slot: Slot) -> bool:
         return (slot.container, slot.offset) in self._readers
+
+    def may_retire(self, slot: Slot, tenant: int) -> bool:
+        """Whether a block may be evicted from this slot: it has no reader, or the tenant's limbo has room for it."""
+        return not self.has_readers(slot) or self.limbo_bytes(tenant) + slot.nbytes <= self._limbo_limit_bytes
 
     def retire(self, slot: Slot, tenant: int) -> None:
         """A block left its slot: free the slot now, or hold it in limbo until its last reader is done."""

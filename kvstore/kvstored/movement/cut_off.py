@@ -73,11 +73,4 @@ class CutOff:
 
     def _fits(self, policy: Policy, row: int, tenant: int | None) -> bool:
         """Whether its tenant may be asked for room: it is the one that needs it, or it stays above its minimum."""
-        owner = self._residency.tenant_of(row)
-        if tenant is not None:
-            return owner == tenant
-        share = policy.shares.get(owner)
-        if share is None:
-            return True
-        left_bytes = self._residency.staying_bytes(owner, policy.tier) - self._residency.slot(row, policy.tier).nbytes
-        return left_bytes >= share.min_bytes
+        return self._residency.tenant_of(row) == tenant if tenant is not None else policy.spares_minimum(row)

@@ -102,6 +102,15 @@ class Policy(ABC):
         else:
             self.shares[tenant] = share
 
+    def spares_minimum(self, row: int) -> bool:
+        """Whether the tenant of `row`, a copy in this tier, keeps its minimum without it."""
+        tenant = self.residency.tenant_of(row)
+        share = self.shares.get(tenant)
+        if share is None:
+            return True
+        left_bytes = self.residency.staying_bytes(tenant, self.tier) - self.residency.copies[self.tier].nbytes[row]
+        return left_bytes >= share.min_bytes
+
     # Events
 
     @abstractmethod

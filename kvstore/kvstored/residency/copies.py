@@ -60,11 +60,14 @@ class TierCopies:
             setattr(self, name, grown(getattr(self, name), more))
         self._capacity = rows
 
-    def put(self, row: int, slot: Slot, tenant: int) -> None:
+    def place(self, row: int, slot: Slot) -> None:
         self.container[row] = slot.container
         self.offset[row] = slot.offset
         self.nbytes[row] = slot.nbytes
         self.generation[row] = slot.generation
+
+    def put(self, row: int, slot: Slot, tenant: int) -> None:
+        self.place(row, slot)
         self.bytes_by_tenant[tenant] += slot.nbytes
         self.blocks += 1
 

@@ -218,6 +218,17 @@ class Residency(Removal):
         if others:
             self._release(row, others)
 
+    def move(self, row: int, tier: int, slot: Slot) -> Slot:
+        """The bytes of a readable copy were copied to `slot`, of the same size: the copy is there from now on. Returns
+        the slot that it left. Raises RuntimeError for a copy that is not readable or a slot of another size."""
+        copies = self.copies[tier]
+        left = self.slot(row, tier)
+        if copies.state[row] != _STORED or left.nbytes != slot.nbytes:
+            raise RuntimeError(f"row {row} cannot move from {left} to {slot}: it is {self.state(row, tier).name}")
+        self.changes += 1
+        copies.place(row, slot)
+        return left
+
     def drain(self, row: int, tier: int) -> None:
         """A demotion from `tier` has begun. The copy stays readable and is no longer in its parent's way."""
         copies = self.copies[tier]

@@ -33,6 +33,8 @@ COUNTERS = {
     "given_up_blocks": "blocks whose slot could not be read twice, taken out of use",
     "host_shrunk_bytes": "DRAM given back under memory pressure",
     "evicted_blocks": "blocks that left their last tier by policy",
+    "relocated_blocks": "blocks copied to another slot of their tier, so that an arena or slab could be emptied",
+    "relocated_bytes": "bytes of those slots",
     "expired_blocks": "blocks that left by their time to live",
     "corrupt_blocks": "copies of blocks found damaged and taken out of use",
     "orphaned_blocks": "children of damaged blocks, cut off with them",

@@ -64,6 +64,10 @@ class SlotIO:
         gather(bounce.address, segments)
         return [bounce.segment(nbytes)]
 
+    def scratch(self, nbytes: int) -> Segment:
+        """Aligned memory of this thread's own, valid until its next transfer of memory that is not aligned."""
+        return self._bounce(nbytes).segment(aligned_up(nbytes))
+
     def write_image(self, fd: int, offset: int, header: bytes, payload: Sequence[Segment], nbytes: int) -> None:
         """Write header and payload to a slot in one call. `payload` comes from `stable`. Raises OSError."""
         pages = self._pages

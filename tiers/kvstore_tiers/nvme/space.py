@@ -3,7 +3,7 @@
 Owns the slabs, the slot size of each, and the sum of everything the tier may put on the medium. Never does I/O: a new
 slab is charged here at once and made by the I/O thread that first writes to it.
 Invariants: slab files + index budget + damaged files never exceed the capacity; a slab gets another slot size only when
-none of its slots is out.
+none of its slots is out; a slab that is set aside hands out no slot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable
 
-from kvstore_tiers.base import Slot
+from kvstore_tiers.base import ContainerReport, Slot
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.index import BASE_BUDGET_BYTES, BUDGET_BYTES_PER_SLOT
 from kvstore_tiers.nvme.layout import Superblock, slots_that_fit, smallest_file_bytes
@@ -39,6 +39,7 @@ class SlabSpace:
         self._require_direct = require_direct
         self._with_room: defaultdict[int, list[Slab]] = defaultdict(list)  # each slab once
         self._empty: dict[int, Slab] = {}
+        self._aside: set[int] = set()
         self._slab_file_bytes = 0
         self._slots = 0
         self._most_slots = 0
@@ -87,6 +88,8 @@ class SlabSpace:
         slab = self.slab_of(slot)
         had_room = slab.has_room
         index = slab.free(slot)
+        if slab.number in self._aside:
+            return slab, index
         if not had_room and slab.has_room:
             self._with_room[slab.superblock.slot_bytes].append(slab)
         if slab.in_use == 0:
@@ -130,15 +133,43 @@ class SlabSpace:
         """The index is made anew: it needs room for the slots there are now."""
         self._most_slots = self._slots
 
-    def emptiest(self, nbytes: int) -> int | None:
-        """The slab of another slot size that holds the fewest bytes and could take slots of `nbytes` once empty."""
-        others = [
-            slab
-            for slab in self.slabs.values()
-            if slab.superblock.slot_bytes != nbytes and slots_that_fit(slab.superblock.file_bytes, nbytes)
+    def makes_room(self, slot: Slot, nbytes: int) -> bool:
+        return slot.nbytes == nbytes and slot.container not in self._aside
+
+    def containers(self) -> list[ContainerReport]:
+        return [
+            ContainerReport(number, "", cut.file_bytes, cut.slot_bytes, cut.slots, slab.in_use)
+            for number, slab in self.slabs.items()
+            for cut in (slab.superblock,)
         ]
-        emptiest = min(others, key=lambda slab: slab.in_use * slab.superblock.slot_bytes, default=None)
-        return emptiest.number if emptiest else None
+
+    def convertible(self, nbytes: int) -> list[ContainerReport]:
+        """The slabs of another slot size that could take slots of `nbytes` once they are empty."""
+        return [
+            report
+            for report in self.containers()
+            if report.slot_bytes != nbytes and slots_that_fit(report.nbytes, nbytes)
+        ]
+
+    def set_aside(self, number: int) -> None:
+        slab = self.slabs[number]
+        self._aside.add(number)
+        self._forget_room(slab)
+        self._empty.pop(number, None)
+
+    def put_back(self, number: int) -> bool:
+        self._aside.discard(number)
+        slab = self.slabs.get(number)
+        if slab is None:
+            return False
+        if slab.has_room:
+            self._with_room[slab.superblock.slot_bytes].append(slab)
+        if slab.in_use == 0:
+            if slab.is_stillborn:
+                self.discard(slab)
+            elif slab.has_room:
+                self._empty[number] = slab
+        return slab.in_use == 0
 
     def _new(self, slot_bytes: int) -> Slab | None:
         room_bytes = self.capacity_bytes - self.used_bytes

@@ -20,6 +20,7 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.base import (
     Column,
     Completion,
+    ContainerReport,
     Durability,
     MemoryKind,
     Outcome,
@@ -76,8 +77,9 @@ class NvmeTier(Tier):
         name: str,
     ) -> None:
         self.info = TierInfo(
-            name, "nvme", MemoryKind.FILE, Durability.DURABLE, ALIGNMENT_BYTES, space.capacity_bytes, True
-        )
+            name, "nvme", MemoryKind.FILE, Durability.DURABLE, ALIGNMENT_BYTES, space.capacity_bytes, True,
+            space.growth_bytes,
+        )  # fmt: skip
         self.recovery_report = report
         self._recovered: RecoveredBlocks | None = recovered
         self._is_as_recovered = True  # no slot was taken out of use since, nor freed
@@ -223,9 +225,20 @@ class NvmeTier(Tier):
         slab, index = self._place(slot)
         self._journal.note_written(slab, index, replace(header, tokens=b""))
 
-    def emptiest_container(self, owner: str, nbytes: int) -> int | None:
-        """The slab to empty so that slots of `nbytes` find room although the capacity is spent; None: there is none."""
-        return self._space.emptiest(nbytes)
+    def makes_room(self, slot: Slot, nbytes: int, owner: str = "") -> bool:
+        return self._space.makes_room(slot, nbytes)
+
+    def containers(self) -> list[ContainerReport]:
+        return self._space.containers()
+
+    def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
+        return self._space.convertible(nbytes)
+
+    def set_aside(self, container: int) -> None:
+        self._space.set_aside(container)
+
+    def put_back(self, container: int) -> bool:
+        return self._space.put_back(container)
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 
@@ -237,6 +250,20 @@ class NvmeTier(Tier):
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         slab, index = self._place(slot)
         self._threads.submit(lambda: self._load(slab, index, slot, expect_key, segments), done)
+
+    def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
+        slab, index = self._place(source)
+        other, at = self._place(target)
+
+        def copy() -> Outcome:
+            pages = [self._io.scratch(slab.payload_bytes[index])]
+            outcome = self._load(slab, index, source, expect_key, pages)
+            if outcome.header is None or not outcome.ok:
+                return outcome
+            payload = [pages[0].part(0, outcome.header.payload_bytes)]
+            return self._store(other, at, target, outcome.header, payload)
+
+        self._threads.submit(copy, done)
 
     def sync(self, done: Completion) -> None:
         self._commit.request(done)

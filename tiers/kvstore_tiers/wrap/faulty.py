@@ -15,10 +15,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.base import Column, Completion, Outcome, OutcomeKind, Segment, Slot, Tier, TierStatistics
+from kvstore_tiers.base import (
+    Column,
+    Completion,
+    ContainerReport,
+    Outcome,
+    OutcomeKind,
+    Segment,
+    Slot,
+    Tier,
+    TierStatistics,
+)
 from kvstore_tiers.recovered import RecoveredBlocks
 
-Operation = Literal["allocate", "write", "read", "sync", "probe"]
+Operation = Literal["allocate", "write", "read", "relocate", "sync", "probe"]
 Action = Literal["fail", "delay", "corrupt", "hang", "refuse"]
 
 
@@ -42,12 +52,12 @@ class Fault:
 
 def gone(number: int = errno.EIO) -> tuple[Fault, ...]:
     """The plan of a medium that answers everything with an error."""
-    return tuple(Fault(operation, "fail", errno=number) for operation in ("write", "read", "sync", "probe"))
+    return tuple(Fault(operation, "fail", errno=number) for operation in ("write", "read", "relocate", "sync", "probe"))
 
 
 def hung() -> tuple[Fault, ...]:
     """The plan of a medium that answers nothing any more."""
-    return tuple(Fault(operation, "hang") for operation in ("write", "read", "sync", "probe"))
+    return tuple(Fault(operation, "hang") for operation in ("write", "read", "relocate", "sync", "probe"))
 
 
 class FaultyTier(Tier):
@@ -82,6 +92,21 @@ class FaultyTier(Tier):
     def free(self, slot: Slot) -> None:
         self.inner.free(slot)
 
+    def makes_room(self, slot: Slot, nbytes: int, owner: str = "") -> bool:
+        return self.inner.makes_room(slot, nbytes, owner)
+
+    def containers(self) -> list[ContainerReport]:
+        return self.inner.containers()
+
+    def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
+        return self.inner.convertible(nbytes, owner)
+
+    def set_aside(self, container: int) -> None:
+        self.inner.set_aside(container)
+
+    def put_back(self, container: int) -> bool:
+        return self.inner.put_back(container)
+
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         if passed := self._apply("write", done):
             self.inner.write(slot, header, segments, passed)
@@ -97,6 +122,10 @@ class FaultyTier(Tier):
     def move_out(self, slot: Slot, destination: Segment, expect_key: bytes, done: Completion) -> None:
         if passed := self._apply("read", done):
             self.inner.move_out(slot, destination, expect_key, passed)
+
+    def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
+        if passed := self._apply("relocate", done):
+            self.inner.relocate(source, target, expect_key, passed)
 
     def sync(self, done: Completion) -> None:
         if passed := self._apply("sync", done):

@@ -1,0 +1,125 @@
+"""Copying blocks from slot to slot of one tier, so that a container can be emptied without evicting them.
+
+Owns how the bytes travel: by the tier's own threads in memory, through the lane of its medium on a disk, where they
+are charged to the endurance budget. Never decides which block moves, and changes no index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
+from kvstored.degraded import TierBreaker
+from kvstored.endurance import EnduranceAccount
+from kvstored.endurance.cost import medium_bytes
+from kvstored.movement.completions import CompletionQueue
+from kvstored.movement.lane import Priority, Refused
+from kvstored.movement.mover import Mover, Transfer
+
+AT_ONCE = 32  # copies in flight
+
+
+class Copy(NamedTuple):
+    key: bytes
+    source: Slot
+    target: Slot
+
+
+class Relocation(Protocol):
+    def affords(self, nbytes: int) -> bool:
+        """Whether so many bytes of slots may be written now."""
+        ...
+
+    async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
+        """Copy each block, and make the copies durable where the tier is: an outcome for each, in order."""
+        ...
+
+
+class MemoryRelocation:
+    """In a tier of memory."""
+
+    def __init__(self, tier: Tier, completions: CompletionQueue) -> None:
+        self._tier = tier
+        self._completions = completions
+
+    def affords(self, nbytes: int) -> bool:
+        return True
+
+    async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for first in range(0, len(copies), AT_ONCE):
+            outcomes += await asyncio.gather(*map(self._start, copies[first : first + AT_ONCE]))
+        return outcomes
+
+    def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._tier.relocate(copy.source, copy.target, copy.key, self._completions.to_loop(ended.set_result))
+        return ended
+
+
+class LaneRelocation:
+    """In a tier behind a lane. `breaker` judges how each copy and the sync end."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        mover: Mover,
+        lane: str,
+        breaker: TierBreaker,
+        endurance: EnduranceAccount,
+        completions: CompletionQueue,
+    ) -> None:
+        self._tier = tier
+        self._mover = mover
+        self._lane = lane
+        self._breaker = breaker
+        self._endurance = endurance
+        self._completions = completions
+
+    def affords(self, nbytes: int) -> bool:
+        left_bytes = self._endurance.left_bytes
+        return self._breaker.takes_writes and (left_bytes is None or left_bytes >= medium_bytes(nbytes))
+
+    async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for first in range(0, len(copies), AT_ONCE):
+            outcomes += await asyncio.gather(*map(self._start, copies[first : first + AT_ONCE]))
+        if not any(outcome.ok for outcome in outcomes):
+            return outcomes
+        synced = await self._sync()
+        return outcomes if synced.ok else [synced if outcome.ok else outcome for outcome in outcomes]
+
+    def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        if not self._breaker.takes_writes or not self._endurance.charge_unasked(medium_bytes(copy.target.nbytes)):
+            ended.set_result(Outcome(OutcomeKind.CANCELLED, message="writes are refused"))
+            return ended
+        number = 0
+
+        def start(done: Completion) -> None:
+            nonlocal number
+            number = self._breaker.began()
+            self._tier.relocate(copy.source, copy.target, copy.key, done)
+
+        def end(outcome: Outcome) -> None:
+            self._breaker.ended(number, "write", outcome)
+            ended.set_result(outcome)
+
+        moved_bytes = copy.source.nbytes + copy.target.nbytes  # it is read and written
+        ticket = self._mover.submit(self._lane, Priority.DEMOTION, moved_bytes, Transfer(start, end))
+        if isinstance(ticket, Refused):
+            ended.set_result(Outcome(OutcomeKind.CANCELLED, message="the lane's queue is full"))
+        return ended
+
+    def _sync(self) -> asyncio.Future[Outcome]:
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        number = self._breaker.began()
+
+        def end(outcome: Outcome) -> None:
+            self._breaker.ended(number, "sync", outcome)
+            ended.set_result(outcome)
+
+        self._tier.sync(self._completions.to_loop(end))
+        return ended
