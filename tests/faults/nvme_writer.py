@@ -54,6 +54,20 @@ class Writer:
             self.tier.free(self.slots.pop(number))
         self.unsynced = [number for number in self.unsynced if number not in numbers]
 
+    def relocate(self, numbers: list[int]) -> None:
+        """Copy blocks to other slots, and give the old ones up once the copies are durable."""
+        left = {number: self.slots[number] for number in numbers}
+        for number, source in left.items():
+            target = self.tier.allocate(source.nbytes)
+            assert target is not None
+            key = number.to_bytes(16, "big")
+            assert finish(lambda done: self.tier.relocate(source, target, key, done)).ok  # noqa: B023
+            self.slots[number] = target
+        self.sync()
+        for source in left.values():
+            self.tier.free(source)
+        self.sync()
+
     def sync(self) -> None:
         assert finish(self.tier.sync).ok
         self.say("durable", self.unsynced)
@@ -76,6 +90,9 @@ def main(directory: str) -> None:
     writer.fill(LARGE_BYTES)
     writer.free(sorted(writer.slots)[:3])
     writer.fill(LARGE_BYTES)
+    writer.free(sorted(writer.slots)[-4:])
+    writer.relocate(sorted(writer.slots)[:4])
+    writer.fill(LARGE_BYTES)  # where the relocated blocks were
     writer.tier.close()
 
 

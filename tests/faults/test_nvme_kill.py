@@ -18,17 +18,19 @@ from tests.faults.nvme_writer import CAPACITY_BYTES, open_tier
 WRITER = Path(__file__).with_name("nvme_writer.py")
 AT_OPEN = ("nvme.recover-before-repair", "nvme.recover-before-index")
 NOT_ON_THE_WAY = ("nvme.read", "nvme.probe")  # killed while reading, or before scratch bytes: nothing is being changed
-HITS = {  # early, and where slots are reused and slabs reformatted
+RELOCATED, FREED = 34, 35  # the commits of blocks copied to other slots, and of their old slots
+HITS = {  # early, where slots are reused and slabs reformatted, and where blocks move
     "nvme.before-slot-write": (1, 400),
     "nvme.after-invalidate": (300,),
     "nvme.after-slot-write": (2, 330),
-    "nvme.sync-start": (18,),
-    "nvme.after-data-sync": (20,),
-    "nvme.between-records": (21,),
-    "nvme.after-records-write": (1, 22),
-    "nvme.after-record-sync": (2, 23),
-    "nvme.before-index-commit": (24,),
-    "nvme.after-index-commit": (25,),
+    "nvme.after-relocation": (2,),
+    "nvme.sync-start": (18, RELOCATED, FREED),
+    "nvme.after-data-sync": (20, RELOCATED),
+    "nvme.between-records": (21, RELOCATED, FREED),
+    "nvme.after-records-write": (1, 22, RELOCATED),
+    "nvme.after-record-sync": (2, 23, RELOCATED, FREED),
+    "nvme.before-index-commit": (24, RELOCATED, FREED),
+    "nvme.after-index-commit": (25, RELOCATED, FREED),
     "nvme.slab-records-zeroed": (1, 3),
     "nvme.slab-reformat": (1, 2),
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import NO_PARENT
-from kvstore_tiers.base import Outcome
+from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import segment_of
@@ -85,30 +85,51 @@ class SmallStore:
         self, number: int, parent: int | None = None, *, mode: str = "batch", tenant: str = "tenant", uses: int = 1
     ) -> asyncio.Future[bool] | None:
         """Store a block in DRAM and hand it to write-back; what will say whether it is durable, None: volatile."""
-        source, payload = block(number, PAYLOAD_BYTES)
-        parent_key = NO_PARENT if parent is None else self.key(parent)
-        header = replace(source, parent=parent_key)
-        owner = self.residency.tenant(tenant)
-        slot = await self.store.rooms[HOST].allocate(SLOT_BYTES, owner)
-        assert slot is not None, "no room in DRAM"
-        now_ns = self.clock.monotonic_ns()
-        row = self.residency.find(owner, source.key)
-        if row < 0:
-            row = self.residency.insert(
-                owner, source.key, parent_key, fingerprint_id=1, group=0,
-                depth=0 if parent is None else self.residency.depth(self.find(parent, tenant)) + 1,
-                payload_bytes=PAYLOAD_BYTES, now_ns=now_ns,
-            )  # fmt: skip
-        self.residency.attach(row, HOST, slot, now_ns, filling=True)
-        written: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.store.host.write(slot, header, [segment_of(payload)], self.completions.to_loop(written.set_result))
-        assert (await written).ok
-        self.residency.publish(row, HOST, now_ns)
-        for _ in range(uses):
-            self.residency.touch(row, now_ns)
+        row = await self.store_in(HOST, number, parent, tenant=tenant, uses=uses)
+        assert row >= 0, "no room in DRAM"
         if mode == "always" or self.writeback.admits(row):
             return self.writeback.write_through(row, at_once=mode == "always")
         return None
+
+    async def store_in(
+        self,
+        position: int,
+        number: int,
+        parent: int | None = None,
+        *,
+        tenant: str = "tenant",
+        payload_bytes: int = PAYLOAD_BYTES,
+        uses: int = 1,
+    ) -> int:
+        """Store a block in one tier, making room for it there; its row, or -1: no room."""
+        tier, residency = self.store.tiers[position], self.residency
+        source, payload = block(number, payload_bytes)
+        parent_key = NO_PARENT if parent is None else self.key(parent)
+        owner = residency.tenant(tenant)
+        above = -1 if parent is None else self.find(parent, tenant)
+        slot = await self.store.rooms[position].allocate_for(None, slot_bytes(payload_bytes), owner, parent=above)
+        if not isinstance(slot, Slot):
+            return -1
+        if parent is not None and self.find(parent, tenant) < 0:  # room was made by taking its parent
+            tier.free(slot)
+            return -1
+        now_ns = self.clock.monotonic_ns()
+        row = residency.find(owner, source.key)
+        if row < 0:
+            row = residency.insert(
+                owner, source.key, parent_key, fingerprint_id=1, group=0,
+                depth=0 if parent is None else residency.depth(self.find(parent, tenant)) + 1,
+                payload_bytes=payload_bytes, now_ns=now_ns,
+            )  # fmt: skip
+        residency.attach(row, position, slot, now_ns, filling=True)
+        written: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        header = replace(source, parent=parent_key)
+        tier.write(slot, header, [segment_of(payload)], self.completions.to_loop(written.set_result))
+        assert (await written).ok
+        residency.publish(row, position, now_ns)
+        for _ in range(uses):
+            residency.touch(row, now_ns)
+        return row
 
     async def is_durable(self, number: int, parent: int | None = None, **how: object) -> bool:
         """Put a block and wait for the word."""

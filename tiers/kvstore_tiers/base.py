@@ -234,7 +234,8 @@ class Tier(ABC):
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
         """Copy the block `expect_key` from one slot of this tier to another, verified as in `read`. `source` stays as
-        it is. Durable tiers make the copy durable with the next `sync`; free `source` only after it.
+        it is. Durable tiers make the copy durable with the next `sync`: sync before, so that it is known which of two
+        records is newer, and free `source` after it.
         """
         buffer = AlignedBuffer(source.nbytes)
 

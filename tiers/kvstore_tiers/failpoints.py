@@ -26,6 +26,7 @@ REGISTRY: dict[str, str] = {
     "nvme.before-slot-write": "an I/O thread is about to write a slot; the old record may still stand",
     "nvme.after-invalidate": "the old record of a slot about to be overwritten is withdrawn",
     "nvme.after-slot-write": "a slot image is written, nothing is synced, no record names it",
+    "nvme.after-relocation": "a block is copied to another slot and not synced; its old slot is as it was",
     "nvme.sync-start": "a group commit took its batch",
     "nvme.after-data-sync": "slot images of the batch are on the medium, their records are not written",
     "nvme.between-records": "withdrawn records of the batch are written, new ones are not",

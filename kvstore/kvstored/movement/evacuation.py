@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,15 +70,17 @@ class Evacuation:
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[bool]] = set()
 
-    async def convert(self, victim: int, nbytes: int, owner: str, allowance: Allowance) -> bool:
-        """Empty a container for slots of `nbytes` of `owner`, of the kind of `victim` if possible. True: ask the tier
-        again. False: none can be emptied now."""
+    async def convert(
+        self, victim: int, nbytes: int, owner: str, allowance: Allowance, spared: AbstractSet[int]
+    ) -> bool:
+        """Empty a container for slots of `nbytes` of `owner`, of the kind of `victim` if possible, without evicting
+        rows that are `spared`. True: ask the tier again. False: none can be emptied now."""
         container = self._residency.slot(victim, self._position).container
         if self._turn.locked():
             async with self._turn:
                 return True  # the container that was emptied meanwhile may serve this one too
         async with self._turn:
-            return await self._finish(self._convert(container, nbytes, owner, allowance))
+            return await self._finish(self._convert(container, nbytes, owner, allowance, spared))
 
     async def vacate(self, container: int) -> bool:
         """Empty this container, whatever that evicts of its kind; whether it is empty."""
@@ -85,7 +88,7 @@ class Evacuation:
             report = next((each for each in self._tier.containers() if each.container == container), None)
             if report is None or self._rows_to_move(report) is None:
                 return False
-            return await self._finish(self._empty(report, Allowance(2 * report.nbytes)))
+            return await self._finish(self._empty(report, Allowance(2 * report.nbytes), frozenset()))
 
     async def _finish(self, work: Coroutine[None, None, bool]) -> bool:
         """Run to the end even if the caller is cancelled: copies in flight hold slots."""
@@ -94,9 +97,11 @@ class Evacuation:
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
 
-    async def _convert(self, preferred: int, nbytes: int, owner: str, allowance: Allowance) -> bool:
+    async def _convert(
+        self, preferred: int, nbytes: int, owner: str, allowance: Allowance, spared: AbstractSet[int]
+    ) -> bool:
         for report in self._by_cost(self._tier.convertible(nbytes, owner), preferred):
-            if await self._empty(report, allowance):
+            if await self._empty(report, allowance, spared):
                 return True
         return False
 
@@ -147,7 +152,7 @@ class Evacuation:
             and not self._exits.has_readers(residency.slot(row, position))
         )
 
-    async def _empty(self, report: ContainerReport, allowance: Allowance) -> bool:
+    async def _empty(self, report: ContainerReport, allowance: Allowance, spared: AbstractSet[int]) -> bool:
         """One container: set aside, make places, copy what is left, put back."""
         targets: list[Slot] = []
         self._tier.set_aside(report.container)
@@ -155,7 +160,7 @@ class Evacuation:
             rows = self._rows_to_move(report)
             if rows is not None:
                 left = dict.fromkeys(map(self._residency.token, rows))
-                if await self._make_places(report, left, targets, allowance):
+                if await self._make_places(report, left, targets, allowance, set(spared)):
                     await self._move(report, left, targets)
             for slot in targets:
                 self._tier.free(slot)
@@ -166,11 +171,15 @@ class Evacuation:
     # Places
 
     async def _make_places(
-        self, report: ContainerReport, left: dict[int, None], targets: list[Slot], allowance: Allowance
+        self,
+        report: ContainerReport,
+        left: dict[int, None],
+        targets: list[Slot],
+        allowance: Allowance,
+        stuck: set[int],
     ) -> bool:
         """Evict the coldest blocks of the container's kind until each of `left`, tokens of its blocks, has a place in
-        another container; the places go to `targets`."""
-        stuck: set[int] = set()
+        another container; the places go to `targets`. Rows in `stuck` are passed over."""
         search = _Coldest(self._residency, self._position, self._victims, self._tier.containers(), report)
         evictions = 0
         while not self._take_places(report, len(left), targets):

@@ -83,6 +83,10 @@ class LaneRelocation:
         return self._breaker.takes_writes and (left_bytes is None or left_bytes >= medium_bytes(nbytes))
 
     async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
+        # Two records of one block in one commit would leave it open which is newer.
+        synced = await self._sync()
+        if not synced.ok:
+            return [synced] * len(copies)
         outcomes: list[Outcome] = []
         for first in range(0, len(copies), AT_ONCE):
             outcomes += await asyncio.gather(*map(self._start, copies[first : first + AT_ONCE]))

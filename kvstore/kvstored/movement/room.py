@@ -87,7 +87,7 @@ class Room:
                     return None
                 await self._evict(row, confined, allowance, stuck)
             elif row >= 0:
-                is_stuck = not await self._evacuation.convert(row, nbytes, self._owner(tenant), allowance)
+                is_stuck = not await self._evacuation.convert(row, nbytes, self._owner(tenant), allowance, stuck)
             if is_stuck:
                 if not await self._eviction.demoter.progress():
                     return None

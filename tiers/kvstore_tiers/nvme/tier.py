@@ -261,7 +261,9 @@ class NvmeTier(Tier):
             if outcome.header is None or not outcome.ok:
                 return outcome
             payload = [pages[0].part(0, outcome.header.payload_bytes)]
-            return self._store(other, at, target, outcome.header, payload)
+            stored = self._store(other, at, target, outcome.header, payload)
+            failpoints.hit("nvme.after-relocation")
+            return stored
 
         self._threads.submit(copy, done)
 

@@ -218,6 +218,65 @@ class TierContract:
             outcome = finish(lambda done: tier.move_in(slot, garbage.segment(8192), b"k" * 16, done))
             assert outcome.kind is OutcomeKind.CORRUPT
 
+    def test_a_block_is_copied_to_another_slot(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(13, PAYLOAD_BYTES)
+            source = put(tier, header, payload)
+            assert source is not None
+            target = tier.allocate(source.nbytes)
+            assert target is not None
+            assert finish(tier.sync).ok
+            outcome = finish(lambda done: tier.relocate(source, target, header.key, done))
+            assert outcome.ok, outcome
+            for slot in (source, target):
+                outcome, copy = get(tier, slot, header.key, PAYLOAD_BYTES)
+                assert outcome.ok and np.array_equal(copy, payload), outcome
+                assert outcome.header is not None and outcome.header.generation == slot.generation
+                assert outcome.header.tokens == header.tokens
+            assert finish(tier.sync).ok
+            tier.free(source)
+            assert get(tier, target, header.key, PAYLOAD_BYTES)[0].ok
+
+    def test_another_block_is_not_copied(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(14, PAYLOAD_BYTES)
+            source = put(tier, header, payload)
+            assert source is not None
+            target = tier.allocate(source.nbytes)
+            assert target is not None
+            outcome = finish(lambda done: tier.relocate(source, target, b"x" * 16, done))
+            assert outcome.kind is OutcomeKind.CORRUPT
+            outcome, _ = get(tier, target, b"x" * 16, PAYLOAD_BYTES)
+            assert outcome.kind is OutcomeKind.CORRUPT
+
+    def test_a_container_is_emptied_for_another_size(self) -> None:
+        """For tiers that give room out by containers; the others serve any size from what is free."""
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            slots = _fill(tier, 8192)
+            convertible = tier.convertible(65536)
+            if not tier.info.container_bytes:
+                assert convertible == tier.containers() == [] and tier.makes_room(slots[0], 65536)
+                return
+            assert not tier.convertible(8192) and tier.makes_room(slots[0], 8192)
+            assert not tier.makes_room(slots[0], 65536) and tier.allocate(65536) is None
+            chosen = convertible[0]
+            inside = [slot for slot in slots if slot.container == chosen.container]
+            assert (chosen.slot_bytes, chosen.used_slots) == (8192, len(inside))
+            tier.set_aside(chosen.container)
+            tier.free(inside.pop())
+            assert tier.allocate(8192) is None, "a container that is set aside hands out no slot"
+            assert not tier.put_back(chosen.container)
+            again = tier.allocate(8192)
+            assert again is not None
+            inside.append(again)
+            tier.set_aside(chosen.container)
+            for slot in inside:
+                tier.free(slot)
+            assert tier.allocate(8192) is None and tier.allocate(65536) is None
+            assert tier.put_back(chosen.container)
+            other = tier.allocate(65536)
+            assert other is not None and tier.statistics().used_bytes <= tier.statistics().capacity_bytes
+
     def test_sync_and_quarantine_end_well(self) -> None:
         with closing(self.make_tier(CAPACITY_BYTES)) as tier:
             header, payload = block(11, PAYLOAD_BYTES)

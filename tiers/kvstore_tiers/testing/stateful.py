@@ -61,6 +61,21 @@ def tier_state_machine(
             self._must_hold(number, slot, size)
 
         @precondition(lambda self: self.blocks)
+        @rule(data=st.data(), owner=st.sampled_from(OWNERS))
+        def relocate(self, data: Any, owner: str) -> None:
+            number = self._pick(data)
+            source, size = self.blocks[number]
+            target = self.tier.allocate(source.nbytes, owner)
+            if target is None:
+                return
+            assert finish(self.tier.sync).ok
+            key = number.to_bytes(16, "big")
+            assert finish(lambda done: self.tier.relocate(source, target, key, done)).ok
+            assert finish(self.tier.sync).ok
+            self.tier.free(source)
+            self.blocks[number] = (target, size)
+
+        @precondition(lambda self: self.blocks)
         @rule(data=st.data())
         def read_with_a_wrong_key(self, data: Any) -> None:
             slot, size = self.blocks[self._pick(data)]

@@ -1,0 +1,191 @@
+"""Room for blocks of many sizes, tenants and chains, among leases: what one allocation may cost, and that what stays is
+whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore_proto.arena import slot_bytes
+from kvstore_tiers.segments import segment_of
+from kvstore_tiers.testing.driving import block, finish
+from kvstored.clock import NS_PER_S
+from kvstored.residency.check import check
+from kvstored.tiering import HOST, NVME
+from tests.reference.small_store import SmallStore, small_store
+
+KIB = 1024
+CONTAINER_BYTES = 1024 * KIB
+SIZES = (4 * KIB, 15 * KIB, 60 * KIB, 250 * KIB, 400 * KIB)
+SMALL = ("host.capacity=6MiB", "host.arena=1MiB", "nvme.capacity=8MiB", "nvme.slab=1MiB")
+
+puts = st.tuples(st.just("put"), st.sampled_from(range(3)), st.sampled_from(SIZES), st.integers(1, 40))
+chains = st.tuples(st.just("continue"), st.integers(0, 9), st.sampled_from(SIZES), st.integers(1, 12))
+others = st.tuples(st.sampled_from(["lease", "expire", "release", "use", "together"]), st.integers(0, 99))
+
+
+@dataclass
+class Model:
+    """What was stored, and the leases in force."""
+
+    small: SmallStore
+    position: int
+    sizes: dict[int, int] = field(default_factory=dict)  # by number
+    tenants: dict[int, str] = field(default_factory=dict)
+    parents: dict[int, int | None] = field(default_factory=dict)
+    leases: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)  # of chains
+    refused: int = 0
+
+    def held(self) -> dict[int, int]:
+        """Bytes of each block's slot in the tier."""
+        residency = self.small.residency
+        rows = {number: self.small.find(number, self.tenants[number]) for number in self.sizes}
+        return {
+            number: residency.slot(row, self.position).nbytes
+            for number, row in rows.items()
+            if row >= 0 and residency.has(row, self.position)
+        }
+
+    async def put(self, tenant: str, payload_bytes: int, parent: int | None) -> int | None:
+        """Store one more block; its number, None: refused. AssertionError when it evicted too much."""
+        number = len(self.sizes) + 1
+        before = self.held()
+        row = await self.small.store_in(
+            self.position, number, parent, tenant=tenant, payload_bytes=payload_bytes, uses=1
+        )
+        after = self.held()
+        lost_bytes = sum(nbytes for other, nbytes in before.items() if other not in after)
+        assert lost_bytes <= CONTAINER_BYTES + slot_bytes(payload_bytes), f"{lost_bytes} bytes went for one block"
+        if row < 0:
+            self.refused += 1
+            return None
+        self.sizes[number], self.tenants[number], self.parents[number] = payload_bytes, tenant, parent
+        self.small.clock.advance(s=1)
+        return number
+
+    async def put_chain(self, tenant: str, payload_bytes: int, parent: int | None, blocks: int) -> None:
+        for _ in range(blocks):
+            number = await self.put(tenant, payload_bytes, parent)
+            if number is None:
+                break
+            parent = number
+        if parent is not None:
+            self.ends.append(parent)
+
+    async def continue_chain(self, which: int, payload_bytes: int, blocks: int) -> None:
+        if self.ends:
+            parent = self.ends.pop(which % len(self.ends))
+            if self.small.find(parent, self.tenants[parent]) >= 0:
+                await self.put_chain(self.tenants[parent], payload_bytes, parent, blocks)
+
+    async def put_together(self) -> None:
+        """Blocks of all sizes at once, of which each may change a container."""
+        first = len(self.sizes) + 1
+        numbers = range(first, first + 2 * len(SIZES))
+        for number in numbers:
+            self.sizes[number], self.tenants[number] = SIZES[number % len(SIZES)], f"tenant-{number % 3}"
+            self.parents[number] = None
+        await asyncio.gather(
+            *(
+                self.small.store_in(
+                    self.position, number, tenant=self.tenants[number], payload_bytes=self.sizes[number]
+                )
+                for number in numbers
+            )
+        )
+
+    def lease(self, which: int) -> None:
+        held = sorted(self.held())
+        if self.position != HOST or not held:
+            return
+        number = held[which % len(held)]
+        row = self.small.find(number, self.tenants[number])
+        residency, leases = self.small.residency, self.small.store.leases
+        residency.pin(row)
+        expires_ns = self.small.clock.monotonic_ns() + 10 * NS_PER_S
+        slot = residency.slot(row, HOST)
+        lease = leases.grant(1, residency.tenant_of(row), [residency.token(row)], [slot], expires_ns)
+        self.leases.append(lease.lease_id)
+
+    def do(self, what: str, which: int) -> None:
+        if what == "lease":
+            self.lease(which)
+        elif what == "expire":
+            self.small.clock.advance(s=20)
+            self.small.store.leases.expire(self.small.clock.monotonic_ns())
+        elif what == "release" and self.leases:
+            self.small.store.leases.release(1, self.leases.pop(which % len(self.leases)))
+        elif what == "use" and (held := sorted(self.held())):
+            number = held[which % len(held)]
+            self.small.residency.touch(self.small.find(number, self.tenants[number]), self.small.clock.monotonic_ns())
+
+    def must_hold(self) -> None:
+        """Books agree, no chain has a hole, and every block is what it was."""
+        residency, tier = self.small.residency, self.small.store.tiers[self.position]
+        assert check(residency) == [] and tier.check_books() == []
+        statistics = tier.statistics()
+        assert statistics.used_bytes <= statistics.capacity_bytes
+        for number in self.held():
+            row = self.small.find(number, self.tenants[number])
+            parent = self.parents[number]
+            assert parent is None or self.small.find(parent, self.tenants[number]) >= 0, "a hole in a chain"
+            header, payload = block(number, self.sizes[number])
+            copy, slot = np.zeros_like(payload), residency.slot(row, self.position)
+            outcome = finish(lambda done: tier.read(slot, header.key, [segment_of(copy)], done))  # noqa: B023
+            assert outcome.ok and np.array_equal(copy, payload), outcome
+
+
+@pytest.mark.parametrize("position", [HOST, NVME], ids=["host", "nvme"])
+@settings(max_examples=25, deadline=None)
+@given(steps=st.lists(st.one_of(puts, puts, chains, others), min_size=5, max_size=30))
+def test_one_block_costs_at_most_a_container(position: int, steps: list[tuple[object, ...]]) -> None:
+    async def run() -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            async with small_store(Path(directory), *SMALL) as small:
+                model = Model(small, position)
+                for step in steps:
+                    match step:
+                        case ("put", int(tenant), int(size), int(blocks)):
+                            await model.put_chain(f"tenant-{tenant}", size, None, blocks)
+                        case ("continue", int(which), int(size), int(blocks)):
+                            await model.continue_chain(which, size, blocks)
+                        case ("together", _):
+                            await model.put_together()
+                        case (str(what), int(which)):
+                            model.do(what, which)
+                model.must_hold()
+                for lease_id in model.leases:
+                    small.store.leases.release(1, lease_id)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("position", [HOST, NVME], ids=["host", "nvme"])
+def test_one_block_of_a_new_size_leaves_a_full_tier_nearly_full(tmp_path: Path, position: int) -> None:
+    """Chains of a conversation's length, whose blocks are spread over all containers, as a cache in use has them."""
+
+    async def run() -> None:
+        async with small_store(tmp_path, *SMALL) as small:
+            model = Model(small, position)
+            for _ in range(4):
+                for _chain in range(8):
+                    if len(model.ends) < 8:
+                        await model.put_chain("tenant-0", 60 * KIB, None, 4)
+                    else:
+                        await model.continue_chain(0, 60 * KIB, 4)
+            full_bytes = sum(model.held().values())
+            await model.put("tenant-0", 1000, None)
+            assert sum(model.held().values()) >= full_bytes - CONTAINER_BYTES
+            assert small.store.counters.snapshot()["relocated_blocks"] > 0
+            model.must_hold()
+
+    asyncio.run(run())
