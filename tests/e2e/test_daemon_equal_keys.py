@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from kvstore_client import BlockKeys, Fingerprint, LayerGroup, Session
-from tests.reference.running_daemon import RunningDaemon, running_daemon
+from tests.reference.running_daemon import connected_as, running_daemon
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 NOBODY = 65534
 KEYS = BlockKeys(b"chosen by a user" * 1)
 OBJECTS = Fingerprint("objects", weights_digest="none", groups=(LayerGroup(0),))
-
-
-@contextmanager
-def connected_as(daemon: RunningDaemon, uid: int) -> Iterator[Session]:
-    """A session whose tenant is that user's: the kernel reports the effective uid at the time of connecting."""
-    os.seteuid(uid)
-    try:
-        session = daemon.connect(OBJECTS)
-    finally:
-        os.seteuid(0)
-    with session:
-        yield session
 
 
 def put(session: Session, value: int) -> list[str]:
@@ -44,13 +30,13 @@ def first_byte(session: Session) -> int | None:
 def test_the_second_of_two_equal_keys_is_told_that_it_is_volatile_and_the_first_outlives_a_crash() -> None:
     with running_daemon() as daemon:
         daemon.socket_dir.parent.chmod(0o711)
-        with connected_as(daemon, 0) as mine, connected_as(daemon, NOBODY) as theirs:
+        with connected_as(daemon, 0, OBJECTS) as mine, connected_as(daemon, NOBODY, OBJECTS) as theirs:
             assert put(mine, 1) == ["durable"]
             assert put(theirs, 2) == ["volatile"]
             assert (first_byte(mine), first_byte(theirs)) == (1, 2)
         daemon.kill9()
         daemon.restart()
-        with connected_as(daemon, 0) as mine, connected_as(daemon, NOBODY) as theirs:
+        with connected_as(daemon, 0, OBJECTS) as mine, connected_as(daemon, NOBODY, OBJECTS) as theirs:
             assert (first_byte(mine), first_byte(theirs)) == (1, None)
             assert put(theirs, 3) == ["volatile"]
             assert (first_byte(mine), first_byte(theirs)) == (1, 3)

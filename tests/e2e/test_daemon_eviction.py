@@ -12,6 +12,7 @@ import pytest
 from tests.reference.running_daemon import (
     MIB,
     RunningDaemon,
+    connected_as,
     eventually,
     holds,
     model,
@@ -21,6 +22,7 @@ from tests.reference.running_daemon import (
 )
 
 MODEL = model(kib_a_block=64)
+SOMEONE_ELSE = 65534  # a uid
 BLOCKS = 16  # of 68 KiB each: a conversation is a little over 1 MiB
 
 
@@ -136,6 +138,36 @@ def test_blocks_of_another_size_and_of_another_model_find_room(daemon: RunningDa
                         assert receipt.statuses == ["stored"] * blocks, (turn, fingerprint.weights_digest, receipt)
                         with session.get(tokens_of(conversation, blocks)) as lease:
                             assert holds(lease, payloads), (turn, lease)
+
+
+@pytest.mark.parametrize("guest", ["another model", "another tenant"])
+def test_one_block_of_another_size_takes_one_arena_and_one_slab(guest: str) -> None:
+    """Of tiers that are full of conversations whose blocks are spread over all arenas and slabs."""
+    if guest == "another tenant" and os.geteuid() != 0:
+        pytest.skip("becomes another user")
+    settings = ("host.capacity=16MiB", "host.staging=4MiB", "nvme.capacity=48MiB")
+    with running_daemon(*settings) as daemon:
+        for blocks in (4, 8, 12, BLOCKS):  # conversations that grow in turn
+            for conversation in range(1, 61):
+                put(daemon, conversation, blocks, durability="batch")
+        before, small = daemon.tiers(), model("guest", kib_a_block=8)
+        daemon.socket_dir.parent.chmod(0o711)
+        uid = 0 if guest == "another model" else SOMEONE_ELSE
+        with Watcher(daemon), connected_as(daemon, uid, small) as session:
+            payloads = payloads_of(900, 1, small)
+            receipt = session.put(tokens_of(900, 1), payloads=payloads, durability="always", wait="settled")
+            assert receipt.durability == ["durable"], receipt
+            with session.get(tokens_of(900, 1)) as lease:
+                assert holds(lease, payloads)
+        after = daemon.tiers()
+        for name, container_bytes in (("host", 2 * MIB), ("nvme", 4 * MIB)):
+            lost_bytes = (before[name].blocks - after[name].blocks + 1) * 68 * 1024
+            assert 0 < lost_bytes <= container_bytes, (name, before[name].blocks, after[name].blocks)
+        assert daemon.status().counters["relocated_blocks"] > 0
+        with daemon.connect(MODEL) as session:
+            for conversation in range(1, 61):
+                with session.get(tokens_of(conversation, BLOCKS)) as lease:
+                    assert holds(lease, payloads_of(conversation, len(lease), MODEL))
 
 
 def test_a_get_of_more_than_dram_holds_gets_a_prefix_and_harms_nothing(daemon: RunningDaemon) -> None:

@@ -15,6 +15,7 @@ from kvstore_tiers.testing.driving import put
 
 CAPACITY_BYTES = 3 << 20
 SLAB_BYTES = 512 << 10
+TINY_BYTES = 0
 SMALL_BYTES = 4096
 LARGE_BYTES = 50_000
 
@@ -93,6 +94,8 @@ def main(directory: str) -> None:
     writer.free(sorted(writer.slots)[-4:])
     writer.relocate(sorted(writer.slots)[:4])
     writer.fill(LARGE_BYTES)  # where the relocated blocks were
+    writer.free(sorted(writer.slots)[1:])
+    writer.fill(TINY_BYTES)  # slabs get shorter: the index needs room for more slots
     writer.tier.close()
 
 

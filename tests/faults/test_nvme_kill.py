@@ -19,6 +19,7 @@ WRITER = Path(__file__).with_name("nvme_writer.py")
 AT_OPEN = ("nvme.recover-before-repair", "nvme.recover-before-index")
 NOT_ON_THE_WAY = ("nvme.read", "nvme.probe")  # killed while reading, or before scratch bytes: nothing is being changed
 RELOCATED, FREED = 34, 35  # the commits of blocks copied to other slots, and of their old slots
+SHORTER = 5  # the first reformat that makes a slab shorter
 HITS = {  # early, where slots are reused and slabs reformatted, and where blocks move
     "nvme.before-slot-write": (1, 400),
     "nvme.after-invalidate": (300,),
@@ -31,8 +32,8 @@ HITS = {  # early, where slots are reused and slabs reformatted, and where block
     "nvme.after-record-sync": (2, 23, RELOCATED, FREED),
     "nvme.before-index-commit": (24, RELOCATED, FREED),
     "nvme.after-index-commit": (25, RELOCATED, FREED),
-    "nvme.slab-records-zeroed": (1, 3),
-    "nvme.slab-reformat": (1, 2),
+    "nvme.slab-records-zeroed": (1, 3, SHORTER),
+    "nvme.slab-reformat": (1, 2, SHORTER),
 }
 CASES = [
     (name, hit)

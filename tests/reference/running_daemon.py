@@ -198,6 +198,19 @@ def running_daemon(
 
 
 @contextmanager
+def connected_as(daemon: RunningDaemon, uid: int, fingerprint: Fingerprint) -> Iterator[Session]:
+    """A session whose tenant is that user's: the kernel reports the effective uid at the time of connecting. Needs
+    root, and directories that the user can pass."""
+    os.seteuid(uid)
+    try:
+        session = daemon.connect(fingerprint)
+    finally:
+        os.seteuid(0)
+    with session:
+        yield session
+
+
+@contextmanager
 def ended_with(daemon: RunningDaemon) -> Iterator[None]:
     """However a test ends, its daemon ends with it; and whatever a test that passed did to it, it left no damage."""
     passed = False

@@ -53,7 +53,7 @@ def test_staging_is_at_most_a_quarter_of_the_capacity() -> None:
         ("host.capacity=999TiB", "more than this machine's memory"),
         ("host.arena=512MiB", "does not hold one arena"),
         ("host.staging=4KiB", "host.staging must be at least"),
-        ("nvme.capacity=100MiB", "does not hold one slab"),
+        ("nvme.slab=10GiB", "does not hold one slab"),
         ("nvme.enabled=yes", "nvme.enabled must be bool"),
         ("host.policy=mru", "known: lru, lfu-ttl"),
         ("nvme.admission=never", "known: always, second-touch"),
@@ -105,6 +105,23 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path, FIXED)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("capacity_mib", "arena_mib", "slab_mib"),
+    [(64, 8, 8), (256, 16, 16), (1024, 32, 32), (4096, 64, 128), (9000, 64, 256)],
+)
+def test_arenas_and_slabs_are_a_small_part_of_their_tier(capacity_mib: int, arena_mib: int, slab_mib: int) -> None:
+    config = load_config(
+        None, (f"host.capacity={capacity_mib}MiB", "host.min_free=0", f"nvme.capacity={capacity_mib}MiB")
+    )
+    assert (config.host.arena_bytes, config.nvme.slab_bytes) == (arena_mib << 20, slab_mib << 20)
+
+
+def test_an_arena_can_be_given_as_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text(f"[host]\narena = {4 << 20}\n")
+    assert load_config(path, FIXED).host.arena_bytes == 4 << 20
 
 
 def test_a_missing_or_unreadable_file_is_said_so(tmp_path: Path) -> None:

@@ -89,14 +89,21 @@ def _fresh(factory: object) -> Path:
     return factory.mktemp("space")  # type: ignore[attr-defined, no-any-return]
 
 
-def test_slots_given_back_make_room_again(tmp_path: Path) -> None:
-    """What the index has got is not counted against the next slabs again."""
-    with closing(NvmeTier.open(tmp_path, CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
+def test_small_slots_take_room_for_the_index_from_their_own_slabs(tmp_path: Path) -> None:
+    """A full tier of large slots becomes one of small slots, as many as one that never had large ones. What their index
+    has got it keeps until the next start; no more than that is missing afterwards."""
+    with closing(NvmeTier.open(tmp_path / "fresh", CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
+        possible = len(fill(tier, 1000, SMALL_BYTES))
+    with closing(NvmeTier.open(tmp_path / "used", CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
         first = fill(tier, 1, LARGE_BYTES)
         for slot in first:
             tier.free(slot)
         small = fill(tier, 1000, SMALL_BYTES)
+        assert len(small) >= 0.97 * possible
         for slot in small:
             tier.free(slot)
         again = fill(tier, 20_000, LARGE_BYTES)
-        assert len(again) == len(first)
+        assert len(again) >= 0.9 * len(first)
+    with closing(NvmeTier.open(tmp_path / "used", CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
+        new = fill(tier, 30_000, LARGE_BYTES)
+        assert len(again) + len(new) >= len(first) - 2

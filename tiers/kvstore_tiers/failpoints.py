@@ -39,6 +39,7 @@ REGISTRY: dict[str, str] = {
     "nvme.slab-after-rename": "a new slab file has its name, the directory is not synced",
     "nvme.slab-records-zeroed": "the records of a free slab are gone, its geometry is still the old one",
     "nvme.slab-reformat": "a free slab has its new front superblock, not yet the one at its end",
+    "nvme.slab-before-cut": "a slab file has a shorter geometry in both superblocks, and its old length",
     "nvme.recover-before-repair": "recovery read the records and is about to withdraw the bad ones",
     "nvme.recover-before-index": "recovery is about to rebuild the index",
     "nvme.probe": "an I/O thread is about to write and read scratch bytes, to see whether the medium works again",

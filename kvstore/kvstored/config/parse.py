@@ -39,6 +39,9 @@ _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls those that nobody listed
 MAX_BLOCK_BYTES = 2 << 30  # the residency index keeps a slot's size in 32 bits
 MIN_ENDURANCE_BYTES = 1 << 20
+AUTO, AUTO_CONTAINERS = "auto", 32
+MIN_CONTAINER_BYTES, MIN_AUTO_CONTAINER_BYTES = 1 << 20, 16 << 20
+MAX_AUTO_ARENA_BYTES, MAX_AUTO_SLAB_BYTES = 64 << 20, 256 << 20
 MAX_INDEX_SLOTS = 100_000_000  # 1 GiB of buckets
 MIN_UNARY_MESSAGE_BYTES, MAX_UNARY_MESSAGE_BYTES = 64 << 10, 1 << 30
 _LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})\Z")
@@ -108,7 +111,12 @@ def _merge(into: Table, other: Table, source: str) -> None:
 def _check_type(name: str, default: Any, value: Any) -> None:
     wanted = type(default)
     fits = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
-    is_size = wanted is str and is_size_text(default) and isinstance(value, int) and not isinstance(value, bool)
+    is_size = (
+        wanted is str
+        and (default == AUTO or is_size_text(default))
+        and isinstance(value, int)
+        and not isinstance(value, bool)
+    )
     is_number = name.endswith(("_s", "_worth")) and isinstance(value, float)
     if not (fits or is_size or is_number):
         raise ConfigError(f"{name} must be {wanted.__name__}, got {value!r}")
@@ -127,19 +135,29 @@ def _build(raw: Table, source: str) -> Config:
         except ValueError as error:
             raise ConfigError(f"{section}.{key}: {error}") from None
 
+    def container(section: str, key: str, capacity_bytes: int, most_bytes: int) -> int:
+        """An arena or slab: `auto` is small enough that a block of a new size takes little of the tier."""
+        if raw[section][key] != AUTO:
+            return size(section, key)
+        least_bytes = min(MIN_AUTO_CONTAINER_BYTES, capacity_bytes // 8)  # large blocks fill small containers badly
+        chosen_bytes = max(least_bytes, min(most_bytes, capacity_bytes // AUTO_CONTAINERS))
+        return max(MIN_CONTAINER_BYTES, chosen_bytes & -MIN_CONTAINER_BYTES)
+
     daemon, host, nvme = raw["daemon"], raw["host"], raw["nvme"]
     limits, movement, scrub = raw["limits"], raw["movement"], raw["scrub"]
     state_dir = Path(daemon["state_dir"]).absolute()
     nvme_path = Path(nvme["path"]).absolute() if nvme["path"] else state_dir / "nvme"
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host_bytes = size("host", "capacity", memory_bytes)
+    nvme_bytes = size("nvme", "capacity", _file_system_bytes(nvme_path))
     config = Config(
         daemon=DaemonSection(
             Path(daemon["socket_dir"]).absolute(), daemon["socket_group"], daemon["admin_group"], state_dir,
             Path(daemon["record"]).absolute() if daemon["record"] else None,
         ),
         host=HostSection(
-            size("host", "capacity", memory_bytes),
-            min(size("host", "staging"), size("host", "capacity", memory_bytes) // 4), size("host", "arena"),
+            host_bytes, min(size("host", "staging"), host_bytes // 4),
+            container("host", "arena", host_bytes, MAX_AUTO_ARENA_BYTES),
             host["sealed"], host["prefault"],
             size("host", "prefault_ahead"), host["copy_threads"], host["verify_reads"],
             size("host", "min_free", memory_bytes), host["policy"], host["ttl_s"],
@@ -147,8 +165,9 @@ def _build(raw: Table, source: str) -> Config:
             host["warm_restart"], host["warm_linger_s"],
         ),
         nvme=NvmeSection(
-            nvme["enabled"], nvme_path, size("nvme", "capacity", _file_system_bytes(nvme_path)),
-            size("nvme", "slab"), nvme["io_threads"], nvme["require_direct"], nvme["policy"], nvme["ttl_s"],
+            nvme["enabled"], nvme_path, nvme_bytes,
+            container("nvme", "slab", nvme_bytes, MAX_AUTO_SLAB_BYTES),
+            nvme["io_threads"], nvme["require_direct"], nvme["policy"], nvme["ttl_s"],
             nvme["admission"], nvme["quarantine_slots"], size("nvme", "endurance_bytes_per_day"),
             nvme["endurance_wait_ms"],
         ),
@@ -280,11 +299,11 @@ def _check(config: Config, memory_bytes: int) -> None:
         host.capacity_bytes <= memory_bytes,
         f"host.capacity {show_size(host.capacity_bytes)} is more than this machine's memory, {show_size(memory_bytes)}",
     )
-    need(host.arena_bytes >= 1 << 20, "host.arena must be at least 1MiB")
+    need(host.arena_bytes >= MIN_CONTAINER_BYTES, "host.arena must be at least 1MiB")
     need(1 <= host.copy_threads <= 64, "host.copy_threads must be 1..64")
     need(1 <= nvme.io_threads <= 64, "nvme.io_threads must be 1..64")
     if nvme.enabled:
-        need(nvme.slab_bytes >= 1 << 20, "nvme.slab must be at least 1MiB")
+        need(nvme.slab_bytes >= MIN_CONTAINER_BYTES, "nvme.slab must be at least 1MiB")
         need(
             nvme.capacity_bytes >= nvme.slab_bytes,
             f"nvme.capacity {show_size(nvme.capacity_bytes)} does not hold one slab of "

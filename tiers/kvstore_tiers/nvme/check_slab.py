@@ -93,7 +93,7 @@ class SlabWalk:
             return
         if length_bytes > superblock.file_bytes:
             what = f"{length_bytes - superblock.file_bytes} bytes behind its end belong to no slot"
-            yield damage(Kind.TOO_LONG, self._path, what, self._number)
+            yield leftover(Kind.TOO_LONG, self._path, what, self._number)
         for name, offset in (("front", 0), ("end", superblock.file_bytes - SUPERBLOCK_BYTES)):
             other = read_superblock(read_pages(fd, SUPERBLOCK_BYTES, offset))
             where = f"{self._path} {name}"

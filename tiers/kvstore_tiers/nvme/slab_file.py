@@ -87,22 +87,27 @@ class SlabFile:
     def is_whole(self) -> bool:
         """Whether it has its length, its space and both superblocks."""
         status, end = os.fstat(self._record_fd), self.superblock.file_bytes
-        if status.st_size < end or status.st_blocks * 512 < end:
+        if status.st_size != end or status.st_blocks * 512 < end:
             return False
         raw = self.superblock.pack()
         return all(_readable(self._record_fd, at) == raw for at in (0, end - SUPERBLOCK_BYTES))
 
     def restore_length(self) -> None:
-        """Give a truncated file its space back (zeros) and both superblocks. Raises OSError."""
+        """Give a truncated file its space back (zeros), cut one that is too long, and write both superblocks. Raises
+        OSError."""
+        if self.length_bytes > self.superblock.file_bytes:
+            os.ftruncate(self._record_fd, self.superblock.file_bytes)
         os.posix_fallocate(self._record_fd, 0, self.superblock.file_bytes)
         _write_superblocks(self._record_fd, self.superblock)
 
     def reformat(self, superblock: Superblock) -> None:
-        """Give an empty slab another geometry. Raises OSError.
+        """Give an empty slab another geometry, in a file that is as long or shorter. Raises OSError.
 
         Old records are zeroed first, then what becomes records: at no time does a record that holds name a slot that
-        was zeroed, and the new superblock never sees bytes of old slots as records.
+        was zeroed, and the new superblock never sees bytes of old slots as records. A shorter file gets its superblock
+        at the new end first, and is cut last.
         """
+        shrinks = superblock.file_bytes < self.superblock.file_bytes
         old_end, new_end = self.superblock.slots_offset, superblock.slots_offset
         os.pwrite(self._record_fd, bytes(old_end - SUPERBLOCK_BYTES), SUPERBLOCK_BYTES)
         if new_end > old_end:
@@ -110,10 +115,16 @@ class SlabFile:
             os.pwrite(self._record_fd, bytes(new_end - old_end), old_end)
         os.fdatasync(self._record_fd)
         failpoints.hit("nvme.slab-records-zeroed")
+        if shrinks:
+            os.pwrite(self._record_fd, superblock.pack(), superblock.file_bytes - SUPERBLOCK_BYTES)
+            os.fdatasync(self._record_fd)
         os.pwrite(self._record_fd, superblock.pack(), 0)
         failpoints.hit("nvme.slab-reformat")
         os.fdatasync(self._record_fd)
         _write_superblocks(self._record_fd, superblock)
+        if shrinks:
+            failpoints.hit("nvme.slab-before-cut")
+            os.ftruncate(self._record_fd, superblock.file_bytes)
         os.fdatasync(self._record_fd)
         self.superblock = superblock
 

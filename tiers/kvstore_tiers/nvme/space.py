@@ -174,10 +174,7 @@ class SlabSpace:
     def _new(self, slot_bytes: int) -> Slab | None:
         room_bytes = self.capacity_bytes - self.used_bytes
         file_bytes = min(max(self._slab_bytes, smallest_file_bytes(slot_bytes)), aligned_down(room_bytes))
-        slots = slots_that_fit(file_bytes, slot_bytes)
-        while slots and (missing_bytes := file_bytes + self._index_growth(self._slots + slots) - room_bytes) > 0:
-            file_bytes -= aligned_up(missing_bytes)
-            slots = slots_that_fit(file_bytes, slot_bytes)
+        file_bytes, slots = self._fitted(file_bytes, slot_bytes, room_bytes, self._slots)
         if slots < 1:
             return None
         superblock = Superblock(
@@ -203,21 +200,29 @@ class SlabSpace:
             if made is None:
                 self.discard(old)  # it was planned and never written to
                 return self._new(slot_bytes)
-            slots = slots_that_fit(old.superblock.file_bytes, slot_bytes)
+            room_bytes = old.superblock.file_bytes + self.capacity_bytes - self.used_bytes
             others = self._slots - old.superblock.slots
-            spare_bytes = self.capacity_bytes - self.used_bytes
-            slots = min(slots, self._most_slots - others + spare_bytes // BUDGET_BYTES_PER_SLOT)
+            file_bytes, slots = self._fitted(old.superblock.file_bytes, slot_bytes, room_bytes, others)
             if slots < 1:
                 continue
             superblock = Superblock(
                 old.superblock.uuid, secrets.randbits(64), old.number, slot_bytes, slots, max(old.generations) + 1,
-                old.superblock.file_bytes, time.time_ns(),
+                file_bytes, time.time_ns(),
             )  # fmt: skip
             self.discard(old)
             slab = Slab(self._directory, superblock, replaces=made, require_direct=self._require_direct)
             self.adopt(slab)
             return slab
         return None
+
+    def _fitted(self, file_bytes: int, slot_bytes: int, room_bytes: int, others: int) -> tuple[int, int]:
+        """The length and the slots of a slab file of at most `file_bytes` beside `others` slots, so that it takes no
+        more than `room_bytes` together with the index that its slots need."""
+        slots = slots_that_fit(file_bytes, slot_bytes)
+        while slots and (missing_bytes := file_bytes + self._index_growth(others + slots) - room_bytes) > 0:
+            file_bytes -= aligned_up(missing_bytes)
+            slots = slots_that_fit(file_bytes, slot_bytes)
+        return file_bytes, slots
 
     def _index_growth(self, slots: int) -> int:
         """What the index needs more, once there are so many slots."""
