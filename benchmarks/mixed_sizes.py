@@ -7,7 +7,7 @@ model. The figure is the first model's hit ratio, of both tiers and of DRAM alon
 
 Expected: one arena and one slab go when the first small block comes, and the second model holds a little more than its
 share, since arenas and slabs are whole and a slot has a header of 4 KiB. Found at first: 4.6 points, because a slab
-that was cut anew had too little room for the index of its small slots; and 2.6 points with slabs of 1/8 of the capacity.
+that was cut anew had too little room for the index of its small slots; 2.6 points with slabs of 1/8 of the capacity.
 `--quick` runs one seed.
 """
 

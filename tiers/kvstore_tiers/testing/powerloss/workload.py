@@ -1,5 +1,5 @@
-"""A workload to be recorded: it fills, frees, reuses, quarantines, reshapes and reopens an NVMe tier, and marks what it
-was promised.
+"""A workload to be recorded: it fills, frees, reuses, quarantines, moves, reshapes and reopens an NVMe tier, and marks
+what it was promised.
 
     python -m kvstore_tiers.testing.powerloss.workload ROOT --seed 1 --phase 0 --steps 60 --end crash [--large-index]
 
@@ -24,7 +24,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.segments import Bytes, segment_of
-from kvstore_tiers.testing.driving import PATIENCE_S, block
+from kvstore_tiers.testing.driving import PATIENCE_S, block, finish
 from kvstore_tiers.testing.powerloss.judge import make_indexes_large, open_tier
 from kvstore_tiers.testing.powerloss.record import Marker
 
@@ -57,7 +57,15 @@ class Workload:
         marker.mark(durable=sorted(self._slots))  # a daemon that finds a block answers that it is durable
 
     def run(self, steps: int) -> None:
-        actions = [self._put, self._put, self._put, self._free_some, self._put_again, self._quarantine_one]
+        actions = [
+            self._put,
+            self._put,
+            self._put,
+            self._free_some,
+            self._put_again,
+            self._quarantine_one,
+            self._relocate_some,
+        ]
         for step in range(steps):
             if step % RESHAPE_EVERY == RESHAPE_EVERY - 1:
                 self._reshape()
@@ -143,6 +151,23 @@ class Workload:
             kept = sorted(self._tier.quarantined(), key=lambda slot: (slot.container, slot.offset))
             if len(kept) > 2:
                 self._tier.free(kept[0])
+
+    def _relocate_some(self) -> None:
+        """Blocks move to other slots, as when a slab is emptied: everything is synced first, and the old slots are
+        freed after the next sync."""
+        self.settle()
+        left: list[Slot] = []
+        for number in self._random.sample(sorted(self._slots), min(len(self._slots), self._random.randint(1, 4))):
+            source = self._slots[number]
+            target = self._tier.allocate(source.nbytes)
+            if target is not None:
+                key = block(number, 0)[0].key
+                assert finish(partial(self._tier.relocate, source, target, key)).ok
+                self._slots[number] = target
+                left.append(source)
+        assert finish(self._tier.sync).ok
+        for slot in left:
+            self._tier.free(slot)
 
     def _reshape(self) -> None:
         """Everything of all sizes but one goes, and that one takes the room: slabs change their slot size."""
