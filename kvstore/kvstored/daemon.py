@@ -21,11 +21,12 @@ from pathlib import Path
 
 import grpc
 
+from kvstore_proto.state_identity import read_ownership
 from kvstore_proto.v1 import admin_pb2_grpc, kvstore_pb2_grpc
 from kvstore_tiers.base import Tier
 from kvstore_tiers.heap import trim
 from kvstore_tiers.host import HostTier
-from kvstore_tiers.nvme.directory import make_directory
+from kvstore_tiers.nvme.directory import TierDirectory, make_directory
 from kvstore_tiers.nvme.errors import DirectoryError
 from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstored import __version__
@@ -52,7 +53,7 @@ from kvstored.operations.lifetime import Lifetime, State
 from kvstored.operations.quarantine import Quarantine
 from kvstored.operations.sampling import Sampler
 from kvstored.operations.views import Parts, Views
-from kvstored.recovery import recover_blocks
+from kvstored.recovery import drop_blocks, recover_blocks
 from kvstored.residency import Residency
 from kvstored.rpc import unary
 from kvstored.rpc.admin import AdminService
@@ -72,6 +73,7 @@ from kvstored.sockets import (
 )
 from kvstored.telemetry import Latencies, RecentMisses
 from kvstored.tenants import Peer, TenantDirectory
+from kvstored.tenants.keyring import Keyring
 from kvstored.tiering import HOST
 from kvstored.verbs import Delete, Get, Hints, Intake, Lending, LookUp, Put, Verbs
 from kvstored.verbs.inline import InlineCalls
@@ -91,18 +93,19 @@ class StartupError(Exception):
     """The daemon cannot start; the message says why and what to do."""
 
 
-def run(config: Config, ahead: JudgingAhead | None = None) -> int:
-    """Serve until SIGTERM, SIGINT or a shutdown request, with what was judged `ahead` of NVMe. Raises StartupError."""
+def run(config: Config, ahead: JudgingAhead | None = None, *, new_secret: bool = False) -> int:
+    """Serve until SIGTERM, SIGINT or a shutdown request, with what was judged `ahead` of NVMe. `new_secret`: blocks
+    that the secret does not reach are dropped, not a reason to refuse. Raises StartupError, ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
     _raise_descriptor_limit()
-    return asyncio.run(_serve(config, ahead))
+    return asyncio.run(_serve(config, ahead, new_secret))
 
 
-async def _serve(config: Config, ahead: JudgingAhead | None) -> int:
+async def _serve(config: Config, ahead: JudgingAhead | None, new_secret: bool) -> int:
     stop_wanted = asyncio.Event()
     loop = asyncio.get_running_loop()
-    daemon = Daemon(config, SystemClock(), stop_wanted.set, ahead)
+    daemon = Daemon(config, SystemClock(), stop_wanted.set, ahead, new_secret=new_secret)
 
     def interrupted() -> None:
         """By somebody at a terminal, who wants the memory back; a service manager sends SIGTERM."""
@@ -123,9 +126,16 @@ class Daemon:
     """One running daemon. `on_shutdown` is called when an operator asks it to stop."""
 
     def __init__(
-        self, config: Config, clock: Clock, on_shutdown: Callable[[], None], ahead: JudgingAhead | None = None
+        self,
+        config: Config,
+        clock: Clock,
+        on_shutdown: Callable[[], None],
+        ahead: JudgingAhead | None = None,
+        *,
+        new_secret: bool = False,
     ) -> None:
         self.config = config
+        self._new_secret = new_secret
         self._ahead = ahead
         self._clock = clock
         self._on_shutdown = on_shutdown
@@ -196,17 +206,26 @@ class Daemon:
     def _build(self) -> None:
         config = self.config
         self._completions = CompletionQueue(asyncio.get_running_loop())
-        self._tenants = TenantDirectory(config.daemon.state_dir, config.tenants, config.tenant_default)
+        keyring = self._open_keyring()
+        self._tenants = TenantDirectory(config.daemon.state_dir, config.tenants, config.tenant_default, keyring)
         self._stack.callback(self._tenants.close)
-        self._warm = open_warm(config.host, config.daemon.state_dir)
+        self._warm = open_warm(config.host, config.daemon.state_dir, forget=keyring.dram_is_lost)
         self._sessions = SessionTable(self._warm.ledger.last_session_id if self._warm is not None else 0)
         host, residency = self._open_host(), make_residency(config)
-        nvme = self._open_nvme(residency) if config.nvme.enabled else None
+        nvme = self._open_nvme(residency, forget=keyring.nvme_is_lost) if config.nvme.enabled else None
+        keyring.settle()
         adopted = self._adopt(host, residency)
         self._store = Store(config, self._clock, self._completions, residency, host, nvme)
         self._former = self._restore_clients(adopted)
         self._stack.push_async_callback(self._store.endurance.close)
         self._make_services()
+
+    def _open_keyring(self) -> Keyring:
+        nvme, state_dir = self.config.nvme, self.config.daemon.state_dir
+        nvme_dir = nvme.path if nvme.enabled else None
+        if nvme_dir is not None and nvme_dir.is_dir() and read_ownership(state_dir, nvme_dir).problem:
+            TierDirectory(nvme_dir, create=False).close()  # that another daemon has it is the better reason
+        return Keyring(state_dir, nvme_dir, new_secret=self._new_secret)
 
     def _open_host(self) -> HostTier:
         host = self.config.host
@@ -257,7 +276,7 @@ class Daemon:
         self._warm.count(adopted, store.counters)
         return former
 
-    def _open_nvme(self, residency: Residency) -> Tier:
+    def _open_nvme(self, residency: Residency, *, forget: bool) -> Tier:
         from kvstore_tiers.nvme.tier import NvmeTier
 
         nvme = self.config.nvme
@@ -271,7 +290,9 @@ class Daemon:
             ahead=self._ahead,
         )
         self._stack.callback(tier.close)
-        recovered = recover_blocks(tier, residency, self._tenants, self._clock)
+        if forget:
+            drop_blocks(tier)
+        recovered = 0 if forget else recover_blocks(tier, residency, self._tenants, self._clock)
         self._ahead = None
         if recovered:
             log.info("%d blocks found on NVMe", recovered)

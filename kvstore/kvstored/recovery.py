@@ -5,12 +5,17 @@ All at once and by columns: a million blocks in a fraction of a second. What doe
 
 from __future__ import annotations
 
-from kvstore_tiers.base import Tier
+import logging
+from concurrent.futures import Future
+
+from kvstore_tiers.base import Outcome, Tier
 from kvstore_tiers.recovered import RecoveredBlocks
 from kvstored.clock import Clock
 from kvstored.residency import CyclicChainError, Kind, Residency
 from kvstored.tenants import TenantDirectory
 from kvstored.tiering import NVME
+
+log = logging.getLogger(__name__)
 
 
 def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, clock: Clock) -> int:
@@ -26,6 +31,21 @@ def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, c
     for block in left_out:
         recovered += _recover_one(nvme, residency, blocks, block, kinds[int(blocks.origin[block])], now_ns)
     return recovered
+
+
+def drop_blocks(nvme: Tier) -> None:
+    """Free every surviving block, none of which is in residency: nothing reaches them. Raises OSError."""
+    blocks = nvme.recover_columns()
+    for block in range(len(blocks)):
+        nvme.free(blocks.slot_of(block))
+    synced: Future[Outcome] = Future()
+    nvme.sync(synced.set_result)
+    outcome = synced.result()
+    if not outcome.ok:
+        raise OSError(outcome.errno, f"blocks that no secret reaches cannot be dropped: {outcome.message}")
+    log.warning(
+        "dropped %d blocks (%d MiB) from NVMe that no secret reaches", len(blocks), int(blocks.nbytes.sum()) >> 20
+    )
 
 
 def _recover_one(

@@ -139,7 +139,7 @@ def test_a_damaged_secret_is_never_overwritten(place: Path) -> None:
     daemon = RunningDaemon(place)
     daemon.state_dir.mkdir()
     (daemon.state_dir / "secret").write_bytes(b"short")
-    assert "restore it from a backup" in refused(daemon, status=1)
+    assert "restore it from a backup" in refused(daemon, status=2)
     assert (daemon.state_dir / "secret").read_bytes() == b"short"
 
 

@@ -28,6 +28,7 @@ from kvstored.clock import SystemClock
 from kvstored.recovery import recover_blocks
 from kvstored.residency import Residency
 from kvstored.tenants import TenantDirectory
+from kvstored.tenants.keyring import Keyring
 from kvstored.tiering import NVME, TIER_NAMES
 from tests.reference.running_daemon import RunningDaemon, model, payloads_of, tokens_of
 
@@ -113,12 +114,14 @@ def judge_daemon(root: Path, promises: Promises) -> Verdict:
 
 def _found(state_dir: Path, promises: Promises, verdict: Verdict) -> set[str]:
     """Which blocks are there and whole; what is wrong goes to the verdict. Corrupt ones are given up."""
-    tenants = TenantDirectory(state_dir, (), "by-uid")
+    keyring = Keyring(state_dir, state_dir / "nvme")
+    tenants = TenantDirectory(state_dir, (), "by-uid", keyring)
     tenant = tenants.named(f"uid-{os.getuid()}")
     assert tenant is not None
     (root_key,) = tenant.roots(MODEL)
     residency = Residency(TIER_NAMES, ghost_keys=0)
     with closing(NvmeTier.open(state_dir / "nvme", CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=1)) as tier:
+        keyring.settle()
         recovered = recover_blocks(tier, residency, tenants, SystemClock())
         found, tenant_number = set(), residency.tenant(tenant.index_name)
         for conversation, blocks in sorted(_conversations(promises).items()):

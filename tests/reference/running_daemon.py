@@ -65,6 +65,7 @@ class RunningDaemon:
         self.settings = settings
         self.failpoints = failpoints
         self.config = config
+        self.arguments: tuple[str, ...] = ()  # of `serve`, further ones
         self.as_a_command = False  # forked is quicker: see `forked`
         self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self.is_spoilt = False  # set by a test that leaves a directory damaged on purpose
@@ -83,7 +84,7 @@ class RunningDaemon:
         file = ["--config", str(self.config)] if self.config is not None else []
         return [
             sys.executable, "-m", "kvstored", "serve",
-            "--socket-dir", str(self.socket_dir), "--state-dir", str(self.state_dir), *file, *chosen,
+            "--socket-dir", str(self.socket_dir), "--state-dir", str(self.state_dir), *file, *chosen, *self.arguments,
         ]  # fmt: skip
 
     def start(self) -> None:

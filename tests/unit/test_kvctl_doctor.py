@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_client.cli.doctor import disk, disk_speed, limits, machine, memory, packages, settings, sockets
+from kvstore_client.cli.doctor import disk, disk_speed, limits, machine, memory, packages, secret, settings, sockets
 from kvstore_client.cli.doctor.command import doctor, document, look_around, render
 from kvstore_client.cli.doctor.disk_speed import Measured
 from kvstore_client.cli.doctor.finding import Finding, Level, guarded, ok
 from kvstore_client.cli.doctor.settings import Settings, size_of
 from kvstore_client.cli.doctor.surroundings import Surroundings
+from kvstore_proto.state_identity import Identity, secret_check
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.fake_admin import FakeAdmin
 
@@ -28,6 +29,7 @@ STATUS = pb.StatusReply(pid=4242, state="serving", version="9.9")
 def around(tmp_path: Path) -> Surroundings:
     """A system that lies in a directory; nothing in it yet."""
     values = {
+        "daemon.state_dir": str(tmp_path / "state"),
         "nvme.enabled": "True",
         "nvme.path": str(tmp_path / "nvme"),
         "nvme.capacity_bytes": str(8 * GIB),
@@ -393,6 +395,32 @@ def test_a_check_that_cannot_be_made_is_a_warning() -> None:
     found = list(guarded("second", broken))
     assert [finding.level for finding in found] == [Level.OK, Level.WARN]
     assert found[1].name == "second" and "/proc/1/limits" in found[1].seen
+
+
+def test_the_secret_is_compared_with_the_blocks(around: Surroundings, tmp_path: Path) -> None:
+    """As after an accident, whether a daemon runs or not: the next start would be refused."""
+    place, identity = tmp_path / "state" / "secret", Identity(secret_check(bytes(32))).to_bytes().decode()
+    assert "does not exist yet" in only(secret.secret(around)).seen
+    write(place, "\0" * 32)
+    write(tmp_path / "state" / "identity.json", identity)
+    write(tmp_path / "nvme" / "identity.json", identity)
+    assert is_clean(secret.secret(around))
+    for spoil, said in (
+        (lambda: write(place, "\1" * 32), "is not the secret"),
+        (lambda: write(place, "short"), "is damaged"),
+        (place.unlink, "is lost"),
+    ):
+        spoil()
+        found = only(secret.secret(around))
+        assert found.level is Level.FAIL and said in found.seen
+        assert "from a backup" in found.advice and "--new-secret" in found.advice
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may look everywhere")
+def test_a_secret_that_is_closed_to_us_is_as_it_should_be(around: Surroundings, tmp_path: Path) -> None:
+    write(tmp_path / "state" / "secret", "\0" * 32)
+    (tmp_path / "state" / "secret").chmod(0)
+    assert "as it should be" in only(secret.secret(around)).seen
 
 
 def test_without_a_daemon_it_says_how_to_start_one(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ examples:
   kvstored serve --config ./kvstored.toml
   kvstored serve --socket-dir /tmp/kv --state-dir /tmp/kv/state --set host.capacity=2GiB --set nvme.capacity=8GiB
   kvstored serve --record ./today.jsonl.gz        records what clients ask for, for kvstored simulate
+  kvstored serve --new-secret                     once, where the secret is lost and there is no backup of it
   kvstored config                                 prints every setting, its default and what it means
 
 Ready when `kvctl ping` answers. SIGTERM stops in order and keeps DRAM for the next start where host.warm_restart
 says so; Ctrl-C stops in order and gives the memory back.
 exit status: 0 it was told to stop; 1 it could not start or go on; 2 a mistake in the arguments or the
-configuration; 4 it could not stop in order, because a disk hangs
+configuration, or a secret that is not the one of the blocks; 4 it could not stop in order, because a disk hangs
 """
 
 
@@ -35,6 +36,11 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_settings(serve)
     serve.add_argument("--record", metavar="FILE", help="short for --set daemon.record=FILE")
     serve.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    serve.add_argument(
+        "--new-secret",
+        action="store_true",
+        help="where the state directory's secret is lost or another: drop the blocks that it does not reach and go on",
+    )
     serve.set_defaults(run=_serve)
 
 
@@ -65,7 +71,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         from kvstored.daemon import StartupError, run
 
         try:
-            return run(config, ahead)
+            return run(config, ahead, new_secret=arguments.new_secret)
         except StartupError as error:
             return failure(str(error))
     except ConfigError as error:  # what the configuration names turned out not to be usable

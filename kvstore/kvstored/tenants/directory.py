@@ -1,17 +1,13 @@
-"""Tenants and fingerprints by name and digest, and the master secret behind all root keys.
+"""Tenants and fingerprints by name and digest.
 
-Owns STATE_DIR/secret (32 random bytes, mode 0600). Blocks on disk carry digests only; `Names` turns them back into
-names after a restart. Never does: decide what a tenant may hold.
-
-Invariant: the secret never changes while a directory of blocks lives. A lost secret makes blocks unreachable, never
-wrong.
+Blocks on disk carry digests only; `Names` turns them back into names after a restart. Never does: decide what a tenant
+may hold, or hold the secret that keys are made of (`Keyring` does).
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +17,10 @@ from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.identity import root_key
 from kvstored.config import TenantSection
 from kvstored.residency import Residency
+from kvstored.tenants.keyring import Keyring
 from kvstored.tenants.names import Names
 from kvstored.tenants.peer import Peer
-from kvstored.tenants.private_file import write_private
 
-SECRET_BYTES = 32
 MAX_NUMBERED_FINGERPRINTS = 65_536
 UNKNOWN_FINGERPRINT = 1 << 40  # a number that no block has
 UNNUMBERED_FINGERPRINT = UNKNOWN_FINGERPRINT + 1  # the number of all that came too late for one of their own
@@ -59,8 +54,10 @@ def tenant_digest(name: str) -> bytes:
 class TenantDirectory:
     """Resolves callers to tenants; remembers the names behind digests."""
 
-    def __init__(self, state_dir: Path, listed: tuple[TenantSection, ...], default: str) -> None:
-        self._master = _load_or_create_secret(state_dir / "secret")
+    def __init__(
+        self, state_dir: Path, listed: tuple[TenantSection, ...], default: str, keyring: Keyring | None = None
+    ) -> None:
+        self._keyring = Keyring(state_dir) if keyring is None else keyring
         self._listed = listed
         self._default = default
         self._tenants: dict[str, Tenant] = {}
@@ -167,22 +164,7 @@ class TenantDirectory:
     def _tenant(self, section: TenantSection) -> Tenant:
         known = self._tenants.get(section.name)
         if known is None or known.limits != section:
-            secret = hmac.new(self._master, b"tenant\0" + section.name.encode(), hashlib.sha256).digest()
+            secret = hmac.new(self._keyring.secret, b"tenant\0" + section.name.encode(), hashlib.sha256).digest()
             known = Tenant(section.name, tenant_digest(section.name), secret, section)
             self._tenants[section.name] = known
         return known
-
-
-def _load_or_create_secret(path: Path) -> bytes:
-    try:
-        secret = path.read_bytes()
-    except FileNotFoundError:
-        secret = os.urandom(SECRET_BYTES)
-        write_private(path, secret)
-        return secret
-    if len(secret) != SECRET_BYTES:
-        raise ValueError(
-            f"{path} holds {len(secret)} bytes instead of {SECRET_BYTES}: restore it from a backup, or remove it "
-            "to start with a new secret (blocks stored under the old one become unreachable)"
-        )
-    return secret

@@ -184,8 +184,9 @@ class WarmRestart:
         self.keeper.drop(name)
 
 
-def open_warm(host: HostSection, state_dir: Path) -> WarmRestart | None:
-    """What `host.warm_restart` asks for; None where nothing is to be kept. Raises KeeperError.
+def open_warm(host: HostSection, state_dir: Path, *, forget: bool = False) -> WarmRestart | None:
+    """What `host.warm_restart` asks for; None where nothing is to be kept. With `forget` what a process before left is
+    given back, because nothing reaches it. Raises KeeperError.
 
     Whatever a process before left with another keeper, or in a form that this one cannot use, is given back.
     """
@@ -204,7 +205,11 @@ def open_warm(host: HostSection, state_dir: Path) -> WarmRestart | None:
     kept = keeper.fetch()
     descriptor = kept.pop(LEDGER_NAME, None)
     ledger = None
-    if descriptor is not None:
+    if descriptor is not None and forget:
+        nbytes = sum(os.fstat(kept_one).st_blocks * 512 for kept_one in kept.values())
+        log.warning("dropped %d MiB of DRAM, kept by the process before, that no secret reaches", nbytes >> 20)
+        os.close(descriptor)
+    elif descriptor is not None:
         try:
             ledger = Ledger(state_dir, descriptor)
         except (ForeignLedger, OSError) as error:

@@ -22,6 +22,7 @@ from contextlib import closing
 from pathlib import Path
 
 from kvstore_proto.identity import NO_PARENT
+from kvstore_proto.state_identity import IDENTITY_FILE
 from kvstore_tiers.nvme.check_slab import Live, LiveBlock, Progress, SlabWalk
 from kvstore_tiers.nvme.directory import TierDirectory, allocated_bytes, read_format
 from kvstore_tiers.nvme.findings import Finding, Kind, Severity, damage, leftover, note
@@ -31,9 +32,9 @@ from kvstore_tiers.nvme.version_number import version_text
 
 __all__ = ["Finding", "Kind", "Severity", "check_directory", "walk"]
 
-_EXPECTED = {"lock", "format", "slabs", "index"}
+_EXPECTED = {"lock", "format", "slabs", "index", IDENTITY_FILE}
 _EXPECTED_IN_INDEX = {"data.mdb", "lock.mdb", "version", "seal"}
-_TEMPORARY = {"format.new", "index/seal.new", "slabs/probe.new"}
+_TEMPORARY = {"format.new", f"{IDENTITY_FILE}.new", "index/seal.new", "slabs/probe.new"}
 _MAX_NAMED = 3  # keys that one finding names
 
 

@@ -4,6 +4,7 @@
     DIR/format          "format_version: 1"
     DIR/slabs/N.slab    slab files; N.new one that is being made; N.damaged one whose geometry is lost
     DIR/index/          LMDB and its seal
+    DIR/identity.json   whose blocks these are; the daemon's, not looked at here
 
 Owns the lock and the paths. Never reads a block. Invariant: nothing in the directory is changed before the lock is
 held and the format is known to be ours.

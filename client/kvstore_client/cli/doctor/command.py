@@ -19,6 +19,7 @@ from kvstore_client.cli.doctor import (
     machine,
     memory,
     packages,
+    secret,
     serving,
     settings,
     sockets,
@@ -79,6 +80,7 @@ def _checks(
             ("engine's way", partial(serving.as_an_engine, around, arguments.timeout)),
             ("systemd", partial(machine.unit, around)),
             ("settings", partial(_settings, around)),
+            ("secret", partial(secret.secret, around)),
         ],
     )
     yield (
