@@ -32,7 +32,7 @@ from kvstored.movement.room import Room
 from kvstored.movement.slot_exit import SlotExit, UnmappedExit
 from kvstored.movement.victims import Victims
 from kvstored.movement.writeback import WriteBack
-from kvstored.policies import Policy, PolicySettings, create, create_admission
+from kvstored.policies import Admission, Policy, PolicySettings, create, create_admission
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows
 from kvstored.tiering import HOST, NVME, TIER_NAMES
@@ -101,12 +101,32 @@ class Store:
         )  # fmt: skip
 
     def _make_policies(self) -> list[Policy]:
-        host, nvme = self.config.host, self.config.nvme
-        chosen = [(host.policy, host.ttl_s, host.keep_worth), (nvme.policy, nvme.ttl_s, 0.0)][: len(self.tiers)]
-        return [
-            create(name, self.residency, position, PolicySettings(ttl_s or None, keep_worth))
-            for position, (name, ttl_s, keep_worth) in enumerate(chosen)
-        ]
+        return [self._make_policy(self.config, position) for position in range(len(self.tiers))]
+
+    def _make_policy(self, config: Config, position: int) -> Policy:
+        host, nvme = config.host, config.nvme
+        name, ttl_s, keep_worth = (
+            (host.policy, host.ttl_s, host.keep_worth) if position == HOST else (nvme.policy, nvme.ttl_s, 0.0)
+        )
+        return create(name, self.residency, position, PolicySettings(ttl_s or None, keep_worth))
+
+    def replace_policy(self, config: Config, position: int) -> None:
+        """Let the tier's policy be what `config` says. It begins with the blocks that are there, in the order of their
+        last use, and with every tenant's share; what the one before had learned is gone."""
+        former, policy = self.policies[position], self._make_policy(config, position)
+        for tenant, share in former.shares.items():
+            policy.set_share(tenant, share)
+        self.policies[position] = policy
+        self.rooms[position].follow(policy)
+        self.replace_admission(config)
+
+    def replace_admission(self, config: Config) -> None:
+        """Let NVMe admit what `config` says."""
+        if self.writeback is not None:
+            self.writeback.gate.admission = self._make_admission(config)
+
+    def _make_admission(self, config: Config) -> Admission:
+        return create_admission(config.nvme.admission, self.residency, NVME, self.policies[HOST])
 
     def _make_room(
         self, position: int, demoter: Demoter, relocation: Relocation, on_damage: Callable[[int, str], None]
@@ -152,7 +172,7 @@ class Store:
         config, lane = self.config, self.mover.lanes[writeback.LANE]
         gate = WriteGate(
             self.residency,
-            create_admission(config.nvme.admission, self.residency, NVME, self.policies[HOST]),
+            self._make_admission(config),
             self.endurance, breaker, Refusals(self.counters),
             lambda: lane.statistics(self.clock.monotonic_ns()).service_bytes_per_s, self.clock,
             throttle_ms=config.nvme.endurance_wait_ms,

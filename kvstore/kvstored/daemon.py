@@ -18,12 +18,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
 from kvstore_proto.state_identity import read_ownership
 from kvstore_proto.v1 import admin_pb2_grpc, kvstore_pb2_grpc
-from kvstore_tiers.base import Tier
 from kvstore_tiers.heap import trim
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.directory import TierDirectory, make_directory
@@ -45,12 +45,15 @@ from kvstored.instance import AlreadyRunning, InstanceLock, who_else_can_change
 from kvstored.integrity import Integrity
 from kvstored.maintenance import Maintenance
 from kvstored.movement.completions import CompletionQueue
+from kvstored.movement.resize import SlabsBack, TierResize
 from kvstored.notify import notify
 from kvstored.operations.drop import Drop
 from kvstored.operations.explain import Explain
 from kvstored.operations.history import HistoryView
 from kvstored.operations.lifetime import Lifetime, State
+from kvstored.operations.live_settings import LiveSettings, TenantList
 from kvstored.operations.quarantine import Quarantine
+from kvstored.operations.reload import Reload
 from kvstored.operations.sampling import Sampler
 from kvstored.operations.views import Parts, Views
 from kvstored.recovery import drop_blocks, recover_blocks
@@ -74,11 +77,14 @@ from kvstored.sockets import (
 from kvstored.telemetry import Latencies, RecentMisses
 from kvstored.tenants import Peer, TenantDirectory
 from kvstored.tenants.keyring import Keyring
-from kvstored.tiering import HOST
+from kvstored.tiering import HOST, NVME
 from kvstored.verbs import Delete, Get, Hints, Intake, Lending, LookUp, Put, Verbs
 from kvstored.verbs.inline import InlineCalls
 from kvstored.warm import Adopted, FormerClients, KeeperError, open_warm
 from kvstored.warm.ledger import LEDGER_BYTES
+
+if TYPE_CHECKING:
+    from kvstore_tiers.nvme.tier import NvmeTier
 
 log = logging.getLogger(__name__)
 # No thread of ours computes for long with the GIL held, so a short interval wins nothing and costs the control thread
@@ -93,19 +99,21 @@ class StartupError(Exception):
     """The daemon cannot start; the message says why and what to do."""
 
 
-def run(config: Config, ahead: JudgingAhead | None = None, *, new_secret: bool = False) -> int:
+def run(
+    config: Config, read: Callable[[], Config], ahead: JudgingAhead | None = None, *, new_secret: bool = False
+) -> int:
     """Serve until SIGTERM, SIGINT or a shutdown request, with what was judged `ahead` of NVMe. `new_secret`: blocks
     that the secret does not reach are dropped, not a reason to refuse. Raises StartupError, ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
     _raise_descriptor_limit()
-    return asyncio.run(_serve(config, ahead, new_secret))
+    return asyncio.run(_serve(config, read, ahead, new_secret))
 
 
-async def _serve(config: Config, ahead: JudgingAhead | None, new_secret: bool) -> int:
+async def _serve(config: Config, read: Callable[[], Config], ahead: JudgingAhead | None, new_secret: bool) -> int:
     stop_wanted = asyncio.Event()
     loop = asyncio.get_running_loop()
-    daemon = Daemon(config, SystemClock(), stop_wanted.set, ahead, new_secret=new_secret)
+    daemon = Daemon(config, SystemClock(), stop_wanted.set, read, ahead, new_secret=new_secret)
 
     def interrupted() -> None:
         """By somebody at a terminal, who wants the memory back; a service manager sends SIGTERM."""
@@ -116,6 +124,7 @@ async def _serve(config: Config, ahead: JudgingAhead | None, new_secret: bool) -
     loop.add_signal_handler(signal.SIGINT, interrupted)
     try:
         await daemon.start()
+        loop.add_signal_handler(signal.SIGHUP, daemon.reload.on_signal)
         await stop_wanted.wait()
     finally:
         await daemon.stop()
@@ -130,6 +139,7 @@ class Daemon:
         config: Config,
         clock: Clock,
         on_shutdown: Callable[[], None],
+        read: Callable[[], Config],
         ahead: JudgingAhead | None = None,
         *,
         new_secret: bool = False,
@@ -139,6 +149,7 @@ class Daemon:
         self._ahead = ahead
         self._clock = clock
         self._on_shutdown = on_shutdown
+        self._read = read
         self._stack = contextlib.AsyncExitStack()
         self._ready_after_s = 0.0
         self.lifetime: Lifetime | None = None
@@ -212,10 +223,10 @@ class Daemon:
         self._warm = open_warm(config.host, config.daemon.state_dir, forget=keyring.dram_is_lost)
         self._sessions = SessionTable(self._warm.ledger.last_session_id if self._warm is not None else 0)
         host, residency = self._open_host(), make_residency(config)
-        nvme = self._open_nvme(residency, forget=keyring.nvme_is_lost) if config.nvme.enabled else None
+        self._nvme = self._open_nvme(residency, forget=keyring.nvme_is_lost) if config.nvme.enabled else None
         keyring.settle()
         adopted = self._adopt(host, residency)
-        self._store = Store(config, self._clock, self._completions, residency, host, nvme)
+        self._store = Store(config, self._clock, self._completions, residency, host, self._nvme)
         self._former = self._restore_clients(adopted)
         self._stack.push_async_callback(self._store.endurance.close)
         self._make_services()
@@ -276,7 +287,7 @@ class Daemon:
         self._warm.count(adopted, store.counters)
         return former
 
-    def _open_nvme(self, residency: Residency, *, forget: bool) -> Tier:
+    def _open_nvme(self, residency: Residency, *, forget: bool) -> NvmeTier:
         from kvstore_tiers.nvme.tier import NvmeTier
 
         nvme = self.config.nvme
@@ -335,9 +346,12 @@ class Daemon:
         self._answering = Answering(self._verbs, limits.inflight_per_client, self._latencies, clock)
         self._streams = DirectStreams(self._answering, limits.message_bytes)
         self._sampler = Sampler(self._parts(), self._latencies)
+        sizer = self._host_sizer()
+        self._host_resize = TierResize("host", store.host, store.rooms[HOST], sizer.give_back)
+        self._stack.push_async_callback(self._host_resize.close)
         self._maintenance = Maintenance(
             put, store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample,
-            (store.tick, self._host_sizer().tick),
+            (store.tick, sizer.tick),
         )  # fmt: skip
 
         def end_session(session: Session) -> None:
@@ -405,10 +419,11 @@ class Daemon:
             store.nvme, store.residency, self._tenants, self.config.nvme.quarantine_slots,
             store.writeback.sync if store.writeback is not None else _nothing_to_sync,
         )  # fmt: skip
+        self.reload = self._make_reload()
         explain = Explain(self._parts(), views, store.host, self._misses, store.promoter.estimate_us)
         history = HistoryView(self._sampler.history, store.flows, self.config, self._clock)
         admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminService(views, explain, history, drop, self.lifetime, quarantine), admin
+            AdminService(views, explain, history, drop, self.lifetime, quarantine, self.reload), admin
         )
         data = await self._serve_grpc(paths["data"])
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(SessionService(self._sessions, self._answering), data)
@@ -427,6 +442,22 @@ class Daemon:
         self._stack.callback(self._handshake.close)
         for path in paths.values():
             self._stack.callback(path.unlink, missing_ok=True)
+
+    def _make_reload(self) -> Reload:
+        store, nvme = self._store, None
+        if self._nvme is not None:
+            slabs = SlabsBack(self._nvme, self._completions)
+            nvme = TierResize("nvme", self._nvme, store.rooms[NVME], slabs.give_back)
+            self._stack.push_async_callback(nvme.close)
+        tenants = TenantList(self._prepare_tenants, self._apply_tenants)
+        return Reload(self.config, self._read, LiveSettings(store, self._host_resize, nvme, tenants))
+
+    def _prepare_tenants(self, config: Config) -> None:
+        pass
+
+    def _apply_tenants(self, config: Config) -> None:
+        self._tenants.relist(config.tenants, config.tenant_default)
+        self._reception.set_shares()
 
     async def _listen_unary(self, path: Path, health: Health) -> None:
         lifetime, config, store = self.lifetime, self.config, self._store

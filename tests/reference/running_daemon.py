@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -55,7 +56,7 @@ class DaemonDied(AssertionError):
 
 
 class RunningDaemon:
-    """One daemon and its directories. `settings` are `--set` arguments and win over `SMALL`."""
+    """One daemon and its directories. `settings` are `--set` arguments. They and a `config` file win over `SMALL`."""
 
     def __init__(self, directory: Path, *settings: str, failpoints: str = "", config: Path | None = None) -> None:
         self.directory = directory
@@ -80,8 +81,14 @@ class RunningDaemon:
         return (self.directory / "log").read_text(errors="replace")
 
     def command(self) -> list[str]:
-        chosen = [argument for setting in (*SMALL, *self.settings) for argument in ("--set", setting)]
-        file = ["--config", str(self.config)] if self.config is not None else []
+        file: list[str] = []
+        small = list(SMALL)
+        if self.config is not None:
+            file = ["--config", str(self.config)]
+            sections = tomllib.loads(self.config.read_text())
+            said = {f"{section}.{key}" for section, table in sections.items() if section != "tenant" for key in table}
+            small = [setting for setting in SMALL if setting.partition("=")[0] not in said]
+        chosen = [argument for setting in (*small, *self.settings) for argument in ("--set", setting)]
         return [
             sys.executable, "-m", "kvstored", "serve",
             "--socket-dir", str(self.socket_dir), "--state-dir", str(self.state_dir), *file, *chosen, *self.arguments,

@@ -188,6 +188,13 @@ class HostTier(Tier):
         """Grow no further than this. What is beyond it stays until `take_empty` takes it away."""
         self.ceiling_bytes = min(nbytes, self._capacity_bytes)
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Another capacity, which is the ceiling too. Raises ValueError for less than is used: `set_ceiling` and
+        `take_empty` come first then."""
+        if capacity_bytes < self.used_bytes:
+            raise ValueError(f"{self.used_bytes} bytes are used, the capacity cannot be {capacity_bytes}")
+        self._capacity_bytes = self.ceiling_bytes = capacity_bytes
+
     def take_empty(self) -> Callable[[], None] | None:
         """Take an empty arena out of the books; the answer gives its memory back, on any thread (20 ms for 64 MiB).
         None when there is none, or when they are sealed and cannot be given back."""

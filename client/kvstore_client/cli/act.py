@@ -1,4 +1,4 @@
-"""Commands that change something: drop, flush, drain, shutdown, invalidate."""
+"""Commands that change something: drop, flush, drain, reload, shutdown, invalidate."""
 
 from __future__ import annotations
 
@@ -54,6 +54,13 @@ def drain(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
             f"{human_count(reply.leases_left)} leases, {human_count(reply.pending_blocks)} blocks to write"
         )
     return Output(text, reply, FAILED if left else OK)
+
+
+def reload(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    reply = admin.call("Reload", wire.ReloadRequest(), wire.ReloadReply)
+    lines = [f"{each.name}: {each.before} -> {each.after}" for each in reply.applied]
+    lines += [f"{each.name}: {each.before} -> {each.after} (after a restart)" for each in reply.after_restart]
+    return Output("\n".join(lines) or f"no setting differs in {reply.source}", reply)
 
 
 def shutdown(admin: AdminSocket, arguments: argparse.Namespace) -> Output:

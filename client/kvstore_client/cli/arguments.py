@@ -42,6 +42,10 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         "take no new work, wait for clients to leave",
         ["kvctl drain --wait 120", "kvctl drain --undo"],
     ),
+    "reload": (
+        "read the configuration file again; what cannot be used changes nothing",
+        ["kvctl reload            # the same as SIGHUP and systemctl reload"],
+    ),
     "shutdown": (
         "stop the daemon",
         ["kvctl shutdown          # drains and flushes first", "kvctl shutdown --now"],

@@ -38,6 +38,7 @@ _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]]
     "drop": act.drop,
     "flush": act.flush,
     "drain": act.drain,
+    "reload": act.reload,
     "shutdown": act.shutdown,
     "invalidate": act.invalidate,
     "quarantine": quarantine,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 
 from kvstored.cli.exits import failure, mistake
@@ -18,7 +19,8 @@ examples:
   kvstored serve --new-secret                     once, where the secret is lost and there is no backup of it
   kvstored config                                 prints every setting, its default and what it means
 
-Ready when `kvctl ping` answers. SIGTERM stops in order and keeps DRAM for the next start where host.warm_restart
+Ready when `kvctl ping` answers. SIGHUP reads the configuration again (as `kvctl reload`); one that cannot be used
+changes nothing. SIGTERM stops in order and keeps DRAM for the next start where host.warm_restart
 says so; Ctrl-C stops in order and gives the memory back.
 exit status: 0 it was told to stop; 1 it could not start or go on; 2 a mistake in the arguments or the
 configuration, or a secret that is not the one of the blocks; 4 it could not stop in order, because a disk hangs
@@ -35,7 +37,9 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add_settings(serve)
     serve.add_argument("--record", metavar="FILE", help="short for --set daemon.record=FILE")
-    serve.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    serve.add_argument(
+        "--log-level", choices=["debug", "info", "warning", "error"], help="short for --set daemon.log_level=LEVEL"
+    )
     serve.add_argument(
         "--new-secret",
         action="store_true",
@@ -48,18 +52,18 @@ def _serve(arguments: argparse.Namespace) -> int:
     import gc
     import logging
 
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can read the configuration again
     gc.disable()  # until it serves: what a start makes is there to stay, and to look through it would cost 0.1 s
     from kvstore_proto.printable import PrintableFormatter
     from kvstored.config import ConfigError, load_config
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
     try:
-        recording = [] if arguments.record is None else [f"daemon.record={json.dumps(arguments.record)}"]
-        config = load_config(arguments.config, [*recording, *overrides(arguments)])
+        config = load_config(arguments.config, _overrides(arguments))
     except ConfigError as error:
         return mistake(str(error))
+    logging.basicConfig(level=config.daemon.log_level.upper(), handlers=[handler])
     from kvstore_tiers.failpoints import ENVIRONMENT, unknown_names
 
     if unknown_names():
@@ -71,7 +75,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         from kvstored.daemon import StartupError, run
 
         try:
-            return run(config, ahead, new_secret=arguments.new_secret)
+            read = lambda: load_config(arguments.config, _overrides(arguments))  # noqa: E731
+            return run(config, read, ahead, new_secret=arguments.new_secret)
         except StartupError as error:
             return failure(str(error))
     except ConfigError as error:  # what the configuration names turned out not to be usable
@@ -79,3 +84,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     finally:
         if ahead is not None:
             ahead.close()
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """What the command line sets, these two included."""
+    short = [
+        f"daemon.{key}={json.dumps(value)}"
+        for key, value in (("record", arguments.record), ("log_level", arguments.log_level))
+        if value is not None
+    ]
+    return [*short, *overrides(arguments)]

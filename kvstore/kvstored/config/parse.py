@@ -48,6 +48,7 @@ _LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})\Z")
 DURABILITY_MODES = ("none", "batch", "always")
 POLICIES = ("lru", "lfu-ttl", "lfu", "fifo", "s3-fifo", "sieve", "arc", "w-tinylfu", "gdsf", "chain-hazard")
 WARM_RESTARTS = ("auto", "systemd", "holder", "off")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 VERIFY_READS = ("off", "first", "always")
 WORTH_POLICIES = ("chain-hazard",)  # those that say what a block is worth
 ADMISSIONS = ("always", "second-touch", "worth")
@@ -153,7 +154,7 @@ def _build(raw: Table, source: str) -> Config:
     config = Config(
         daemon=DaemonSection(
             Path(daemon["socket_dir"]).absolute(), daemon["socket_group"], daemon["admin_group"], state_dir,
-            Path(daemon["record"]).absolute() if daemon["record"] else None,
+            Path(daemon["record"]).absolute() if daemon["record"] else None, daemon["log_level"],
         ),
         host=HostSection(
             host_bytes, min(size("host", "staging"), host_bytes // 4),
@@ -319,6 +320,7 @@ def _check(config: Config, memory_bytes: int) -> None:
         not nvme.enabled or not 0 < nvme.endurance_bytes_per_day < MIN_ENDURANCE_BYTES,
         f"nvme.endurance_bytes_per_day must be 0 (no limit) or at least {show_size(MIN_ENDURANCE_BYTES)}",
     )
+    one_of("daemon.log_level", config.daemon.log_level, LOG_LEVELS)
     one_of("host.policy", host.policy, POLICIES)
     one_of("host.warm_restart", host.warm_restart, WARM_RESTARTS)
     need(

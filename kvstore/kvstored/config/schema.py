@@ -20,6 +20,7 @@ class DaemonSection:
     admin_group: str
     state_dir: Path
     record: Path | None
+    log_level: str
 
 
 @dataclass(frozen=True)

@@ -232,11 +232,15 @@ class Reception:
             raise KVStoreError(ErrorKind.UNAVAILABLE, f"no staging memory can be made: {error.strerror}") from None
 
     def set_shares(self) -> None:
-        """Of all that are listed with any, at the start: blocks of before are protected before their tenant comes."""
+        """Of all that are listed with any, at the start: blocks of before are protected before their tenant comes. And
+        after a change of what is listed, of all that have a share."""
+        shares = {number for policy in self._policies for number in policy.shares}
         for tenant in self._tenants.all():
             limits = tenant.limits
-            if limits.host_min_bytes or limits.host_max_bytes or limits.nvme_max_bytes:
-                self._set_shares(tenant, self._residency.tenant(tenant.index_name))
+            is_limited = limits.host_min_bytes or limits.host_max_bytes or limits.nvme_max_bytes
+            number = self._residency.tenant(tenant.index_name) if is_limited or shares else -1
+            if is_limited or number in shares:
+                self._set_shares(tenant, number)
 
     def _set_shares(self, tenant: Tenant, tenant_id: int) -> None:
         limits = tenant.limits

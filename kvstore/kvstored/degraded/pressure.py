@@ -19,6 +19,7 @@ from kvstored.clock import NS_PER_S, Clock
 from kvstored.degraded.memory import MemoryReading
 from kvstored.degraded.modes import DegradedModes, Mode
 from kvstored.movement.room import Room
+from kvstored.movement.shrink import shrink_to_ceiling
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
@@ -94,23 +95,18 @@ class HostSizer:
         self._modes.enter(PART, Mode.SHRUNK, reason)
         self._shrinking = asyncio.get_running_loop().create_task(self._empty_arenas())
 
+    async def give_back(self) -> bool:
+        """Give the memory of an empty arena to the system; False when there is none."""
+        before_bytes = self._host.used_bytes
+        release = self._host.take_empty()
+        if release is None:
+            return False
+        self._counters.add("host_shrunk_bytes", before_bytes - self._host.used_bytes)
+        await asyncio.get_running_loop().run_in_executor(None, release)
+        return True
+
     async def _empty_arenas(self) -> None:
-        host, stuck = self._host, set[int]()
-        while host.used_bytes > host.ceiling_bytes:
-            before_bytes = host.used_bytes
-            give_back = host.take_empty()
-            if give_back is not None:
-                self._counters.add("host_shrunk_bytes", before_bytes - host.used_bytes)
-                await asyncio.get_running_loop().run_in_executor(None, give_back)
-                continue
-            arenas = [arena for arena in host.containers() if arena.container not in stuck]
-            if not arenas:
-                return  # the rest is being read or written: the next look tries again
-            emptiest = min(arenas, key=lambda arena: arena.used_slots * arena.slot_bytes)
-            # Whether or not it works: slots in limbo keep an arena although its rows left.
-            stuck.add(emptiest.container)
-            await self._room.vacate(emptiest.container)
-            await asyncio.sleep(0)
+        await shrink_to_ceiling(self._host, self._room, self.give_back)  # what is left, the next look tries again
 
     def _grow(self, spare_bytes: int, now_ns: int) -> None:
         if now_ns - self._calm_since_ns < CALM_S * NS_PER_S:

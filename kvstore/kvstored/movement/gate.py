@@ -41,7 +41,7 @@ class WriteGate:
         throttle_ms: int,
     ) -> None:
         self._residency = residency
-        self._admission = admission
+        self.admission = admission
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._throttle_s = throttle_ms / 1000
@@ -63,8 +63,8 @@ class WriteGate:
         if not self.breaker.takes_writes:
             return Refusal.TIER
         now_ns = self._clock.monotonic_ns()
-        if not self._admission.admit(row, now_ns):
-            return Refusal.WORTH if self._admission.judges_by_worth(row, now_ns) else Refusal.ADMISSION
+        if not self.admission.admit(row, now_ns):
+            return Refusal.WORTH if self.admission.judges_by_worth(row, now_ns) else Refusal.ADMISSION
         if self.endurance.is_scarce and not self._is_proven(row):
             return Refusal.SCARCE
         if self.pending_bytes > _BEHIND_FROM_BYTES and self.pending_bytes / self._bytes_per_s() > MAX_BEHIND_S:

@@ -18,6 +18,7 @@ from kvstored.lifecycle import Cause
 from kvstored.movement.evacuation import Allowance, Evacuation
 from kvstored.movement.eviction import Eviction
 from kvstored.movement.victims import Victims
+from kvstored.policies import Policy
 from kvstored.residency import Residency
 
 SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
@@ -45,6 +46,10 @@ class Room:
         self._eviction = eviction
         self._evacuation = evacuation
         self._position = eviction.position
+
+    def follow(self, policy: Policy) -> None:
+        """From now on this policy names what leaves."""
+        self._victims.follow(policy)
 
     def allocate_now(self, nbytes: int, tenant: int) -> Slot | None:
         """A slot if one is free and the tenant is below its maximum; evicts nothing."""

@@ -27,6 +27,10 @@ class Victims:
         self._orphans = orphans
         self._clock = clock
 
+    def follow(self, policy: Policy) -> None:
+        """From now on this policy of the same tier decides."""
+        self._policy = policy
+
     def next(self, exclude: Container[int], tenant: int | None = None) -> int:
         """The row to evict next, or -1. With `tenant`, one of its own."""
         row = self._orphans.next(self._policy, exclude, tenant)

@@ -15,6 +15,7 @@ from kvstored.operations.explain import Explain
 from kvstored.operations.history import HistoryView
 from kvstored.operations.lifetime import Lifetime
 from kvstored.operations.quarantine import Quarantine
+from kvstored.operations.reload import Reload
 from kvstored.operations.views import Views
 
 Handler = Callable[[Any, Any, Any], Awaitable[Any]]
@@ -45,6 +46,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         drop: Drop,
         lifetime: Lifetime,
         quarantine: Quarantine,
+        reload: Reload,
     ) -> None:
         self._views = views
         self._explain = explain
@@ -52,6 +54,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._drop = drop
         self._lifetime = lifetime
         self._quarantine = quarantine
+        self._reload = reload
 
     @_reporting
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
@@ -94,6 +97,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: pb.ReleaseQuarantineRequest, context: Any
     ) -> pb.ReleaseQuarantineReply:
         return await self._quarantine.release(request)
+
+    @_reporting
+    async def Reload(self, request: pb.ReloadRequest, context: Any) -> pb.ReloadReply:  # noqa: N802
+        return self._reload.reload()
 
     @_reporting
     async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:  # noqa: N802

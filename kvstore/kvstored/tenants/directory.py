@@ -77,6 +77,14 @@ class TenantDirectory:
     def close(self) -> None:
         self._names.close()
 
+    def relist(self, listed: tuple[TenantSection, ...], default: str) -> None:
+        """Let the configuration's tenants be these. Sessions go on as the tenants that they are."""
+        left = {section.name for section in self._listed} - {section.name for section in listed}
+        self._listed, self._default = listed, default
+        for section in (*listed, *map(TenantSection, sorted(left))):
+            self._tenant(section)
+        self._names.changed()
+
     def resolve(self, peer: Peer) -> Tenant | None:
         """The tenant of a caller: listed by uid, else by gid, else the default; None = refused."""
         for section in self._listed:

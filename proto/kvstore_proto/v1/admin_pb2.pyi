@@ -1355,3 +1355,64 @@ class FingerprintStatus(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["canonical", b"canonical", "digest", b"digest", "label", b"label", "tenants", b"tenants"]) -> None: ...
 
 global___FingerprintStatus = FingerprintStatus
+
+@typing.final
+class ReloadRequest(google.protobuf.message.Message):
+    """Reads the configuration again. INVALID_ARGUMENT says what is wrong with it; then nothing was changed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ReloadRequest = ReloadRequest
+
+@typing.final
+class ChangedSetting(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    BEFORE_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    before: builtins.str
+    after: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        before: builtins.str = ...,
+        after: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "before", b"before", "name", b"name"]) -> None: ...
+
+global___ChangedSetting = ChangedSetting
+
+@typing.final
+class ReloadReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    APPLIED_FIELD_NUMBER: builtins.int
+    AFTER_RESTART_FIELD_NUMBER: builtins.int
+    source: builtins.str
+    """the file, or "defaults" """
+    @property
+    def applied(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChangedSetting]:
+        """in force now; a smaller capacity takes its time"""
+
+    @property
+    def after_restart(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChangedSetting]:
+        """these differ too, and wait for a restart"""
+
+    def __init__(
+        self,
+        *,
+        source: builtins.str = ...,
+        applied: collections.abc.Iterable[global___ChangedSetting] | None = ...,
+        after_restart: collections.abc.Iterable[global___ChangedSetting] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_restart", b"after_restart", "applied", b"applied", "source", b"source"]) -> None: ...
+
+global___ReloadReply = ReloadReply

@@ -84,6 +84,11 @@ class AdminStub:
         kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply,
     ]
 
+    Reload: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.ReloadRequest,
+        kvstore_proto.v1.admin_pb2.ReloadReply,
+    ]
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.StatusRequest,
@@ -148,6 +153,11 @@ class AdminAsyncStub:
     ReleaseQuarantine: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.ReleaseQuarantineRequest,
         kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply,
+    ]
+
+    Reload: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.ReloadRequest,
+        kvstore_proto.v1.admin_pb2.ReloadReply,
     ]
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -241,5 +251,12 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.ReleaseQuarantineRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply]]: ...
+
+    @abc.abstractmethod
+    def Reload(
+        self,
+        request: kvstore_proto.v1.admin_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.ReloadReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.ReloadReply]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -215,6 +215,15 @@ class Slab:
             self._is_retired = True  # nothing of it may be written to the file any more
             return withdrawn
 
+    def remove(self) -> Withdrawn:
+        """Delete the file of a slab none of whose slots is out, and of which nothing will be written; the blocks that
+        its records still named. Raises OSError."""
+        file = self._file or (self._replaces.file if self._replaces is not None else None)
+        withdrawn = (self._replaces or self).retire()
+        if file is not None:
+            file.remove()
+        return withdrawn
+
     def withdraw(self, indices: Iterable[int], sequence: int) -> Withdrawn:
         """Overwrite live records of these slots whose generation is over; the blocks they named, for the index."""
         with self._records:

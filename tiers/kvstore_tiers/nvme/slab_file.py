@@ -41,6 +41,7 @@ class SlabFile:
         self.superblock = superblock
         self.slot_fd, self.direct = open_direct(path, require_direct=require_direct)
         self._record_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._is_removed = False
         self._has_names = os.fstat(self._record_fd).st_nlink > 0  # some file systems do not count them
 
     @classmethod
@@ -165,11 +166,21 @@ class SlabFile:
                 run += bytes(aligned_up(end) - end)
             os.pwrite(self._record_fd, run, SUPERBLOCK_BYTES + first * RECORD_BYTES)
 
+    def remove(self) -> None:
+        """Delete the file: nothing of it is needed any more. Raises OSError."""
+        self._is_removed = True
+        self.path.unlink(missing_ok=True)
+        sync_directory(self.path.parent)
+        os.ftruncate(self._record_fd, 0)  # what has it open, the scrubber perhaps, does not keep the space
+
     def sync(self) -> None:
         """Make slots and records that were written durable.
 
-        Raises OSError when the file was removed: no start would find what is in it, however well it was synced.
+        Raises OSError when the file was removed by another: no start would find what is in it, however well it was
+        synced.
         """
+        if self._is_removed:
+            return
         os.fdatasync(self._record_fd)
         if self._has_names and not os.fstat(self._record_fd).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "removed while it was in use", str(self.path))

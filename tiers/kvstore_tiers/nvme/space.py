@@ -32,6 +32,7 @@ class SlabSpace:
         self, directory: TierDirectory, capacity_bytes: int, slab_bytes: int, *, require_direct: bool = False
     ) -> None:
         self.capacity_bytes = capacity_bytes
+        self.ceiling_bytes = capacity_bytes
         self.slabs: dict[int, Slab] = {}
         self.damaged_bytes = directory.damaged_bytes()
         self._directory = directory
@@ -62,6 +63,16 @@ class SlabSpace:
     def growth_bytes(self) -> int:
         """What the next slab file takes of the file system, where the capacity allows one."""
         return self._slab_bytes
+
+    def set_ceiling(self, nbytes: int) -> None:
+        """Make no slab beyond this. What is beyond it stays until it is discarded."""
+        self.ceiling_bytes = min(nbytes, self.capacity_bytes)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Another capacity, which is the ceiling too. Raises ValueError for less than is used."""
+        if capacity_bytes < self.used_bytes:
+            raise ValueError(f"{self.used_bytes} bytes are used, the capacity cannot be {capacity_bytes}")
+        self.capacity_bytes = self.ceiling_bytes = capacity_bytes
 
     def allocate(self, nbytes: int, *, may_grow: bool) -> tuple[Slab, Slot] | None:
         """A slot of exactly `nbytes`, from a slab with room, a new slab, or an empty one of another slot size."""
@@ -124,6 +135,7 @@ class SlabSpace:
     def discard(self, slab: Slab) -> None:
         """Forget a slab whose file is gone or was never made."""
         del self.slabs[slab.number]
+        self._aside.discard(slab.number)
         self._empty.pop(slab.number, None)
         self._forget_room(slab)
         self._slab_file_bytes -= slab.superblock.file_bytes
@@ -172,7 +184,7 @@ class SlabSpace:
         return slab.in_use == 0
 
     def _new(self, slot_bytes: int) -> Slab | None:
-        room_bytes = self.capacity_bytes - self.used_bytes
+        room_bytes = self.ceiling_bytes - self.used_bytes
         file_bytes = min(max(self._slab_bytes, smallest_file_bytes(slot_bytes)), aligned_down(room_bytes))
         file_bytes, slots = self._fitted(file_bytes, slot_bytes, room_bytes, self._slots)
         if slots < 1:
@@ -200,7 +212,7 @@ class SlabSpace:
             if made is None:
                 self.discard(old)  # it was planned and never written to
                 return self._new(slot_bytes)
-            room_bytes = old.superblock.file_bytes + self.capacity_bytes - self.used_bytes
+            room_bytes = old.superblock.file_bytes + self.ceiling_bytes - self.used_bytes
             others = self._slots - old.superblock.slots
             file_bytes, slots = self._fitted(old.superblock.file_bytes, slot_bytes, room_bytes, others)
             if slots < 1:

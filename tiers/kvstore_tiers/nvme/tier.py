@@ -240,6 +240,46 @@ class NvmeTier(Tier):
     def put_back(self, container: int) -> bool:
         return self._space.put_back(container)
 
+    @property
+    def used_bytes(self) -> int:
+        return self._space.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What was configured; the ceiling, what may be used of it for now."""
+        return self._space.capacity_bytes
+
+    @property
+    def ceiling_bytes(self) -> int:
+        return self._space.ceiling_bytes
+
+    def set_ceiling(self, nbytes: int) -> None:
+        """Grow no further than this. What is beyond it stays until `discard` takes it away."""
+        self._space.set_ceiling(nbytes)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Another capacity, which is the ceiling too. Raises ValueError for less than is used."""
+        self._space.resize(capacity_bytes)
+
+    def discard(self, container: int, done: Completion) -> None:
+        """Delete the file of an empty slab that is set aside. When `done` says DONE, `discarded` takes it off the
+        books. Raises RuntimeError for a slab with a slot out."""
+        slab = self._space.slabs[container]
+        if slab.in_use:
+            raise RuntimeError(f"slab {container} is not empty")
+
+        def remove() -> Outcome:
+            self._journal.note_withdrawn(slab.remove())
+            return Outcome(OutcomeKind.DONE)
+
+        self._threads.submit(remove, done)
+
+    def discarded(self, container: int) -> None:
+        """`discard` went well: its space counts no more."""
+        slab = self._space.slabs[container]
+        self._space.discard(slab)
+        slab.close()
+
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:

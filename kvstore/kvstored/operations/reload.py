@@ -1,0 +1,139 @@
+"""Reading the configuration again while the daemon serves, at SIGHUP or `kvctl reload`.
+
+Owns what has to hold: a configuration that cannot be used changes nothing; of one that can, the settings that
+`LiveSettings` knows take effect at once, and every other that differs is named as one that waits for a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.config import Config, ConfigError
+from kvstored.notify import notify
+
+log = logging.getLogger(__name__)
+_FOLLOW_CAPACITY = {"host.staging", "host.arena", "nvme.slab"}  # "auto", or a part of the capacity at most
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting, by its name in the file."""
+
+    name: str
+    before: Any
+    after: Any
+
+
+class Live(Protocol):
+    """What can change while the daemon serves."""
+
+    def prepare(self, config: Config) -> None:
+        """Everything that can fail, done without changing anything. Raises ConfigError."""
+        ...
+
+    def apply(self, config: Config, names: set[str]) -> set[str]:
+        """Let the settings `names` be as in `config`; those that took effect."""
+        ...
+
+
+class Reload:
+    """`read()` reads the configuration as at the start; ConfigError when it cannot be used."""
+
+    def __init__(self, config: Config, read: Callable[[], Config], live: Live) -> None:
+        self._config = config
+        self._read = read
+        self._live = live
+
+    def reload(self) -> pb.ReloadReply:
+        """Raises KVStoreError, with everything as it was, when the configuration cannot be used."""
+        notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            return self._reload()
+        finally:
+            notify("READY=1")
+
+    def on_signal(self) -> None:
+        """The same for a caller that hears no answer but the log."""
+        try:
+            self.reload()
+        except KVStoreError:
+            return  # it is in the log
+
+    def _reload(self) -> pb.ReloadReply:
+        try:
+            config = self._read()
+            self._live.prepare(config)
+        except ConfigError as error:
+            log.error("reload: nothing was changed: %s", error)
+            raise KVStoreError(ErrorKind.INVALID, f"nothing was changed: {error}") from None
+        changed = {each.name: each for each in differences(self._config, config)}
+        applied = self._live.apply(config, set(changed))
+        reply = pb.ReloadReply(source=config.source)
+        for name, each in changed.items():
+            listed = reply.applied if name in applied else reply.after_restart
+            listed.add(name=name, before=_shown(each.before), after=_shown(each.after))
+            log.info(
+                "reload: %s: %s -> %s%s",
+                name, _shown(each.before), _shown(each.after), "" if name in applied else " (after a restart)",
+            )  # fmt: skip
+        if not changed:
+            log.info("reload: the settings are as they were")
+        self._config = _merged(self._config, config, applied)
+        return reply
+
+
+def differences(before: Config, after: Config) -> Iterator[Difference]:
+    """The settings in which two configurations differ, in the order of the file."""
+    for section in fields(Config):
+        old, new = getattr(before, section.name), getattr(after, section.name)
+        if section.name in ("tenants", "tenant_default"):
+            if old != new:
+                name = "[[tenant]]" if section.name == "tenants" else "tenants.default"
+                yield Difference(name, old, new)
+        elif section.name != "source":
+            yield from _in_section(section.name, old, new)
+
+
+def _in_section(section: str, old: Any, new: Any) -> Iterator[Difference]:
+    follows = section in ("host", "nvme") and old.capacity_bytes != new.capacity_bytes
+    for field in fields(old):
+        name = f"{section}.{field.name.removesuffix('_bytes')}"
+        if follows and name in _FOLLOW_CAPACITY:
+            continue
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        if before != after:
+            yield Difference(name, before, after)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):  # tenants
+        return ", ".join(section.name for section in value) or "none"
+    return str(value)
+
+
+def _merged(old: Config, new: Config, applied: set[str]) -> Config:
+    """What is in force: the new settings that were applied, the old ones elsewhere. A setting that waits for a restart
+    is so named again at the next reload."""
+    chosen: dict[str, Any] = {}
+    for section in fields(Config):
+        before, after = getattr(old, section.name), getattr(new, section.name)
+        if section.name == "tenants":
+            chosen["tenants"] = after if "[[tenant]]" in applied else before
+        elif section.name == "tenant_default":
+            chosen["tenant_default"] = after if "tenants.default" in applied else before
+        elif section.name == "source":
+            chosen["source"] = after
+        else:
+            live = {
+                field.name: getattr(after, field.name)
+                for field in fields(before)
+                if f"{section.name}.{field.name.removesuffix('_bytes')}" in applied
+            }
+            chosen[section.name] = replace(before, **live)
+    return Config(**chosen)

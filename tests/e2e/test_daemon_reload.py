@@ -1,0 +1,185 @@
+"""SIGHUP and `kvctl reload`: what can change while the daemon serves does, and a mistake changes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_client.cli.exit_codes import FAILED
+from tests.e2e.test_daemon_eviction import Watcher
+from tests.reference.kvctl import Kvctl
+from tests.reference.running_daemon import (
+    MIB,
+    RunningDaemon,
+    eventually,
+    holds,
+    model,
+    payloads_of,
+    running_daemon,
+    tokens_of,
+)
+
+MODEL = model(kib_a_block=64)
+BLOCKS = 16
+TIERS = """
+[host]
+capacity = "{host}MiB"
+policy = "{policy}"
+[nvme]
+capacity = "{nvme}MiB"
+[daemon]
+log_level = "{level}"
+[movement]
+in_flight = {in_flight}
+"""
+BEFORE: dict[str, Any] = {"host": 32, "nvme": 64, "policy": "lru", "level": "info", "in_flight": 8}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "kvstored.toml"
+    write(path)
+    return path
+
+
+@pytest.fixture
+def daemon(file: Path) -> Iterator[RunningDaemon]:
+    with running_daemon(config=file) as running:
+        yield running
+
+
+def write(path: Path, more: str = "", **changes: Any) -> None:
+    path.write_text(TIERS.format(**BEFORE | changes) + more)
+
+
+def fill(daemon: RunningDaemon, conversations: range) -> None:
+    with daemon.connect(MODEL) as session:
+        for conversation in conversations:
+            session.put(tokens_of(conversation, BLOCKS), payloads=payloads_of(conversation, BLOCKS, MODEL))
+
+
+def must_hold(daemon: RunningDaemon, conversations: range) -> int:
+    """Blocks that are there still; each is what was stored."""
+    found = 0
+    with daemon.connect(MODEL) as session:
+        for conversation in conversations:
+            with session.get(tokens_of(conversation, BLOCKS)) as lease:
+                assert holds(lease, payloads_of(conversation, len(lease), MODEL))
+                found += len(lease)
+    return found
+
+
+def hang_up(daemon: RunningDaemon, says: str) -> None:
+    """SIGHUP, and wait until the log has the answer. The daemon lives on."""
+    os.kill(daemon.pid, signal.SIGHUP)
+    assert eventually(lambda: says in daemon.log), daemon.log
+    assert daemon.status().state == "serving"
+
+
+def test_a_hangup_does_not_end_the_daemon(daemon: RunningDaemon) -> None:
+    fill(daemon, range(1, 3))
+    hang_up(daemon, "reload: the settings are as they were")
+    assert must_hold(daemon, range(1, 3)) == 2 * BLOCKS
+
+
+def test_capacities_grow_and_shrink_and_what_fits_stays(daemon: RunningDaemon, file: Path, capfdbinary: Any) -> None:
+    conversations = range(1, 61)  # 65 MiB
+    fill(daemon, conversations)
+    with Watcher(daemon):
+        write(file, host=20, nvme=40)
+        said = Kvctl(daemon, capfdbinary).json("reload")
+        assert {each["name"] for each in said["applied"]} == {"host.capacity", "nvme.capacity"}
+        assert not said["after_restart"]
+        wanted = {"host": 20 * MIB, "nvme": 40 * MIB}
+        assert eventually(lambda: {n: tier.capacity_bytes for n, tier in daemon.tiers().items()} == wanted), daemon.log
+        there = must_hold(daemon, conversations)
+        assert there > 25 * BLOCKS, "nearly 40 MiB of them"
+        write(file, host=48, nvme=128)
+        hang_up(daemon, f"nvme.capacity: {40 * MIB} -> {128 * MIB}")
+        fill(daemon, conversations)
+    assert must_hold(daemon, conversations) == len(conversations) * BLOCKS
+    assert daemon.tiers()["nvme"].capacity_bytes == 128 * MIB
+
+
+def test_a_smaller_nvme_survives_a_crash(daemon: RunningDaemon, file: Path) -> None:
+    fill(daemon, range(1, 61))
+    write(file, nvme=40)
+    hang_up(daemon, "nvme has its new capacity of 40 MiB")
+    there = must_hold(daemon, range(1, 61))
+    daemon.kill9()
+    daemon.restart()
+    assert must_hold(daemon, range(1, 61)) >= there - 32 * 16, "what was in DRAM alone may be gone"
+    daemon.stop()
+    daemon.check()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[host]\ncapacity = 'lots'\n", "host.capacity"),
+        ("[hots]\n", "did you mean host?"),
+        ("[host]\ncapacity = '9MiB'\nstaging = '1MiB'\narena = '1MiB'\n", "restart it for so little"),
+        ("nonsense", "is not TOML"),
+    ],
+)
+def test_a_mistake_changes_nothing(daemon: RunningDaemon, file: Path, capfdbinary: Any, text: str, says: str) -> None:
+    file.write_text(text)
+    kvctl = Kvctl(daemon, capfdbinary)
+    assert says in kvctl("reload", exit_code=FAILED).err
+    hang_up(daemon, "reload: nothing was changed")
+    assert daemon.tiers()["host"].capacity_bytes == 32 * MIB
+    write(file)
+    assert "no setting differs" in kvctl("reload").out
+
+
+def test_what_waits_for_a_restart_is_named_each_time(daemon: RunningDaemon, file: Path, capfdbinary: Any) -> None:
+    kvctl = Kvctl(daemon, capfdbinary)
+    for _ in range(2):
+        write(file, in_flight=4)
+        said = kvctl.json("reload")
+        assert [each["name"] for each in said["after_restart"]] == ["movement.in_flight"]
+        assert not said["applied"]
+    write(file)
+    assert "no setting differs" in kvctl("reload").out
+
+
+def test_policy_and_log_level_change(daemon: RunningDaemon, file: Path, capfdbinary: Any) -> None:
+    fill(daemon, range(1, 40))
+    kvctl = Kvctl(daemon, capfdbinary)
+    for policy in ("chain-hazard", "lfu-ttl", "lru"):
+        write(file, policy=policy, level="debug")
+        assert f"host.policy: {policy}" not in kvctl("reload").out
+        assert f"(by {policy})" in kvctl("tiers").out
+        with Watcher(daemon):
+            fill(daemon, range(1, 40))
+    write(file, level="error")
+    lines = daemon.log.count(" INFO ")
+    kvctl("reload")
+    fill(daemon, range(1, 3))
+    assert daemon.log.count(" INFO ") == lines
+    assert must_hold(daemon, range(1, 40)) > 0
+
+
+def test_a_tenants_share_changes_while_it_is_connected(file: Path, capfdbinary: Any) -> None:
+    listed = f"[[tenant]]\nname = 'chat'\nuids = [{os.geteuid()}]\n"
+    write(file, f"{listed}host_max = '2MiB'\n")
+    with running_daemon(config=file) as daemon, daemon.connect(MODEL) as session:
+        kvctl = Kvctl(daemon, capfdbinary)
+
+        def fill_all() -> int:
+            for conversation in range(1, 40):
+                session.put(tokens_of(conversation, BLOCKS), payloads=payloads_of(conversation, BLOCKS, MODEL))
+            return daemon.tiers()["host"].used_by["blocks"]
+
+        for maximum in (4, 8):
+            write(file, f"{listed}host_max = '{maximum}MiB'\n")
+            assert "[[tenant]]: chat -> chat" in kvctl("reload").out
+            assert maximum * MIB - MIB < fill_all() <= maximum * MIB
+        write(file, listed)
+        kvctl("reload")
+        assert fill_all() > 16 * MIB
