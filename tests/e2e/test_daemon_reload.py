@@ -100,7 +100,7 @@ def test_capacities_grow_and_shrink_and_what_fits_stays(daemon: RunningDaemon, f
         there = must_hold(daemon, conversations)
         assert there > 25 * BLOCKS, "nearly 40 MiB of them"
         write(file, host=48, nvme=128)
-        hang_up(daemon, f"nvme.capacity: {40 * MIB} -> {128 * MIB}")
+        hang_up(daemon, "nvme.capacity: 40.0 MiB -> 128 MiB")
         fill(daemon, conversations)
     assert must_hold(daemon, conversations) == len(conversations) * BLOCKS
     assert daemon.tiers()["nvme"].capacity_bytes == 128 * MIB
@@ -171,15 +171,15 @@ def test_a_tenants_share_changes_while_it_is_connected(file: Path, capfdbinary: 
     with running_daemon(config=file) as daemon, daemon.connect(MODEL) as session:
         kvctl = Kvctl(daemon, capfdbinary)
 
-        def fill_all() -> int:
-            for conversation in range(1, 40):
+        def fill_with(conversations: range) -> int:
+            for conversation in conversations:
                 session.put(tokens_of(conversation, BLOCKS), payloads=payloads_of(conversation, BLOCKS, MODEL))
             return daemon.tiers()["host"].used_by["blocks"]
 
-        for maximum in (4, 8):
+        for maximum, conversations in ((4, range(100, 140)), (8, range(200, 240))):
             write(file, f"{listed}host_max = '{maximum}MiB'\n")
-            assert "[[tenant]]: chat -> chat" in kvctl("reload").out
-            assert maximum * MIB - MIB < fill_all() <= maximum * MIB
+            assert f"-> chat (host_max {maximum}.0 MiB" in kvctl("reload").out
+            assert maximum * MIB - MIB < fill_with(conversations) <= maximum * MIB
         write(file, listed)
         kvctl("reload")
-        assert fill_all() > 16 * MIB
+        assert fill_with(range(300, 340)) > 16 * MIB

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.config import Config, ConfigError
+from kvstored.config import Config, ConfigError, TenantSection
+from kvstored.config.sizes import show_size
 from kvstored.notify import notify
 
 log = logging.getLogger(__name__)
@@ -23,11 +24,11 @@ _FOLLOW_CAPACITY = {"host.staging", "host.arena", "nvme.slab"}  # "auto", or a p
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting, by its name in the file."""
+    """One setting, by its name in the file, with its values for people."""
 
     name: str
-    before: Any
-    after: Any
+    before: str
+    after: str
 
 
 class Live(Protocol):
@@ -77,10 +78,10 @@ class Reload:
         reply = pb.ReloadReply(source=config.source)
         for name, each in changed.items():
             listed = reply.applied if name in applied else reply.after_restart
-            listed.add(name=name, before=_shown(each.before), after=_shown(each.after))
+            listed.add(name=name, before=each.before, after=each.after)
             log.info(
                 "reload: %s: %s -> %s%s",
-                name, _shown(each.before), _shown(each.after), "" if name in applied else " (after a restart)",
+                name, each.before, each.after, "" if name in applied else " (after a restart)",
             )  # fmt: skip
         if not changed:
             log.info("reload: the settings are as they were")
@@ -95,7 +96,7 @@ def differences(before: Config, after: Config) -> Iterator[Difference]:
         if section.name in ("tenants", "tenant_default"):
             if old != new:
                 name = "[[tenant]]" if section.name == "tenants" else "tenants.default"
-                yield Difference(name, old, new)
+                yield Difference(name, _shown(old), _shown(new))
         elif section.name != "source":
             yield from _in_section(section.name, old, new)
 
@@ -108,13 +109,28 @@ def _in_section(section: str, old: Any, new: Any) -> Iterator[Difference]:
             continue
         before, after = getattr(old, field.name), getattr(new, field.name)
         if before != after:
-            yield Difference(name, before, after)
+            show = show_size if field.name.endswith("_bytes") else str
+            yield Difference(name, show(before), show(after))
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, tuple):  # tenants
-        return ", ".join(section.name for section in value) or "none"
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown_tenant, value)) or "none"
     return str(value)
+
+
+def _shown_tenant(section: TenantSection) -> str:
+    """Its name and what the file says of it."""
+    said = {
+        "host_max": show_size(section.host_max_bytes) if section.host_max_bytes else "",
+        "host_min": show_size(section.host_min_bytes) if section.host_min_bytes else "",
+        "nvme_max": show_size(section.nvme_max_bytes) if section.nvme_max_bytes else "",
+        "uids": " ".join(map(str, section.uids)),
+        "gids": " ".join(map(str, section.gids)),
+        "durability": section.durability,
+    }
+    words = ", ".join(f"{key} {value}" for key, value in said.items() if value)
+    return f"{section.name} ({words})" if words else section.name
 
 
 def _merged(old: Config, new: Config, applied: set[str]) -> Config:
