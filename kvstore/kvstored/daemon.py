@@ -41,6 +41,7 @@ from kvstored.dataplane.staging import StagingPool
 from kvstored.degraded.memory import MemoryWatch
 from kvstored.degraded.pressure import HostSizer
 from kvstored.exits import EXIT_HANGS
+from kvstored.fresh_directories import FreshDirectories
 from kvstored.instance import AlreadyRunning, InstanceLock, who_else_can_change
 from kvstored.integrity import Integrity
 from kvstored.maintenance import Maintenance
@@ -152,6 +153,8 @@ class Daemon:
         self._read = read
         self._stack = contextlib.AsyncExitStack()
         self._ready_after_s = 0.0
+        self._has_served = False
+        self._fresh = FreshDirectories()
         self.lifetime: Lifetime | None = None
         self.forgets_memory = False  # at the end: nothing of DRAM is left to a next process
 
@@ -166,6 +169,7 @@ class Daemon:
 
     async def _start(self) -> None:
         config = self.config
+        self._fresh = FreshDirectories(config.daemon.socket_dir, config.daemon.state_dir, config.nvme.path)
         prepare_directory(config.daemon.socket_dir, config.daemon.socket_group)
         _make_state_dir(config.daemon.state_dir)
         lock = InstanceLock(config.daemon.state_dir)
@@ -175,6 +179,7 @@ class Daemon:
         self._start_tasks()
         assert self.lifetime is not None
         self.lifetime.state = State.SERVING
+        self._has_served = True
         gc.freeze()  # what start-up made lives as long as the daemon: collections need not walk it
         gc.enable()  # `kvstored serve` begins without
         self._ready_after_s = _since_process_start_s()
@@ -194,6 +199,8 @@ class Daemon:
         limit.start()
         try:
             if self.lifetime is not None:
+                if self._has_served:
+                    log.info("stopping: %s", self._after_stop())
                 self.lifetime.state = State.STOPPING
                 self._handshake.accepting = False
                 if self._store.writeback is not None:  # while clients who wait for that word can still hear it
@@ -201,6 +208,8 @@ class Daemon:
             await self._stack.aclose()
         finally:
             limit.cancel()
+        if not self._has_served:
+            self._fresh.remove()
 
     async def _settle(self, intake: Intake) -> None:
         """Nobody asks any more: end what is under way, write what waits, leave no transfer in flight."""
@@ -260,6 +269,8 @@ class Daemon:
         if self._warm is None:
             tier.close()
             return
+        if not self._has_served and not self._warm.ledger.arenas():
+            self.forgets_memory = True  # a start that failed, with nothing to keep: no holder stays behind
         if self.forgets_memory:
             tier.close()
         else:
@@ -374,8 +385,15 @@ class Daemon:
         self._reception.set_shares()
         self._handshake = HandshakeServer(sockets / "handshake.sock", self._reception, limits.max_clients)
         self.lifetime = Lifetime(
-            self._handshake, self._sessions, store.leases, residency, store.writeback, self._on_shutdown
-        )
+            self._handshake, self._sessions, store.leases, residency, store.writeback, self._on_shutdown,
+            self._after_stop,
+        )  # fmt: skip
+
+    def _after_stop(self) -> str:
+        """What becomes of DRAM, in a sentence."""
+        if self._warm is None:
+            return 'DRAM is given back: nothing keeps it (host.warm_restart = "off", or host.sealed)'
+        return "DRAM is given back, as Ctrl-C asks for" if self.forgets_memory else self._warm.keeper.after_stop
 
     def _recorded(self, verbs: Verbs) -> Verbs:
         """`verbs`, with a recorder listening where the configuration asks for one."""

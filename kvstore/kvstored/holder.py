@@ -1,13 +1,15 @@
 """The holder: a small process that keeps the descriptors of a daemon's memory while there is no daemon.
 
 `python -m kvstored.holder --listen FD --path SOCKET`; the daemon starts it and hands it a listening SOCK_SEQPACKET
-socket of mode 0600. A packet is an operation letter and a name, with the descriptor where there is one:
+socket of mode 0600. As a service of its own (`--stay --path SOCKET`, deploy/systemd/kvstored-holder.service) it makes
+the socket itself and holds on until it is stopped, so that it outlives the daemon's unit. A packet is an operation
+letter and a name, with the descriptor where there is one:
 
     K name + descriptor   keep it, in place of what had that name
     D name                drop it
     S seconds             how long to hold on without a daemon, from now on
     L                     list: answered by one "F name" + descriptor for each, then by "E"
-    Q                     quit: drop everything and exit
+    Q                     quit: drop everything and exit; a service stays
 
 Owns the descriptors and nothing else: it never maps or reads them, and imports little, to stay small. It
 outlives the daemon's death (own session, no inherited pipe), and ends by itself: told to, when it holds nothing and
@@ -28,21 +30,24 @@ import socket
 import sys
 import time
 
+from kvstored.notify import notify
 from kvstored.passing import is_of_our_user, receive_packet, send_packet
 
 LOOK_S = 1.0  # between two looks at whether there is still reason to live
 DEFAULT_LINGER_S = 600.0
 ANSWER_TIMEOUT_S = 10.0
 MAX_NAME_BYTES = 64
+_BACKLOG = 4
 MAX_DESCRIPTORS = 65_536
 
 
 class Holder:
     """See the module. `path` is the file of `listener`."""
 
-    def __init__(self, listener: socket.socket, path: str) -> None:
+    def __init__(self, listener: socket.socket, path: str, *, stays: bool = False) -> None:
         self._listener = listener
         self._path = path
+        self._stays = stays
         self._inode = _inode(path)
         self._held: dict[bytes, int] = {}
         self._connections: set[socket.socket] = set()
@@ -68,15 +73,13 @@ class Holder:
                     return
 
     def close(self) -> None:
-        for descriptor in self._held.values():
-            os.close(descriptor)
-        self._held.clear()
+        self._drop_all()
         if self._can_be_found():
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
 
     def _has_no_reason(self) -> bool:
-        if self._connections:
+        if self._stays or self._connections:
             return False
         alone_s = time.monotonic() - self._alone_since_s
         if alone_s < LOOK_S:  # whoever started us is about to connect
@@ -125,7 +128,8 @@ class Holder:
                 self._take_in(other)
             self._list(connection)
         elif operation == b"Q":
-            self._told_to_quit = True
+            self._drop_all()
+            self._told_to_quit = not self._stays
         for stray in descriptors:
             os.close(stray)
 
@@ -138,6 +142,11 @@ class Holder:
             connection.settimeout(None)  # with one, a call that is not to wait would wait for it
         except OSError:
             self._end(connection)
+
+    def _drop_all(self) -> None:
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
 
     def _drop(self, name: bytes) -> None:
         descriptor = self._held.pop(name, -1)
@@ -160,23 +169,50 @@ def _inode(path: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+def _listening(path: str) -> socket.socket:
+    """A new socket of mode 0600, in the place of one that a process before left. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    before = os.umask(0o177)
+    try:
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run until there is nothing to hold. Not for people: the daemon starts it."""
+    """Run until there is nothing to hold, or as a service until it is stopped."""
     parser = argparse.ArgumentParser(
         prog="python -m kvstored.holder",
         description="Keeps the memory of a kvstored daemon over its restart. The daemon starts it by itself, "
-        "where host.warm_restart says so.",
+        "where host.warm_restart says so. With --stay it is a service: kvstored-holder.service.",
     )
-    parser.add_argument("--listen", type=int, required=True, metavar="FD", help="an inherited listening socket")
+    parser.add_argument("--listen", type=int, metavar="FD", help="an inherited listening socket")
     parser.add_argument("--path", required=True, metavar="SOCKET", help="the file of that socket")
+    parser.add_argument("--stay", action="store_true", help="make the socket, and hold on until SIGTERM")
     chosen = parser.parse_args(arguments)
+    if chosen.stay == (chosen.listen is not None):
+        parser.error("give --listen FD or --stay")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the daemon, which will tell us
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor over the limit would vanish unseen
-    with socket.socket(fileno=chosen.listen) as listener:
-        holder = Holder(listener, chosen.path)
+    try:
+        listener = _listening(chosen.path) if chosen.stay else socket.socket(fileno=chosen.listen)
+    except OSError as error:
+        print(f"kvstored.holder: cannot listen on {chosen.path}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    with listener:
+        holder = Holder(listener, chosen.path, stays=chosen.stay)
+        notify("READY=1")
         try:
             holder.run()
         finally:

@@ -33,6 +33,7 @@ _OTHER_VALUES = (
     "first",
     "holder",
     "refuse",
+    "debug",
     "/tmp/elsewhere",
     "localhost:7443",
     "48MiB",

@@ -65,7 +65,8 @@ def reload(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 def shutdown(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     reply = admin.call("Shutdown", wire.ShutdownRequest(now=arguments.now), wire.ShutdownReply)
-    return Output(f"daemon {reply.pid} is stopping", reply)
+    after = f"\n{reply.after_stop}" if reply.after_stop else ""
+    return Output(f"daemon {reply.pid} is stopping{after}", reply)
 
 
 def invalidate(admin: AdminSocket, arguments: argparse.Namespace) -> Output:

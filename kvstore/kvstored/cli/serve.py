@@ -17,6 +17,7 @@ examples:
   kvstored serve --socket-dir /tmp/kv --state-dir /tmp/kv/state --set host.capacity=2GiB --set nvme.capacity=8GiB
   kvstored serve --record ./today.jsonl.gz        records what clients ask for, for kvstored simulate
   kvstored serve --new-secret                     once, where the secret is lost and there is no backup of it
+  kvstored serve --check-config --config ./kvstored.toml      before a restart: does it start with this?
   kvstored config                                 prints every setting, its default and what it means
 
 Ready when `kvctl ping` answers. SIGHUP reads the configuration again (as `kvctl reload`); one that cannot be used
@@ -41,6 +42,11 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--log-level", choices=["debug", "info", "warning", "error"], help="short for --set daemon.log_level=LEVEL"
     )
     serve.add_argument(
+        "--check-config",
+        action="store_true",
+        help="say whether the configuration can be used, and exit: 0 it can, 2 it cannot",
+    )
+    serve.add_argument(
         "--new-secret",
         action="store_true",
         help="where the state directory's secret is lost or another: drop the blocks that it does not reach and go on",
@@ -63,6 +69,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         config = load_config(arguments.config, _overrides(arguments))
     except ConfigError as error:
         return mistake(str(error))
+    if arguments.check_config:
+        print(f"{config.source}: the configuration can be used")
+        return 0
     logging.basicConfig(level=config.daemon.log_level.upper(), handlers=[handler])
     from kvstore_tiers.failpoints import ENVIRONMENT, unknown_names
 

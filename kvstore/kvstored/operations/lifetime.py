@@ -32,7 +32,7 @@ class State(Enum):
 
 
 class Lifetime:
-    """`stop` is called once a shutdown is wanted; it returns at once."""
+    """`stop` is called once a shutdown is wanted; it returns at once. `after_stop()` says what becomes of DRAM then."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class Lifetime:
         residency: Residency,
         writeback: WriteBack | None,
         stop: Callable[[], None],
+        after_stop: Callable[[], str],
     ) -> None:
         self._handshake = handshake
         self._sessions = sessions
@@ -50,6 +51,7 @@ class Lifetime:
         self._shutting_down: asyncio.Task[None] | None = None
         self._writeback = writeback
         self._stop = stop
+        self._after_stop = after_stop
         self._state = State.STARTING
         self.on_change: list[Callable[[State], None]] = []  # each is told the new state, at once
 
@@ -94,7 +96,7 @@ class Lifetime:
     def shutdown(self, request: pb.ShutdownRequest) -> pb.ShutdownReply:
         """Stop: at once with `now`, else after clients had some time to leave. Either way the daemon flushes."""
         self._shutting_down = asyncio.create_task(self._shut_down(request.now))
-        return pb.ShutdownReply(pid=os.getpid())
+        return pb.ShutdownReply(pid=os.getpid(), after_stop=self._after_stop())
 
     async def _shut_down(self, now: bool) -> None:
         if not now:

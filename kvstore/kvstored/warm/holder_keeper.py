@@ -31,33 +31,55 @@ _NOT_NOW = (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # it
 
 
 class HolderKeeper(Keeper):
-    """The process of `kvstored.holder`, which is started when nobody answers at its socket."""
+    """The process of `kvstored.holder`, which is started when nothing answers at its socket. With `service`, the name
+    of its socket, it is the one that runs as a service of its own, and is never started here."""
 
     name = "holder"
 
-    def __init__(self, directory: Path, linger_s: float, *, may_start: bool = True) -> None:
+    def __init__(self, directory: Path, linger_s: float, *, may_start: bool = True, service: str = "") -> None:
         super().__init__(_holder_limit())
+        self.is_service = bool(service)
+        may_start = may_start and not service
         self._linger_s = linger_s
         self._may_start = may_start
-        self._directory = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._path = directory / HOLDER_SOCKET
+        try:
+            self._directory = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise KeeperError(f"{directory}: {error.strerror}") from None
+        self._path = directory / (service or HOLDER_SOCKET)
         self._process: subprocess.Popen[bytes] | None = None
         connection = self._connect()
         if connection is None:
             if not may_start:
                 os.close(self._directory)
-                raise KeeperError("there is no holder")
+                raise KeeperError("nothing answers there")
             connection = self._start()
         self._socket = connection
         self._socket.setblocking(False)
         self._say(b"S%d" % round(linger_s))
+
+    @property
+    def after_stop(self) -> str:
+        if self.is_service:
+            return "the holder service keeps DRAM for the next start"
+        if os.environ.get("NOTIFY_SOCKET"):
+            return (
+                "DRAM is lost: the service manager ends the holder together with this unit; kvstored-holder.service "
+                "would keep it"
+            )
+        return f"the holder keeps DRAM for the next start, {self._linger_s:.0f} s long"
 
     def reopen(self) -> None:
         with self._sending:
             self._wanted.clear()
             self._kept.clear()
             self._socket.close()
-            self._socket = self._connect() or self._start()
+            connection = self._connect()
+            if connection is None:
+                if not self._may_start:
+                    raise KeeperError("the holder service does not answer")
+                connection = self._start()
+            self._socket = connection
             self._socket.setblocking(False)
             self.lost = False
             self._say(b"S%d" % round(self._linger_s))
@@ -119,9 +141,10 @@ class HolderKeeper(Keeper):
             self._process.returncode = 0  # it is meant to outlive us: Popen is not to complain of that
 
     def _quit(self) -> None:
-        """Tell it to end; one that does not listen ends when it misses its file."""
+        """Let it drop everything and end; one that does not listen ends when it misses its file. A service stays."""
         self._say(b"Q")
-        self._path.unlink(missing_ok=True)
+        if not self.is_service:
+            self._path.unlink(missing_ok=True)
 
     def _say(self, packet: bytes, descriptor: int = -1) -> bool:
         try:
@@ -133,7 +156,7 @@ class HolderKeeper(Keeper):
 
     def _near_path(self) -> str:
         """The socket by way of our descriptor of its directory: paths of sockets are limited to 107 bytes."""
-        return f"/proc/self/fd/{self._directory}/{HOLDER_SOCKET}"
+        return f"/proc/self/fd/{self._directory}/{self._path.name}"
 
     def _connect(self) -> socket.socket | None:
         """A connection to the holder of a former daemon; None when there is none, or when another user listens there,

@@ -41,6 +41,11 @@ class Keeper(ABC):
         self._kept: set[str] = set()  # names that the other side has
         self._has_warned = False
 
+    @property
+    @abstractmethod
+    def after_stop(self) -> str:
+        """What becomes of DRAM when the daemon is stopped in order, in a sentence for an operator."""
+
     @abstractmethod
     def fetch(self) -> dict[str, int]:
         """What the process before had kept, once, before anything else. The descriptors are the caller's."""

@@ -12,11 +12,19 @@ import os
 from pathlib import Path
 
 from kvstore_tiers.arena import empty_memory
-from kvstored.notify import notify_about, store_limit, stored_descriptors, wait_for_manager
+from kvstored.notify import (
+    notify_about,
+    offers_descriptor_store,
+    store_is_preserved,
+    store_limit,
+    stored_descriptors,
+    wait_for_manager,
+)
 from kvstored.warm.holder_keeper import HOLDER_SOCKET, HolderKeeper
 from kvstored.warm.keeper import Keeper, KeeperError
 
 log = logging.getLogger(__name__)
+HOLDER_SERVICE = "KVSTORED_HOLDER"  # in the environment: the socket of kvstored-holder.service
 
 
 class SystemdKeeper(Keeper):
@@ -26,6 +34,15 @@ class SystemdKeeper(Keeper):
 
     def __init__(self) -> None:
         super().__init__(store_limit())
+
+    @property
+    def after_stop(self) -> str:
+        if store_is_preserved():
+            return "systemd keeps DRAM for the next start of the unit"
+        return (
+            "DRAM is kept over a restart and lost with a stop: this systemd empties its store of descriptors when the "
+            "unit stops; kvstored-holder.service would keep it"
+        )
 
     def fetch(self) -> dict[str, int]:
         found = stored_descriptors()
@@ -55,7 +72,8 @@ def dismiss_others(keeper: Keeper | None, state_dir: Path) -> None:
             empty_memory(descriptor)
             os.close(descriptor)
             notify_about([], "FDSTOREREMOVE=1", f"FDNAME={name}")
-    if not isinstance(keeper, HolderKeeper) and (state_dir / HOLDER_SOCKET).is_socket():
+    is_in_use = isinstance(keeper, HolderKeeper) and not keeper.is_service
+    if not is_in_use and (state_dir / HOLDER_SOCKET).is_socket():
         try:
             unused = HolderKeeper(state_dir, 0.0, may_start=False)
         except KeeperError:
@@ -69,16 +87,23 @@ def dismiss_others(keeper: Keeper | None, state_dir: Path) -> None:
 def choose_keeper(mode: str, state_dir: Path, linger_s: float) -> Keeper | None:
     """The keeper that `host.warm_restart` names; None for "off". Raises KeeperError.
 
-    "auto" is systemd where it offers a store ($FDSTORE, systemd 254), else the holder.
+    "auto" is the holder that runs as a service of its own, where $KVSTORED_HOLDER names its socket and it answers; else
+    systemd where the unit has a store; else a holder of our own.
     """
     if mode == "off":
         return None
+    service = os.environ.get(HOLDER_SERVICE, "")
+    if mode == "auto" and service:
+        try:
+            return HolderKeeper(Path(service).parent, linger_s, service=Path(service).name)
+        except KeeperError as error:
+            log.warning("the holder service at %s is not used: %s", service, error)
     if mode == "systemd" and not os.environ.get("NOTIFY_SOCKET"):
         raise KeeperError(
             'host.warm_restart = "systemd", but no service manager started this daemon (no NOTIFY_SOCKET): '
             'start it by its unit, or set host.warm_restart = "holder"'
         )
-    offers_store = bool(os.environ.get("NOTIFY_SOCKET")) and os.environ.get("FDSTORE", "0") != "0"
+    offers_store = bool(os.environ.get("NOTIFY_SOCKET")) and offers_descriptor_store()
     if mode == "systemd" or (mode == "auto" and offers_store):
         return SystemdKeeper()
     try:

@@ -806,13 +806,17 @@ class ShutdownReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PID_FIELD_NUMBER: builtins.int
+    AFTER_STOP_FIELD_NUMBER: builtins.int
     pid: builtins.int
+    after_stop: builtins.str
+    """what becomes of DRAM, in a sentence"""
     def __init__(
         self,
         *,
         pid: builtins.int = ...,
+        after_stop: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["pid", b"pid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_stop", b"after_stop", "pid", b"pid"]) -> None: ...
 
 global___ShutdownReply = ShutdownReply
 
