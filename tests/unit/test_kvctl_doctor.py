@@ -176,6 +176,30 @@ def test_descriptors_of_the_daemon_are_counted(around: Surroundings, hard: str, 
     assert "8.0 MiB for the daemon" in only(limits.locked_memory(around)).seen
 
 
+@pytest.mark.parametrize(
+    ("place", "file"),
+    [
+        ("0::/system.slice/kvstored.service\n", "fs/cgroup/system.slice/kvstored.service/memory.max"),
+        (
+            "5:memory:/system.slice/kvstored.service\n1:name=systemd:/system.slice/kvstored.service\n",
+            "fs/cgroup/memory/system.slice/kvstored.service/memory.limit_in_bytes",
+        ),
+        (
+            "5:memory:/system.slice/kvstored.service\n0::/system.slice/kvstored.service\n",
+            "fs/cgroup/memory/system.slice/kvstored.service/memory.limit_in_bytes",
+        ),
+    ],
+    ids=["version 2", "version 1", "both"],
+)
+def test_a_memory_limit_of_the_unit_is_seen(around: Surroundings, place: str, file: str) -> None:
+    """As MemoryMax=400M sets it."""
+    write(around.proc / "self/cgroup", place)
+    write(around.sys / "fs/cgroup/memory/memory.limit_in_bytes", f"{2**63 - 4096}\n")
+    write(around.sys / file, f"{400 << 20}\n")
+    found = only(limits.cgroup_memory(around))
+    assert found.level is Level.FAIL and "400.0 MiB" in found.seen
+
+
 @pytest.mark.parametrize(("limit", "level"), [("max", Level.OK), (str(5 * GIB), Level.OK), (str(4 * GIB), Level.FAIL)])
 def test_the_cgroup_must_hold_the_arenas(around: Surroundings, limit: str, level: Level) -> None:
     write(around.proc / "self/cgroup", "0::/system.slice/kvstored.service\n")

@@ -53,10 +53,10 @@ def cgroup_memory(around: Surroundings) -> Iterator[Finding]:
     """Arenas are shared memory and count against the daemon's memory limit."""
     process = str(around.status.pid) if around.status is not None else "self"
     place = around.read(around.proc / process / "cgroup") or ""
-    group = next((line[3:] for line in place.splitlines() if line.startswith("0::")), None)
-    if group is None:
+    limits = list(_limits_of_groups(around, place))
+    if not limits:
         return
-    limit = _least_limit(around, around.sys / "fs/cgroup", group)
+    limit = min((limit for limit in limits if limit is not None), default=None)
     if limit is None:
         yield ok("memory limit", "none on its cgroup")
         return
@@ -68,13 +68,26 @@ def cgroup_memory(around: Surroundings) -> Iterator[Finding]:
         yield ok("memory limit", seen)
 
 
-def _least_limit(around: Surroundings, root: Path, group: str) -> int | None:
-    """The tightest memory.max from the group up to the root."""
+def _limits_of_groups(around: Surroundings, place: str) -> Iterator[int | None]:
+    """The tightest limit in each hierarchy that knows memory; None where a hierarchy has none. `place` is what
+    /proc/PID/cgroup says: version 2, version 1, or both on a machine that mixes them."""
+    root = around.sys / "fs/cgroup"
+    for line in place.splitlines():
+        number, controllers, group = [*line.split(":", 2), "", ""][:3]
+        if number == "0" and not controllers:
+            unified = root / "unified"  # where version 1 has the controllers
+            yield _least_limit(around, unified if unified.is_dir() else root, group, "memory.max")
+        elif "memory" in controllers.split(","):
+            yield _least_limit(around, root / "memory", group, "memory.limit_in_bytes")
+
+
+def _least_limit(around: Surroundings, root: Path, group: str, name: str) -> int | None:
+    """The tightest limit from the group up to the root."""
     parts = [part for part in group.split("/") if part]
     found = []
     for depth in range(len(parts), -1, -1):
-        text = around.read(root.joinpath(*parts[:depth]) / "memory.max")
-        if text is not None and text.isdecimal():
+        text = around.read(root.joinpath(*parts[:depth]) / name)
+        if text is not None and text.isdecimal() and int(text) < _UNLIMITED:
             found.append(int(text))
     return min(found, default=None)
 
