@@ -51,6 +51,7 @@ from kvstored.operations.explain import Explain
 from kvstored.operations.history import HistoryView
 from kvstored.operations.lifetime import Lifetime, State
 from kvstored.operations.quarantine import Quarantine
+from kvstored.operations.rename import RenameTenant
 from kvstored.operations.sampling import Sampler
 from kvstored.operations.views import Parts, Views
 from kvstored.recovery import drop_blocks, recover_blocks
@@ -74,6 +75,8 @@ from kvstored.sockets import (
 from kvstored.telemetry import Latencies, RecentMisses
 from kvstored.tenants import Peer, TenantDirectory
 from kvstored.tenants.keyring import Keyring
+from kvstored.tenants.reach import follow_users
+from kvstored.tenants.tokens import names_in
 from kvstored.tiering import HOST
 from kvstored.verbs import Delete, Get, Hints, Intake, Lending, LookUp, Put, Verbs
 from kvstored.verbs.inline import InlineCalls
@@ -218,6 +221,7 @@ class Daemon:
         self._store = Store(config, self._clock, self._completions, residency, host, nvme)
         self._former = self._restore_clients(adopted)
         self._stack.push_async_callback(self._store.endurance.close)
+        follow_users(self._tenants, residency, self._with_tokens())
         self._make_services()
 
     def _open_keyring(self) -> Keyring:
@@ -400,6 +404,7 @@ class Daemon:
             lambda: self._integrity.report,
         )
         drop = Drop(store.residency, self._tenants, store.writeback, store.retire, self._clock)
+        rename = RenameTenant(self._tenants, store.residency, drop, self._handshake, self._with_tokens)
         admin = await self._serve_grpc(paths["admin"])
         quarantine = Quarantine(
             store.nvme, store.residency, self._tenants, self.config.nvme.quarantine_slots,
@@ -408,7 +413,7 @@ class Daemon:
         explain = Explain(self._parts(), views, store.host, self._misses, store.promoter.estimate_us)
         history = HistoryView(self._sampler.history, store.flows, self.config, self._clock)
         admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminService(views, explain, history, drop, self.lifetime, quarantine), admin
+            AdminService(views, explain, history, drop, rename, self.lifetime, quarantine), admin
         )
         data = await self._serve_grpc(paths["data"])
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(SessionService(self._sessions, self._answering), data)
@@ -478,6 +483,10 @@ class Daemon:
             store.leases, self._tenants, store.mover, store.writeback, store.counters, store.flows, store.modes,
             store.endurance,
         )  # fmt: skip
+
+    def _with_tokens(self) -> frozenset[str]:
+        unary = self.config.unary
+        return names_in(unary.tokens_file if unary.enabled else None)
 
     def _is_idle(self) -> bool:
         """Whether nothing moves: then the daemon looks after itself."""

@@ -15,6 +15,7 @@ from kvstored.operations.explain import Explain
 from kvstored.operations.history import HistoryView
 from kvstored.operations.lifetime import Lifetime
 from kvstored.operations.quarantine import Quarantine
+from kvstored.operations.rename import RenameTenant
 from kvstored.operations.views import Views
 
 Handler = Callable[[Any, Any, Any], Awaitable[Any]]
@@ -33,7 +34,8 @@ def _reporting(handler: Handler) -> Handler:
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Translates; `views` looks, `explain` says why, `history` looks back, `drop` takes away, `quarantine` shows
+    """Translates; `views` looks, `explain` says why, `history` looks back, `drop` takes away, `rename` gives to
+    another name, `quarantine` shows
     and releases what is damaged, `lifetime` flushes, drains and stops.
     """
 
@@ -43,6 +45,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         explain: Explain,
         history: HistoryView,
         drop: Drop,
+        rename: RenameTenant,
         lifetime: Lifetime,
         quarantine: Quarantine,
     ) -> None:
@@ -50,6 +53,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._explain = explain
         self._history = history
         self._drop = drop
+        self._rename = rename
         self._lifetime = lifetime
         self._quarantine = quarantine
 
@@ -94,6 +98,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: pb.ReleaseQuarantineRequest, context: Any
     ) -> pb.ReleaseQuarantineReply:
         return await self._quarantine.release(request)
+
+    @_reporting
+    async def RenameTenant(  # noqa: N802
+        self, request: pb.RenameTenantRequest, context: Any
+    ) -> pb.RenameTenantReply:
+        return await self._rename.rename(request)
 
     @_reporting
     async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:  # noqa: N802

@@ -47,8 +47,13 @@ class Tenant:
         return [root_key(self.secret, digest, group.group_id) for group in fingerprint.groups]
 
 
-def tenant_digest(name: str) -> bytes:
-    return hashlib.blake2b(name.encode(), digest_size=16, person=b"kvstore tenant").digest()
+def uid_of(name: str) -> int | None:
+    """The user that a tenant which nobody listed is called after; None for another name."""
+    return int(name.removeprefix("uid-")) if _UID_TENANT.match(name) else None
+
+
+def tenant_digest(identity: str) -> bytes:
+    return hashlib.blake2b(identity.encode(), digest_size=16, person=b"kvstore tenant").digest()
 
 
 class TenantDirectory:
@@ -64,9 +69,11 @@ class TenantDirectory:
         self._fingerprint_numbers: dict[bytes, int] = {}
         self._digests: list[bytes] = []  # by number
         self._names = Names(state_dir / "names.json", lambda: list(self._tenants))
-        for name in self._names.load():
-            self._tenant(TenantSection(name))
+        for name in (*self._names.load(), *self._keyring.bound()):
+            if self._keyring.identity_of(name) is not None:
+                self._tenant(TenantSection(name))
         for section in listed:
+            self._keyring.claim(section.name)
             self._tenant(section)
         self._names.save()
 
@@ -88,6 +95,8 @@ class TenantDirectory:
         if self._default == "refuse":
             return None
         name = f"uid-{peer.uid}"
+        if self._keyring.identity_of(name) is None:
+            return None  # its blocks are those of another name
         known = self._tenants.get(name)
         if known is None:
             known = self._tenant(TenantSection(name, uids=(peer.uid,)))
@@ -99,9 +108,44 @@ class TenantDirectory:
         for section in self._listed:
             if section.name == name:
                 return self._tenant(section)
-        if self._default == "refuse" or not _UID_TENANT.match(name):
+        if self._default == "refuse" or not _UID_TENANT.match(name) or self._keyring.identity_of(name) is None:
             return None
         return self._tenant(TenantSection(name, uids=(int(name.removeprefix("uid-")),)))
+
+    @property
+    def keyring(self) -> Keyring:
+        return self._keyring
+
+    @property
+    def listed(self) -> tuple[TenantSection, ...]:
+        return self._listed
+
+    def section(self, name: str) -> TenantSection | None:
+        """What the configuration says of a tenant; None for one that it does not list."""
+        return next((section for section in self._listed if section.name == name), None)
+
+    def lister(self, uid: int) -> TenantSection | None:
+        """The tenant that lists a user."""
+        return next((section for section in self._listed if uid in section.uids), None)
+
+    def is_reachable(self, name: str) -> bool:
+        """Whether somebody who calls can be this tenant: a listed one, or a user that no tenant lists."""
+        uid = uid_of(name)
+        if uid is None:
+            return self.section(name) is not None
+        return self._default != "refuse" and self.lister(uid) is None
+
+    def refresh(self, *names: str) -> None:
+        """Names stand for other identities than before; `names` are to be known from now on."""
+        for name, tenant in list(self._tenants.items()):
+            if self._keyring.identity_of(name) is None:
+                del self._tenants[name]
+            else:
+                self._tenant(tenant.limits)
+        for name in (*names, *self._keyring.bound()):
+            if name not in self._tenants and self._keyring.identity_of(name) is not None:
+                self._tenant(self.section(name) or TenantSection(name))
+        self._names.changed()
 
     def by_digest(self, digest: bytes) -> Tenant | None:
         return next((tenant for tenant in self._tenants.values() if tenant.digest == digest), None)
@@ -163,8 +207,12 @@ class TenantDirectory:
 
     def _tenant(self, section: TenantSection) -> Tenant:
         known = self._tenants.get(section.name)
-        if known is None or known.limits != section:
-            secret = hmac.new(self._keyring.secret, b"tenant\0" + section.name.encode(), hashlib.sha256).digest()
-            known = Tenant(section.name, tenant_digest(section.name), secret, section)
+        identity = self._keyring.identity_of(section.name)
+        if identity is None:
+            raise RuntimeError(f"tenant {section.name!r} has no identity")
+        digest = tenant_digest(identity)
+        if known is None or known.limits != section or known.digest != digest:
+            secret = hmac.new(self._keyring.secret, b"tenant\0" + identity.encode(), hashlib.sha256).digest()
+            known = Tenant(section.name, digest, secret, section)
             self._tenants[section.name] = known
         return known

@@ -99,6 +99,11 @@ class AdminStub(object):
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.SerializeToString,
                 response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineReply.FromString,
                 _registered_method=True)
+        self.RenameTenant = channel.unary_unary(
+                '/kvstore.v1.Admin/RenameTenant',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -182,6 +187,12 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenameTenant(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -249,6 +260,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ReleaseQuarantine,
                     request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.FromString,
                     response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineReply.SerializeToString,
+            ),
+            'RenameTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenameTenant,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -602,6 +618,33 @@ class Admin(object):
             '/kvstore.v1.Admin/ReleaseQuarantine',
             kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.SerializeToString,
             kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenameTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/RenameTenant',
+            kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -84,6 +84,11 @@ class AdminStub:
         kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply,
     ]
 
+    RenameTenant: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.RenameTenantRequest,
+        kvstore_proto.v1.admin_pb2.RenameTenantReply,
+    ]
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.StatusRequest,
@@ -148,6 +153,11 @@ class AdminAsyncStub:
     ReleaseQuarantine: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.ReleaseQuarantineRequest,
         kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply,
+    ]
+
+    RenameTenant: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.RenameTenantRequest,
+        kvstore_proto.v1.admin_pb2.RenameTenantReply,
     ]
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -241,5 +251,12 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.ReleaseQuarantineRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply]]: ...
+
+    @abc.abstractmethod
+    def RenameTenant(
+        self,
+        request: kvstore_proto.v1.admin_pb2.RenameTenantRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.RenameTenantReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.RenameTenantReply]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
