@@ -190,6 +190,20 @@ def test_a_kill_between_secret_and_check_values(tmp_path: Path, place: str) -> N
         daemon.stop()
 
 
+def test_dram_whose_identities_are_not_known_is_dropped() -> None:
+    """There is no copy of them without an NVMe directory, and a former name's blocks must not go to its next owner."""
+    with running_daemon("host.warm_restart=holder", "nvme.enabled=false") as daemon:
+        put(daemon, durability="none")
+        daemon.kill9()
+        (daemon.state_dir / IDENTITY_FILE).write_bytes(b'{"secret_check": "\\ud800", "tenants": {"\\ud800": "x"}}')
+        daemon.restart()
+        assert daemon.status().blocks == 0 and got(daemon) == 0
+        put(daemon, durability="none")
+        daemon.kill9()
+        daemon.restart()
+        assert got(daemon) == BLOCKS
+
+
 @pytest.mark.parametrize("nvme", ["true", "false"])
 def test_dram_of_a_lost_secret_waits_for_it_or_is_dropped(nvme: str) -> None:
     with running_daemon("host.warm_restart=holder", f"nvme.enabled={nvme}") as daemon:
