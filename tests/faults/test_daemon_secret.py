@@ -103,7 +103,7 @@ def test_it_is_refused_until_it_is_restored_or_given_up(stopped: RunningDaemon, 
     accident(stopped)
     stopped.arguments = ("--new-secret",)
     stopped.restart()
-    assert f"dropped {BLOCKS} blocks (0 MiB) from NVMe that no secret reaches" in stopped.log
+    assert f"dropped {BLOCKS} blocks (100 KiB) from NVMe that no secret reaches" in stopped.log
     assert stopped.status().blocks == 0 and stopped.tiers()["nvme"].used_by["blocks"] == 0
     assert got(stopped) == 0
     put(stopped)
