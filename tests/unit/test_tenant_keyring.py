@@ -48,3 +48,4 @@ def test_keys_are_those_of_the_identity_and_a_user_without_one_is_refused(tmp_pa
     assert alice is not None and (alice.name, alice.digest, alice.secret) == ("alice", user.digest, user.secret)
     without = TenantDirectory(tmp_path, (TenantSection("alice", uids=(8,)),), "by-uid", keyring)
     assert without.resolve(Peer(1, 7, 7)) is None and without.named("uid-7") is None
+    assert without.resolve(Peer(1, 8, 8)) is None and without.named("alice") is None, "before follow_users"

@@ -88,10 +88,10 @@ class TenantDirectory:
         """The tenant of a caller: listed by uid, else by gid, else the default; None = refused."""
         for section in self._listed:
             if peer.uid in section.uids:
-                return self._tenant(section)
+                return self._callable(section)
         for section in self._listed:
             if peer.gid in section.gids:
-                return self._tenant(section)
+                return self._callable(section)
         if self._default == "refuse":
             return None
         name = f"uid-{peer.uid}"
@@ -105,9 +105,8 @@ class TenantDirectory:
 
     def named(self, name: str) -> Tenant | None:
         """The tenant that an operator may hand a token to: a listed one, or, where users are tenants, "uid-N"."""
-        for section in self._listed:
-            if section.name == name:
-                return self._tenant(section)
+        if (section := self.section(name)) is not None:
+            return self._callable(section)
         if self._default == "refuse" or not _UID_TENANT.match(name) or self._keyring.identity_of(name) is None:
             return None
         return self._tenant(TenantSection(name, uids=(int(name.removeprefix("uid-")),)))
@@ -205,11 +204,15 @@ class TenantDirectory:
     def fingerprints(self) -> dict[bytes, Fingerprint]:
         return dict(self._names.fingerprints)
 
+    def _callable(self, section: TenantSection) -> Tenant | None:
+        """A listed tenant for its callers; None as long as its name stands for what a user stored whom it does not
+        list: `follow_users` ends that."""
+        uid = uid_of(self._keyring.claim(section.name))
+        return self._tenant(section) if uid is None or uid in section.uids else None
+
     def _tenant(self, section: TenantSection) -> Tenant:
         known = self._tenants.get(section.name)
-        identity = self._keyring.identity_of(section.name)
-        if identity is None:
-            raise RuntimeError(f"tenant {section.name!r} has no identity")
+        identity = self._keyring.claim(section.name)
         digest = tenant_digest(identity)
         if known is None or known.limits != section or known.digest != digest:
             secret = hmac.new(self._keyring.secret, b"tenant\0" + identity.encode(), hashlib.sha256).digest()
