@@ -52,9 +52,11 @@ from kvstored.operations.drop import Drop
 from kvstored.operations.explain import Explain
 from kvstored.operations.history import HistoryView
 from kvstored.operations.lifetime import Lifetime, State
-from kvstored.operations.live_settings import LiveSettings, TenantList
+from kvstored.operations.live_settings import LiveSettings
+from kvstored.operations.live_tenants import LiveTenants
 from kvstored.operations.quarantine import Quarantine
 from kvstored.operations.reload import Reload
+from kvstored.operations.rename import RenameTenant
 from kvstored.operations.sampling import Sampler
 from kvstored.operations.views import Parts, Views
 from kvstored.recovery import drop_blocks, recover_blocks
@@ -78,6 +80,8 @@ from kvstored.sockets import (
 from kvstored.telemetry import Latencies, RecentMisses
 from kvstored.tenants import Peer, TenantDirectory
 from kvstored.tenants.keyring import Keyring
+from kvstored.tenants.reach import follow_users
+from kvstored.tenants.tokens import load_tokens, names_in
 from kvstored.tiering import HOST, NVME
 from kvstored.verbs import Delete, Get, Hints, Intake, Lending, LookUp, Put, Verbs
 from kvstored.verbs.inline import InlineCalls
@@ -238,6 +242,7 @@ class Daemon:
         self._store = Store(config, self._clock, self._completions, residency, host, self._nvme)
         self._former = self._restore_clients(adopted)
         self._stack.push_async_callback(self._store.endurance.close)
+        follow_users(self._tenants, residency, self._with_tokens())
         self._make_services()
 
     def _open_keyring(self) -> Keyring:
@@ -432,6 +437,7 @@ class Daemon:
             lambda: self._integrity.report,
         )
         drop = Drop(store.residency, self._tenants, store.writeback, store.retire, self._clock)
+        rename = RenameTenant(self._tenants, store.residency, drop, self._handshake, self._with_tokens)
         admin = await self._serve_grpc(paths["admin"])
         quarantine = Quarantine(
             store.nvme, store.residency, self._tenants, self.config.nvme.quarantine_slots,
@@ -441,7 +447,7 @@ class Daemon:
         explain = Explain(self._parts(), views, store.host, self._misses, store.promoter.estimate_us)
         history = HistoryView(self._sampler.history, store.flows, self.config, self._clock)
         admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminService(views, explain, history, drop, self.lifetime, quarantine, self.reload), admin
+            AdminService(views, explain, history, drop, rename, self.lifetime, quarantine, self.reload), admin
         )
         data = await self._serve_grpc(paths["data"])
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(SessionService(self._sessions, self._answering), data)
@@ -462,20 +468,16 @@ class Daemon:
             self._stack.callback(path.unlink, missing_ok=True)
 
     def _make_reload(self) -> Reload:
-        store, nvme = self._store, None
+        store, nvme, tokens_file = self._store, None, self.config.unary.tokens_file
+        self._tokens = None
+        if self.config.unary.enabled and tokens_file is not None:
+            self._tokens = load_tokens(tokens_file, self._tenants.named)
         if self._nvme is not None:
             slabs = SlabsBack(self._nvme, self._completions)
             nvme = TierResize("nvme", self._nvme, store.rooms[NVME], slabs.give_back)
             self._stack.push_async_callback(nvme.close)
-        tenants = TenantList(self._prepare_tenants, self._apply_tenants)
+        tenants = LiveTenants(self._tenants, store.residency, self._reception, self._handshake, self._tokens)
         return Reload(self.config, self._read, LiveSettings(store, self._host_resize, nvme, tenants))
-
-    def _prepare_tenants(self, config: Config) -> None:
-        pass
-
-    def _apply_tenants(self, config: Config) -> None:
-        self._tenants.relist(config.tenants, config.tenant_default)
-        self._reception.set_shares()
 
     async def _listen_unary(self, path: Path, health: Health) -> None:
         lifetime, config, store = self.lifetime, self.config, self._store
@@ -491,7 +493,7 @@ class Daemon:
                 calls, callers, self._reception, lifetime, limit, config.limits.max_keys
             ),
             lambda: self._tenants.resolve(Peer(os.getpid(), os.geteuid(), os.getegid())),
-            self._tenants.named, health,
+            self._tokens, health,
         )  # fmt: skip
         with private_umask():
             servers = doors.bind()
@@ -527,6 +529,10 @@ class Daemon:
             store.leases, self._tenants, store.mover, store.writeback, store.counters, store.flows, store.modes,
             store.endurance,
         )  # fmt: skip
+
+    def _with_tokens(self) -> frozenset[str]:
+        unary = self.config.unary
+        return names_in(unary.tokens_file if unary.enabled else None)
 
     def _is_idle(self) -> bool:
         """Whether nothing moves: then the daemon looks after itself."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from kvstore_tiers.base import Outcome, Tier
 from kvstore_tiers.recovered import RecoveredBlocks
 from kvstored.clock import Clock
+from kvstored.config.sizes import show_size
 from kvstored.residency import CyclicChainError, Kind, Residency
 from kvstored.tenants import TenantDirectory
 from kvstored.tiering import NVME
@@ -44,7 +45,7 @@ def drop_blocks(nvme: Tier) -> None:
     if not outcome.ok:
         raise OSError(outcome.errno, f"blocks that no secret reaches cannot be dropped: {outcome.message}")
     log.warning(
-        "dropped %d blocks (%d MiB) from NVMe that no secret reaches", len(blocks), int(blocks.nbytes.sum()) >> 20
+        "dropped %d blocks (%s) from NVMe that no secret reaches", len(blocks), show_size(int(blocks.nbytes.sum()))
     )
 
 

@@ -127,7 +127,7 @@ def read_identity(path: Path) -> Identity | None:
         raise DamagedIdentity(str(path)) from None
     if not (isinstance(check, str) and isinstance(tenants, dict)):
         raise DamagedIdentity(str(path))
-    if not all(isinstance(identity, str) for identity in tenants.values()):
+    if not all(isinstance(text, str) and text.isascii() for text in (*tenants, *tenants.values())):
         raise DamagedIdentity(str(path))
     if len(set(tenants.values())) < len(tenants):
         raise DamagedIdentity(str(path))  # two names would share their blocks

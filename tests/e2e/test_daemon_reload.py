@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from kvstore_client.cli.exit_codes import FAILED
@@ -23,6 +25,7 @@ from tests.reference.running_daemon import (
     running_daemon,
     tokens_of,
 )
+from tests.reference.unary_client import by_tokens, unary_client
 
 MODEL = model(kib_a_block=64)
 BLOCKS = 16
@@ -183,3 +186,46 @@ def test_a_tenants_share_changes_while_it_is_connected(file: Path, capfdbinary: 
         write(file, listed)
         kvctl("reload")
         assert fill_with(range(300, 340)) > 16 * MIB
+
+
+def test_a_user_who_is_listed_keeps_what_he_stored(daemon: RunningDaemon, file: Path, capfdbinary: Any) -> None:
+    fill(daemon, range(1, 3))
+    kvctl = Kvctl(daemon, capfdbinary)
+    with daemon.connect(MODEL) as session:
+        write(file, f"[[tenant]]\nname = 'chat'\nuids = [{os.geteuid()}]\n")
+        assert "[[tenant]]: none -> chat" in kvctl("reload").out
+        assert eventually(lambda: session.lookup(tokens_of(1, BLOCKS)).blocks == BLOCKS), "it has connected again"
+    assert must_hold(daemon, range(1, 3)) == 2 * BLOCKS
+    assert "chat" in kvctl("tenants").out
+    write(file)
+    kvctl("reload")
+    assert must_hold(daemon, range(1, 3)) == 2 * BLOCKS
+
+
+def test_tokens_are_read_again(file: Path, tmp_path: Path, capfdbinary: Any) -> None:
+    tokens = tmp_path / "tokens"
+
+    def write_tokens(*secrets: str) -> None:
+        tokens.write_text("".join(f"uid-7 {hashlib.sha256(secret.encode()).hexdigest()}\n" for secret in secrets))
+        tokens.chmod(0o600)
+
+    write_tokens("first")
+    with running_daemon(f"unary.tokens_file={tokens}", config=file) as daemon:
+        kvctl = Kvctl(daemon, capfdbinary)
+        assert is_taken(daemon, "first") and not is_taken(daemon, "second")
+        write_tokens("second")
+        assert "no setting differs" in kvctl("reload").out
+        assert is_taken(daemon, "second") and not is_taken(daemon, "first")
+        tokens.write_text("nonsense\n")
+        assert "line 1" in kvctl("reload", exit_code=FAILED).err
+        assert is_taken(daemon, "second"), "what cannot be read changes nothing"
+
+
+def is_taken(daemon: RunningDaemon, token: str) -> bool:
+    with unary_client(f"unix:{daemon.socket_dir}/unary.sock", token) as client:
+        try:
+            client.lookup(by_tokens(MODEL, tokens_of(1, 1)))
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+            return False
+        return True

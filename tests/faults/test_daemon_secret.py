@@ -103,7 +103,7 @@ def test_it_is_refused_until_it_is_restored_or_given_up(stopped: RunningDaemon, 
     accident(stopped)
     stopped.arguments = ("--new-secret",)
     stopped.restart()
-    assert f"dropped {BLOCKS} blocks (0 MiB) from NVMe that no secret reaches" in stopped.log
+    assert f"dropped {BLOCKS} blocks (100 KiB) from NVMe that no secret reaches" in stopped.log
     assert stopped.status().blocks == 0 and stopped.tiers()["nvme"].used_by["blocks"] == 0
     assert got(stopped) == 0
     put(stopped)
@@ -188,6 +188,20 @@ def test_a_kill_between_secret_and_check_values(tmp_path: Path, place: str) -> N
         daemon.restart()
         assert got(daemon) == BLOCKS
         daemon.stop()
+
+
+def test_dram_whose_identities_are_not_known_is_dropped() -> None:
+    """There is no copy of them without an NVMe directory, and a former name's blocks must not go to its next owner."""
+    with running_daemon("host.warm_restart=holder", "nvme.enabled=false") as daemon:
+        put(daemon, durability="none")
+        daemon.kill9()
+        (daemon.state_dir / IDENTITY_FILE).write_bytes(b'{"secret_check": "\\ud800", "tenants": {"\\ud800": "x"}}')
+        daemon.restart()
+        assert daemon.status().blocks == 0 and got(daemon) == 0
+        put(daemon, durability="none")
+        daemon.kill9()
+        daemon.restart()
+        assert got(daemon) == BLOCKS
 
 
 @pytest.mark.parametrize("nvme", ["true", "false"])

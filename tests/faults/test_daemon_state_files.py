@@ -20,6 +20,7 @@ CONTENTS = {
     "an escape sequence": ESCAPE,
     "deep": b"[" * 100_000,
     "another shape": b'{"tenants": {"a": 1}, "fingerprints": 7, "slab": 1e999, "version": 2, "xxh3": []}',
+    "half a character": rb'{"tenants": ["\ud800", "\u001b"], "fingerprints": ["\ud800"], "version": "\ud800"}',
     "empty": b"",
 }
 

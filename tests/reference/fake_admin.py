@@ -71,6 +71,7 @@ REPLIES: dict[str, Any] = {
         only_copy_blocks=3,
         only_copy_bytes=3 << 20,
     ),
+    "RenameTenant": pb.RenameTenantReply(blocks=9, bytes=9 << 20, replaced_blocks=2, replaced_bytes=2 << 20, clients=1),
     "Flush": pb.FlushReply(written_blocks=5),
     "Drain": pb.DrainReply(state="drained"),
     "Shutdown": pb.ShutdownReply(pid=4242),

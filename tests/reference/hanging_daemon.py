@@ -26,8 +26,8 @@ class HangingDaemon(RunningDaemon):
 
 
 class _OnAHangingDisk(daemon.Daemon):
-    def _open_nvme(self, residency: Residency) -> Tier:
-        return FaultyTier(super()._open_nvme(residency), hung())
+    def _open_nvme(self, residency: Residency, *, forget: bool) -> Tier:
+        return FaultyTier(super()._open_nvme(residency, forget=forget), hung())
 
 
 if __name__ == "__main__":

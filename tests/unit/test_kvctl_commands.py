@@ -59,6 +59,10 @@ def admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAdmin
             ["host expects: hot 24 blocks, 24.0 MiB; warm 0 blocks, 0 B; cold 1,000 blocks, 1000.0 MiB (by chain"],
         ),
         ("tenants", ["uid-1000", "75 %", "none"]),
+        (
+            "tenants rename uid-7 alice --replace",
+            ["alice has 9 blocks (9.0 MiB) of uid-7", "dropped 2 blocks (2.0 MiB)", "1 client has to connect again"],
+        ),
         ("drop --tier host", ["dropped 7 blocks (7.0 MiB) from host", "kept 2 blocks that are in use"]),
         ("drop --tier nvme", ["kept 3 blocks (3.0 MiB) that are only in nvme; --discard removes them"]),
         ("drop --all --yes", ["from all tiers"]),
@@ -108,10 +112,12 @@ def test_requests_carry_what_was_asked(admin: FakeAdmin) -> None:
     main(["drop", "--tier", "host", "--tenant", "t", "--discard"])
     main(["drain", "--wait", "2"])
     main(["shutdown", "--now"])
+    main(["tenants", "rename", "uid-7", "alice"])
     assert admin.requests == [
         pb.DropRequest(tier="host", tenant="t", discard=True),
         pb.DrainRequest(timeout_ms=2000),
         pb.ShutdownRequest(now=True),
+        pb.RenameTenantRequest(old="uid-7", new="alice"),
     ]
 
 
@@ -127,6 +133,9 @@ def test_requests_carry_what_was_asked(admin: FakeAdmin) -> None:
         (["blocks", "--prefix", "xyz"], "hex digits"),
         (["blocks", "--limit", "0"], "whole number"),
         (["status", "--timeout", "-1"], "seconds"),
+        (["tenants", "rename", "alice"], "two names"),
+        (["tenants", "alice"], "invalid choice: 'alice'"),
+        (["tenants", "list", "--replace"], "takes nothing further"),
         (["quarantine"], "required: action\n"),
         (["quarantine", "release"], "--all"),
         (["quarantine", "list", "1:4096"], "takes nothing further"),

@@ -391,7 +391,8 @@ def test_packages_that_are_old_or_missing_fail() -> None:
 def test_settings_come_from_the_file_the_daemon_would_read(tmp_path: Path) -> None:
     config = tmp_path / "kvstored.toml"
     config.write_text(
-        f'[daemon]\nstate_dir = "{tmp_path}/state"\n[nvme]\ncapacity = "3GiB"\n[host]\ncapacity = "1GiB"\n'
+        f'[daemon]\nstate_dir = "{tmp_path}/state"\n[nvme]\ncapacity = "3GiB"\n'
+        '[host]\ncapacity = "1GiB"\narena = "64MiB"\n'
     )
     found = settings.of_file(config, None)
     assert found.problem == "" and found.source == str(config)

@@ -23,7 +23,15 @@ TIERS: Final = ("gpu", "host", "cxl", "nvme", "remote")
 _EXAMPLES: Final = DATA_EXAMPLES | {
     "status": ("what the daemon is doing", ["kvctl status", "kvctl --json status | jq .rss_bytes"]),
     "tiers": ("occupancy and traffic of each tier", ["kvctl tiers"]),
-    "tenants": ("who stores what", ["kvctl tenants", "kvctl --json tenants | jq '.tenants[].fingerprints'"]),
+    "tenants": (
+        "who stores what; rename: give what is stored under a name that is out of use to a listed tenant",
+        [
+            "kvctl tenants",
+            "kvctl --json tenants | jq '.tenants[].fingerprints'",
+            "kvctl tenants rename uid-1000 alice     # alice lists uid 1000 by now",
+            "kvctl tenants rename ml research        # [[tenant]] ml is called research by now",
+        ],
+    ),
     "blocks": (
         "list stored blocks",
         ["kvctl blocks --tier nvme --limit 20", "kvctl blocks --tenant uid-1000 --prefix 3fa9"],
@@ -99,6 +107,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _check_text(parser, arguments)
         if arguments.command == "drop":
             _check_drop(parser, arguments)
+        if arguments.command == "tenants":
+            _check_tenants(parser, arguments)
         if arguments.command == "quarantine":
             _check_quarantine(parser, arguments)
         check_data_arguments(parser, arguments)
@@ -121,9 +131,10 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     made = {name: _command(commands, name) for name in _EXAMPLES}
     add_data_options(made)
+    _tenants_options(made["tenants"])
     _blocks_options(made["blocks"])
     _drop_options(made["drop"])
-    for name in ("drop", "flush", "drain"):
+    for name in ("drop", "flush", "drain", "tenants"):
         made[name].add_argument(
             "--wait",
             type=_seconds,
@@ -194,6 +205,21 @@ def _blocks_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _tenants_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", choices=["list", "rename"], default="list", help="default: %(default)s")
+    parser.add_argument("names", nargs="*", default=[], metavar="OLD NEW", help="rename: the former and the new name")
+    parser.add_argument(
+        "--replace", action="store_true", help="rename: drop what NEW has stored of its own; else it is refused"
+    )
+
+
+def _check_tenants(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.action == "rename" and len(arguments.names) != 2:
+        parser.error("tenants rename: give two names, the former one and the new one")
+    if arguments.action == "list" and (arguments.names or arguments.replace):
+        parser.error("tenants list shows all of them and takes nothing further")
+
+
 def _drop_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", choices=TIERS, default="", help="the tier to drop from")
     parser.add_argument("--tenant", default="", help="only this tenant's blocks")
@@ -233,6 +259,7 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
 def _check_text(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """What the daemon is asked for is UTF-8; a path may be any bytes."""
     words = [getattr(arguments, "tenant", ""), *getattr(arguments, "keys", []), *getattr(arguments, "places", [])]
+    words += getattr(arguments, "names", [])
     for word in words:
         try:
             word.encode()

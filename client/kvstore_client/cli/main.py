@@ -26,6 +26,7 @@ from kvstore_client.cli.prefetch import prefetch
 from kvstore_client.cli.put import put
 from kvstore_client.cli.quarantine import quarantine
 from kvstore_client.cli.report import report
+from kvstore_client.cli.tenants import tenants
 from kvstore_client.cli.top import top
 from kvstore_client.paths import socket_directory
 from kvstore_proto.printable import printable
@@ -33,7 +34,7 @@ from kvstore_proto.printable import printable
 _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]] = {
     "status": show.status,
     "tiers": show.tiers,
-    "tenants": show.tenants,
+    "tenants": tenants,
     "blocks": show.blocks,
     "drop": act.drop,
     "flush": act.flush,

@@ -78,6 +78,13 @@ class HandshakeServer:
         for connection in [*self._connections, *self._turned_away]:
             connection.end()
 
+    def hang_up(self, is_meant: Callable[[Session], bool]) -> int:
+        """End the sessions that are meant; how many. Their clients find out, and may come back."""
+        meant = [connection for connection in self._connections if connection.is_of(is_meant)]
+        for connection in meant:
+            connection.end()
+        return len(meant)
+
     def _accept(self) -> None:
         assert self._listener is not None
         while True:
@@ -154,6 +161,9 @@ class _Connection:
         self._on_end(self)
         if self._session is not None:
             self._welcomer.farewell(self._session)
+
+    def is_of(self, is_meant: Callable[[Session], bool]) -> bool:
+        return self._session is not None and is_meant(self._session)
 
     def _be_patient(self) -> None:
         if self._patience is not None:

@@ -61,6 +61,14 @@ class Drop:
         await self._make_final()
         return reply
 
+    async def empty(self, tenant: int) -> pb.DropReply:
+        """All blocks of the tenant with this number in residency, whatever its name is by now."""
+        request, reply = pb.DropRequest(all=True), pb.DropReply()
+        for name in reversed(self._residency.tiers):
+            await self._drop_tier(self._residency.tier(name), tenant, request, reply)
+        await self._make_final()
+        return reply
+
     async def invalidate(self, request: pb.InvalidateRequest) -> pb.InvalidateReply:
         """Everything stored under fingerprints whose digest starts with the given hex."""
         wanted = request.fingerprint.lower()

@@ -6,12 +6,12 @@ Owns the list. What a setting does belongs to the part that has it. See docs/kvs
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from kvstored.assembly import Store
 from kvstored.config import Config, ConfigError
 from kvstored.config.sizes import show_size
 from kvstored.movement.resize import TierResize
+from kvstored.operations.live_tenants import LiveTenants
 from kvstored.tiering import HOST, NVME
 
 HOST_POLICY = frozenset({"host.policy", "host.ttl_s", "host.keep_worth"})
@@ -19,18 +19,10 @@ NVME_POLICY = frozenset({"nvme.policy", "nvme.ttl_s"})
 TENANTS = frozenset({"[[tenant]]", "tenants.default"})
 
 
-class TenantList:
-    """What `LiveSettings` needs of the tenants: `prepare` may fail and changes nothing, `apply` may not fail."""
-
-    def __init__(self, prepare: Callable[[Config], None], apply: Callable[[Config], None]) -> None:
-        self.prepare = prepare
-        self.apply = apply
-
-
 class LiveSettings:
     """`nvme` is None where there is no NVMe tier."""
 
-    def __init__(self, store: Store, host: TierResize, nvme: TierResize | None, tenants: TenantList) -> None:
+    def __init__(self, store: Store, host: TierResize, nvme: TierResize | None, tenants: LiveTenants) -> None:
         self._store = store
         self._host = host
         self._nvme = nvme
@@ -48,12 +40,14 @@ class LiveSettings:
         self._tenants.prepare(config)
 
     def apply(self, config: Config, names: set[str]) -> set[str]:
-        """Let the settings `names` be as in `config`; those that took effect."""
-        applied = names & {"daemon.log_level"}
-        if applied:
+        """Let the settings `names` be as in `config`; those that took effect. Raises ConfigError, with everything as it
+        was."""
+        applied = names & (TENANTS | {"daemon.log_level"})
+        if applied & TENANTS:  # first, since it alone may fail
+            self._tenants.relist(config)
+        self._tenants.renew_tokens()  # their file may have changed although no setting did
+        if "daemon.log_level" in applied:
             logging.getLogger().setLevel(config.daemon.log_level.upper())
-        self._tenants.apply(config)  # the tokens' file may have changed although no setting did
-        applied |= names & TENANTS
         if "host.capacity" in names:
             self._host.resize(config.host.capacity_bytes)
             applied.add("host.capacity")

@@ -39,7 +39,8 @@ class Live(Protocol):
         ...
 
     def apply(self, config: Config, names: set[str]) -> set[str]:
-        """Let the settings `names` be as in `config`; those that took effect."""
+        """Let the settings `names` be as in `config`; those that took effect. Raises ConfigError, with everything as it
+        was."""
         ...
 
 
@@ -70,11 +71,11 @@ class Reload:
         try:
             config = self._read()
             self._live.prepare(config)
+            changed = {each.name: each for each in differences(self._config, config)}
+            applied = self._live.apply(config, set(changed))
         except ConfigError as error:
             log.error("reload: nothing was changed: %s", error)
             raise KVStoreError(ErrorKind.INVALID, f"nothing was changed: {error}") from None
-        changed = {each.name: each for each in differences(self._config, config)}
-        applied = self._live.apply(config, set(changed))
         reply = pb.ReloadReply(source=config.source)
         for name, each in changed.items():
             listed = reply.applied if name in applied else reply.after_restart

@@ -27,6 +27,7 @@ from kvstored.policies import Policy
 from kvstored.residency import Residency, page
 from kvstored.telemetry import Counters, Flows
 from kvstored.tenants import TenantDirectory
+from kvstored.tenants.reach import out_of_reach
 from kvstored.tiering import HOST, NVME
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
@@ -92,7 +93,11 @@ class Views:
             prefault_total_bytes=total_bytes,
             counters=parts.counters.snapshot(),
             config_path=parts.config.source,
-            warnings=[*parts.modes.sentences(), *self._other_tier_messages()],
+            warnings=[
+                *parts.modes.sentences(),
+                *self._other_tier_messages(),
+                *out_of_reach(parts.tenants, parts.residency),
+            ],
         )
         for item in parts.modes.all():
             reply.degraded.add(

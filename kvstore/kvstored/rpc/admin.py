@@ -16,6 +16,7 @@ from kvstored.operations.history import HistoryView
 from kvstored.operations.lifetime import Lifetime
 from kvstored.operations.quarantine import Quarantine
 from kvstored.operations.reload import Reload
+from kvstored.operations.rename import RenameTenant
 from kvstored.operations.views import Views
 
 Handler = Callable[[Any, Any, Any], Awaitable[Any]]
@@ -34,7 +35,8 @@ def _reporting(handler: Handler) -> Handler:
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Translates; `views` looks, `explain` says why, `history` looks back, `drop` takes away, `quarantine` shows
+    """Translates; `views` looks, `explain` says why, `history` looks back, `drop` takes away, `rename` gives to
+    another name, `quarantine` shows
     and releases what is damaged, `lifetime` flushes, drains and stops.
     """
 
@@ -44,6 +46,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         explain: Explain,
         history: HistoryView,
         drop: Drop,
+        rename: RenameTenant,
         lifetime: Lifetime,
         quarantine: Quarantine,
         reload: Reload,
@@ -52,6 +55,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._explain = explain
         self._history = history
         self._drop = drop
+        self._rename = rename
         self._lifetime = lifetime
         self._quarantine = quarantine
         self._reload = reload
@@ -101,6 +105,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @_reporting
     async def Reload(self, request: pb.ReloadRequest, context: Any) -> pb.ReloadReply:  # noqa: N802
         return self._reload.reload()
+
+    @_reporting
+    async def RenameTenant(  # noqa: N802
+        self, request: pb.RenameTenantRequest, context: Any
+    ) -> pb.RenameTenantReply:
+        return await self._rename.rename(request)
 
     @_reporting
     async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:  # noqa: N802

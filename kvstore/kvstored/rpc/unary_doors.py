@@ -22,7 +22,7 @@ from kvstored.rpc.callers import Callers, Guard
 from kvstored.rpc.health import Health
 from kvstored.rpc.unary import UnaryService
 from kvstored.tenants import Tenant
-from kvstored.tenants.tokens import load_tokens
+from kvstored.tenants.tokens import Tokens
 
 CALLS_BESIDE = 16  # health checks and reflection, which unary.calls does not count
 _ANSWER_SLACK_BYTES = 64 << 10
@@ -36,19 +36,18 @@ class UnaryDoors:
     path: Path
     make_service: Callable[[Callers], UnaryService]
     own: Callable[[], Tenant | None]
-    find_tenant: Callable[[str], Tenant | None]
+    tokens: Tokens | None
     health: Health
 
     def bind(self) -> list[grpc.aio.Server]:
         """Servers that are bound and not yet started; the caller keeps others from the socket meanwhile. Raises
         ConfigError for what the configuration names and cannot be used."""
         config = self.config
-        tokens = load_tokens(config.tokens_file, self.find_tenant) if config.tokens_file is not None else None
-        local = self._server(Callers(tokens, self.own))
+        local = self._server(Callers(self.tokens, self.own))
         _bind(local, f"unix:{self.path}", None)
         if not config.listen:
             return [local]
-        remote = self._server(Callers(tokens, None))
+        remote = self._server(Callers(self.tokens, None))
         _bind(remote, config.listen, _credentials(config))
         return [local, remote]
 

@@ -47,8 +47,13 @@ class Tenant:
         return [root_key(self.secret, digest, group.group_id) for group in fingerprint.groups]
 
 
-def tenant_digest(name: str) -> bytes:
-    return hashlib.blake2b(name.encode(), digest_size=16, person=b"kvstore tenant").digest()
+def uid_of(name: str) -> int | None:
+    """The user that a tenant which nobody listed is called after; None for another name."""
+    return int(name.removeprefix("uid-")) if _UID_TENANT.match(name) else None
+
+
+def tenant_digest(identity: str) -> bytes:
+    return hashlib.blake2b(identity.encode(), digest_size=16, person=b"kvstore tenant").digest()
 
 
 class TenantDirectory:
@@ -64,9 +69,11 @@ class TenantDirectory:
         self._fingerprint_numbers: dict[bytes, int] = {}
         self._digests: list[bytes] = []  # by number
         self._names = Names(state_dir / "names.json", lambda: list(self._tenants))
-        for name in self._names.load():
-            self._tenant(TenantSection(name))
+        for name in (*self._names.load(), *self._keyring.bound()):
+            if self._keyring.identity_of(name) is not None:
+                self._tenant(TenantSection(name))
         for section in listed:
+            self._keyring.claim(section.name)
             self._tenant(section)
         self._names.save()
 
@@ -89,13 +96,15 @@ class TenantDirectory:
         """The tenant of a caller: listed by uid, else by gid, else the default; None = refused."""
         for section in self._listed:
             if peer.uid in section.uids:
-                return self._tenant(section)
+                return self._callable(section)
         for section in self._listed:
             if peer.gid in section.gids:
-                return self._tenant(section)
+                return self._callable(section)
         if self._default == "refuse":
             return None
         name = f"uid-{peer.uid}"
+        if self._keyring.identity_of(name) is None:
+            return None  # its blocks are those of another name
         known = self._tenants.get(name)
         if known is None:
             known = self._tenant(TenantSection(name, uids=(peer.uid,)))
@@ -104,12 +113,54 @@ class TenantDirectory:
 
     def named(self, name: str) -> Tenant | None:
         """The tenant that an operator may hand a token to: a listed one, or, where users are tenants, "uid-N"."""
-        for section in self._listed:
-            if section.name == name:
-                return self._tenant(section)
-        if self._default == "refuse" or not _UID_TENANT.match(name):
+        if (section := self.section(name)) is not None:
+            return self._callable(section)
+        if self._default == "refuse" or not _UID_TENANT.match(name) or self._keyring.identity_of(name) is None:
             return None
         return self._tenant(TenantSection(name, uids=(int(name.removeprefix("uid-")),)))
+
+    @property
+    def keyring(self) -> Keyring:
+        return self._keyring
+
+    @property
+    def default(self) -> str:
+        """`tenants.default`."""
+        return self._default
+
+    @property
+    def listed(self) -> tuple[TenantSection, ...]:
+        return self._listed
+
+    def section(self, name: str) -> TenantSection | None:
+        """What the configuration says of a tenant; None for one that it does not list."""
+        return next((section for section in self._listed if section.name == name), None)
+
+    def lister(self, uid: int) -> TenantSection | None:
+        """The tenant that lists a user."""
+        return next((section for section in self._listed if uid in section.uids), None)
+
+    def is_reachable(self, name: str) -> bool:
+        """Whether somebody who calls can be this tenant: a listed one, or a user that no tenant lists."""
+        uid = uid_of(name)
+        if uid is None:
+            return self.section(name) is not None
+        return self._default != "refuse" and self.lister(uid) is None
+
+    def refresh(self, *names: str) -> None:
+        """Names stand for other identities than before; `names` are to be known from now on."""
+        for name, tenant in list(self._tenants.items()):
+            if self._keyring.identity_of(name) is None:
+                del self._tenants[name]
+            else:
+                self._tenant(tenant.limits)
+        for name in (*names, *self._keyring.bound()):
+            if name not in self._tenants and self._keyring.identity_of(name) is not None:
+                self._tenant(self.section(name) or TenantSection(name))
+        self._names.changed()
+
+    def by_name(self, name: str) -> Tenant | None:
+        return self._tenants.get(name)
 
     def by_digest(self, digest: bytes) -> Tenant | None:
         return next((tenant for tenant in self._tenants.values() if tenant.digest == digest), None)
@@ -169,10 +220,18 @@ class TenantDirectory:
     def fingerprints(self) -> dict[bytes, Fingerprint]:
         return dict(self._names.fingerprints)
 
+    def _callable(self, section: TenantSection) -> Tenant | None:
+        """A listed tenant for its callers; None as long as its name stands for what a user stored whom it does not
+        list: `follow_users` ends that."""
+        uid = uid_of(self._keyring.claim(section.name))
+        return self._tenant(section) if uid is None or uid in section.uids else None
+
     def _tenant(self, section: TenantSection) -> Tenant:
         known = self._tenants.get(section.name)
-        if known is None or known.limits != section:
-            secret = hmac.new(self._keyring.secret, b"tenant\0" + section.name.encode(), hashlib.sha256).digest()
-            known = Tenant(section.name, tenant_digest(section.name), secret, section)
+        identity = self._keyring.claim(section.name)
+        digest = tenant_digest(identity)
+        if known is None or known.limits != section or known.digest != digest:
+            secret = hmac.new(self._keyring.secret, b"tenant\0" + identity.encode(), hashlib.sha256).digest()
+            known = Tenant(section.name, digest, secret, section)
             self._tenants[section.name] = known
         return known

@@ -52,9 +52,57 @@ class Keyring:
             write_private(state_dir / SECRET_FILE, self.secret)
             failpoints.hit("keyring.secret-written")
 
+    def identity_of(self, name: str) -> str | None:
+        """What a tenant's name stands for; None where its own name is another tenant's identity."""
+        bound = self._identities.get(name)
+        if bound is not None:
+            return bound
+        return None if name in self._names else name
+
+    def holder(self, identity: str) -> str | None:
+        """The name that stands for an identity which is not its own."""
+        return self._names.get(identity)
+
+    def bound(self) -> dict[str, str]:
+        """The identities of the names that stand for another than their own."""
+        return dict(self._identities)
+
+    def claim(self, name: str) -> str:
+        """`identity_of`, or a new one that nothing was ever stored under. `settle` before it is used."""
+        found = self.identity_of(name)
+        if found is None:
+            found = f"{name}/{os.urandom(8).hex()}"  # no name has a slash in it
+            self.bind(name, found)
+        return found
+
+    def bind(self, name: str, identity: str) -> None:
+        """`name` stands for `identity` from now on, and for nothing else. `settle` before it is used. Raises
+        RuntimeError where another name stands for it."""
+        if self._names.get(identity, name) != name:
+            raise RuntimeError(f"{identity!r} is the identity of {self._names[identity]!r}")
+        self.adopt(self.bound_so(name, identity))
+
+    def release(self, name: str) -> None:
+        """`name` stands for its own identity again, if that is no other's by now. `settle` before it is used."""
+        self.adopt({other: identity for other, identity in self._identities.items() if other != name})
+
+    def bound_so(self, name: str, identity: str) -> dict[str, str]:
+        """`bound` as it is when `name` alone stands for `identity`: to be written, then adopted."""
+        kept = {other: its for other, its in self._identities.items() if other != name and its != identity}
+        return kept if identity == name else {**kept, name: identity}
+
+    def adopt(self, identities: dict[str, str]) -> None:
+        self._identities = identities
+        self._names = {identity: name for name, identity in identities.items()}
+
     def settle(self) -> None:
         """Say on the medium whose blocks these are. Raises OSError."""
-        content = Identity(secret_check(self.secret), self._identities).to_bytes()
+        self.write(self._identities)
+
+    def write(self, identities: dict[str, str]) -> None:
+        """`settle` with identities that are yet to be adopted. Waits for a device. Raises OSError: then what was there
+        stands."""
+        content = Identity(secret_check(self.secret), identities).to_bytes()
         for directory in self._directories:
             path = directory / IDENTITY_FILE
             is_copy = directory != self._directories[-1]

@@ -24,6 +24,11 @@ PAUSE_S = 0.1  # between two writes of the file
 log = logging.getLogger(__name__)
 
 
+def is_plain(name: str) -> bool:
+    """Whether it can be a tenant's name, listed or made of a user's number."""
+    return name.isascii() and name.isprintable()
+
+
 class Names:
     """`tenants()` tells the tenants' names of the moment. `run` is a task."""
 
@@ -41,7 +46,7 @@ class Names:
         tenants: list[str] = []
         try:
             raw = json.loads(self._path.read_bytes())
-            tenants = [name for name in raw["tenants"] if isinstance(name, str)]
+            tenants = [name for name in raw["tenants"] if isinstance(name, str) and is_plain(name)]
             for text in raw["fingerprints"]:
                 fingerprint = parse_fingerprint(str(text).encode())
                 self._keep(fingerprint.digest(), fingerprint)

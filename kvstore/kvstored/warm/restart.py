@@ -22,6 +22,7 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.clock import Clock
 from kvstored.config.schema import HostSection
+from kvstored.config.sizes import show_size
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
 from kvstored.tenants import TenantDirectory
@@ -207,7 +208,7 @@ def open_warm(host: HostSection, state_dir: Path, *, forget: bool = False) -> Wa
     ledger = None
     if descriptor is not None and forget:
         nbytes = sum(os.fstat(kept_one).st_blocks * 512 for kept_one in kept.values())
-        log.warning("dropped %d MiB of DRAM, kept by the process before, that no secret reaches", nbytes >> 20)
+        log.warning("dropped %s of DRAM, kept by the process before, that no secret reaches", show_size(nbytes))
         os.close(descriptor)
     elif descriptor is not None:
         try:

@@ -104,6 +104,11 @@ class AdminStub(object):
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
                 response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ReloadReply.FromString,
                 _registered_method=True)
+        self.RenameTenant = channel.unary_unary(
+                '/kvstore.v1.Admin/RenameTenant',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -193,6 +198,12 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenameTenant(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -265,6 +276,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Reload,
                     request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ReloadRequest.FromString,
                     response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ReloadReply.SerializeToString,
+            ),
+            'RenameTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenameTenant,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -645,6 +661,33 @@ class Admin(object):
             '/kvstore.v1.Admin/Reload',
             kvstore__proto_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
             kvstore__proto_dot_v1_dot_admin__pb2.ReloadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenameTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/RenameTenant',
+            kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,6 +89,11 @@ class AdminStub:
         kvstore_proto.v1.admin_pb2.ReloadReply,
     ]
 
+    RenameTenant: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.RenameTenantRequest,
+        kvstore_proto.v1.admin_pb2.RenameTenantReply,
+    ]
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.StatusRequest,
@@ -158,6 +163,11 @@ class AdminAsyncStub:
     Reload: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.ReloadRequest,
         kvstore_proto.v1.admin_pb2.ReloadReply,
+    ]
+
+    RenameTenant: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.RenameTenantRequest,
+        kvstore_proto.v1.admin_pb2.RenameTenantReply,
     ]
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -258,5 +268,12 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.ReloadRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.ReloadReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.ReloadReply]]: ...
+
+    @abc.abstractmethod
+    def RenameTenant(
+        self,
+        request: kvstore_proto.v1.admin_pb2.RenameTenantRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.RenameTenantReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.RenameTenantReply]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

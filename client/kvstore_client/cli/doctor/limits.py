@@ -12,6 +12,7 @@ from kvstore_client.cli.units import human_bytes, human_count
 _DESCRIPTORS_A_CLIENT = 4  # handshake, stream, staging, pidfd
 _DESCRIPTORS_OF_ITS_OWN = 128
 _UNLIMITED = 1 << 62
+_AUTO_ARENA, _AUTO_SLAB = 64 << 20, 256 << 20
 
 
 def descriptors(around: Surroundings) -> Iterator[Finding]:
@@ -24,8 +25,8 @@ def descriptors(around: Surroundings) -> Iterator[Finding]:
         return
     hard = _number(line[1])
     settings = around.settings
-    arenas = settings.nbytes("host.capacity") // max(1, settings.nbytes("host.arena"))
-    slabs = settings.nbytes("nvme.capacity") // max(1, settings.nbytes("nvme.slab"))
+    arenas = _containers(settings.nbytes("host.capacity"), settings.nbytes("host.arena"), _AUTO_ARENA)
+    slabs = _containers(settings.nbytes("nvme.capacity"), settings.nbytes("nvme.slab"), _AUTO_SLAB)
     clients = settings.number("limits.max_clients", 256)
     needed = _DESCRIPTORS_A_CLIENT * clients + arenas + slabs + _DESCRIPTORS_OF_ITS_OWN
     seen = f"{_shown(hard)} for {whose}; {human_count(clients)} clients, arenas and slabs need {human_count(needed)}"
@@ -33,6 +34,11 @@ def descriptors(around: Surroundings) -> Iterator[Finding]:
         yield warn("open files", seen, f"LimitNOFILE={max(65536, needed)} in the unit, or `ulimit -Hn`, then restart")
     else:
         yield ok("open files", seen)
+
+
+def _containers(capacity_bytes: int, each_bytes: int, auto_bytes: int) -> int:
+    """Arenas or slabs of a tier; `each_bytes` 0: "auto", which makes 64 at most, or larger ones of `auto_bytes`."""
+    return capacity_bytes // each_bytes if each_bytes else max(64, capacity_bytes // auto_bytes)
 
 
 def locked_memory(around: Surroundings) -> Iterator[Finding]:
