@@ -4,4 +4,6 @@
 loop) without locks; bytes are moved by the tiers' own threads in calls that release the GIL.
 """
 
-__version__ = "0.1.0"
+from kvstore_proto.version import VERSION
+
+__version__ = VERSION

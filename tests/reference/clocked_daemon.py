@@ -33,7 +33,7 @@ class ClockedDaemon:
         self._config = load_config(None, [*SMALL, *places, *settings])
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="clocked daemon", daemon=True)
-        self.daemon = Daemon(self._config, self.clock, lambda: None)
+        self.daemon = Daemon(self._config, self.clock, lambda: None, lambda: self._config)
 
     def start(self) -> None:
         self._thread.start()

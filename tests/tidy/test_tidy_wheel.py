@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-import kvstored
 from tests.tidy.tree import PACKAGES, ROOT
 
 _DATA_SUFFIXES = {".toml", ".json", ".c", ".cpp", ".h", ".pyi", ".typed", ".proto"}
@@ -59,6 +59,32 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     return next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
 
 
+def _version(distributions: tuple[Path, Path]) -> str:
+    """Of the commit, as the wheel's name has it."""
+    return distributions[1].name.split("-")[1]
+
+
+def test_two_commits_have_two_versions_and_pip_goes_from_one_to_the_next(tmp_path: Path) -> None:
+    """In a clone without tags, and in an archive of its files without git."""
+    clone, out = tmp_path / "clone", tmp_path / "dist"
+    _run(["git", "clone", "--quiet", "--no-tags", ROOT, clone], tmp_path)
+    versions = []
+    for number in range(2):
+        _run(["git", "-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "next", "--allow-empty"], clone)
+        _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", out / str(number), clone], tmp_path)
+        versions.append(next((out / str(number)).glob("*.whl")))
+    place = tmp_path / "environment"
+    venv.create(place)
+    for wheel in versions:
+        _pip(place / "bin", "install", "--quiet", "--no-deps", wheel)
+        listed = json.loads(_pip(place / "bin", "list", "--format=json"))
+        assert wheel.name.split("-")[1] in [item["version"] for item in listed if item["name"] == "kvstored"]
+    assert versions[0].name != versions[1].name
+    shutil.rmtree(clone / ".git")
+    _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", out / "archive", clone], tmp_path)
+    assert next((out / "archive").glob("*.whl")).name.startswith("kvstored-0.2.0-")
+
+
 @pytest.fixture(scope="module")
 def installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin directory of an environment that holds the wheel, its base dependencies, and nothing else."""
@@ -78,7 +104,7 @@ def test_the_wheel_holds_all_packages_and_their_data(distributions: tuple[Path, 
             if path.suffix in {".py", *_DATA_SUFFIXES} and "__pycache__" not in path.parts
         }
         assert expected - packed == set(), name
-    assert {path.partition("/")[0] for path in packed} == {*PACKAGES, f"kvstored-{kvstored.__version__}.dist-info"}
+    assert {path.partition("/")[0] for path in packed} == {*PACKAGES, f"kvstored-{_version(distributions)}.dist-info"}
 
 
 def test_the_sdist_holds_what_the_wheel_needs(distributions: tuple[Path, Path]) -> None:
@@ -87,10 +113,13 @@ def test_the_sdist_holds_what_the_wheel_needs(distributions: tuple[Path, Path]) 
     assert {"pyproject.toml", "README.md", "LICENSE", "engine/kvstore_engine/kernels/paged_attention.cpp"} <= names
 
 
-def test_the_three_commands_run_outside_the_tree(installed: Path, tmp_path: Path) -> None:
-    assert _run([installed / "kvstored", "--version"], tmp_path).split() == ["kvstored", kvstored.__version__]
-    assert kvstored.__version__ in _run([installed / "kvctl", "--version"], tmp_path)
-    assert kvstored.__version__ in _run([installed / "kvengine", "--version"], tmp_path)
+def test_the_three_commands_run_outside_the_tree(
+    installed: Path, distributions: tuple[Path, Path], tmp_path: Path
+) -> None:
+    version = _version(distributions)
+    assert _run([installed / "kvstored", "--version"], tmp_path).split() == ["kvstored", version]
+    assert version in _run([installed / "kvctl", "--version"], tmp_path)
+    assert version in _run([installed / "kvengine", "--version"], tmp_path)
     assert "generate" in _run([installed / "kvengine", "--help"], tmp_path)
 
 
@@ -106,11 +135,11 @@ def test_the_base_install_has_no_engine(installed: Path, tmp_path: Path) -> None
     assert "Traceback" not in run.stderr
 
 
-def test_the_installed_daemon_serves(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_daemon_serves(installed: Path, distributions: tuple[Path, Path], tmp_path: Path) -> None:
     settings = ("host.capacity=32MiB", "host.staging=8MiB", "host.arena=2MiB", "nvme.capacity=64MiB", "nvme.slab=4MiB")
     with _serving(installed, tmp_path, settings) as sockets:
         status = json.loads(_run([installed / "kvctl", "--socket-dir", sockets, "--json", "status"], tmp_path))
-        assert (status["version"], status["state"]) == (kvstored.__version__, "serving")
+        assert (status["version"], status["state"]) == (_version(distributions), "serving")
         assert "10 of 10" in _run([installed / "kvctl", "--socket-dir", sockets, "ping"], tmp_path)
 
 

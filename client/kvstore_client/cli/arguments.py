@@ -8,13 +8,13 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NoReturn
 
 from kvstore_client.cli.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
 from kvstore_client.cli.exit_codes import MEANINGS, USAGE
 from kvstore_client.cli.show import DEFAULT_BLOCKS
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
+from kvstore_proto.version import VERSION
 
 DEFAULT_TIMEOUT_S: Final = 5.0
 DEFAULT_WAIT_S: Final = 30.0
@@ -127,7 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _common_options(parser, first=True)
-    parser.add_argument("--version", action="version", version=f"kvctl {_version()}")
+    parser.add_argument("--version", action="version", version=f"kvctl {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     made = {name: _command(commands, name) for name in _EXAMPLES}
     add_data_options(made)
@@ -280,13 +280,6 @@ def _epilog() -> str:
         f"exit codes:\n{codes}\n\nexamples:\n  kvctl status\n  kvctl --json tiers\n"
         "  kvctl --socket-dir /tmp/kv blocks --tier nvme\n\n`kvctl COMMAND --help` says more about a command."
     )
-
-
-def _version() -> str:
-    try:
-        return version("kvstored")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _seconds(text: str) -> float:

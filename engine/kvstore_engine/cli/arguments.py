@@ -4,11 +4,11 @@ Owns what can be asked and how it is explained. It never acts and imports nothin
 """
 
 import argparse
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvstore_engine.cli.bench_arguments import add_bench
 from kvstore_engine.cli.serve_arguments import add_serve
+from kvstore_proto.version import VERSION
 
 _EXIT_CODES = """exit codes:
   0  done
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"{_MODELS}\n{_EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="version", version=f"kvengine {_version()}")
+    top.add_argument("--version", action="version", version=f"kvengine {VERSION}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_fetch(commands)
@@ -39,13 +39,6 @@ def parser() -> argparse.ArgumentParser:
     add_serve(commands, models=_MODELS, exit_codes=_EXIT_CODES)
     add_bench(commands, models=_MODELS, exit_codes=_EXIT_CODES)
     return top
-
-
-def _version() -> str:
-    try:
-        return version("kvstored")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

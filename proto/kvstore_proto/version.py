@@ -1,0 +1,10 @@
+"""The version of kvstored, one for all its packages. setup.py makes it, of the tag or the commit."""
+
+from __future__ import annotations
+
+try:
+    from kvstore_proto._version import VERSION
+except ImportError:  # run from sources that were never installed
+    VERSION = "0+unknown"
+
+__all__ = ["VERSION"]
