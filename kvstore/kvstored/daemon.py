@@ -223,6 +223,8 @@ class Daemon:
             if left:
                 log.warning("%d blocks could not be written in time; they were never called durable", left)
         self._store.mover.close()
+        for room in self._store.rooms:
+            await room.settle(STOP_GRACE_S)
         await self._completions.drained()
 
     # Putting the parts together

@@ -70,6 +70,8 @@ class SmallStore:
         self.disk.let_go()
         await self.writeback.flush(FAR_S)
         self.store.mover.close()
+        for room in self.store.rooms:
+            await room.settle(FAR_S)
         await self.completions.drained()
         await self.store.endurance.close()
         self.disk.close()

@@ -172,9 +172,9 @@ class Tier(ABC):
     def free(self, slot: Slot) -> None:
         """Give a slot back. Raises RuntimeError when it is not allocated (a broken invariant, not a result)."""
 
-    def makes_room(self, slot: Slot, nbytes: int, owner: str = "") -> bool:
-        """Whether freeing `slot` helps `allocate(nbytes, owner)`. False where its container holds slots of another size
-        or owner: then the whole container has to be emptied."""
+    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
+        """Whether freeing a slot of `container` helps `allocate(nbytes, owner)`. False where it holds slots of another
+        size or owner: then the whole container has to be emptied."""
         return True
 
     def containers(self) -> list[ContainerReport]:

@@ -118,9 +118,9 @@ class HostTier(Tier):
         if arena.used_slots == 0:
             self._empty[arena.number] = arena
 
-    def makes_room(self, slot: Slot, nbytes: int, owner: str = "") -> bool:
-        arena = self._arena_of(slot)
-        return arena.number not in self._aside and (arena.owner, arena.slot_bytes) == (owner, nbytes)
+    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
+        arena = self._arenas[container]
+        return arena.slot_bytes == nbytes and arena.owner == owner and container not in self._aside
 
     def containers(self) -> list[ContainerReport]:
         return [
@@ -133,6 +133,7 @@ class HostTier(Tier):
             report
             for report in self.containers()
             if report.nbytes >= nbytes
+            and report.container not in self._aside
             and (report.owner, report.slot_bytes) != (owner, nbytes)
             and (report.owner == owner or self._mode == "owned")
         ]
@@ -148,10 +149,10 @@ class HostTier(Tier):
         arena = self._arenas.get(container)
         if arena is None:
             return False
-        if arena.slot_bytes and arena.has_room:
-            self._with_room[arena.owner, arena.slot_bytes].append(arena)
         if arena.used_slots == 0:
-            self._empty[container] = arena
+            self._empty[container] = arena  # open to any size, first of all to that for which it was emptied
+        elif arena.has_room:
+            self._with_room[arena.owner, arena.slot_bytes].append(arena)
         return arena.used_slots == 0
 
     def charge(self, nbytes: int, label: str) -> bool:

@@ -95,6 +95,14 @@ class EnduranceAccount:
         self._counters.add("endurance_bytes", nbytes)
         return True
 
+    def refund_unasked(self, nbytes: int) -> None:
+        """Nothing of what `charge_unasked` took was written."""
+        self._counters.add("endurance_bytes", -nbytes)
+        if self._budget is None:
+            self._unlimited_spent_bytes -= nbytes
+        else:
+            self._budget.give_back(nbytes)
+
     async def charge_in_time(
         self, tenant: int, cost: Callable[[], int | None], timeout_s: float, *, lease_only: bool = False
     ) -> Verdict:

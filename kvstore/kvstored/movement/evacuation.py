@@ -7,7 +7,8 @@ most one container's worth of evicted blocks, and none that is worth more than w
 
 Owns which container is emptied, and the order: set aside, make places, copy, move the index, free.
 Invariants: one container of a tier at a time; a block with a pin or a reader does not move; a slot is freed only after
-its block's copy is whole and, on a durable tier, synced; what is evicted stays within `Allowance`.
+its block's copy is whole and, on a durable tier, synced; what is evicted stays within
+`Allowance`; no other put waits for an evacuation longer than `TURN_WAIT_S`.
 """
 
 from __future__ import annotations
@@ -17,35 +18,55 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, TypeVar
 
-import numpy as np
-
-from kvstore_tiers.base import ContainerReport, OutcomeKind, Slot, Tier
+from kvstore_tiers.base import ContainerReport, Outcome, OutcomeKind, Slot, Tier
 from kvstored.lifecycle import Cause, CopyState
 from kvstored.movement.eviction import Eviction
 from kvstored.movement.relocation import Copy, Relocation
 from kvstored.movement.slot_exit import SlotExit
-from kvstored.movement.victims import Victims
+from kvstored.movement.victims import AllBut, Victims
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
 SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
-MAX_CONTAINERS = 8  # looked at for one allocation
+MAX_SUSPECTS = 4096
+ROUNDS, ROUND_S = 10, 0.005  # of moving what was read or written in the round before
+MAX_INSISTED = 2
+MAX_CONTAINERS = 16  # looked at for one allocation
+TURN_WAIT_S = 1.0  # for the evacuation of another: a medium that hangs must not hang every put
+EVICTION_WAIT_S = 5.0  # for one block's way down
+
+Result = TypeVar("Result")
+
+
+class Again(Enum):
+    """Instead of a slot. AGAIN: another evacuation has ended, ask the tier again. BUSY: it takes too long."""
+
+    AGAIN = "again"
+    BUSY = "busy"
+
+
+AGAIN: Final = Again.AGAIN
+BUSY: Final = Again.BUSY
 
 
 @dataclass(slots=True)
 class Allowance:
-    """How much may be evicted for one allocation: a container's worth and the block itself."""
+    """How much may be evicted for one block: a container's worth and its own size."""
 
-    left_bytes: int
+    block_bytes: int
+    container_bytes: int
+    spent_bytes: int = 0
 
-    def spend(self, nbytes: int) -> None:
-        self.left_bytes -= nbytes
+    def covers(self, nbytes: int) -> bool:
+        return self.spent_bytes + nbytes <= self.container_bytes + self.block_bytes
 
 
 class Evacuation:
-    """Of `tier`, at `position` in residency. `on_damage(row, reason)`: a copy was found damaged on its way."""
+    """Of `tier`. `on_damage(row, reason)`: a copy was found damaged on its way."""
 
     def __init__(
         self,
@@ -68,73 +89,125 @@ class Evacuation:
         self._on_damage = on_damage
         self._counters = counters
         self._turn = asyncio.Lock()
-        self._running: set[asyncio.Task[bool]] = set()
+        self._converting: asyncio.Task[Slot | None] | None = None  # it takes the turn when it begins
+        self._running: set[asyncio.Future[Any]] = set()
+        self._suspects: set[int] = set()  # tokens of blocks that could not be read when they were to move
+        self.aside: set[int] = set()  # the container that is being emptied: its blocks are not to be evicted for others
 
     async def convert(
-        self, victim: int, nbytes: int, owner: str, allowance: Allowance, spared: AbstractSet[int]
-    ) -> bool:
-        """Empty a container for slots of `nbytes` of `owner`, of the kind of `victim` if possible, without evicting
-        rows that are `spared`. True: ask the tier again. False: none can be emptied now."""
-        container = self._residency.slot(victim, self._position).container
-        if self._turn.locked():
-            async with self._turn:
-                return True  # the container that was emptied meanwhile may serve this one too
-        async with self._turn:
-            return await self._finish(self._convert(container, nbytes, owner, allowance, spared))
+        self,
+        container: int,
+        nbytes: int,
+        owner: str,
+        allowance: Allowance,
+        spared: AbstractSet[int],
+        *,
+        insists: bool = False,
+    ) -> Slot | Again | None:
+        """A slot of `nbytes` of `owner`, in a container that is emptied for it, if possible of the kind of `container`,
+        without evicting rows that are `spared`. None: no container can be emptied now. `insists`: there is nothing else
+        to evict, so wait a little for blocks that are being read or written."""
+        if self.is_under_way:
+            return AGAIN if await self.wait() else BUSY
+        task = self._converting = self._start(self._convert(container, nbytes, owner, allowance, spared, insists))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._give_up)
+            raise
 
     async def vacate(self, container: int) -> bool:
         """Empty this container, whatever that evicts of its kind; whether it is empty."""
-        async with self._turn:
-            report = next((each for each in self._tier.containers() if each.container == container), None)
-            if report is None or self._rows_to_move(report) is None:
-                return False
-            return await self._finish(self._empty(report, Allowance(2 * report.nbytes), frozenset()))
+        return await asyncio.shield(self._start(self._vacate(container)))
 
-    async def _finish(self, work: Coroutine[None, None, bool]) -> bool:
-        """Run to the end even if the caller is cancelled: copies in flight hold slots."""
+    async def wait(self) -> bool:
+        """Until the evacuation under way has ended; False when that takes too long."""
+        try:
+            async with asyncio.timeout(TURN_WAIT_S):
+                await asyncio.sleep(0)  # a task that was just made takes the turn first
+                async with self._turn:
+                    return True
+        except TimeoutError:
+            return False
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait for what is under way, before the tier is closed."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout_s)
+
+    def kind_of(self, container: int) -> set[int]:
+        """All containers of the same size and owner."""
+        reports = self._tier.containers()
+        kind = next(((each.owner, each.slot_bytes) for each in reports if each.container == container), None)
+        return {each.container for each in reports if (each.owner, each.slot_bytes) == kind}
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._turn.locked() or (self._converting is not None and not self._converting.done())
+
+    def _start(self, work: Coroutine[None, None, Result]) -> asyncio.Task[Result]:
+        """A task of its own, so that it goes on if the caller is cancelled: copies in flight hold slots."""
         task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
+        return task
+
+    def _give_up(self, task: asyncio.Task[Slot | None]) -> None:
+        """The block that the slot was for does not come any more."""
+        if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
+            self._tier.free(slot)
 
     async def _convert(
-        self, preferred: int, nbytes: int, owner: str, allowance: Allowance, spared: AbstractSet[int]
-    ) -> bool:
-        for report in self._by_cost(self._tier.convertible(nbytes, owner), preferred):
-            if await self._empty(report, allowance, spared):
-                return True
-        return False
+        self,
+        preferred: int,
+        nbytes: int,
+        owner: str,
+        allowance: Allowance,
+        spared: AbstractSet[int],
+        insists: bool,
+    ) -> Slot | None:
+        async with self._turn:
+            slot = self._tier.allocate(nbytes, owner)  # another may have ended since the caller looked
+            if slot is not None:
+                return slot
+            for container in self._by_cost(self._tier.convertible(nbytes, owner), preferred, insists):
+                report = self._report(container)
+                if report is None or (report.owner, report.slot_bytes) == (owner, nbytes):
+                    continue  # it was released or cut anew meanwhile
+                allowance.container_bytes = max(allowance.container_bytes, report.nbytes)
+                if await self._empty(report, allowance, spared):
+                    slot = self._tier.allocate(nbytes, owner)
+                    if slot is not None:
+                        return slot
+            return None
 
-    def _by_cost(self, reports: Sequence[ContainerReport], preferred: int) -> Iterator[ContainerReport]:
+    async def _vacate(self, container: int) -> bool:
+        async with self._turn:
+            report = self._report(container)
+            if report is None or self._rows_to_move(report) is None:
+                return False
+            return await self._empty(report, Allowance(report.slot_bytes, report.nbytes), frozenset())
+
+    def _report(self, container: int) -> ContainerReport | None:
+        return next((each for each in self._tier.containers() if each.container == container), None)
+
+    def _by_cost(self, reports: Sequence[ContainerReport], preferred: int, insists: bool) -> Iterator[int]:
         """Containers that can be emptied: those of the kind of the `preferred` one, which has the block that would go
-        first, then the others; of each kind the one with the fewest bytes to move, and of equal ones the one that was
-        not used for longest."""
-        last_use_ns = self._last_uses()
+        first, then the others; of each kind the one with the fewest bytes to move, of equal ones the preferred. With
+        `insists` one or two that cannot be emptied as they are."""
         first = next(((each.owner, each.slot_bytes) for each in reports if each.container == preferred), None)
 
-        def cost(each: ContainerReport) -> tuple[bool, int, float]:
+        def cost(each: ContainerReport) -> tuple[bool, int, bool]:
             is_of_kind = (each.owner, each.slot_bytes) == first
-            return not is_of_kind, each.used_slots * each.slot_bytes, last_use_ns.get(each.container, 0.0)
+            return not is_of_kind, each.used_slots * each.slot_bytes, each.container != preferred
 
         pinned = {self._residency.copies[self._position].container[row] for row in self._residency.pins}
-        found = 0
-        for report in sorted(reports, key=cost):
-            if report.container in pinned or self._rows_to_move(report) is None:
-                continue
-            yield report
-            found += 1
-            if found == MAX_CONTAINERS:
-                return
-
-    def _last_uses(self) -> dict[int, float]:
-        """By container, when its blocks were last used, on average. A scan: some milliseconds a million rows."""
-        copies, rows = self._residency.copies[self._position], self._residency.rows
-        held = np.flatnonzero(np.frombuffer(copies.state, np.uint8))
-        containers = np.frombuffer(copies.container, np.uint32)[held]
-        used_ns = np.frombuffer(rows.last_access_ns, np.uint64)[held]
-        numbers, where, counts = np.unique(containers, return_inverse=True, return_counts=True)
-        means = np.bincount(where, weights=used_ns.astype(np.float64), minlength=len(numbers)) / counts
-        return dict(zip(numbers.tolist(), means.tolist(), strict=True))
+        likely = [report for report in sorted(reports, key=cost) if report.container not in pinned]
+        for report in likely[:MAX_CONTAINERS]:
+            if self._rows_to_move(report) is not None:
+                yield report.container
+        if insists:
+            yield from (report.container for report in sorted(reports, key=cost)[:MAX_INSISTED])
 
     def _rows_to_move(self, report: ContainerReport) -> list[int] | None:
         """The blocks of a container; None when it cannot be emptied now: a block is pinned, read or being written, or
@@ -148,6 +221,7 @@ class Evacuation:
         residency, position = self._residency, self._position
         return (
             not residency.pin_count(row)
+            and residency.token(row) not in self._suspects
             and residency.state(row, position) is CopyState.RESIDENT
             and not self._exits.has_readers(residency.slot(row, position))
         )
@@ -156,17 +230,34 @@ class Evacuation:
         """One container: set aside, make places, copy what is left, put back."""
         targets: list[Slot] = []
         self._tier.set_aside(report.container)
+        self.aside.add(report.container)
         try:
-            rows = self._rows_to_move(report)
+            rows = await self._soon(report)
             if rows is not None:
                 left = dict.fromkeys(map(self._residency.token, rows))
-                if await self._make_places(report, left, targets, allowance, set(spared)):
+                for _ in range(ROUNDS):
+                    if not await self._make_places(report, left, targets, allowance, set(spared)):
+                        break
                     await self._move(report, left, targets)
-            for slot in targets:
-                self._tier.free(slot)
+                    if not left:
+                        break
+                    await asyncio.sleep(ROUND_S)  # the rest is read or written: soon it is not
         except Exception:  # a mistake here must not end the put that waits; the container stays as it is
             log.exception("emptying a container failed")
+        for slot in targets:
+            self._tier.free(slot)
+        self.aside.discard(report.container)
         return self._tier.put_back(report.container)
+
+    async def _soon(self, report: ContainerReport) -> list[int] | None:
+        """The blocks to move, once nothing is written to the container any more; it hands out no slot by now."""
+        for _ in range(ROUNDS):
+            rows = self._rows_to_move(report)
+            if rows is not None:
+                return rows
+            await asyncio.sleep(ROUND_S)
+            report = self._report(report.container) or report  # fewer slots are out perhaps
+        return None
 
     # Places
 
@@ -180,23 +271,41 @@ class Evacuation:
     ) -> bool:
         """Evict the coldest blocks of the container's kind until each of `left`, tokens of its blocks, has a place in
         another container; the places go to `targets`. Rows in `stuck` are passed over."""
-        search = _Coldest(self._residency, self._position, self._victims, self._tier.containers(), report)
+        search = _Coldest(self._residency, self._victims, self.kind_of(report.container), report, stuck)
         evictions = 0
         while not self._take_places(report, len(left), targets):
-            row = search.next(stuck)
-            if row < 0 or allowance.left_bytes < report.slot_bytes:
+            row = search.next()
+            needed_bytes = (len(left) - len(targets)) * report.slot_bytes
+            if row < 0 or not allowance.covers(report.slot_bytes) or not self._relocation.affords(needed_bytes):
                 return False
-            token, slot = self._residency.token(row), self._residency.slot(row, self._position)
-            if not await self._eviction.evict(row, Cause.EVICTED):
+            token, container = self._residency.token(row), self._residency.slot(row, self._position).container
+            evicted = await self._evict(row, report, len(left), targets)
+            if evicted is None:
+                return False
+            if not evicted:
                 stuck.add(row)
                 continue
-            allowance.spend(slot.nbytes)
-            if slot.container == report.container:
+            allowance.spent_bytes += report.slot_bytes
+            if container == report.container:
                 left.pop(token, None)
             evictions += 1
             if evictions % SLICE_EVICTIONS == 0:
                 await asyncio.sleep(0)
         return True
+
+    async def _evict(self, row: int, report: ContainerReport, wanted: int, targets: list[Slot]) -> bool | None:
+        """Whether the block has left; None when its way down takes too long, which it goes on by itself. Its place is
+        taken in the same step, before another put finds it."""
+
+        async def evict() -> bool:
+            evicted = await self._eviction.evict(row, Cause.EVICTED)
+            if evicted and report.container in self.aside:
+                self._take_places(report, wanted, targets)
+            return evicted
+
+        evicting = self._start(evict())
+        await asyncio.wait([evicting], timeout=EVICTION_WAIT_S)
+        return evicting.result() if evicting.done() else None
 
     def _take_places(self, report: ContainerReport, wanted: int, targets: list[Slot]) -> bool:
         while len(targets) < wanted:
@@ -209,20 +318,26 @@ class Evacuation:
     # Copies
 
     async def _move(self, report: ContainerReport, left: dict[int, None], targets: list[Slot]) -> None:
-        """Copy the blocks `left` to `targets`, and let the index follow where nothing has changed meanwhile."""
+        """Copy the blocks `left` to `targets`, and let the index follow where nothing has changed meanwhile. What could
+        not move stays in `left`."""
         residency, position = self._residency, self._position
         copies: list[Copy] = []
         tokens: list[int] = []
-        for token in left:
+        for token in list(left):
             row = residency.current(token)
-            if row < 0 or not residency.has(row, position) or not self._may_move(row):
-                continue
-            slot = residency.slot(row, position)
-            if slot.container == report.container:
+            here = row >= 0 and residency.has(row, position)
+            if not here or residency.slot(row, position).container != report.container:
+                del left[token]
+            elif self._may_move(row):
+                slot = residency.slot(row, position)
                 residency.pin(row)
                 tokens.append(token)
                 copies.append(Copy(residency.key(row), slot, targets.pop()))
-        outcomes = await self._relocation.copy(copies)
+        try:
+            outcomes = await self._relocation.copy(copies)
+        except Exception:
+            log.exception("copying blocks to other slots failed")
+            outcomes = [Outcome(OutcomeKind.FAILED)] * len(copies)
         for token, copy, outcome in zip(tokens, copies, outcomes, strict=True):
             row = residency.current(token)
             if row >= 0:
@@ -232,39 +347,50 @@ class Evacuation:
                 self._tier.free(residency.move(row, position, copy.target))
                 self._counters.add("relocated_blocks")
                 self._counters.add("relocated_bytes", copy.target.nbytes)
+                left.pop(token, None)
                 continue
             targets.append(copy.target)
+            if outcome.kind is OutcomeKind.FAILED:
+                self._suspect(token)
             if outcome.kind is OutcomeKind.CORRUPT and unchanged:
                 self._on_damage(row, outcome.message)
+
+    def _suspect(self, token: int) -> None:
+        if len(self._suspects) >= MAX_SUSPECTS:
+            self._suspects.clear()
+        self._suspects.add(token)
 
 
 class _Coldest:
     """Which block of a container's kind goes next: the policy's order over all containers of that kind; where that
-    takes too long to ask for, the container's own blocks, the one that was not used for longest first."""
+    takes too long to ask for, the container's own blocks, the one that was not used for longest first. Never one of
+    `stuck`, which the caller adds to."""
 
     def __init__(
         self,
         residency: Residency,
-        position: int,
         victims: Victims,
-        containers: Sequence[ContainerReport],
+        kind: AbstractSet[int],
         report: ContainerReport,
+        stuck: set[int],
     ) -> None:
-        kind = (report.owner, report.slot_bytes)
         self._residency = residency
-        self._position = position
+        self._position = victims.tier
         self._victims = victims
         self._container = report.container
-        self._search = victims.within({each.container for each in containers if (each.owner, each.slot_bytes) == kind})
+        self._others = AllBut(residency.copies[victims.tier], kind)
+        self._others.rows = stuck
         self._oldest: Iterator[int] | None = None
 
-    def next(self, exclude: set[int]) -> int:
+    def next(self) -> int:
+        """A row, or -1."""
         if self._oldest is None:
-            row = self._search.next(exclude)
-            if row >= 0:
+            self._others.begin()
+            row = self._victims.next(self._others)
+            if row >= 0 and not self._others.is_exhausted:
                 return row
             self._oldest = self._by_last_use()
-        return next((row for row in self._oldest if row not in exclude and self._may_go(row)), -1)
+        return next((row for row in self._oldest if row not in self._others.rows and self._may_go(row)), -1)
 
     def _by_last_use(self) -> Iterator[int]:
         """Children before their parents: a run of blocks is used at once, and a parent whenever its child is."""

@@ -55,7 +55,11 @@ class MemoryRelocation:
 
     def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._tier.relocate(copy.source, copy.target, copy.key, self._completions.to_loop(ended.set_result))
+        done = self._completions.to_loop(ended.set_result)
+        try:
+            self._tier.relocate(copy.source, copy.target, copy.key, done)
+        except RuntimeError as error:  # its block was taken by force meanwhile
+            done(Outcome(OutcomeKind.CANCELLED, message=str(error)))
         return ended
 
 
@@ -97,24 +101,35 @@ class LaneRelocation:
 
     def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        if not self._breaker.takes_writes or not self._endurance.charge_unasked(medium_bytes(copy.target.nbytes)):
+        cost_bytes = medium_bytes(copy.target.nbytes)
+        if not self._breaker.takes_writes or not self._endurance.charge_unasked(cost_bytes):
             ended.set_result(Outcome(OutcomeKind.CANCELLED, message="writes are refused"))
             return ended
         number = 0
 
         def start(done: Completion) -> None:
             nonlocal number
+            if not self._breaker.takes_writes:
+                done(Outcome(OutcomeKind.CANCELLED, message="its tier is shed"))
+                return
+            try:
+                self._tier.relocate(copy.source, copy.target, copy.key, done)
+            except RuntimeError as error:  # its block was taken by force meanwhile
+                done(Outcome(OutcomeKind.CANCELLED, message=str(error)))
+                return
             number = self._breaker.began()
-            self._tier.relocate(copy.source, copy.target, copy.key, done)
 
         def end(outcome: Outcome) -> None:
-            self._breaker.ended(number, "write", outcome)
+            if number:
+                self._breaker.ended(number, "write", outcome)
+            if outcome.kind is OutcomeKind.CANCELLED:
+                self._endurance.refund_unasked(cost_bytes)
             ended.set_result(outcome)
 
         moved_bytes = copy.source.nbytes + copy.target.nbytes  # it is read and written
         ticket = self._mover.submit(self._lane, Priority.DEMOTION, moved_bytes, Transfer(start, end))
         if isinstance(ticket, Refused):
-            ended.set_result(Outcome(OutcomeKind.CANCELLED, message="the lane's queue is full"))
+            end(Outcome(OutcomeKind.CANCELLED, message="the lane's queue is full"))
         return ended
 
     def _sync(self) -> asyncio.Future[Outcome]:

@@ -15,14 +15,16 @@ from typing import Final
 
 from kvstore_tiers.base import Slot, Tier, TierState
 from kvstored.lifecycle import Cause
-from kvstored.movement.evacuation import Allowance, Evacuation
+from kvstored.movement.evacuation import BUSY, Allowance, Evacuation
 from kvstored.movement.eviction import Eviction
-from kvstored.movement.victims import Victims
+from kvstored.movement.victims import PassedOver, Victims
 from kvstored.policies import Policy
 from kvstored.residency import Residency
 
 SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
 MAX_ATTEMPTS = 4096  # for one allocation
+PATIENCE, PATIENCE_S = 20, 0.005  # how often, and how long, to wait for copies in flight
+UNLIMITED = 1 << 62
 
 
 class Bypass(Enum):
@@ -76,31 +78,68 @@ class Room:
         """
         if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
             return None  # it takes nothing, however much is evicted
-        allowance = Allowance(self._tier.info.container_bytes + nbytes)
-        stuck = self._not_for(parent)
+        copies, owner = self._residency.copies[self._position], self._owner(tenant)
+        allowance = Allowance(nbytes, self._tier.info.container_bytes or UNLIMITED)
+        passed = PassedOver(copies, self._not_for(parent))
+        patience = PATIENCE
         for attempt in range(MAX_ATTEMPTS):
             slot = self.allocate_now(nbytes, tenant)
             if slot is not None:
                 return slot
             confined = tenant if self._victims.is_over_maximum(tenant, nbytes) else None
-            row = self._victims.next(stuck, confined)
+            row = self._next(passed, confined)
             if row >= 0 and newcomer is not None and self._victims.keeps(row, tenant, newcomer):
                 return BYPASSED
-            is_stuck = row < 0
-            if row >= 0 and (confined is not None or self._serves(row, nbytes, tenant)):
-                if allowance.left_bytes <= 0:
+            if row < 0:
+                if passed.containers and patience:  # copies in flight end soon, and their containers may be emptied
+                    patience -= 1
+                    await asyncio.sleep(PATIENCE_S)
+                elif not await self._progress():
                     return None
-                await self._evict(row, confined, allowance, stuck)
-            elif row >= 0:
-                is_stuck = not await self._evacuation.convert(row, nbytes, self._owner(tenant), allowance, stuck)
-            if is_stuck:
-                if not await self._eviction.demoter.progress():
+                # A block may leave now, or its container be emptied.
+                passed = PassedOver(copies, self._not_for(parent))
+                continue
+            if confined is not None or self._tier.makes_room(copies.container[row], nbytes, owner):
+                victim_bytes = copies.nbytes[row]
+                if not allowance.covers(victim_bytes):
                     return None
-                # A write behind has ended: its block may leave now, and its container be emptied.
-                stuck = self._not_for(parent)
+                if await self._eviction.evict(row, Cause.EVICTED if confined is None else Cause.QUOTA):
+                    allowance.spent_bytes += victim_bytes
+                else:
+                    passed.rows.add(row)
+            else:
+                container = copies.container[row]
+                found = await self._evacuation.convert(
+                    container, nbytes, owner, allowance, passed.rows, insists=patience < PATIENCE
+                )
+                if isinstance(found, Slot):
+                    return found
+                if found is BUSY:
+                    return None
+                if found is None:  # none of that kind can be emptied now
+                    passed.containers |= self._evacuation.kind_of(container)
             if attempt % SLICE_EVICTIONS == SLICE_EVICTIONS - 1:
                 await asyncio.sleep(0)
         return None
+
+    def _next(self, passed: PassedOver, confined: int | None) -> int:
+        """The next victim; the blocks of a container that is being emptied are not evicted for others."""
+        passed.begin()
+        aside = self._evacuation.aside - passed.containers
+        passed.containers |= aside
+        row = self._victims.next(passed.shortest, confined)
+        passed.containers -= aside
+        return -1 if passed.is_exhausted else row
+
+    async def _progress(self) -> bool:
+        """Wait for what may make room soon: a write behind, or the emptying of a container. False: there is nothing."""
+        if self._evacuation.is_under_way:
+            return await self._evacuation.wait()
+        return await self._eviction.demoter.progress()
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait for what is under way, before the tier is closed."""
+        await self._evacuation.settle(timeout_s)
 
     async def vacate(self, container: int) -> bool:
         """Empty an arena or slab, to give it back; False when that cannot be done now."""
@@ -114,21 +153,10 @@ class Room:
         """Take a copy that may leave: by itself where another tier has one, else the block goes with it."""
         self._eviction.take(row, cause)
 
-    async def _evict(self, row: int, confined: int | None, allowance: Allowance, stuck: set[int]) -> None:
-        nbytes = self._residency.slot(row, self._position).nbytes
-        if await self._eviction.evict(row, Cause.EVICTED if confined is None else Cause.QUOTA):
-            allowance.spend(nbytes)
-        else:
-            stuck.add(row)
-
     def _not_for(self, parent: int) -> set[int]:
         """Rows that room must not be made of: `parent`, unless it has a copy further down, or will be given one."""
         only_here = parent >= 0 and self._residency.tier_mask(parent) == 1 << self._position
         return {parent} if only_here and not self._eviction.demoter.wants(parent) else set()
-
-    def _serves(self, row: int, nbytes: int, tenant: int) -> bool:
-        """Whether the victim's slot could serve this allocation."""
-        return self._tier.makes_room(self._residency.slot(row, self._position), nbytes, self._owner(tenant))
 
     def _owner(self, tenant: int) -> str:
         return self._residency.tenants[tenant].name

@@ -1,12 +1,12 @@
 """Which block leaves a tier next: orphans first, then what the policy names.
 
-Owns the order between the two, a tenant's confinement to its own blocks, and the search within some containers. Never
+Owns the order between the two, a tenant's confinement to its own blocks, and what is passed over on the way. Never
 takes a block away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from kvstored.clock import Clock
@@ -15,7 +15,7 @@ from kvstored.policies import Policy
 from kvstored.residency import Residency
 from kvstored.residency.copies import TierCopies
 
-MAX_LOOKS = 65_536  # at rows in other containers, for one container: about 20 ms in all
+MAX_LOOKS = 256  # at rows in containers that are passed over, for one question
 
 
 class Victims:
@@ -26,6 +26,7 @@ class Victims:
         self._residency = residency
         self._orphans = orphans
         self._clock = clock
+        self._named = -1  # by the policy, the last time
 
     def follow(self, policy: Policy) -> None:
         """From now on this policy of the same tier decides."""
@@ -33,15 +34,16 @@ class Victims:
 
     def next(self, exclude: Container[int], tenant: int | None = None) -> int:
         """The row to evict next, or -1. With `tenant`, one of its own."""
+        self._named = -1
         row = self._orphans.next(self._policy, exclude, tenant)
         if row < 0:
-            row = self._policy.next_victim(self._clock.monotonic_ns(), exclude=exclude, tenant=tenant)
+            row = self._named = self._policy.next_victim(self._clock.monotonic_ns(), exclude=exclude, tenant=tenant)
         return row
 
     def keeps(self, victim: int, tenant: int, newcomer: tuple[bytes, int]) -> bool:
         """Whether the policy would rather keep `victim`, which `next` has just named, than store the block of this key
-        and depth."""
-        return self._policy.declines(tenant, *newcomer, victim, self._clock.monotonic_ns())
+        and depth. An orphan goes in any case."""
+        return victim == self._named and self._policy.declines(tenant, *newcomer, victim, self._clock.monotonic_ns())
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
         """Blocks `keys`, which continue row `parent`, are about to ask for room."""
@@ -58,44 +60,56 @@ class Victims:
         """Whether the block's tenant still has its minimum without it."""
         return self._policy.spares_minimum(row)
 
-    def within(self, containers: AbstractSet[int]) -> VictimsWithin:
-        """The same question, for blocks in these containers alone."""
-        return VictimsWithin(self, self._residency.copies[self._policy.tier], containers)
+    @property
+    def tier(self) -> int:
+        return self._policy.tier
 
 
-class VictimsWithin:
-    """Victims in some containers of a tier, in the order of eviction, until `MAX_LOOKS` rows elsewhere were passed."""
+class PassedOver(Container[int]):
+    """Rows that are not to be named: some by number, and all in some containers. After `MAX_LOOKS` at the latter, since
+    `begin`, it is exhausted and passes over nothing more: what is named then must not be taken.
 
-    def __init__(self, victims: Victims, copies: TierCopies, wanted: AbstractSet[int]) -> None:
-        self._victims = victims
-        self._elsewhere = _Elsewhere(copies, wanted)
+    A policy asks about one row after the other in its own order, and some begin anew with each row that they skip, so
+    that the time grows with the square of the looks.
+    """
 
-    def next(self, exclude: AbstractSet[int]) -> int:
-        """The row to evict next, or -1: there is none, or it would take too long to find."""
-        self._elsewhere.exclude = exclude
-        row = self._victims.next(self._elsewhere)
-        return -1 if self._elsewhere.is_exhausted else row
-
-
-class _Elsewhere(Container[int]):
-    """What a policy is to pass over: rows in other containers. It gives up, and passes over nothing, after so many."""
-
-    def __init__(self, copies: TierCopies, wanted: AbstractSet[int]) -> None:
+    def __init__(self, copies: TierCopies, rows: Iterable[int] = ()) -> None:
         self._copies = copies
-        self._wanted = wanted
         self._looks_left = MAX_LOOKS
-        self.exclude: AbstractSet[int] = frozenset()
+        self.rows = set(rows)
+        self.containers: set[int] = set()
+
+    def begin(self) -> None:
+        """Another question begins."""
+        self._looks_left = MAX_LOOKS
 
     @property
     def is_exhausted(self) -> bool:
         return self._looks_left <= 0
 
+    @property
+    def shortest(self) -> Container[int]:
+        """The same in the form that takes the least time to ask."""
+        return self if self.containers else self.rows
+
     def __contains__(self, row: object) -> bool:
-        if self._looks_left <= 0:
-            return False
-        if row in self.exclude:
+        if row in self.rows:
             return True
-        if self._copies.container[row] in self._wanted:  # type: ignore[call-overload]  # policies ask for rows
+        if self._looks_left <= 0 or self.wants(self._copies.container[row]):  # type: ignore[call-overload]  # a row
             return False
         self._looks_left -= 1
         return self._looks_left > 0
+
+    def wants(self, container: int) -> bool:
+        return container not in self.containers
+
+
+class AllBut(PassedOver):
+    """The other way round: all containers but `wanted` are passed over."""
+
+    def __init__(self, copies: TierCopies, wanted: AbstractSet[int], rows: Iterable[int] = ()) -> None:
+        super().__init__(copies, rows)
+        self._wanted = wanted
+
+    def wants(self, container: int) -> bool:
+        return container in self._wanted

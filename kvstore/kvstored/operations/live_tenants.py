@@ -1,7 +1,7 @@
 """Who the tenants are, and whose tokens they are, changed while the daemon serves.
 
-What users stored follows them as at a start (tenants/reach.py). Clients of a tenant whose name stands for another's
-blocks from now on have to connect again, since their keys start from other roots; all others go on as who they are.
+What users stored follows them as at a start (tenants/reach.py). Clients that are another tenant's from now on, or of a
+name that stands for other blocks, have to connect again; all others go on.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LiveTenants:
         self._reception.set_shares()
         left = self._handshake.hang_up(self._is_another_now)
         if left:
-            log.info("%d clients have to connect again: their tenants' names stand for other blocks now", left)
+            log.info("%d clients have to connect again: they are of another tenant now", left)
 
     def renew_tokens(self) -> None:
         """Let the tokens be those that `prepare` has read."""
@@ -68,8 +68,8 @@ class LiveTenants:
             self._tokens.replace(self._entries)
 
     def _is_another_now(self, session: Session) -> bool:
-        tenant = self._tenants.by_name(session.tenant.name)
-        return tenant is None or tenant.digest != session.tenant.digest
+        tenant = self._tenants.resolve(session.peer)
+        return tenant is None or (tenant.name, tenant.digest) != (session.tenant.name, session.tenant.digest)
 
 
 def _tokens_file(unary: UnarySection) -> Path | None:

@@ -85,7 +85,7 @@ class TenantDirectory:
         self._names.close()
 
     def relist(self, listed: tuple[TenantSection, ...], default: str) -> None:
-        """Let the configuration's tenants be these. Sessions go on as the tenants that they are."""
+        """Let the configuration's tenants be these. Sessions are the caller's."""
         left = {section.name for section in self._listed} - {section.name for section in listed}
         self._listed, self._default = listed, default
         for section in (*listed, *map(TenantSection, sorted(left))):
@@ -158,9 +158,6 @@ class TenantDirectory:
             if name not in self._tenants and self._keyring.identity_of(name) is not None:
                 self._tenant(self.section(name) or TenantSection(name))
         self._names.changed()
-
-    def by_name(self, name: str) -> Tenant | None:
-        return self._tenants.get(name)
 
     def by_digest(self, digest: bytes) -> Tenant | None:
         return next((tenant for tenant in self._tenants.values() if tenant.digest == digest), None)

@@ -145,8 +145,8 @@ class SlabSpace:
         """The index is made anew: it needs room for the slots there are now."""
         self._most_slots = self._slots
 
-    def makes_room(self, slot: Slot, nbytes: int) -> bool:
-        return slot.nbytes == nbytes and slot.container not in self._aside
+    def makes_room(self, number: int, nbytes: int) -> bool:
+        return self.slabs[number].superblock.slot_bytes == nbytes and number not in self._aside
 
     def containers(self) -> list[ContainerReport]:
         return [
@@ -160,7 +160,9 @@ class SlabSpace:
         return [
             report
             for report in self.containers()
-            if report.slot_bytes != nbytes and slots_that_fit(report.nbytes, nbytes)
+            if report.slot_bytes != nbytes
+            and report.container not in self._aside
+            and slots_that_fit(report.nbytes, nbytes)
         ]
 
     def set_aside(self, number: int) -> None:

@@ -225,8 +225,8 @@ class NvmeTier(Tier):
         slab, index = self._place(slot)
         self._journal.note_written(slab, index, replace(header, tokens=b""))
 
-    def makes_room(self, slot: Slot, nbytes: int, owner: str = "") -> bool:
-        return self._space.makes_room(slot, nbytes)
+    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
+        return self._space.makes_room(container, nbytes)
 
     def containers(self) -> list[ContainerReport]:
         return self._space.containers()

@@ -255,10 +255,10 @@ class TierContract:
             slots = _fill(tier, 8192)
             convertible = tier.convertible(65536)
             if not tier.info.container_bytes:
-                assert convertible == tier.containers() == [] and tier.makes_room(slots[0], 65536)
+                assert convertible == tier.containers() == [] and tier.makes_room(slots[0].container, 65536)
                 return
-            assert not tier.convertible(8192) and tier.makes_room(slots[0], 8192)
-            assert not tier.makes_room(slots[0], 65536) and tier.allocate(65536) is None
+            assert not tier.convertible(8192) and tier.makes_room(slots[0].container, 8192)
+            assert not tier.makes_room(slots[0].container, 65536) and tier.allocate(65536) is None
             chosen = convertible[0]
             inside = [slot for slot in slots if slot.container == chosen.container]
             assert (chosen.slot_bytes, chosen.used_slots) == (8192, len(inside))

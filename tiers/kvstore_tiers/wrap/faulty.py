@@ -92,8 +92,8 @@ class FaultyTier(Tier):
     def free(self, slot: Slot) -> None:
         self.inner.free(slot)
 
-    def makes_room(self, slot: Slot, nbytes: int, owner: str = "") -> bool:
-        return self.inner.makes_room(slot, nbytes, owner)
+    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
+        return self.inner.makes_room(container, nbytes, owner)
 
     def containers(self) -> list[ContainerReport]:
         return self.inner.containers()
