@@ -50,7 +50,7 @@ class Stored:
 
 def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: frozenset[str] = frozenset()) -> None:
     """Names stand for what their users stored, as far as the rule goes; on the medium when it returns. `with_tokens`:
-    names of tenants that others than their users can be. Raises OSError."""
+    names of tenants that others than their users can be. Raises OSError, with names as they were."""
     keyring, stored = tenants.keyring, Stored(residency)
     before = keyring.bound()
     known = [f"uid-{uid}" for section in tenants.listed for uid in section.uids]
@@ -71,7 +71,11 @@ def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: fr
             log.info("tenant %s takes over %s of %s", section.name, stored.show(users), users)
             keyring.bind(section.name, users)
     if keyring.bound() != before:
-        keyring.settle()
+        try:
+            keyring.settle()
+        except OSError:
+            keyring.adopt(before)
+            raise
     tenants.refresh(*known)
     for sentence in out_of_reach(tenants, residency):
         log.warning("%s", sentence)
