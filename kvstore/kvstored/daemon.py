@@ -239,7 +239,7 @@ class Daemon:
         self._sessions = SessionTable(self._warm.ledger.last_session_id if self._warm is not None else 0)
         host, residency = self._open_host(), make_residency(config)
         self._nvme = self._open_nvme(residency, forget=keyring.nvme_is_lost) if config.nvme.enabled else None
-        keyring.settle()
+        keyring.settle()  # with what `TenantDirectory` claimed
         adopted = self._adopt(host, residency)
         self._store = Store(config, self._clock, self._completions, residency, host, self._nvme)
         self._former = self._restore_clients(adopted)

@@ -28,6 +28,13 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+def log_to_stderr(level: int | str, layout: str) -> None:
+    """Let this process log its lines by `layout`, where nothing was configured before."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter(layout))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
 class PrintableFormatter(logging.Formatter):
     """A log record is one line, and no argument of it reaches the terminal unescaped; a traceback keeps its lines."""
 

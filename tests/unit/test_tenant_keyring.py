@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvstored.config import TenantSection
+from kvstored.residency import Residency
 from kvstored.tenants import Peer, TenantDirectory
 from kvstored.tenants.keyring import Keyring
+from kvstored.tenants.reach import follow_users
 
 
 def test_two_names_never_stand_for_one_identity(tmp_path: Path) -> None:
@@ -49,3 +51,20 @@ def test_keys_are_those_of_the_identity_and_a_user_without_one_is_refused(tmp_pa
     without = TenantDirectory(tmp_path, (TenantSection("alice", uids=(8,)),), "by-uid", keyring)
     assert without.resolve(Peer(1, 7, 7)) is None and without.named("uid-7") is None
     assert without.resolve(Peer(1, 8, 8)) is None and without.named("alice") is None, "before follow_users"
+
+
+def test_what_cannot_be_written_down_is_not_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    keyring = Keyring(tmp_path)
+    keyring.bind("alice", "uid-7")
+    directory = TenantDirectory(tmp_path, (TenantSection("alice", uids=(8,)),), "by-uid", keyring)
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr("kvstored.tenants.keyring.write_private", full)
+        follow_users(directory, Residency(("host",)))
+    assert keyring.bound() == {"alice": "uid-7"} and directory.resolve(Peer(1, 8, 8)) is None
+    follow_users(directory, Residency(("host",)))
+    assert keyring.bound() == {} == Keyring(tmp_path).bound()
+    alice = directory.resolve(Peer(1, 8, 8))
+    assert alice is not None and alice.name == "alice"

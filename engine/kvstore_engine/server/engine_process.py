@@ -17,6 +17,7 @@ from kvstore_engine.gguf import GGUFError
 from kvstore_engine.server.assembly import open_serving
 from kvstore_engine.server.engine_loop import EngineLoop
 from kvstore_engine.server.options import EngineOptions
+from kvstore_proto.printable import log_to_stderr
 
 _SWITCH_INTERVAL_S = 0.0005  # the daemon session's threads must not wait for a whole slice of the loop's
 
@@ -43,5 +44,5 @@ def main(connection: socket.socket, options: EngineOptions) -> int:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="kvengine scheduler: %(levelname)s %(message)s")
+    log_to_stderr(logging.INFO, "kvengine scheduler: %(levelname)s %(message)s")
     sys.exit(main(socket.socket(fileno=int(sys.argv[1])), EngineOptions.decode(sys.argv[2])))

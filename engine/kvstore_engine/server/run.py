@@ -23,7 +23,7 @@ from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.server.options import ServerOptions
 from kvstore_engine.server.service import ServedModel, Service
-from kvstore_proto.printable import PrintableFormatter, printable
+from kvstore_proto.printable import log_to_stderr, printable
 
 _BACKLOG = 1024
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -32,9 +32,7 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 def run(options: ServerOptions) -> int:
     """Serve until a signal; the exit code. UsageError and OperationError say why nothing is served."""
     _check_installed()
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("kvengine: %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    log_to_stderr(logging.WARNING, "kvengine: %(levelname)s %(message)s")
     keys = KeyRing.read(Path(options.api_keys)) if options.api_keys else KeyRing(None)
     if keys.is_open and not _is_local(options.host):
         raise UsageError(

@@ -50,11 +50,12 @@ class Stored:
 
 def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: frozenset[str] = frozenset()) -> None:
     """Names stand for what their users stored, as far as the rule goes; on the medium when it returns. `with_tokens`:
-    names of tenants that others than their users can be. Raises OSError."""
+    names of tenants that others than their users can be. Raises OSError, with names as they were."""
     keyring, stored = tenants.keyring, Stored(residency)
+    before = keyring.bound()
     known = [f"uid-{uid}" for section in tenants.listed for uid in section.uids]
     known = [name for name in known if stored.blocks(name)]
-    for name, identity in keyring.bound().items():
+    for name, identity in before.items():
         uid, section = uid_of(identity), tenants.section(name)
         if uid is not None and (section is None or uid not in section.uids):
             keyring.release(name)
@@ -69,7 +70,12 @@ def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: fr
         if users is not None and with_tokens.isdisjoint((users, section.name)):
             log.info("tenant %s takes over %s of %s", section.name, stored.show(users), users)
             keyring.bind(section.name, users)
-    keyring.settle()
+    if keyring.bound() != before:
+        try:
+            keyring.settle()
+        except OSError:
+            keyring.adopt(before)
+            raise
     tenants.refresh(*known)
     for sentence in out_of_reach(tenants, residency):
         log.warning("%s", sentence)
