@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ _COMMANDS = Path(sys.executable).parent
 _PLACE = "/tmp/kv"  # what the pages call the directory of sockets and state
 _PAGES = ("README.md", "deploy/README.md", "docs/getting-started.md", "docs/kvctl.md", "docs/sizing.md")
 _NOT_RUN = {
-    ("README.md", "make demo                 # sets itself up, then shows all of it on a real model; no GPU, no compiler needed"): (
+    ("README.md", "make demo"): (
         "make demo takes minutes and make test would run itself; the demo has tests of its own"
     ),
     ("README.md", "kvengine serve --model smollm2-135m-instruct --kvstore /tmp/kv"): (
@@ -75,44 +74,43 @@ def _run_page(
     variables = {"KVSTORED_SOCKET_DIR": str(socket_dir)} if socket_dir else {}
     environment = environment_with(_COMMANDS, **variables)
     ran = 0
-    with Shell(place, environment) as shell:
+    with ExitStack() as serving, Shell(place, environment) as shell:
         for block in _listings(page):
             (before or {}).get(block.name, lambda _: None)(shell)
             for number, command in enumerate(block.commands):
-                asks_status = number + 1 < len(block.commands) and "$?" in block.commands[number + 1].typed
-                _run(page, command, place, shell, environment, may_fail=asks_status)
                 ran += 1
+                if command.typed.startswith("kvstored serve"):
+                    serving.enter_context(_served(command, place, environment))
+                    continue
+                asks_status = number + 1 < len(block.commands) and "$?" in block.commands[number + 1].typed
+                printed, status = shell.run(_there(command, place))
+                printed = printed.replace(str(place / "kv"), _PLACE)
+                assert status == 0 or asks_status, f"{page}: {command.typed} ended with {status}:\n{printed}"
+                _assert_as_shown(page, command, printed)
     return ran
 
 
-def _run(
-    page: str, command: Command, place: Path, shell: Shell, environment: dict[str, str], *, may_fail: bool
-) -> None:
-    typed = command.typed.replace(_PLACE, str(place / "kv"))
-    if typed.startswith("kvstored serve"):
-        _serving.append(run_in_background(typed, place, environment))
+@contextmanager
+def _served(command: Command, place: Path, environment: dict[str, str]) -> Iterator[None]:
+    """A daemon, as the page starts it; it ends in an orderly way, if no command of the page ended it before."""
+    process = run_in_background(_there(command, place), place, environment)
+    try:
         assert eventually(lambda: _answers(place / "kv/admin.sock")), (place / "serve.log").read_text()
-        return
-    printed, status = shell.run(typed)
-    printed = printed.replace(str(place / "kv"), _PLACE)
-    assert status == 0 or may_fail, f"{page}: {command.typed} ended with {status}:\n{printed}"
+        yield
+    finally:
+        process.terminate()
+        assert process.wait(STOP_TIMEOUT_S) == 0
+
+
+def _there(command: Command, place: Path) -> str:
+    return command.typed.replace(_PLACE, str(place / "kv"))
+
+
+def _assert_as_shown(page: str, command: Command, printed: str) -> None:
     if command.shown:
         wrong = difference(command.shown, printed, outline=command.typed in _OUTLINES)
         shown = "\n".join(command.shown)
         assert not wrong, f"{page}: {command.typed}\n{wrong}; the page shows:\n{shown}\nprinted was:\n{printed}"
-
-
-_serving: list[subprocess.Popen[bytes]] = []
-
-
-@pytest.fixture(autouse=True)
-def _ended() -> Iterator[None]:
-    """Whatever a page started ends with its test; a daemon ends in an orderly way."""
-    yield
-    while _serving:
-        process = _serving.pop()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(STOP_TIMEOUT_S) == 0
 
 
 def _answers(path: Path) -> bool:
@@ -120,6 +118,18 @@ def _answers(path: Path) -> bool:
         caller.connect(str(path))
         return True
     return False
+
+
+def test_a_listing_that_says_something_else_is_found() -> None:
+    shown = ("KEY           SIZE  IDLE", "5790fb14e416  1.4 MiB  3.1 s", "[...]", "4 of 32 blocks; --limit shows more")
+    printed = "KEY  SIZE  IDLE\n0123456789ab  900 KiB  1 min 2 s\nffff01234567  900 KiB  -\n1 of 1 block; --limit shows more\n"
+    assert difference(shown, printed) == ""
+    assert difference(shown, printed.replace("IDLE", "AGE")), "another column"
+    assert difference(shown, printed.replace("shows", "has")), "another word"
+    assert difference(shown, printed + "more\n") and difference(shown[:2], printed), "another line"
+    outline = ("sockets", "  ok   directory       /tmp/kv/run", "[...]", "  ok   room   1 GiB free")
+    assert difference(outline, "sockets\n  FAIL directory   gone\n  ok  mode  x\n  warn room  0 B", outline=True) == ""
+    assert difference(outline, "sockets\n  ok  room   1 GiB free\n  ok  directory  x", outline=True), "another order"
 
 
 def test_the_list_of_what_is_not_run_is_true() -> None:
