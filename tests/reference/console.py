@@ -16,6 +16,7 @@ from pathlib import Path
 _BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _BARS = re.compile("[▀-▟]+")
 _HASH = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b")
+_VERSION = re.compile(r"\b\d+\.\d+\.\d+(?:\.?[a-z]+\d+)*(?:\+[\w.]+)?")
 _DURATION = re.compile(r"\d+ (?:d|h|min) \d+ (?:h|min|s)\b")
 _RUN = re.compile(r"\b\d+-\d+\b")  # of rows that say the same
 _AMOUNT = re.compile(r"\d[\d,.:]*(?: (?:[KMGT]?i?B|ns|us|ms|s|min|h|d)(?:/s)?(?![\w-]))?")
@@ -24,7 +25,7 @@ _PLURAL = re.compile(r"\b(block|client|lease|sample|slot|warning|ping)s?\b")
 _CLASS = re.compile(r"\b(?:hot|warm|cold)\b")  # what the policy expects of a block: it learns
 _PROGRESS = re.compile(r"kvctl \w+: \w+ \d+ of \d+")  # of a command that takes long; a terminal shows it and wipes it
 _VARYING = (
-    (_BARS, ""), (_HASH, "#"), (_DURATION, "#"), (_RUN, "#"), (_AMOUNT, "#"), (_NOTHING, "#"), (_PLURAL, r"\1s"),
+    (_BARS, ""), (_VERSION, "#"), (_HASH, "#"), (_DURATION, "#"), (_RUN, "#"), (_AMOUNT, "#"), (_NOTHING, "#"), (_PLURAL, r"\1s"),
     (_CLASS, "class"),
 )  # fmt: skip
 _ANYTHING = "[...]"
