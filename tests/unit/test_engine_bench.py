@@ -207,6 +207,9 @@ class TestFiles:
         assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?(?!#)""", text)
         assert "&lt;m &amp; m&gt;" in text and "<m & m>" not in text
         assert text.count("<svg") >= 3 * 5
+        assert ".charts>figure:last-child:nth-child(odd){grid-column:1/-1}" in text, (
+            "no empty cell beside the last chart"
+        )
         balance = _Balance()
         balance.feed(text)
         assert balance.open == []

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.cli import scales
+from kvstore_client.cli import report_page, scales
 from kvstore_client.cli.charts import HEIGHT, MAX_POINTS, WIDTH, Chart, Curve, draw
 from kvstore_client.cli.scales import Unit, time_scale
 
@@ -117,7 +117,7 @@ def test_long_series_are_thinned_and_keep_their_peaks() -> None:
     text = draw(Chart("Spike", scales.COUNT, at_s, [means, peaks]))
     assert path_of(text, "s1").count(",") <= MAX_POINTS
     assert min(float(y) for y in re.findall(r",([\d.]+)", path_of(text, "s1"))) == pytest.approx(10, abs=3)
-    assert min(float(y) for y in re.findall(r",([\d.]+)", path_of(text, "s0"))) > 150
+    assert min(float(y) for y in re.findall(r",([\d.]+)", path_of(text, "s0 wide"))) > 150
 
 
 def test_names_from_outside_are_text_and_never_markup() -> None:
@@ -133,3 +133,20 @@ def test_names_from_outside_are_text_and_never_markup() -> None:
 def test_nothing_is_said_not_drawn(chart: Chart) -> None:
     assert "nothing to show yet" in draw(chart)
     assert "<svg" not in draw(chart)
+
+
+def test_a_line_below_another_one_is_seen() -> None:
+    at_s = [float(second) for second in range(10)]
+    same, other = [5.0] * 10, [float(second) for second in range(10)]
+    text = draw(
+        Chart("Movement", scales.BYTES_A_SECOND, at_s, [Curve("stored", same), Curve("lane", same), Curve("x", other)])
+    )
+    assert 'class="s0 wide"' in text and 'class="s1"' in text and 'class="s2"' in text
+    apart = draw(Chart("Movement", scales.BYTES_A_SECOND, at_s, [Curve("stored", other), Curve("lane", same)]))
+    assert "wide" not in apart
+
+
+def test_a_long_list_of_models_leaves_room_for_the_numbers() -> None:
+    text = report_page.table("Tenants", ["tenant", "models", "blocks"], [["a", "first:1\nsecond:2", "9"]], words=2)
+    assert '<td class="t">first:1\nsecond:2</td><td class="n">9</td>' in text
+    assert re.search(r"td\.t\{white-space:pre-line;[^}]*max-width", report_page.page("", "", [], ""))

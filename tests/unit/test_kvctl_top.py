@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_told() -> None:
     whole = shown(snapshot())
     cut = shown(snapshot(), height=10)
     assert len(cut) == 10
-    assert cut[-1] == f"... {len(whole) - 9} more lines: make the window taller"
+    assert cut[-1] == f"... {len([line for line in whole if line]) - 9} more lines: make the window taller"
     assert shown(snapshot(), height=len(whole)) == whole
 
 
@@ -192,3 +192,17 @@ def test_colour_needs_a_terminal_and_consent(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TERM", "dumb")
     assert not is_terminal(Terminal())
     assert size_of(io.StringIO()) == (80, 24)
+
+
+def test_a_terminal_of_24_lines_shows_tenants_and_requests() -> None:
+    verbs = [
+        series("verb", verb, "requests", [1.0] * SECONDS) for verb in ("lookup", "release", "store", "lend", "ping")
+    ]
+    tenants = pb.TenantsReply(tenants=[pb.TenantStatus(name=f"tenant-{n}", host_bytes=n) for n in range(9)])
+    lines = shown(snapshot(history=history(*verbs), tenants=tenants), height=24)
+    assert len(lines) == 24
+    assert line_of(lines, "TENANT") and line_of(lines, "tenant-8")
+    assert line_of(lines, "REQUEST") and line_of(lines, "lookup") and line_of(lines, "acquire")
+    assert lines[-1] == "... 6 more lines: make the window taller"
+    quiet = shown(snapshot(history=history(*verbs)), height=24)
+    assert line_of(quiet, "ping") and line_of(quiet, "small"), "empty lines go before anything that is said"

@@ -148,3 +148,14 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
         main(["simulate", "--help"])
     shown = capsys.readouterr().out
     assert "--mode timing --profile h100" in shown and "examples:" in shown
+
+
+def test_plans_that_do_the_same_are_one_line_with_all_their_names(
+    chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    run(capsys, chat, *COMMON, "--tiers", "engine=64GiB,dram=64GiB,nvme=64GiB", "--plot", page)
+    first_token = page.read_text().partition("</figure>")[0]
+    assert "engine-alone = baseline, lru = baseline-eager, lru" in first_token
+    assert first_token.count("<polyline") < 4
+    assert ".charts>figure:last-child:nth-child(odd){grid-column:1/-1}" in first_token, "no half of a page is empty"

@@ -19,6 +19,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 14, 10, 26
 COLOURS = 8
 MAX_POINTS = 240
 _POINTER_COLUMNS = 80
+_SAME = 1.5  # units of the drawing: lines nearer than that cannot be told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def _svg(chart: Chart, curves: Sequence[Curve]) -> str:
             floor = [low if math.isnan(high) else high for low, high in zip(floor, ceiling, strict=True)]
             colour += 1
         else:
-            style = f"s{colour % COLOURS}"
+            style = f"s{colour % COLOURS}" + (" wide" if _is_covered(curve, curves, up) else "")
             parts.append(_path(xs, [_y(up, value) for value in curve.values], style))
             colour += 1
         shown.append((style, curve.label))
@@ -83,6 +84,16 @@ def _svg(chart: Chart, curves: Sequence[Curve]) -> str:
     label = escape(chart.title, quote=True)
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return svg + _legend(shown)
+
+
+def _is_covered(curve: Curve, curves: Sequence[Curve], up: Scale) -> bool:
+    """Whether a line that is drawn later would hide half of this one or more: it is drawn wide then."""
+    heights = [_y(up, value) for value in curve.values]
+    for other in curves[1 + curves.index(curve) :]:
+        apart = [abs(ours - _y(up, value)) for ours, value in zip(heights, other.values, strict=True)]
+        if 2 * sum(distance < _SAME for distance in apart) >= len(known(heights)):
+            return True
+    return False
 
 
 def _grid(across: Scale, up: Scale) -> str:

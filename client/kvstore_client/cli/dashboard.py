@@ -7,6 +7,7 @@ what does not fit is told.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from kvstore_client.cli.budget import budget_line
 from kvstore_client.cli.paint import Line, bar, plain_line, sparkline
@@ -18,6 +19,7 @@ MIN_WIDTH = 60
 LATELY_S = 10.0
 MINUTE_S = 60.0
 NOW_S = 3.0  # rates: one second alone flickers
+_LEAST_ROWS = 3  # of a table: its heading, one row, and how many more there are
 _ORDER = ("lookup", "acquire", "release", "store", "reserve", "commit", "prefetch", "touch", "abort", "ping")
 _STATES = {"serving": "green", "ok": "green", "draining": "yellow", "full": "yellow", "shrunk": "yellow"}
 
@@ -26,18 +28,35 @@ def render(shot: Snapshot, *, width: int, height: int, clock: str, note: str = "
     """The whole screen. `height` 0 is as tall as it needs to be."""
     width = max(width, MIN_WIDTH)
     past = shot.past
-    lines = [*_head(shot, width, clock, note), plain_line(""), *_tiers(shot, past, width), plain_line("")]
-    lines += [*_hits(shot, past, width), plain_line("")]
-    for part in (_lanes(shot, past, width), _verbs(past, width), _tenants(shot, past, width)):
+    above = [_head(shot, width, clock, note), _tiers(shot, past, width), _hits(shot, past, width)]
+    above.append(_lanes(shot, past, width))
+    verbs, tenants = _verbs(past, width), _tenants(shot, past, width)
+    warnings = [plain_line(f"warning: {warning}", "yellow") for warning in shot.status.warnings]
+    lines = _joined([*above, verbs, tenants, warnings], plain_line(""))
+    if not height or len(lines) <= height:
+        return lines
+    # Empty lines go first, then requests and tenants share what the rest leaves: neither hides the other.
+    room = height - sum(map(len, (*above, warnings)))
+    if room >= 2 * _LEAST_ROWS:
+        for_tenants = min(len(tenants), max(room // 2, room - len(verbs)))
+        verbs, tenants = _cut_rows(verbs, room - for_tenants), _cut_rows(tenants, for_tenants)
+    return _cut_rows(_joined([*above, verbs, tenants, warnings]), height)
+
+
+def _joined(parts: Sequence[Sequence[Line]], *between: Line) -> list[Line]:
+    lines: list[Line] = []
+    for part in parts:
         if part:
-            lines += [*part, plain_line("")]
-    lines += [plain_line(f"warning: {warning}", "yellow") for warning in shot.status.warnings]
-    while lines and not lines[-1].spans:
-        lines.pop()
-    if height and len(lines) > height:
-        hidden = len(lines) - height + 1
-        lines = [*lines[: height - 1], plain_line(f"... {hidden} more lines: make the window taller", "dim")]
+            lines += [*(between if lines else ()), *part]
     return lines
+
+
+def _cut_rows(lines: list[Line], room: int) -> list[Line]:
+    """At most `room` of them; the last one says how many are not shown."""
+    if len(lines) <= room:
+        return lines
+    hidden = plain_line(f"... {len(lines) - room + 1} more lines: make the window taller", "dim")
+    return [*lines[: room - 1], hidden]
 
 
 def _head(shot: Snapshot, width: int, clock: str, note: str) -> list[Line]:

@@ -28,6 +28,7 @@ from kvstore_client.cli.units import human_bytes, human_count, human_seconds, hu
 from kvstore_proto.v1 import admin_pb2 as wire
 
 _MIN_SAMPLES = 3
+_MODELS_SHOWN = 6
 _TIMED = ("lookup", "acquire", "store", "reserve", "commit", "release", "prefetch")
 _PACKAGES = ("kvstored", "grpcio", "protobuf", "numpy", "lmdb", "xxhash")
 
@@ -170,7 +171,7 @@ def _tenants(shot: Snapshot) -> str:
     ]
     rows = [
         [
-            tenant.name, ", ".join(tenant.fingerprints) or "none", human_count(tenant.clients),
+            tenant.name, _models(tenant.fingerprints), human_count(tenant.clients),
             human_count(tenant.blocks), human_bytes(tenant.host_bytes), human_bytes(tenant.nvme_bytes),
             human_bytes(tenant.limbo_bytes), human_count(tenant.lookups), human_count(tenant.hit_blocks),
             human_count(tenant.missed_blocks), human_share(tenant.hit_blocks, tenant.hit_blocks + tenant.missed_blocks),
@@ -178,6 +179,12 @@ def _tenants(shot: Snapshot) -> str:
         for tenant in shot.tenants.tenants
     ]  # fmt: skip
     return page.table("Tenants", headings, rows, words=2)
+
+
+def _models(names: Sequence[str]) -> str:
+    """One a line, and no more than a reader would look at."""
+    more = [f"and {len(names) - _MODELS_SHOWN} more"] if len(names) > _MODELS_SHOWN else []
+    return "\n".join([*names[:_MODELS_SHOWN], *more]) or "none"
 
 
 def _misses(past: Past) -> str:

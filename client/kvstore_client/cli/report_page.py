@@ -42,11 +42,13 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th{font-weight:500;color:var(--soft);font-size:13px}
 th,td{padding:7px 12px 7px 0;text-align:left;border-bottom:1px solid var(--line);white-space:nowrap}
 tr:last-child td{border-bottom:0}th.n,td.n{text-align:right}td.w{white-space:normal;overflow-wrap:anywhere}
+td.t{white-space:pre-line;overflow-wrap:anywhere;min-width:7em;max-width:22em}td{vertical-align:top}
 .pairs{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,380px),1fr));gap:14px}
 .pairs h3{font-size:14px;margin:8px 0 2px}.pairs table{font-size:13.5px}.pairs td{padding:3px 12px 3px 0}
 .warn{border-left:4px solid var(--c1);padding:8px 14px;margin:14px 0 0;background:var(--card)}
 footer{color:var(--soft);font-size:13px;margin-top:32px}
 CURVES
+.wide{stroke-width:6;stroke-opacity:.4}
 @media print{body{background:#fff}figure,.card,.tile{break-inside:avoid}}
 """
 
@@ -76,10 +78,10 @@ def charts(title: str, figures: Sequence[str]) -> str:
 
 
 def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """The first `words` columns are text, the others numbers."""
+    """The first `words` columns are text, which may have several lines and wraps; the others are numbers."""
     head = "".join(f"<th{_number(place, words)}>{escape(text)}</th>" for place, text in enumerate(headings))
     lines = "".join(
-        "<tr>" + "".join(f"<td{_number(place, words)}>{escape(cell)}</td>" for place, cell in enumerate(row)) + "</tr>"
+        "<tr>" + "".join(f"<td{_cell(place, words)}>{escape(cell)}</td>" for place, cell in enumerate(row)) + "</tr>"
         for row in rows
     )
     body = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>" if rows else "<p>none</p>"
@@ -102,6 +104,10 @@ def warning(text: str) -> str:
 
 def _number(place: int, words: int) -> str:
     return "" if place < words else ' class="n"'
+
+
+def _cell(place: int, words: int) -> str:
+    return ' class="t"' if place < words else ' class="n"'
 
 
 def _style() -> str:

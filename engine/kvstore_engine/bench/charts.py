@@ -25,6 +25,8 @@ body{font:15px/1.45 system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
 main{max-width:1320px;margin:0 auto;padding:28px 20px 48px}
 h1{font-size:24px;margin:0}h2{font-size:18px;margin:30px 0 2px}.sub{color:var(--soft);margin:4px 0 16px}
 .charts{display:grid;align-items:start;grid-template-columns:repeat(auto-fill,minmax(min(100%,480px),1fr));gap:14px}
+@media(min-width:1014px){.charts>figure:last-child:nth-child(odd){grid-column:1/-1}}
+.charts>figure:last-child:nth-child(odd) svg{max-height:300px}
 .tiles{display:flex;flex-wrap:wrap;gap:12px;margin:0 0 14px}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px 16px;min-width:150px}
 .tile b{display:block;font-size:22px;font-weight:600;font-variant-numeric:tabular-nums}

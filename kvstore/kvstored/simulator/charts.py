@@ -28,6 +28,8 @@ body{font:15px/1.45 system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
 main{max-width:1320px;margin:0 auto;padding:28px 20px 48px}
 h1{font-size:24px;margin:0}h2{font-size:17px;margin:26px 0 10px}.sub{color:var(--soft);margin:4px 0 20px}
 .charts{display:grid;align-items:start;grid-template-columns:repeat(auto-fill,minmax(min(100%,480px),1fr));gap:14px}
+@media(min-width:1014px){.charts>figure:last-child:nth-child(odd){grid-column:1/-1}}
+.charts>figure:last-child:nth-child(odd) svg:not(.swatch){max-height:300px}
 figure,.card{margin:0;background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px 10px}
 figcaption{font-weight:600}figcaption small{font-weight:400;color:var(--soft);margin-left:8px}
 svg{display:block;width:100%;height:auto}.tick{font-size:12px;fill:var(--soft)}.name{font-size:13px;fill:var(--text)}
@@ -58,6 +60,7 @@ class Line:
     colour: int | None = None
     dash: int = 0
     is_strong: bool = False
+    width: float = 0.0  # in pixels; 0 is the usual one
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +108,13 @@ def line_chart(
         place = next(places[line.is_bound])
         colour, mark = _look(line, place)
         labels.append(
-            (line.label, f'<svg class="swatch"><line class="curve{mark} {colour}" x2="26" y1="5" y2="5"/></svg>')
+            (
+                line.label,
+                f'<svg class="swatch"><line class="curve{mark} {colour}"{_width(line)} x2="26" y1="5" y2="5"/></svg>',
+            )
         )
         drawn.append(
-            f'<polyline class="curve{mark} {colour}" points="{_path(x, y, line.points)}">'
+            f'<polyline class="curve{mark} {colour}"{_width(line)} points="{_path(x, y, line.points)}">'
             f"<title>{escape(line.label)}</title></polyline>"
         )
         for at, value in line.points if line.has_dots else ():
@@ -193,6 +199,10 @@ def _look(line: Line, place: int) -> tuple[str, str]:
     rounds, number = divmod(place if line.colour is None else line.colour, len(LIGHT))
     dash = (rounds + line.dash) % (_DASHES + 1)
     return f"c{number}", (f" d{dash}" if dash else "") + (" strong" if line.is_strong else "")
+
+
+def _width(line: Line) -> str:
+    return f' style="stroke-width:{line.width:g}"' if line.width else ""
 
 
 def _square(number: int) -> str:

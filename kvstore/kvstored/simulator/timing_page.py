@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kvstored.config.sizes import show_size
-from kvstored.simulator.charts import Axis, Line, area_chart, bar_chart, line_chart, page, table
+from kvstored.simulator.charts import WIDTH, Axis, Line, area_chart, bar_chart, line_chart, page, table
 from kvstored.simulator.timing import Timed
 from kvstored.simulator.timing_text import keeper, notes, seconds
 
@@ -15,6 +16,8 @@ _HEADINGS = (
 )  # fmt: skip
 _CLASSES = (("cold", 0), ("warm", 1), ("hot", 9))  # with their colours
 _LEAST_S = 1e-4
+_FIRST_SHARE = 0.02  # where the distribution begins: the few quickest requests would take half of a logarithmic axis
+_THIN, _STEP, _STEPS = 2.0, 1.5, 3  # widths of lines: where some run together each is seen beside those upon it
 
 
 def timing_page(title: str, subtitle: str, results: Sequence[Timed]) -> str:
@@ -34,14 +37,27 @@ def _name(result: Timed) -> str:
 
 
 def _first_token(results: Sequence[Timed]) -> str:
+    low = max(_LEAST_S, min(_quantile(result, _FIRST_SHARE) for result in results))
+    high = max(low * 1.01, *(result.ttft_s[-1] for result in results))
+    groups: dict[tuple[int, ...], list[Timed]] = {}
+    for result in results:  # what no eye could tell apart is one line with all names
+        pixels = tuple(round(WIDTH * math.log(max(value, low) / low, high / low)) for value in result.ttft_s)
+        groups.setdefault(pixels, []).append(result)
     lines = []
-    for result in results:
-        last = len(result.ttft_s) - 1
-        points = [(max(value, _LEAST_S), at / last) for at, value in enumerate(result.ttft_s)]
-        lines.append(Line(_name(result), points, result.row["plan"] == "engine-alone", has_dots=False))
-    low, high = min(line.points[0][0] for line in lines), max(line.points[-1][0] for line in lines)
-    x = Axis(low, max(high, low * 1.01), "time to first token", is_log=True, show=seconds)
-    return line_chart("Time to first token", "share of requests that had it by then", lines, x, Axis(0, 1))
+    for place, same in enumerate(groups.values()):
+        last = len(same[0].ttft_s) - 1
+        points = [(value, at / last) for at, value in enumerate(same[0].ttft_s) if value >= low]
+        is_bound = all(result.row["plan"] == "engine-alone" for result in same)
+        width = _THIN if is_bound else _THIN + _STEP * min(_STEPS, len(groups) - 1 - place)
+        lines.append(Line(" = ".join(map(_name, same)), points, is_bound, has_dots=False, width=width))
+    x = Axis(low, high, "time to first token", is_log=True, show=seconds)
+    lines.sort(key=lambda line: line.is_bound)  # dashes upon the others
+    note = f"share of requests that had it by then; without the quickest {_FIRST_SHARE:.0%}"
+    return line_chart("Time to first token", note, lines, x, Axis(0, 1))
+
+
+def _quantile(result: Timed, share: float) -> float:
+    return result.ttft_s[round(share * (len(result.ttft_s) - 1))]
 
 
 def _parts(results: Sequence[Timed]) -> str:
