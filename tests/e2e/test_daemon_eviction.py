@@ -147,9 +147,10 @@ def test_one_block_of_another_size_takes_one_arena_and_one_slab(guest: str) -> N
         pytest.skip("becomes another user")
     settings = ("host.capacity=16MiB", "host.staging=4MiB", "nvme.capacity=48MiB")
     with running_daemon(*settings) as daemon:
-        for blocks in (4, 8, 12, BLOCKS):  # conversations that grow in turn
-            for conversation in range(1, 61):
-                put(daemon, conversation, blocks, durability="batch")
+        with daemon.connect(MODEL) as session:
+            for blocks in (4, 8, 12, BLOCKS):  # conversations that grow in turn
+                for conversation in range(1, 61):
+                    session.put(tokens_of(conversation, blocks), payloads=payloads_of(conversation, blocks, MODEL))
         before, small = daemon.tiers(), model("guest", kib_a_block=8)
         daemon.socket_dir.parent.chmod(0o711)
         uid = 0 if guest == "another model" else SOMEONE_ELSE
