@@ -36,7 +36,9 @@ from tests.tidy.tree import ROOT
 
 _COMMANDS = Path(sys.executable).parent
 _PLACE = "/tmp/kv"  # what the pages call the directory of sockets and state
-_PAGES = ("README.md", "deploy/README.md", "docs/getting-started.md", "docs/kvctl.md", "docs/sizing.md")
+_PAGES = (
+    "README.md", "deploy/README.md", "docs/backup.md", "docs/getting-started.md", "docs/kvctl.md", "docs/sizing.md",
+)  # fmt: skip
 _NOT_RUN = {
     ("README.md", "make demo"): (
         "make demo takes minutes and make test would run itself; the demo has tests of its own"
@@ -122,8 +124,8 @@ def _answers(path: Path) -> bool:
 
 def test_a_listing_that_says_something_else_is_found() -> None:
     shown = ("KEY           SIZE  IDLE", "5790fb14e416  1.4 MiB  3.1 s", "[...]", "4 of 32 blocks; --limit shows more")
-    rows = "0123456789ab  900 KiB  1 min 2 s\nffff01234567  900 KiB  -\n"
-    printed = f"KEY  SIZE  IDLE\n{rows}1 of 1 block; --limit shows more\n"
+    rows = "0123456789ab  9 KiB  1 min 2 s\nffff01234567  9 KiB  -"
+    printed = f"KEY  SIZE  IDLE\n{rows}\n1 of 1 block; --limit shows more\n"
     assert difference(shown, printed) == ""
     assert difference(shown, printed.replace("IDLE", "AGE")), "another column"
     assert difference(shown, printed.replace("shows", "has")), "another word"
@@ -147,6 +149,12 @@ def test_what_root_types_can_be_typed(page: str) -> None:
             assert subprocess.run(["bash", "-n", "-c", typed], check=False).returncode == 0, typed
             for path in re.findall(r"(?<!\S)(?:deploy|docs|examples)/[\w./-]+", typed):
                 assert (ROOT / path).exists(), f"{page}: {typed}: no {path}"
+
+
+def test_backup_and_restore() -> None:
+    with _a_place() as place:
+        (place / "kv").mkdir()
+        assert _run_page("docs/backup.md", place) > 10
 
 
 def test_the_operators_page() -> None:
