@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from kvstore_tiers.nvme.tier import NvmeTier
 
 log = logging.getLogger(__name__)
+audit_log = logging.getLogger("kvstored.audit")
 # No thread of ours computes for long with the GIL held, so a short interval wins nothing and costs the control thread
 # the GIL in the middle of a request: with 0.5 ms lookups beside two clients at full load took half as long again.
 SWITCH_INTERVAL_S = 0.005
@@ -123,9 +124,14 @@ async def _serve(config: Config, read: Callable[[], Config], ahead: JudgingAhead
     def interrupted() -> None:
         """By somebody at a terminal, who wants the memory back; a service manager sends SIGTERM."""
         daemon.forgets_memory = True
+        daemon.asked_by = "SIGINT"
         stop_wanted.set()
 
-    loop.add_signal_handler(signal.SIGTERM, stop_wanted.set)
+    def terminated() -> None:
+        daemon.asked_by = "SIGTERM"
+        stop_wanted.set()
+
+    loop.add_signal_handler(signal.SIGTERM, terminated)
     loop.add_signal_handler(signal.SIGINT, interrupted)
     try:
         await daemon.start()
@@ -160,6 +166,7 @@ class Daemon:
         self._has_served = False
         self._fresh = FreshDirectories()
         self.lifetime: Lifetime | None = None
+        self.asked_by = "kvctl"  # to stop
         self.forgets_memory = False  # at the end: nothing of DRAM is left to a next process
 
     async def start(self) -> None:
@@ -204,7 +211,10 @@ class Daemon:
         try:
             if self.lifetime is not None:
                 if self._has_served:
-                    log.info("stopping: %s", self._after_stop())
+                    blocks = len(self._store.residency)
+                    audit_log.info(
+                        "stopping, as %s asked, with %d blocks: %s", self.asked_by, blocks, self._after_stop()
+                    )
                 self.lifetime.state = State.STOPPING
                 self._handshake.accepting = False
                 if self._store.writeback is not None:  # while clients who wait for that word can still hear it

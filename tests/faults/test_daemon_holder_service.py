@@ -64,7 +64,7 @@ def found(daemon: RunningDaemon) -> int:
 def test_a_stop_in_order_keeps_dram(daemon: RunningDaemon) -> None:
     put(daemon)
     daemon.stop()
-    assert "stopping: the holder service keeps DRAM for the next start" in daemon.log
+    assert "the holder service keeps DRAM for the next start" in daemon.log
     daemon.start()
     assert found(daemon) == BLOCKS
 

@@ -36,7 +36,8 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
 
 
 def test_staging_is_at_most_a_quarter_of_the_capacity() -> None:
-    assert load_config(None, [*FIXED, "host.staging=200MiB"]).host.staging_bytes == 64 * MIB
+    assert load_config(None, FIXED).host.staging_bytes == 64 * MIB
+    assert load_config(None, [*FIXED, "host.staging=100MiB"]).host.staging_bytes == 64 * MIB
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,7 @@ def test_staging_is_at_most_a_quarter_of_the_capacity() -> None:
         ("host.capacity=999TiB", "more than this machine's memory"),
         ("host.arena=512MiB", "does not hold one arena"),
         ("host.staging=4KiB", "host.staging must be at least"),
+        ("nvme.capacity=900TiB", "more than the whole file system"),
         ("nvme.slab=10GiB", "does not hold one slab"),
         ("nvme.enabled=yes", "nvme.enabled must be bool"),
         ("host.policy=mru", "known: lru, lfu-ttl"),
@@ -94,6 +96,9 @@ def test_a_wrong_setting_is_named(override: str, says: str) -> None:
         ("[[tenant]]\nname = 'uid-1000'\nuids = [1001]", "is kept for a user"),
         ("[[tenant]]\nname = 'a'\ndurability = 'now'", "durability"),
         ("[[tenant]]\nname = 'a'\nhost_max = '200%'", "more than everything"),
+        ("[[tenant]]\nname = 'a'\nhost_min = '64MiB'\nhost_max = '32MiB'", "is below its host_min"),
+        ("[[tenant]]\nname = 'a'\nhost_min = '60%'\n[[tenant]]\nname = 'b'\nhost_min = '60%'", "together"),
+        ("[host]\ncapacity = '1GiB'\nstaging = '1000MiB'", "leaves too little of host.capacity"),
         ("daemon = 1", "daemon is a section"),
         ("[daemon]\nstate_dir = 5", "daemon.state_dir must be str"),
         ("[", "is not TOML"),

@@ -6,6 +6,7 @@ by hand first. Raises CommandError only.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -25,6 +26,9 @@ Reply = TypeVar("Reply", bound=Message)
 PROBE_TIMEOUT_S = 2.0
 SPARE_S = 5.0  # beyond a timeout that the daemon itself was given
 
+# For the daemon's log, which says that it is claimed: gRPC cannot tell who calls.
+_CALLER = ("kvstored-caller", f"kvctl of uid {os.getuid()}, pid {os.getpid()}")
+
 
 class AdminSocket:
     """Calls to the daemon at a socket directory. A context manager."""
@@ -41,7 +45,8 @@ class AdminSocket:
         """One unary call. `longer_s` is time that the daemon was given for the work itself."""
         rpc: Callable[..., object] = getattr(self._stub, method)
         try:
-            reply = rpc(request, timeout=self.timeout_s + (longer_s + SPARE_S if longer_s else 0.0))
+            timeout_s = self.timeout_s + (longer_s + SPARE_S if longer_s else 0.0)
+            reply = rpc(request, timeout=timeout_s, metadata=(_CALLER,))
         except grpc.RpcError as error:
             raise self._explain(method, error) from None
         assert isinstance(reply, reply_type)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import sys
 
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.settings import add_settings, overrides
@@ -56,15 +55,12 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _serve(arguments: argparse.Namespace) -> int:
     import gc
-    import logging
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can read the configuration again
     gc.disable()  # until it serves: what a start makes is there to stay, and to look through it would cost 0.1 s
-    from kvstore_proto.printable import PrintableFormatter
     from kvstored.config import ConfigError, load_config
+    from kvstored.log_setup import set_up_logging
 
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     try:
         config = load_config(arguments.config, _overrides(arguments))
     except ConfigError as error:
@@ -72,7 +68,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.check_config:
         print(f"{config.source}: the configuration can be used")
         return 0
-    logging.basicConfig(level=config.daemon.log_level.upper(), handlers=[handler])
+    set_up_logging(config.daemon.log_level)
     from kvstore_tiers.failpoints import ENVIRONMENT, unknown_names
 
     if unknown_names():

@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kvstored.config.plausible import check_plausible
 from kvstored.config.schema import (
     Config,
     ConfigError,
@@ -194,6 +195,8 @@ def _build(raw: Table, source: str) -> Config:
     )  # fmt: skip
     config = replace(config, tenants=_tenants(raw["tenant"], config))
     _check(config, memory_bytes)
+    is_ours = raw["host"]["staging"] == tomllib.loads(reference_text())["host"]["staging"]
+    check_plausible(config, 0 if is_ours else size("host", "staging"), _file_system_bytes(nvme_path))
     return config
 
 

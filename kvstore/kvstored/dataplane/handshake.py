@@ -240,7 +240,8 @@ class _Connection:
         try:
             socket.send_fds(self._socket, [packet.SerializeToString()], descriptors)
         except OSError as error:  # gone, or does not read its packets: both mean the end
-            log.info("client cut off: %s", error)
+            level = logging.DEBUG if isinstance(error, ConnectionError) else logging.INFO  # gone is no news
+            log.log(level, "client cut off: %s", error)
             self.end()
 
 

@@ -128,7 +128,7 @@ class Reception:
             lease_ids=self._returning.arrived(session, hello.former_token),
         )
         self._counters.add("sessions_opened")
-        log.info(
+        log.debug(
             "client %s (pid %d uid %d cgroup %s) is tenant %s",
             session.client_name, peer.pid, peer.uid, peer.cgroup or "-", session.tenant.name,
         )  # fmt: skip
@@ -151,7 +151,7 @@ class Reception:
         return self._streams.open(session)
 
     def farewell(self, session: Session) -> None:
-        log.info("client %s (pid %d) left", session.client_name, session.peer.pid)
+        log.debug("client %s (pid %d) left", session.client_name, session.peer.pid)
         self._sessions.close(session)
         self._on_end(session)
         session.part_with_staging()

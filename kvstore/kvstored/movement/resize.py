@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvstore_tiers.nvme.tier import NvmeTier  # takes its time to load, and not every daemon has it
 
 log = logging.getLogger(__name__)
+audit_log = logging.getLogger("kvstored.audit")
 AGAIN_S = 1.0
 
 
@@ -45,7 +46,7 @@ class TierResize:
         if capacity_bytes >= self._tier.used_bytes:
             self._tier.resize(capacity_bytes)
             return
-        log.info(
+        audit_log.info(
             "%s gives %d MiB back, down to %d MiB",
             self._name, (self._tier.used_bytes - capacity_bytes) >> 20, capacity_bytes >> 20,
         )  # fmt: skip
@@ -62,7 +63,7 @@ class TierResize:
             await asyncio.sleep(AGAIN_S)
             self._tier.set_ceiling(min(self._tier.ceiling_bytes, capacity_bytes))  # it may have grown again meanwhile
         self._tier.resize(capacity_bytes)
-        log.info("%s has its new capacity of %d MiB", self._name, capacity_bytes >> 20)
+        audit_log.info("%s has its new capacity of %d MiB", self._name, capacity_bytes >> 20)
 
 
 class SlabsBack:

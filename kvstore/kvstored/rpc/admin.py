@@ -18,6 +18,7 @@ from kvstored.operations.quarantine import Quarantine
 from kvstored.operations.reload import Reload
 from kvstored.operations.rename import RenameTenant
 from kvstored.operations.views import Views
+from kvstored.rpc.audit import audit
 
 Handler = Callable[[Any, Any, Any], Awaitable[Any]]
 
@@ -27,7 +28,9 @@ def _reporting(handler: Handler) -> Handler:
 
     async def call(self: Any, request: Any, context: Any) -> Any:
         try:
-            return await handler(self, request, context)
+            reply = await handler(self, request, context)
+            audit(handler.__name__, request, reply, context.invocation_metadata())
+            return reply
         except KVStoreError as error:
             await context.abort(grpc.StatusCode[error.kind.grpc_status], error.message)
 

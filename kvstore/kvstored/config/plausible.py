@@ -1,0 +1,39 @@
+"""Settings that are each possible and together make no sense. Raises nothing but ConfigError; touches no file."""
+
+from __future__ import annotations
+
+from kvstored.config.schema import Config, ConfigError
+from kvstored.config.sizes import show_size
+
+
+def check_plausible(config: Config, staging_bytes: int, disk_bytes: int) -> None:
+    """`staging_bytes`: what the operator asked for, 0 where he left it to us. `disk_bytes`: the whole file system that
+    NVMe blocks go to, 0 where that is not known."""
+    host, nvme = config.host, config.nvme
+    if staging_bytes > host.capacity_bytes // 2:
+        raise ConfigError(
+            f"host.staging {show_size(staging_bytes)} leaves too little of host.capacity "
+            f"{show_size(host.capacity_bytes)} for blocks; set at most a quarter of it, or leave it out"
+        )
+    if nvme.enabled and disk_bytes and nvme.capacity_bytes > disk_bytes:
+        raise ConfigError(
+            f"nvme.capacity {show_size(nvme.capacity_bytes)} is more than the whole file system of {nvme.path} has, "
+            f"{show_size(disk_bytes)}; lower it, or set nvme.path to another disk"
+        )
+    _check_shares(config)
+
+
+def _check_shares(config: Config) -> None:
+    room_bytes = config.host.capacity_bytes - config.host.staging_bytes
+    for tenant in config.tenants:
+        if tenant.host_max_bytes and tenant.host_max_bytes < tenant.host_min_bytes:
+            raise ConfigError(
+                f"tenant {tenant.name}: host_max {show_size(tenant.host_max_bytes)} is below its host_min "
+                f"{show_size(tenant.host_min_bytes)}; raise the one or lower the other"
+            )
+    least_bytes = sum(tenant.host_min_bytes for tenant in config.tenants)
+    if least_bytes > room_bytes:
+        raise ConfigError(
+            f"the tenants' host_min are {show_size(least_bytes)} together, host.capacity less staging is "
+            f"{show_size(room_bytes)}: lower them, or raise host.capacity"
+        )

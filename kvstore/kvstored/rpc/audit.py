@@ -1,0 +1,71 @@
+"""One log line for each call of an operator that takes something away or changes how the daemon runs: who, what, how
+much.
+
+gRPC does not say who is at the other end of a socket. That the caller is an operator, the socket's mode has seen to;
+uid and pid are what kvctl says of itself, and the line says that they are claimed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvstored.config.sizes import show_size
+
+log = logging.getLogger("kvstored.audit")
+CALLER_METADATA = "kvstored-caller"
+MAX_CALLER_CHARACTERS = 64
+
+
+def _drop(request: Any, reply: Any) -> str:
+    place = "all tiers" if request.all else request.tier
+    whose = f" of {request.tenant}" if request.tenant else ""
+    return f"drop from {place}{whose}: {_amount(reply.dropped_blocks, reply.dropped_bytes)}, {reply.kept_blocks} kept"
+
+
+def _invalidate(request: Any, reply: Any) -> str:
+    return f"invalidate {request.fingerprint}: {_amount(reply.blocks, reply.bytes)}, {reply.kept_blocks} kept"
+
+
+def _drain(request: Any, reply: Any) -> str:
+    return "drain --undo" if request.undo else f"drain: {reply.clients_left} clients left"
+
+
+def _rename(request: Any, reply: Any) -> str:
+    lost = f", {_amount(reply.replaced_blocks, reply.replaced_bytes)} replaced" if reply.replaced_blocks else ""
+    return f"tenants rename {request.old} {request.new}: {_amount(reply.blocks, reply.bytes)}{lost}"
+
+
+def _reload(request: Any, reply: Any) -> str:
+    return f"reload: {', '.join(each.name for each in reply.applied) or 'nothing'} changed"
+
+
+AUDITED: dict[str, Callable[[Any, Any], str]] = {
+    "Drop": _drop,
+    "Invalidate": _invalidate,
+    "Drain": _drain,
+    "Shutdown": lambda request, reply: "shutdown --now" if request.now else "shutdown",
+    "Flush": lambda request, reply: f"flush: {reply.written_blocks} blocks written",
+    "ReleaseQuarantine": lambda request, reply: "quarantine release",
+    "RenameTenant": _rename,
+    "Reload": _reload,
+}
+
+
+def audit(method: str, request: Any, reply: Any, metadata: Iterable[tuple[str, Any]] | None) -> None:
+    """Log a call that went well, if it is one of those."""
+    describe = AUDITED.get(method)
+    if describe is not None:
+        log.info("%s, by %s", describe(request, reply), _caller(metadata))
+
+
+def _caller(metadata: Iterable[tuple[str, Any]] | None) -> str:
+    said = next((value for key, value in metadata or () if key == CALLER_METADATA), None)
+    if not isinstance(said, str):
+        return "a caller that does not say who it is"
+    return f"{said[:MAX_CALLER_CHARACTERS]} (claimed)"
+
+
+def _amount(blocks: int, nbytes: int) -> str:
+    return f"{blocks} block{'' if blocks == 1 else 's'} ({show_size(nbytes)})"
