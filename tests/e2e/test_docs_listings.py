@@ -134,6 +134,7 @@ def test_a_listing_that_says_something_else_is_found() -> None:
     assert difference(shown, printed.replace("shows", "has")), "another word"
     assert difference(shown, printed + "more\n") and difference(shown[:2], printed), "another line"
     assert difference(("kvstored 0.1.0",), "kvstored 0.2.0.dev12+g1a2b3c4.d20261123") == ""
+    assert difference(("kvstored 0.1.0  serving",), "kvstored 0+unknown  serving") == "", "a tree without its version"
     outline = ("sockets", "  ok   directory       /tmp/kv/run", "[...]", "  ok   room   1 GiB free")
     assert difference(outline, "sockets\n  FAIL directory   gone\n  ok  mode  x\n  warn room  0 B", outline=True) == ""
     assert difference(outline, "sockets\n  ok  room   1 GiB free\n  ok  directory  x", outline=True), "another order"
