@@ -82,26 +82,29 @@ def _run_page(
             for number, command in enumerate(block.commands):
                 ran += 1
                 if command.typed.startswith("kvstored serve"):
-                    serving.enter_context(_served(command, place, environment))
+                    daemon = serving.enter_context(_served(command, place, environment))
                     continue
                 asks_status = number + 1 < len(block.commands) and "$?" in block.commands[number + 1].typed
                 printed, status = shell.run(_there(command, place))
                 printed = printed.replace(str(place / "kv"), _PLACE)
                 assert status == 0 or asks_status, f"{page}: {command.typed} ended with {status}:\n{printed}"
                 _assert_as_shown(page, command, printed)
+                if command.typed.startswith("kvctl shutdown"):  # a reader sees the daemon's terminal come back
+                    assert daemon.wait(STOP_TIMEOUT_S) == 0
     return ran
 
 
 @contextmanager
-def _served(command: Command, place: Path, environment: dict[str, str]) -> Iterator[None]:
-    """A daemon, as the page starts it; it ends in an orderly way, if no command of the page ended it before."""
+def _served(command: Command, place: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon, as the page starts it. The page has to end it."""
     process = run_in_background(_there(command, place), place, environment)
     try:
         assert eventually(lambda: _answers(place / "kv/admin.sock")), (place / "serve.log").read_text()
-        yield
+        yield process
+        assert process.poll() == 0, "the page ends without kvctl shutdown"
     finally:
-        process.terminate()
-        assert process.wait(STOP_TIMEOUT_S) == 0
+        process.kill()
+        process.wait()
 
 
 def _there(command: Command, place: Path) -> str:
@@ -131,6 +134,7 @@ def test_a_listing_that_says_something_else_is_found() -> None:
     assert difference(shown, printed.replace("shows", "has")), "another word"
     assert difference(shown, printed + "more\n") and difference(shown[:2], printed), "another line"
     assert difference(("kvstored 0.1.0",), "kvstored 0.2.0.dev12+g1a2b3c4.d20261123") == ""
+    assert difference(("kvstored 0.1.0  serving",), "kvstored 0+unknown  serving") == "", "a tree without its version"
     outline = ("sockets", "  ok   directory       /tmp/kv/run", "[...]", "  ok   room   1 GiB free")
     assert difference(outline, "sockets\n  FAIL directory   gone\n  ok  mode  x\n  warn room  0 B", outline=True) == ""
     assert difference(outline, "sockets\n  ok  room   1 GiB free\n  ok  directory  x", outline=True), "another order"

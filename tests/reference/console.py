@@ -16,7 +16,7 @@ from pathlib import Path
 _BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _BARS = re.compile("[▀-▟]+")
 _HASH = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b")
-_VERSION = re.compile(r"\b\d+\.\d+\.\d+(?:\.?[a-z]+\d+)*(?:\+[\w.]+)?")
+_VERSION = re.compile(r"\b\d+\.\d+\.\d+(?:\.?[a-z]+\d+)*(?:\+[\w.]+)?|\b\d+\+\w+")
 _DURATION = re.compile(r"\d+ (?:d|h|min) \d+ (?:h|min|s)\b")
 _RUN = re.compile(r"\b\d+-\d+\b")  # of rows that say the same
 _AMOUNT = re.compile(r"\d[\d,.:]*(?: (?:[KMGT]?i?B|ns|us|ms|s|min|h|d)(?:/s)?(?![\w-]))?")
