@@ -37,7 +37,7 @@ $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/pip || $(KVSTORED_PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "$(KVSTORED_PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/pip || { echo "making .venv with $$($(KVSTORED_PYTHON) -V)" >&2; $(KVSTORED_PYTHON) -m venv .venv; }
-	@echo "installing kvstored and what it needs into .venv (about 200 MB, once)" >&2
+	@echo "installing kvstored and what it needs into .venv (about 700 MB on disk, once)" >&2
 	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,server,dev]' >&2
 	@touch $@
 

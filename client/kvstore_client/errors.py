@@ -12,8 +12,9 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 class DaemonUnavailable(KVStoreError):
     """No daemon answers at the socket directory, and `connect(required=True)` was asked for."""
 
-    def __init__(self, message: str, *, is_denied: bool = False) -> None:
+    def __init__(self, message: str, *, is_denied: bool = False, is_refused: bool = False) -> None:
         super().__init__(ErrorKind.UNAVAILABLE, message)
+        self.is_refused = is_refused  # a daemon answered, and takes no client now
         self.is_denied = is_denied  # the file system does not let us at the socket
 
 

@@ -68,5 +68,7 @@ def connect(
             raise KVStoreError(error.refused_as, str(error)) from None
         if required:
             link.close()
-            raise DaemonUnavailable(str(error), is_denied=error.is_denied) from None
+            raise DaemonUnavailable(
+                str(error), is_denied=error.is_denied, is_refused=error.refused_as is not None
+            ) from None
     return Session(link, fingerprint, deadline_s=deadline_s, prefault=prefault)

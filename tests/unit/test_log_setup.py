@@ -85,3 +85,15 @@ def test_a_connection_is_no_news() -> None:
         for _ in range(5):
             daemon.connect(MODEL).close()
         assert daemon.log.count("\n") == before
+
+
+def test_a_put_while_the_daemon_drains_says_so(tmp_path: Path, capfdbinary: Any) -> None:
+    payload = tmp_path / "weights.bin"
+    payload.write_bytes(b"x" * 1000)
+    with running_daemon() as daemon:
+        kvctl = Kvctl(daemon, capfdbinary)
+        kvctl("drain")
+        assert (
+            "draining and takes no new clients (kvctl drain --undo"
+            in kvctl(["put", "--name", "w", str(payload)], exit_code=1).err
+        )

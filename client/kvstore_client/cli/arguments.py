@@ -18,7 +18,7 @@ from kvstore_proto.version import VERSION
 
 DEFAULT_TIMEOUT_S: Final = 5.0
 DEFAULT_WAIT_S: Final = 30.0
-TIERS: Final = ("gpu", "host", "cxl", "nvme", "remote")
+TIERS: Final = ("host", "nvme")
 
 _EXAMPLES: Final = DATA_EXAMPLES | {
     "status": ("what the daemon is doing", ["kvctl status", "kvctl --json status | jq .rss_bytes"]),

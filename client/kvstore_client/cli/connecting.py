@@ -35,7 +35,8 @@ def open_session(
         ) as session:
             yield session
     except DaemonUnavailable as error:
-        raise CommandError(DENIED if error.is_denied else UNREACHABLE, error.message) from None
+        code = DENIED if error.is_denied else FAILED if error.is_refused else UNREACHABLE
+        raise CommandError(code, error.message) from None
     except KVStoreError as error:
         raise CommandError(FAILED, error.message) from None
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvstore_engine.cli.lists import ListAction
+
 _LOADS = """loads (--load, one or several):
   decode      prompts of 16 tokens: decoding alone
   chat        unrelated prompts of about --prompt-tokens
@@ -63,17 +65,21 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser], *, 
 
 def _add_load(command: argparse.ArgumentParser) -> None:
     load = command.add_argument_group("load")
-    load.add_argument("--load", nargs="+", default=["chat"], metavar="NAME", help="see below (default: chat)")
+    load.add_argument("--load", action=ListAction, default=["chat"], metavar="NAME", help="see below (default: chat)")
     way = load.add_mutually_exclusive_group()
     way.add_argument(
         "--concurrency",
-        nargs="+",
-        type=int,
+        action=ListAction,
+        of=int,
         metavar="N",
         help="clients that each wait for their answer: closed loop (default: 1 4 8 16)",
     )
     way.add_argument(
-        "--rate", nargs="+", type=float, metavar="R", help="requests a second at random times (Poisson): open loop"
+        "--rate",
+        action=ListAction,
+        of=float,
+        metavar="R",
+        help="requests a second at random times (Poisson): open loop",
     )
     load.add_argument("--requests", type=int, metavar="N", help="of each case (default 32)")
     load.add_argument("--prompt-tokens", type=int, metavar="N", help="of an ordinary request (default 256)")
@@ -86,7 +92,7 @@ def _add_load(command: argparse.ArgumentParser) -> None:
 def _add_engine(command: argparse.ArgumentParser) -> None:
     engine = command.add_argument_group("engine in this process")
     engine.add_argument("--threads", type=int, metavar="N", help="compute threads (default: as `kvengine generate`)")
-    engine.add_argument("--block-sizes", nargs="+", type=int, metavar="N", help="tokens in a block (default 16)")
+    engine.add_argument("--block-sizes", action=ListAction, of=int, metavar="N", help="tokens in a block (default 16)")
     engine.add_argument("--kv-dtype", default="f16", metavar="TYPE", help="of K and V (default f16)")
     engine.add_argument("--pool-tokens", type=int, metavar="N", help="size of the K/V pool (default: all clients fit)")
     engine.add_argument("--policy", default="fcfs", metavar="NAME", help="fcfs (default), shortest or priority")

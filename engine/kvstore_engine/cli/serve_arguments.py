@@ -27,7 +27,8 @@ _EPILOG = """examples:
   curl http://127.0.0.1:8080/v1/completions -H 'Content-Type: application/json' \\
       -d '{"prompt": "The sky is", "n": 2, "use_beam_search": true, "best_of": 4, "length_penalty": 1}'
 
---api-keys FILE has lines 'KEY TENANT [PRIORITY]'; '#' begins a comment. Tenants share no K/V.
+--api-keys FILE has lines 'KEY TENANT [PRIORITY]'; '#' begins a comment. A key has 8 characters
+or more. Tenants share no K/V.
 Without it only this machine is served.
 
 SIGTERM or Ctrl-C: nothing new is taken in, what runs is finished (--drain-s), exit code 0.

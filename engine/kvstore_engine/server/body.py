@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Any
 
 from kvstore_engine.server.api_errors import ApiError, invalid
@@ -97,6 +98,13 @@ class Body:
         """Fields that change no answer."""
         for name in names:
             self.take(name)
+
+    def require(self, name: str) -> Any:
+        """As `take`, of a field that has to be there; a misspelt one is named."""
+        if name not in self._fields:
+            near = get_close_matches(name, self._fields, 1)
+            raise invalid(f"{name} is missing" + (f"; is {near[0]!r} meant for it?" if near else ""), name)
+        return self.take(name)
 
     def end(self) -> None:
         """ApiError if a field is left: a misspelt one must not be silently without effect."""

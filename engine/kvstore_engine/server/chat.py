@@ -26,7 +26,7 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
     """Read the body. ApiError for anything that cannot be done as asked."""
     body = Body(fields)
     shared = await read_shared(body, caller, service, default_max_tokens=None)
-    messages = read_messages(body.take("messages"))
+    messages = read_messages(body.require("messages"))
     tools, grammar = await _tools(body, shared, service)
     logprobs = _logprobs(body)
     body.refuse("modalities", (["text"],), "this model answers in text")

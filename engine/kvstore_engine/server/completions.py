@@ -39,7 +39,7 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
     """Read the body. ApiError for anything that cannot be done as asked."""
     body = Body(fields)
     shared = await read_shared(body, caller, service, default_max_tokens=_DEFAULT_MAX_TOKENS)
-    prompts = await _prompts(body.take("prompt"), service)
+    prompts = await _prompts(body.require("prompt"), service)
     logprobs = body.integer("logprobs", 0, MAX_LOGPROBS)
     echo = body.flag("echo")
     if echo and logprobs is not None:

@@ -79,7 +79,9 @@ class KeyRing:
 
 def _entry(words: list[str], where: str) -> tuple[bytes, Caller]:
     if not 2 <= len(words) <= 3:
-        raise UsageError(f"{where}: 'KEY TENANT [PRIORITY]' is wanted, there are {len(words)} words")
+        raise UsageError(
+            f"{where}: 'KEY TENANT [PRIORITY]' is wanted, not {len(words)} word{'' if len(words) == 1 else 's'}"
+        )
     key, tenant = words[:2]
     if len(key) < _LEAST_KEY_CHARACTERS:
         raise UsageError(f"{where}: a key needs at least {_LEAST_KEY_CHARACTERS} characters")

@@ -14,11 +14,16 @@ def one_of(option: str, text: str, known: Collection[str]) -> str:
     return names[0]
 
 
+def words(text: str) -> list[str]:
+    """A list of the command line, separated by commas or blanks."""
+    return text.replace(",", " ").split()
+
+
 def some_of(option: str, text: str, known: Collection[str], every: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Separated by commas, each once; `every` is what all stands for. Raises ValueError with one line."""
+    """Separated by commas or blanks, each once; `every` is what all stands for. Raises ValueError with one line."""
     if text == "all" and every:
         return every
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    names = tuple(dict.fromkeys(name.strip() for name in words(text) or [text]))
     for name in names:
         if name not in known:
             near = get_close_matches(name, known, 1)

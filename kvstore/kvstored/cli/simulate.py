@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstored.cli import simulate_reading, simulate_timing
-from kvstored.cli.choices import one_of, some_of
+from kvstored.cli.choices import one_of, some_of, words
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.results import hand_over
 
@@ -187,7 +187,7 @@ def _policies(
 
 def _capacities(text: str) -> tuple[float, ...]:
     try:
-        capacities = tuple(float(part) for part in text.split(","))
+        capacities = tuple(float(part) for part in words(text))
     except ValueError:
         capacities = ()
     if not capacities or not all(0 < capacity < float("inf") for capacity in capacities):

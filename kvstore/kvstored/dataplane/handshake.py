@@ -109,7 +109,9 @@ class HandshakeServer:
     def _refusal(self) -> KVStoreError | None:
         """Why a new client is not taken now, if so."""
         if not self.accepting:
-            return KVStoreError(ErrorKind.UNAVAILABLE, "the daemon is draining: no new clients")
+            return KVStoreError(
+                ErrorKind.UNAVAILABLE, "the daemon is draining and takes no new clients (kvctl drain --undo ends that)"
+            )
         if len(self._connections) >= self._max_clients:
             return KVStoreError(ErrorKind.THROTTLED, f"{self._max_clients} clients are connected already")
         return None
