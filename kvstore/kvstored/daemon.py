@@ -15,7 +15,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +39,6 @@ from kvstored.dataplane.sessions import Session, SessionTable
 from kvstored.dataplane.staging import StagingPool
 from kvstored.degraded.memory import MemoryWatch
 from kvstored.degraded.pressure import HostSizer
-from kvstored.exits import EXIT_HANGS
 from kvstored.fresh_directories import FreshDirectories
 from kvstored.instance import AlreadyRunning, InstanceLock, who_else_can_change
 from kvstored.integrity import Integrity
@@ -59,6 +57,7 @@ from kvstored.operations.reload import Reload
 from kvstored.operations.rename import RenameTenant
 from kvstored.operations.sampling import Sampler
 from kvstored.operations.views import Parts, Views
+from kvstored.process import end_without_order, raise_descriptor_limit, since_process_start_s
 from kvstored.recovery import drop_blocks, recover_blocks
 from kvstored.residency import Residency
 from kvstored.rpc import unary
@@ -112,7 +111,7 @@ def run(
     that the secret does not reach are dropped, not a reason to refuse. Raises StartupError, ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     return asyncio.run(_serve(config, read, ahead, new_secret))
 
 
@@ -193,7 +192,7 @@ class Daemon:
         self._has_served = True
         gc.freeze()  # what start-up made lives as long as the daemon: collections need not walk it
         gc.enable()  # `kvstored serve` begins without
-        self._ready_after_s = _since_process_start_s()
+        self._ready_after_s = since_process_start_s()
         notify("READY=1", f"STATUS=serving {len(self._store.residency)} blocks on {config.daemon.socket_dir}")
         log.info(
             "kvstored %s serves on %s: %d blocks, ready after %.2f s",
@@ -205,7 +204,7 @@ class Daemon:
         """Flush, then take everything down in the reverse order of its making. Idempotent. What hangs in the kernel
         cannot be waited for: after `STOP_LIMIT_S` the process ends as in a crash, which the next start is made for."""
         notify("STOPPING=1")
-        limit = threading.Timer(STOP_LIMIT_S, _end_without_order)
+        limit = threading.Timer(STOP_LIMIT_S, end_without_order, (STOP_LIMIT_S,))
         limit.daemon = True
         limit.start()
         try:
@@ -554,25 +553,10 @@ class Daemon:
         return self.lifetime.state.value if self.lifetime is not None else State.STARTING.value
 
 
-def _raise_descriptor_limit() -> None:
-    """A client takes a few descriptors; the usual soft limit of 1024 would not do for `limits.max_clients`."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-def _end_without_order() -> None:
-    """In a thread of its own: the loop may be what hangs."""
-    try:
-        log.critical("stopping hangs for %.0f s, probably on a disk: ending without order", STOP_LIMIT_S)
-    finally:
-        os._exit(EXIT_HANGS)
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:
@@ -595,9 +579,3 @@ def _make_state_dir(path: Path) -> None:
         raise StartupError(f"state directory {path} {others}: with the secret in it, blocks and keys are theirs")
     if not os.access(path, os.W_OK | os.X_OK):
         raise StartupError(f"state directory {path} is not writable by uid {os.geteuid()}")
-
-
-def _since_process_start_s() -> float:
-    """Seconds since this process was started, by the kernel's account."""
-    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")

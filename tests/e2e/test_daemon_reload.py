@@ -126,7 +126,7 @@ def test_a_smaller_nvme_survives_a_crash(daemon: RunningDaemon, file: Path) -> N
     [
         ("[host]\ncapacity = 'lots'\n", "host.capacity"),
         ("[hots]\n", "did you mean host?"),
-        ("[host]\ncapacity = '9MiB'\nstaging = '1MiB'\narena = '1MiB'\n", "restart it for so little"),
+        ("[host]\ncapacity = '9MiB'\nstaging = '1MiB'\narena = '1MiB'\n", "leaves too little of host.capacity"),
         ("nonsense", "is not TOML"),
     ],
 )

@@ -1,0 +1,35 @@
+"""What the daemon asks of its own process: descriptors, its age, an end that waits for nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import time
+from pathlib import Path
+
+from kvstored.exits import EXIT_HANGS
+
+log = logging.getLogger(__name__)
+
+
+def raise_descriptor_limit() -> None:
+    """A client takes a few descriptors; the usual soft limit of 1024 would not do for `limits.max_clients`."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def since_process_start_s() -> float:
+    """Seconds since this process was started, by the kernel's account."""
+    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def end_without_order(limit_s: float) -> None:
+    """In a thread of its own: the loop may be what hangs."""
+    try:
+        log.critical("stopping hangs for %.0f s, probably on a disk: ending without order", limit_s)
+    finally:
+        os._exit(EXIT_HANGS)
