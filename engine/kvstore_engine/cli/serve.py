@@ -41,5 +41,6 @@ def run(options: argparse.Namespace) -> int:
             port=options.port,
             api_keys=str(options.api_keys) if options.api_keys else None,
             drain_s=options.drain_s,
+            access_log=not options.no_access_log,
         )
     )

@@ -64,6 +64,7 @@ def _add_http(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what clients call the model (default: the name in --model); may be repeated, the first is shown",
     )
+    http.add_argument("--no-access-log", action="store_true", help="no line on stderr for each request")
     http.add_argument(
         "--drain-s", type=_seconds, default=30.0, metavar="S", help="time to finish what runs at the end (default 30)"
     )

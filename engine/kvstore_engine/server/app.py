@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 from kvstore_engine.server import body, chat, completions, texts
+from kvstore_engine.server.access_log import log_access
 from kvstore_engine.server.answering import Send, send_encoded, send_error, send_json, send_stream, send_whole
 from kvstore_engine.server.answers import Answers, Receive
 from kvstore_engine.server.api_errors import ApiError, failed, unauthorised, unavailable
@@ -49,7 +51,7 @@ class Application:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send)
+        exchange, began_s = Exchange(scope, receive, send), time.perf_counter()
         try:
             await self._handle(exchange)
         except ClientLeft:
@@ -70,6 +72,7 @@ class Application:
         finally:
             path = exchange.path if exchange.path in self._paths else "other"
             self._service.metrics.responses[path, exchange.status] += 1
+            log_access(exchange, began_s)
 
     async def _handle(self, exchange: Exchange) -> None:
         caller = self._service.keys.caller(exchange.header("authorization"))
@@ -101,10 +104,13 @@ class Application:
             raise unavailable("the server is shutting down")
         plan = await planner(fields, exchange.caller, self._service)
         answers = Answers(self._service, plan.asks, exchange.receive)
-        if plan.stream:
-            await send_stream(exchange.send, plan.form, answers, include_usage=plan.include_usage)
-        else:
-            await send_whole(exchange.send, plan.form, answers)
+        try:
+            if plan.stream:
+                await send_stream(exchange.send, plan.form, answers, include_usage=plan.include_usage)
+            else:
+                await send_whole(exchange.send, plan.form, answers)
+        finally:
+            exchange.usage = answers.total_usage()
 
     async def _text(self, exchange: Exchange, call: TextCall) -> None:
         value = await call(await self._fields(exchange), self._service)

@@ -83,6 +83,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
             digest = file.weights_digest()
             fingerprint = fingerprint_of(file, config, tokenizer, pool, digest)
             sessions = TenantSessions(Path(options.kvstore), fingerprint)
+            sessions.watch()
             stack.callback(sessions.close)
             if not options.has_tenants:
                 sessions("")

@@ -33,6 +33,7 @@ class Exchange:
         self.status = 0
         self.is_streaming = False
         self.caller: Caller = ANYBODY
+        self.usage: dict[str, Any] = {}  # of an answer, as OpenAI counts it
 
     def header(self, name: str) -> str | None:
         wanted = name.lower().encode()

@@ -57,4 +57,5 @@ class ServerOptions:
     port: int = DEFAULT_PORT
     api_keys: str | None = None
     drain_s: float = 30.0
+    access_log: bool = True
     max_body_bytes: int = 16 << 20

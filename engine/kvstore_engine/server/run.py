@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore_engine.errors import UsageError
+from kvstore_engine.server.access_log import log as access_log
 from kvstore_engine.server.app import Application
 from kvstore_engine.server.engine_client import EngineClient
 from kvstore_engine.server.keys import KeyRing
@@ -33,6 +34,7 @@ def run(options: ServerOptions) -> int:
     """Serve until a signal; the exit code. UsageError and OperationError say why nothing is served."""
     _check_installed()
     log_to_stderr(logging.WARNING, "kvengine: %(levelname)s %(message)s")
+    access_log.setLevel(logging.INFO if options.access_log else logging.CRITICAL)
     keys = KeyRing.read(Path(options.api_keys)) if options.api_keys else KeyRing(None)
     if keys.is_open and not _is_local(options.host):
         raise UsageError(

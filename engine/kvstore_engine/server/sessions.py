@@ -16,6 +16,7 @@ from pathlib import Path
 
 import kvstore_client
 from kvstore_engine.restore import KvSession
+from kvstore_engine.server.store_watch import StoreWatch
 from kvstore_proto.fingerprint import Fingerprint
 
 MAX_SESSIONS = 64
@@ -33,6 +34,11 @@ class TenantSessions:
     ) -> None:
         self._folder, self._fingerprint, self._connect = folder, fingerprint, connect
         self._sessions: dict[str, KvSession] = {}
+        self._watch = StoreWatch(lambda: list(self._sessions.values()))
+
+    def watch(self) -> None:
+        """From now on see whether the daemon answers."""
+        self._watch.start()
 
     def __call__(self, tenant: str) -> KvSession | None:
         """The tenant's session: degraded, not an error, while no daemon answers. None beyond the limit."""
@@ -48,11 +54,14 @@ class TenantSessions:
         return session
 
     def state(self) -> str:
-        """ "connected" if all are, else "degraded"; "none" before the first."""
+        """ "connected" if all are and the daemon answers, else "degraded"; "none" before the first."""
         states = {session.state for session in self._sessions.values()}
-        return "none" if not states else "connected" if states == {"connected"} else "degraded"
+        if not states:
+            return "none"
+        return "connected" if states == {"connected"} and self._watch.answers is not False else "degraded"
 
     def close(self) -> None:
+        self._watch.close()
         for session in self._sessions.values():
             session.close()
         self._sessions.clear()
