@@ -29,6 +29,7 @@ _VARYING = (
     (_PLURAL, r"\1s"), (_CLASS, "class"),
 )  # fmt: skip
 _ANYTHING = "[...]"
+_CAUSES = "missed for "
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,8 @@ def normal(line: str) -> str:
 
 
 def _first_cell(line: str) -> str:
+    if line.startswith(_CAUSES):  # which ones there are depends on what ran before
+        return _CAUSES
     cells = re.split(r"\s{2,}", line.strip())
     level, *rest = cells[0].split(maxsplit=1)
     if level in ("ok", "warn", "FAIL"):
