@@ -479,9 +479,9 @@ class Daemon:
             self._stack.callback(path.unlink, missing_ok=True)
 
     def _make_reload(self) -> Reload:
-        store, nvme, tokens_file = self._store, None, self.config.unary.tokens_file
+        store, nvme, tokens_file = self._store, None, self.config.unary.tokens_in_use
         self._tokens = None
-        if self.config.unary.enabled and tokens_file is not None:
+        if tokens_file is not None:
             self._tokens = load_tokens(tokens_file, self._tenants.named)
         if self._nvme is not None:
             slabs = SlabsBack(self._nvme, self._completions)
@@ -542,8 +542,7 @@ class Daemon:
         )  # fmt: skip
 
     def _with_tokens(self) -> frozenset[str]:
-        unary = self.config.unary
-        return names_in(unary.tokens_file if unary.enabled else None)
+        return names_in(self.config.unary.tokens_in_use)
 
     def _is_idle(self) -> bool:
         """Whether nothing moves: then the daemon looks after itself."""

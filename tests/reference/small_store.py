@@ -23,7 +23,6 @@ from kvstore_tiers.wrap.faulty import FaultyTier
 from kvstored.assembly import Store, make_residency
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.config import load_config
-from kvstored.lifecycle import Cause
 from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.lane import Priority
 from kvstored.tiering import HOST, NVME
@@ -146,8 +145,11 @@ class SmallStore:
         assert all(self.writeback.is_durable(self.find(number)) for number in numbers)
 
     def drop_from_dram(self, *numbers: int) -> None:
+        """Leave blocks that are on NVMe too there alone."""
         for number in numbers:
-            self.store.rooms[HOST].take(self.find(number), Cause.EVICTED)
+            row = self.find(number)
+            assert self.residency.has(row, NVME)
+            self.store.retire[HOST](self.residency.detach(row, HOST), self.residency.tenant_of(row))
 
     async def fetch(self, number: int) -> bool:
         """Promote a block, as a get does."""

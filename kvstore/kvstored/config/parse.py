@@ -63,13 +63,14 @@ def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
     """Raises ConfigError with one line that names the key."""
     merged = tomllib.loads(reference_text())
     merged.setdefault("tenant", [])
+    our_staging = merged["host"]["staging"]
     source = "defaults"
     if path is not None:
         source = str(path)
         _merge(merged, _read(path), source)
     for override in overrides:
         _merge(merged, _parse_override(override), f"--set {override}")
-    return _build(merged, source)
+    return _build(merged, source, our_staging)
 
 
 def _read(path: Path) -> Table:
@@ -130,7 +131,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"
 
 
-def _build(raw: Table, source: str) -> Config:
+def _build(raw: Table, source: str, our_staging: str) -> Config:
     def size(section: str, key: str, whole_bytes: int = 0) -> int:
         try:
             return parse_size(raw[section][key], whole_bytes)
@@ -151,7 +152,8 @@ def _build(raw: Table, source: str) -> Config:
     nvme_path = Path(nvme["path"]).absolute() if nvme["path"] else state_dir / "nvme"
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     host_bytes = size("host", "capacity", memory_bytes)
-    nvme_bytes = size("nvme", "capacity", _file_system_bytes(nvme_path))
+    disk_bytes = _file_system_bytes(nvme_path)
+    nvme_bytes = size("nvme", "capacity", disk_bytes)
     config = Config(
         daemon=DaemonSection(
             Path(daemon["socket_dir"]).absolute(), daemon["socket_group"], daemon["admin_group"], state_dir,
@@ -195,8 +197,8 @@ def _build(raw: Table, source: str) -> Config:
     )  # fmt: skip
     config = replace(config, tenants=_tenants(raw["tenant"], config))
     _check(config, memory_bytes)
-    is_ours = raw["host"]["staging"] == tomllib.loads(reference_text())["host"]["staging"]
-    check_plausible(config, 0 if is_ours else size("host", "staging"), _file_system_bytes(nvme_path))
+    is_ours = raw["host"]["staging"] == our_staging
+    check_plausible(config, 0 if is_ours else size("host", "staging"), disk_bytes)
     return config
 
 

@@ -116,6 +116,11 @@ class UnarySection:
     tls_cert: Path | None
     tls_key: Path | None
 
+    @property
+    def tokens_in_use(self) -> Path | None:
+        """The tokens file, where unary calls are taken at all."""
+        return self.tokens_file if self.enabled else None
+
 
 @dataclass(frozen=True)
 class TenantSection:

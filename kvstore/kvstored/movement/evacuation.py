@@ -23,10 +23,11 @@ from typing import Any, Final, TypeVar
 
 from kvstore_tiers.base import ContainerReport, Outcome, OutcomeKind, Slot, Tier
 from kvstored.lifecycle import Cause, CopyState
+from kvstored.movement.coldest import Coldest
 from kvstored.movement.eviction import Eviction
 from kvstored.movement.relocation import Copy, Relocation
 from kvstored.movement.slot_exit import SlotExit
-from kvstored.movement.victims import AllBut, Victims
+from kvstored.movement.victims import Victims
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
 
@@ -271,7 +272,7 @@ class Evacuation:
     ) -> bool:
         """Evict the coldest blocks of the container's kind until each of `left`, tokens of its blocks, has a place in
         another container; the places go to `targets`. Rows in `stuck` are passed over."""
-        search = _Coldest(self._residency, self._victims, self.kind_of(report.container), report, stuck)
+        search = Coldest(self._residency, self._victims, self.kind_of(report.container), report, stuck)
         evictions = 0
         while not self._take_places(report, len(left), targets):
             row = search.next()
@@ -359,48 +360,3 @@ class Evacuation:
         if len(self._suspects) >= MAX_SUSPECTS:
             self._suspects.clear()
         self._suspects.add(token)
-
-
-class _Coldest:
-    """Which block of a container's kind goes next: the policy's order over all containers of that kind; where that
-    takes too long to ask for, the container's own blocks, the one that was not used for longest first. Never one of
-    `stuck`, which the caller adds to."""
-
-    def __init__(
-        self,
-        residency: Residency,
-        victims: Victims,
-        kind: AbstractSet[int],
-        report: ContainerReport,
-        stuck: set[int],
-    ) -> None:
-        self._residency = residency
-        self._position = victims.tier
-        self._victims = victims
-        self._container = report.container
-        self._others = AllBut(residency.copies[victims.tier], kind)
-        self._others.rows = stuck
-        self._oldest: Iterator[int] | None = None
-
-    def next(self) -> int:
-        """A row, or -1."""
-        if self._oldest is None:
-            self._others.begin()
-            row = self._victims.next(self._others)
-            if row >= 0 and not self._others.is_exhausted:
-                return row
-            self._oldest = self._by_last_use()
-        return next((row for row in self._oldest if row not in self._others.rows and self._may_go(row)), -1)
-
-    def _by_last_use(self) -> Iterator[int]:
-        """Children before their parents: a run of blocks is used at once, and a parent whenever its child is."""
-        residency, position = self._residency, self._position
-        rows = residency.rows_in(position, self._container)
-        rows.sort(key=lambda row: (residency.last_access_ns(row), -residency.depth(row)))
-        for token in [residency.token(row) for row in rows]:
-            row = residency.current(token)
-            if row >= 0 and residency.has(row, position):
-                yield row
-
-    def _may_go(self, row: int) -> bool:
-        return self._residency.may_leave(row, self._position) and self._victims.spares_minimum(row)

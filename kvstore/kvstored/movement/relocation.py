@@ -7,7 +7,7 @@ are charged to the endurance budget. Never decides which block moves, and change
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
@@ -48,18 +48,11 @@ class MemoryRelocation:
         return True
 
     async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for first in range(0, len(copies), AT_ONCE):
-            outcomes += await asyncio.gather(*map(self._start, copies[first : first + AT_ONCE]))
-        return outcomes
+        return await _copy_some_at_once(copies, self._start)
 
     def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        done = self._completions.to_loop(ended.set_result)
-        try:
-            self._tier.relocate(copy.source, copy.target, copy.key, done)
-        except RuntimeError as error:  # its block was taken by force meanwhile
-            done(Outcome(OutcomeKind.CANCELLED, message=str(error)))
+        _relocate(self._tier, copy, self._completions.to_loop(ended.set_result))
         return ended
 
 
@@ -91,9 +84,7 @@ class LaneRelocation:
         synced = await self._sync()
         if not synced.ok:
             return [synced] * len(copies)
-        outcomes: list[Outcome] = []
-        for first in range(0, len(copies), AT_ONCE):
-            outcomes += await asyncio.gather(*map(self._start, copies[first : first + AT_ONCE]))
+        outcomes = await _copy_some_at_once(copies, self._start)
         if not any(outcome.ok for outcome in outcomes):
             return outcomes
         synced = await self._sync()
@@ -112,12 +103,8 @@ class LaneRelocation:
             if not self._breaker.takes_writes:
                 done(Outcome(OutcomeKind.CANCELLED, message="its tier is shed"))
                 return
-            try:
-                self._tier.relocate(copy.source, copy.target, copy.key, done)
-            except RuntimeError as error:  # its block was taken by force meanwhile
-                done(Outcome(OutcomeKind.CANCELLED, message=str(error)))
-                return
-            number = self._breaker.began()
+            if _relocate(self._tier, copy, done):
+                number = self._breaker.began()
 
         def end(outcome: Outcome) -> None:
             if number:
@@ -142,3 +129,20 @@ class LaneRelocation:
 
         self._tier.sync(self._completions.to_loop(end))
         return ended
+
+
+async def _copy_some_at_once(copies: Sequence[Copy], start: Callable[[Copy], asyncio.Future[Outcome]]) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for first in range(0, len(copies), AT_ONCE):
+        outcomes += await asyncio.gather(*map(start, copies[first : first + AT_ONCE]))
+    return outcomes
+
+
+def _relocate(tier: Tier, copy: Copy, done: Completion) -> bool:
+    """Whether the copy has begun; else `done` was called."""
+    try:
+        tier.relocate(copy.source, copy.target, copy.key, done)
+    except RuntimeError as error:  # its block was taken by force meanwhile
+        done(Outcome(OutcomeKind.CANCELLED, message=str(error)))
+        return False
+    return True

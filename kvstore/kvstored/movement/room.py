@@ -149,10 +149,6 @@ class Room:
         """Let a block whose time to live is over go, if it may."""
         self._eviction.expire(row)
 
-    def take(self, row: int, cause: Cause) -> None:
-        """Take a copy that may leave: by itself where another tier has one, else the block goes with it."""
-        self._eviction.take(row, cause)
-
     def _not_for(self, parent: int) -> set[int]:
         """Rows that room must not be made of: `parent`, unless it has a copy further down, or will be given one."""
         only_here = parent >= 0 and self._residency.tier_mask(parent) == 1 << self._position

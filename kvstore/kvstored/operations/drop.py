@@ -8,7 +8,7 @@ Works in slices, so that lookups go on meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
@@ -56,17 +56,13 @@ class Drop:
         if not (request.all or request.discard) and request.tier == TIER_NAMES[HOST] and self._writeback is not None:
             saved, _ = await save(residency, self._writeback, HOST, SAVE_TIMEOUT_S, tenant)
             reply.written_back_blocks = saved
-        for name in reversed(tier_names):  # slow tiers first: with all, the block goes with its host copy
-            await self._drop_tier(residency.tier(name), tenant, request, reply)
-        await self._make_final()
+        await self._drop_from(tier_names, tenant, reply, forget=request.discard or request.all)
         return reply
 
     async def empty(self, tenant: int) -> pb.DropReply:
         """All blocks of the tenant with this number in residency, whatever its name is by now."""
-        request, reply = pb.DropRequest(all=True), pb.DropReply()
-        for name in reversed(self._residency.tiers):
-            await self._drop_tier(self._residency.tier(name), tenant, request, reply)
-        await self._make_final()
+        reply = pb.DropReply()
+        await self._drop_from(self._residency.tiers, tenant, reply, forget=True)
         return reply
 
     async def invalidate(self, request: pb.InvalidateRequest) -> pb.InvalidateReply:
@@ -104,8 +100,15 @@ class Drop:
         if self._writeback is not None:
             await self._writeback.sync()
 
-    async def _drop_tier(self, tier: int, tenant: int | None, request: pb.DropRequest, reply: pb.DropReply) -> None:
-        residency, forget = self._residency, request.discard or request.all
+    async def _drop_from(
+        self, tier_names: Sequence[str], tenant: int | None, reply: pb.DropReply, *, forget: bool
+    ) -> None:
+        for name in reversed(tier_names):  # slow tiers first: with all, the block goes with its host copy
+            await self._drop_tier(self._residency.tier(name), tenant, reply, forget=forget)
+        await self._make_final()
+
+    async def _drop_tier(self, tier: int, tenant: int | None, reply: pb.DropReply, *, forget: bool) -> None:
+        residency = self._residency
         for number, token in enumerate(await tokens_in_tier(residency, tier, tenant)):
             row = residency.current(token)
             if row >= 0 and residency.has(row, tier):

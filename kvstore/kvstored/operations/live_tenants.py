@@ -7,10 +7,8 @@ name that stands for other blocks, have to connect again; all others go on.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from kvstored.config import Config, ConfigError
-from kvstored.config.schema import UnarySection
 from kvstored.dataplane.handshake import HandshakeServer
 from kvstored.dataplane.reception import Reception
 from kvstored.dataplane.sessions import Session
@@ -53,7 +51,7 @@ class LiveTenants:
         former = tenants.listed, tenants.default
         tenants.relist(config.tenants, config.tenant_default)
         try:
-            follow_users(tenants, self._residency, names_in(_tokens_file(config.unary)))
+            follow_users(tenants, self._residency, names_in(config.unary.tokens_in_use))
         except OSError as error:
             tenants.relist(*former)
             raise ConfigError(f"the tenants' names cannot be written down: {error.strerror}") from None
@@ -70,10 +68,6 @@ class LiveTenants:
     def _is_another_now(self, session: Session) -> bool:
         tenant = self._tenants.resolve(session.peer)
         return tenant is None or (tenant.name, tenant.digest) != (session.tenant.name, session.tenant.digest)
-
-
-def _tokens_file(unary: UnarySection) -> Path | None:
-    return unary.tokens_file if unary.enabled else None
 
 
 def _may_be_tenant(config: Config, name: str) -> bool:

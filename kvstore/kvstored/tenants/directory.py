@@ -115,9 +115,10 @@ class TenantDirectory:
         """The tenant that an operator may hand a token to: a listed one, or, where users are tenants, "uid-N"."""
         if (section := self.section(name)) is not None:
             return self._callable(section)
-        if self._default == "refuse" or not _UID_TENANT.match(name) or self._keyring.identity_of(name) is None:
+        uid = uid_of(name)
+        if self._default == "refuse" or uid is None or self._keyring.identity_of(name) is None:
             return None
-        return self._tenant(TenantSection(name, uids=(int(name.removeprefix("uid-")),)))
+        return self._tenant(TenantSection(name, uids=(uid,)))
 
     @property
     def keyring(self) -> Keyring:
