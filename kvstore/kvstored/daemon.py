@@ -46,6 +46,8 @@ from kvstored.maintenance import Maintenance
 from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.resize import SlabsBack, TierResize
 from kvstored.notify import notify
+from kvstored.operations.block_list import BlockList
+from kvstored.operations.block_totals import BlockTotals
 from kvstored.operations.drop import Drop
 from kvstored.operations.explain import Explain
 from kvstored.operations.history import HistoryView
@@ -61,7 +63,7 @@ from kvstored.process import end_without_order, raise_descriptor_limit, since_pr
 from kvstored.recovery import drop_blocks, recover_blocks
 from kvstored.residency import Residency
 from kvstored.rpc import unary
-from kvstored.rpc.admin import AdminService
+from kvstored.rpc.admin import AdminService, Looks
 from kvstored.rpc.direct_stream import DirectStreams
 from kvstored.rpc.health import Health
 from kvstored.rpc.requests import Answering
@@ -455,10 +457,14 @@ class Daemon:
             store.writeback.sync if store.writeback is not None else _nothing_to_sync,
         )  # fmt: skip
         self.reload = self._make_reload()
-        explain = Explain(self._parts(), views, store.host, self._misses, store.promoter.estimate_us)
-        history = HistoryView(self._sampler.history, store.flows, self.config, self._clock)
+        blocks = BlockList(self._parts(), views)
+        looks = Looks(
+            views, blocks, BlockTotals(self._parts(), blocks),
+            Explain(self._parts(), views, store.host, self._misses, store.promoter.estimate_us),
+            HistoryView(self._sampler.history, store.flows, self.config, self._clock),
+        )  # fmt: skip
         admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminService(views, explain, history, drop, rename, self.lifetime, quarantine, self.reload), admin
+            AdminService(looks, drop, rename, self.lifetime, quarantine, self.reload), admin
         )
         data = await self._serve_grpc(paths["data"])
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(SessionService(self._sessions, self._answering), data)

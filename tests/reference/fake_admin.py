@@ -72,6 +72,21 @@ REPLIES: dict[str, Any] = {
         only_copy_bytes=3 << 20,
     ),
     "RenameTenant": pb.RenameTenantReply(blocks=9, bytes=9 << 20, replaced_blocks=2, replaced_bytes=2 << 20, clients=1),
+    "BlockTotals": pb.BlockTotalsReply(
+        totals=[
+            pb.BlockTotal(
+                tenant="uid-7",
+                fingerprint="llama:abab",
+                key="0123456789abcdef" * 2,
+                blocks=2,
+                payload_bytes=4 << 20,
+                tier_bytes={"host": 1 << 20, "nvme": 4 << 20},
+            )
+        ],
+        groups=3,
+        blocks=8,
+        payload_bytes=16 << 20,
+    ),
     "Flush": pb.FlushReply(written_blocks=5),
     "Drain": pb.DrainReply(state="drained"),
     "Shutdown": pb.ShutdownReply(pid=4242),

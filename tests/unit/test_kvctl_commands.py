@@ -72,6 +72,8 @@ def admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAdmin
         ("shutdown", ["daemon 4242 is stopping"]),
         ("invalidate abababab", ["removed 9 blocks (9.0 MiB) of abab"]),
         ("blocks --limit 3", ["000000000000", "host+nvme", "3 of 5 blocks"]),
+        ("blocks --by model", ["llama:abab", "25 %", "4.0 MiB", "8 blocks, 16.0 MiB", "1 of 3 groups"]),
+        ("blocks --by prefix", ["PREFIX", "LONGEST", "0123456789ab  uid-7"]),
     ],
 )
 def test_commands_say_what_the_daemon_said(
@@ -105,7 +107,7 @@ def test_blocks_pages_until_the_limit(tmp_path: Path, capsys: pytest.CaptureFixt
         listed = json.loads(capsys.readouterr().out)["blocks"]
         assert [block["depth"] for block in listed] == list(range(2300))
         assert [request.limit for request in admin.requests] == [1000, 1000, 300]
-        assert {(request.tier, request.key_prefix) for request in admin.requests} == {("nvme", "3fa9")}
+        assert {(request.filter.tier, request.filter.key_prefix) for request in admin.requests} == {("nvme", "3fa9")}
 
 
 def test_requests_carry_what_was_asked(admin: FakeAdmin) -> None:
@@ -132,6 +134,12 @@ def test_requests_carry_what_was_asked(admin: FakeAdmin) -> None:
         (["drop", "--tier", "tape"], "tape"),
         (["blocks", "--prefix", "xyz"], "hex digits"),
         (["blocks", "--limit", "0"], "whole number"),
+        (["blocks", "--class", "lukewarm"], "lukewarm"),
+        (["blocks", "--sort", "age"], "age"),
+        (["blocks", "--reverse"], "add --sort"),
+        (["blocks", "--by", "model", "--sort", "size"], "leave --sort"),
+        (["blocks", "--by", "model", "--prefix-blocks", "2"], "add --by prefix"),
+        (["blocks", "--sort", "idle", "--limit", "1001"], "at most 1000"),
         (["status", "--timeout", "-1"], "seconds"),
         (["tenants", "rename", "alice"], "two names"),
         (["tenants", "alice"], "invalid choice: 'alice'"),

@@ -16,8 +16,9 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstored.movement.dram_check import _Verified
 from kvstored.operations import saving
+from kvstored.operations.block_list import BlockList
+from kvstored.operations.block_totals import BlockTotals
 from kvstored.operations.saving import save, tokens_in_tier
-from kvstored.operations.views import Views
 from kvstored.residency import listing
 from kvstored.tiering import HOST, NVME
 from tests.reference.blocks import Shelf, key
@@ -78,10 +79,15 @@ def test_saving_looks_at_the_loop_while_it_finds_out_what_is_safe(shelf: Shelf) 
 
 
 def test_a_listing_that_finds_little_looks_at_the_loop(shelf: Shelf) -> None:
-    parts: Any = SimpleNamespace(residency=shelf.residency, clock=SimpleNamespace(monotonic_ns=lambda: 1))
-    views = Views(parts, lambda: "", lambda: 0.0, lambda: (0, 0), lambda: None)  # type: ignore[arg-type,return-value]
-    reply, looks = with_looks(views.blocks(pb.BlocksRequest(key_prefix="ffff")))
+    parts: Any = SimpleNamespace(residency=shelf.residency)
+    blocks = BlockList(parts, SimpleNamespace())  # type: ignore[arg-type]
+    wanted = pb.BlockFilter(key_prefix="ffff")
+    reply, looks = with_looks(blocks.blocks(pb.BlocksRequest(filter=wanted)))
     assert not reply.blocks and not reply.next and looks >= BLOCKS // 10
+    _, looks = with_looks(blocks.blocks(pb.BlocksRequest(filter=wanted, sort="uses")))
+    assert looks >= BLOCKS // 10
+    _, looks = with_looks(BlockTotals(parts, blocks).totals(pb.BlockTotalsRequest(filter=wanted, by="prefix")))
+    assert looks >= BLOCKS // 10
 
 
 @given(

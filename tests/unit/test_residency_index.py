@@ -3,7 +3,7 @@
 import pytest
 
 from kvstored.lifecycle import Cause, CopyState
-from kvstored.residency import CyclicChainError, check, page, rows_of_fingerprint, unpack_keys
+from kvstored.residency import CyclicChainError, Selection, check, page, rows_of_fingerprint, unpack_keys
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 
 HOST, NVME = 0, 1
@@ -237,9 +237,9 @@ def test_pages_cover_every_block_once(shelf: Shelf) -> None:
         if not after:
             break
     assert sorted(seen) == sorted(mine + theirs)
-    assert page(shelf.residency, tenant=1).rows == theirs
-    assert page(shelf.residency, tier=NVME).rows == [mine[3]]
-    assert page(shelf.residency, key_prefix=key(5).hex()).rows == [mine[5]]
+    assert page(shelf.residency, Selection(tenant=1)).rows == theirs
+    assert page(shelf.residency, Selection(tier=NVME)).rows == [mine[3]]
+    assert page(shelf.residency, Selection(key_prefix=key(5).hex())).rows == [mine[5]]
 
 
 def test_rows_of_a_fingerprint_come_deepest_first(shelf: Shelf) -> None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
+from kvstore_client.cli.block_arguments import TIERS, add_block_options, check_block_arguments, positive_count
 from kvstore_client.cli.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
 from kvstore_client.cli.exit_codes import MEANINGS, USAGE
-from kvstore_client.cli.show import DEFAULT_BLOCKS
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
 from kvstore_proto.version import VERSION
 
 DEFAULT_TIMEOUT_S: Final = 5.0
 DEFAULT_WAIT_S: Final = 30.0
-TIERS: Final = ("host", "nvme")
 
 _EXAMPLES: Final = DATA_EXAMPLES | {
     "status": ("what the daemon is doing", ["kvctl status", "kvctl --json status | jq .rss_bytes"]),
@@ -33,8 +31,15 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         ],
     ),
     "blocks": (
-        "list stored blocks",
-        ["kvctl blocks --tier nvme --limit 20", "kvctl blocks --tenant uid-1000 --prefix 3fa9"],
+        "list stored blocks, or sum them up",
+        [
+            "kvctl blocks --tier nvme --limit 20",
+            "kvctl blocks --tenant uid-1000 --prefix 3fa9",
+            "kvctl blocks --model llama --sort uses          # the most used of one model",
+            "kvctl blocks --tier host --class cold --sort idle",
+            "kvctl blocks --by model                         # how much each model holds",
+            "kvctl blocks --by prefix --prefix-blocks 8      # ... each beginning of 8 blocks",
+        ],
     ),
     "drop": (
         "remove blocks from one tier, or everything",
@@ -107,6 +112,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _check_text(parser, arguments)
         if arguments.command == "drop":
             _check_drop(parser, arguments)
+        if arguments.command == "blocks":
+            check_block_arguments(parser, arguments)
         if arguments.command == "tenants":
             _check_tenants(parser, arguments)
         if arguments.command == "quarantine":
@@ -132,7 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     made = {name: _command(commands, name) for name in _EXAMPLES}
     add_data_options(made)
     _tenants_options(made["tenants"])
-    _blocks_options(made["blocks"])
+    add_block_options(made["blocks"])
     _drop_options(made["drop"])
     for name in ("drop", "flush", "drain", "tenants"):
         made[name].add_argument(
@@ -156,7 +163,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="where to; - is standard output (default: %(default)s)",
     )
-    made["ping"].add_argument("--count", type=_count, default=10, metavar="N", help="messages (default: %(default)s)")
+    made["ping"].add_argument(
+        "--count", type=positive_count, default=10, metavar="N", help="messages (default: %(default)s)"
+    )
     return parser
 
 
@@ -193,15 +202,6 @@ def _common_options(parser: argparse.ArgumentParser, *, first: bool) -> None:
         metavar="S",
         default=DEFAULT_TIMEOUT_S if first else argparse.SUPPRESS,
         help=f"wait this long for an answer (default: {DEFAULT_TIMEOUT_S:g} s)",
-    )
-
-
-def _blocks_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tier", choices=TIERS, default="", help="only blocks with a copy there")
-    parser.add_argument("--tenant", default="", help="only this tenant's blocks")
-    parser.add_argument("--prefix", type=_hex, default="", metavar="HEX", help="only keys that begin so")
-    parser.add_argument(
-        "--limit", type=_count, default=DEFAULT_BLOCKS, metavar="N", help="at most N (default: %(default)s)"
     )
 
 
@@ -290,15 +290,3 @@ def _seconds(text: str) -> float:
     if not (0 < value <= 86_400):
         raise argparse.ArgumentTypeError(f"seconds must be above 0 and at most 86400, got {text!r}")
     return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1000000, got {text!r}")
-    return int(text)
-
-
-def _hex(text: str) -> str:
-    if not re.fullmatch(r"[0-9a-fA-F]{0,32}", text):
-        raise argparse.ArgumentTypeError(f"a key begins with at most 32 hex digits, got {text!r}")
-    return text

@@ -15,6 +15,7 @@ from kvstore_client.cli import act, show
 from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.arguments import parse
 from kvstore_client.cli.bench import bench
+from kvstore_client.cli.blocks import blocks
 from kvstore_client.cli.delete import delete
 from kvstore_client.cli.doctor.command import doctor
 from kvstore_client.cli.exit_codes import FAILED, OK, CommandError
@@ -35,7 +36,7 @@ _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]]
     "status": show.status,
     "tiers": show.tiers,
     "tenants": tenants,
-    "blocks": show.blocks,
+    "blocks": blocks,
     "drop": act.drop,
     "flush": act.flush,
     "drain": act.drain,

@@ -1,4 +1,4 @@
-"""Commands that look: status, tiers, tenants, blocks. Each asks once and renders the reply as text."""
+"""Commands that look: status, tiers, tenants. Each asks once and renders the reply as text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from kvstore_client.cli.units import human_bytes, human_count, human_seconds, hu
 from kvstore_proto.v1 import admin_pb2 as wire
 
 KEY_DIGITS = 12  # shown of a key's 32; --json has them all
-PAGE_BLOCKS = 1000
-DEFAULT_BLOCKS = 50
 
 
 def status(admin: AdminSocket, _: argparse.Namespace) -> Output:
@@ -124,61 +122,6 @@ def tenants(admin: AdminSocket, _: argparse.Namespace) -> Output:
         for tenant in reply.tenants
     ]
     return Output(render_table(columns, rows, empty="no tenant has connected yet"), reply)
-
-
-def blocks(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
-    reply = wire.BlocksReply()
-    while len(reply.blocks) < arguments.limit:
-        page = admin.call(
-            "Blocks",
-            wire.BlocksRequest(
-                tenant=arguments.tenant,
-                tier=arguments.tier,
-                key_prefix=arguments.prefix.lower(),
-                limit=min(arguments.limit - len(reply.blocks), PAGE_BLOCKS),
-                after=reply.next,
-            ),
-            wire.BlocksReply,
-        )
-        reply.MergeFrom(page)
-        reply.next = page.next
-        if not page.next or not page.blocks:
-            break
-    columns = [
-        Column("KEY"),
-        Column("TENANT"),
-        Column("DEPTH", True),
-        Column("SIZE", True),
-        Column("TIERS"),
-        Column("STATE"),
-        Column("DURABILITY"),
-        Column("CLASS"),
-        Column("USES", True),
-        Column("IDLE", True),
-        Column("LEASES", True),
-        Column("CHILDREN", True),
-    ]
-    rows = [
-        [
-            block.key[:KEY_DIGITS],
-            block.tenant,
-            str(block.depth),
-            human_bytes(block.payload_bytes),
-            "+".join(block.tiers),
-            block.state,
-            block.durability,
-            block.residency,
-            human_count(block.accesses),
-            human_seconds(block.idle_s),
-            human_count(block.leases),
-            human_count(block.children),
-        ]
-        for block in reply.blocks
-    ]
-    text = render_table(columns, rows, empty="no such blocks")
-    if reply.total > len(rows) and rows:
-        text += f"\n{human_count(len(rows))} of {human_count(reply.total)} blocks; --limit shows more"
-    return Output(text, reply)
 
 
 def _lanes(reply: wire.StatusReply) -> str:

@@ -16,7 +16,7 @@ from kvstore_tiers.host import HostTier
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
 from kvstored.operations.views import Parts, Views
-from kvstored.residency import page
+from kvstored.residency import Selection, page
 from kvstored.telemetry import RecentMisses
 from kvstored.tiering import HOST
 
@@ -190,7 +190,7 @@ class Explain:
         found: set[tuple[int, bytes]] = set()
         cursor = 0
         while len(found) < 2:
-            listed = page(residency, after=cursor, limit=2, key_prefix=text)
+            listed = page(residency, Selection(key_prefix=text), after=cursor, limit=2)
             found.update((residency.tenant_of(row), residency.key(row)) for row in listed.rows)
             cursor = listed.next
             if not cursor:

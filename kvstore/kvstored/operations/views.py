@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Tier
 from kvstored import __version__
@@ -24,13 +22,11 @@ from kvstored.movement.mover import Mover
 from kvstored.movement.writeback import WriteBack
 from kvstored.operations.integrity import describe_integrity
 from kvstored.policies import Policy
-from kvstored.residency import Residency, page
+from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows
 from kvstored.tenants import TenantDirectory
 from kvstored.tenants.reach import out_of_reach
 from kvstored.tiering import HOST, NVME
-
-DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 
 @dataclass
@@ -199,32 +195,6 @@ class Views:
                     for fingerprint in index.fingerprints
                 ),
             )
-        return reply
-
-    async def blocks(self, request: pb.BlocksRequest) -> pb.BlocksReply:
-        """A page of blocks, after a look at the loop each time that so many were looked at in vain. Raises KVStoreError
-        for a tier or tenant that does not exist."""
-        parts, residency = self._parts, self._parts.residency
-        if request.tier and request.tier not in residency.tiers:
-            known = ", ".join(residency.tiers)
-            raise KVStoreError(ErrorKind.INVALID, f"no tier {request.tier!r}; this daemon has: {known}")
-        tier = residency.tier(request.tier) if request.tier else None
-        tenant = parts.tenants.number(request.tenant, residency) if request.tenant else None
-        limit = min(request.limit or DEFAULT_PAGE, MAX_PAGE)
-        reply = pb.BlocksReply(total=len(residency) if tenant is None else residency.tenant_blocks(tenant))
-        cursor = request.after
-        while len(reply.blocks) < limit:
-            found = page(
-                residency, after=cursor, limit=limit - len(reply.blocks), tenant=tenant, tier=tier,
-                key_prefix=request.key_prefix.lower(),
-            )  # fmt: skip
-            for row in found.rows:
-                self.describe(row, reply.blocks.add())
-            cursor = found.next
-            if not cursor:
-                break
-            await asyncio.sleep(0)
-        reply.next = cursor
         return reply
 
     def describe(self, row: int, block: pb.BlockStatus) -> None:

@@ -4,7 +4,7 @@ from kvstored.residency.check import check
 from kvstored.residency.events import PresenceListener, TierListener
 from kvstored.residency.ghost import Absence
 from kvstored.residency.index import CyclicChainError, Residency
-from kvstored.residency.listing import Page, page, rows_of_fingerprint
+from kvstored.residency.listing import Page, Selection, page, rows_of_fingerprint, select
 from kvstored.residency.removal import TakenCopy
 from kvstored.residency.view import Kind, ResidencyView, unpack_keys
 
@@ -16,10 +16,12 @@ __all__ = [
     "PresenceListener",
     "Residency",
     "ResidencyView",
+    "Selection",
     "TakenCopy",
     "TierListener",
     "check",
     "page",
     "rows_of_fingerprint",
+    "select",
     "unpack_keys",
 ]

@@ -4,13 +4,18 @@ path.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstored.residency.view import ResidencyView
 
 _SCAN_ROWS = 20_000  # a page looks at no more rows than this: about 2 ms
+_SCAN_SLOW_ROWS = 2_000  # the same where each row is asked one by one
+
+Int64Array = npt.NDArray[np.int64]
 
 
 class Page(NamedTuple):
@@ -20,34 +25,66 @@ class Page(NamedTuple):
     next: int
 
 
-def page(
-    residency: ResidencyView,
-    *,
-    after: int = 0,
-    limit: int = 100,
-    tenant: int | None = None,
-    tier: int | None = None,
-    key_prefix: str = "",
-) -> Page:
-    """Readable blocks from cursor `after` on, in row order. A block stored or removed between two pages may
+class Selection(NamedTuple):
+    """Which readable blocks are meant; all of them by default.
+
+    tenant:     only this tenant's, by number.
+    tier:       only those with a readable copy in the tier at this position.
+    prints:     only those of these fingerprints, by number.
+    key_prefix: only keys whose hex digits begin so.
+    matches:    only rows that this answers True for; asked last.
+    """
+
+    tenant: int | None = None
+    tier: int | None = None
+    prints: frozenset[int] | None = None
+    key_prefix: str = ""
+    matches: Callable[[int], bool] | None = None
+
+    @property
+    def slice_rows(self) -> int:
+        """How many rows one look at the index may take."""
+        return _SCAN_ROWS if self.matches is None and not self.key_prefix else min(_SCAN_ROWS, _SCAN_SLOW_ROWS)
+
+
+ALL_BLOCKS = Selection()
+
+
+def select(residency: ResidencyView, selection: Selection, first: int, end: int) -> Int64Array:
+    """The selected rows among [first, end), in row order. Looks at each, so keep the range short."""
+    columns = residency.rows
+    wanted = 0xFF if selection.tier is None else 1 << selection.tier
+    is_chosen = np.frombuffer(columns.mask, np.uint8, end - first, first) & wanted != 0
+    if selection.tenant is not None or selection.prints is not None:
+        kinds = [
+            number
+            for number, kind in enumerate(residency.kinds)
+            if selection.tenant in (None, kind.tenant)
+            and (selection.prints is None or kind.fingerprint_id in selection.prints)
+        ]
+        offset_bytes = first * columns.kind.itemsize
+        is_chosen &= np.isin(np.frombuffer(columns.kind, np.uint32, end - first, offset_bytes), kinds)
+    rows: Int64Array = np.flatnonzero(is_chosen) + first
+    if selection.key_prefix:
+        rows = _filtered(rows, lambda row: residency.key(row).hex().startswith(selection.key_prefix))
+    return rows if selection.matches is None else _filtered(rows, selection.matches)
+
+
+def page(residency: ResidencyView, selection: Selection = ALL_BLOCKS, *, after: int = 0, limit: int = 100) -> Page:
+    """Selected blocks from cursor `after` on, in row order. A block stored or removed between two pages may
     be missed; none is listed twice while it stays.
     """
     if limit < 1:
         raise ValueError("a page holds at least one block")
-    columns = residency.rows
-    wanted = 0xFF if tier is None else 1 << tier
-    found: list[int] = []
-    end = min(columns.capacity, after + _SCAN_ROWS)
-    row = after
-    while row < end and len(found) < limit:
-        if (
-            columns.mask[row] & wanted
-            and (tenant is None or residency.tenant_of(row) == tenant)
-            and (not key_prefix or residency.key(row).hex().startswith(key_prefix))
-        ):
-            found.append(row)
-        row += 1
-    return Page(found, row if row < columns.capacity else 0)
+    end = min(residency.rows.capacity, after + selection.slice_rows)
+    rows = select(residency, selection, after, end).tolist() if after < end else []
+    after = end if len(rows) <= limit else rows[limit]
+    return Page(rows[:limit], after if after < residency.rows.capacity else 0)
+
+
+def _filtered(rows: Int64Array, keep: Callable[[int], bool]) -> Int64Array:
+    is_kept = np.fromiter(map(keep, rows.tolist()), bool, len(rows))
+    return np.compress(is_kept, rows)
 
 
 def rows_of_fingerprint(residency: ResidencyView, fingerprint_id: int, tenant: int | None = None) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -10,6 +11,8 @@ import grpc
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_proto.v1 import admin_pb2_grpc
+from kvstored.operations.block_list import BlockList
+from kvstored.operations.block_totals import BlockTotals
 from kvstored.operations.drop import Drop
 from kvstored.operations.explain import Explain
 from kvstored.operations.history import HistoryView
@@ -37,26 +40,32 @@ def _reporting(handler: Handler) -> Handler:
     return call
 
 
+@dataclass(frozen=True)
+class Looks:
+    """What shows the daemon and changes nothing."""
+
+    views: Views
+    blocks: BlockList
+    totals: BlockTotals
+    explain: Explain
+    history: HistoryView
+
+
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Translates; `views` looks, `explain` says why, `history` looks back, `drop` takes away, `rename` gives to
-    another name, `quarantine` shows
-    and releases what is damaged, `lifetime` flushes, drains and stops.
+    """Translates. `looks` shows; `drop` takes away, `rename` gives to another name, `lifetime` flushes, drains and
+    stops, `quarantine` shows and releases what is damaged, `reload` reads the configuration again.
     """
 
     def __init__(
         self,
-        views: Views,
-        explain: Explain,
-        history: HistoryView,
+        looks: Looks,
         drop: Drop,
         rename: RenameTenant,
         lifetime: Lifetime,
         quarantine: Quarantine,
         reload: Reload,
     ) -> None:
-        self._views = views
-        self._explain = explain
-        self._history = history
+        self._looks = looks
         self._drop = drop
         self._rename = rename
         self._lifetime = lifetime
@@ -65,27 +74,31 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @_reporting
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
-        return self._views.status()
+        return self._looks.views.status()
 
     @_reporting
     async def Tiers(self, request: pb.TiersRequest, context: Any) -> pb.TiersReply:  # noqa: N802
-        return self._views.tiers()
+        return self._looks.views.tiers()
 
     @_reporting
     async def Tenants(self, request: pb.TenantsRequest, context: Any) -> pb.TenantsReply:  # noqa: N802
-        return self._views.tenants()
+        return self._looks.views.tenants()
 
     @_reporting
     async def Blocks(self, request: pb.BlocksRequest, context: Any) -> pb.BlocksReply:  # noqa: N802
-        return await self._views.blocks(request)
+        return await self._looks.blocks.blocks(request)
+
+    @_reporting
+    async def BlockTotals(self, request: pb.BlockTotalsRequest, context: Any) -> pb.BlockTotalsReply:  # noqa: N802
+        return await self._looks.totals.totals(request)
 
     @_reporting
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainReply:  # noqa: N802
-        return await self._explain.explain(request)
+        return await self._looks.explain.explain(request)
 
     @_reporting
     async def History(self, request: pb.HistoryRequest, context: Any) -> pb.HistoryReply:  # noqa: N802
-        return await self._history.history(request)
+        return await self._looks.history.history(request)
 
     @_reporting
     async def Drop(self, request: pb.DropRequest, context: Any) -> pb.DropReply:  # noqa: N802

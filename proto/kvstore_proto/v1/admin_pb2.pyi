@@ -534,34 +534,67 @@ class TenantStatus(google.protobuf.message.Message):
 global___TenantStatus = TenantStatus
 
 @typing.final
-class BlocksRequest(google.protobuf.message.Message):
+class BlockFilter(google.protobuf.message.Message):
+    """an empty field means all"""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TENANT_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
     KEY_PREFIX_FIELD_NUMBER: builtins.int
-    LIMIT_FIELD_NUMBER: builtins.int
-    AFTER_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    RESIDENCY_FIELD_NUMBER: builtins.int
     tenant: builtins.str
-    """empty = all"""
     tier: builtins.str
-    """empty = all"""
     key_prefix: builtins.str
     """hex"""
-    limit: builtins.int
-    """0 = 100"""
-    after: builtins.int
-    """cursor of the page before"""
+    model: builtins.str
+    """part of a fingerprint's label, or the first 6 digits or more of its digest"""
+    residency: builtins.str
+    """hot | warm | cold, in the fastest tier that has the block"""
     def __init__(
         self,
         *,
         tenant: builtins.str = ...,
         tier: builtins.str = ...,
         key_prefix: builtins.str = ...,
+        model: builtins.str = ...,
+        residency: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key_prefix", b"key_prefix", "model", b"model", "residency", b"residency", "tenant", b"tenant", "tier", b"tier"]) -> None: ...
+
+global___BlockFilter = BlockFilter
+
+@typing.final
+class BlocksRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    SORT_FIELD_NUMBER: builtins.int
+    REVERSE_FIELD_NUMBER: builtins.int
+    limit: builtins.int
+    """0 = 100"""
+    after: builtins.int
+    """cursor of the page before; not with sort"""
+    sort: builtins.str
+    """size | uses | idle | depth | children | leases, the most first; empty = no order"""
+    reverse: builtins.bool
+    """with sort: the least first"""
+    @property
+    def filter(self) -> global___BlockFilter: ...
+    def __init__(
+        self,
+        *,
+        filter: global___BlockFilter | None = ...,
         limit: builtins.int = ...,
         after: builtins.int = ...,
+        sort: builtins.str = ...,
+        reverse: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "key_prefix", b"key_prefix", "limit", b"limit", "tenant", b"tenant", "tier", b"tier"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["filter", b"filter"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "filter", b"filter", "limit", b"limit", "reverse", b"reverse", "sort", b"sort"]) -> None: ...
 
 global___BlocksRequest = BlocksRequest
 
@@ -575,6 +608,7 @@ class BlocksReply(google.protobuf.message.Message):
     next: builtins.int
     """0 = the end"""
     total: builtins.int
+    """with sort, blocks that the filter selects; else all blocks of its tenant"""
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockStatus]: ...
     def __init__(
@@ -587,6 +621,128 @@ class BlocksReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "next", b"next", "total", b"total"]) -> None: ...
 
 global___BlocksReply = BlocksReply
+
+@typing.final
+class BlockTotalsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
+    PREFIX_BLOCKS_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    by: builtins.str
+    """tenant | model | prefix"""
+    prefix_blocks: builtins.int
+    """how many blocks a prefix has, 0 = 1"""
+    limit: builtins.int
+    """groups, those with the most bytes first; 0 = 50"""
+    @property
+    def filter(self) -> global___BlockFilter: ...
+    def __init__(
+        self,
+        *,
+        filter: global___BlockFilter | None = ...,
+        by: builtins.str = ...,
+        prefix_blocks: builtins.int = ...,
+        limit: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["filter", b"filter"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["by", b"by", "filter", b"filter", "limit", b"limit", "prefix_blocks", b"prefix_blocks"]) -> None: ...
+
+global___BlockTotalsRequest = BlockTotalsRequest
+
+@typing.final
+class BlockTotalsReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOTALS_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    groups: builtins.int
+    """in all"""
+    blocks: builtins.int
+    """of all groups"""
+    payload_bytes: builtins.int
+    @property
+    def totals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockTotal]: ...
+    def __init__(
+        self,
+        *,
+        totals: collections.abc.Iterable[global___BlockTotal] | None = ...,
+        groups: builtins.int = ...,
+        blocks: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "groups", b"groups", "payload_bytes", b"payload_bytes", "totals", b"totals"]) -> None: ...
+
+global___BlockTotalsReply = BlockTotalsReply
+
+@typing.final
+class BlockTotal(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class TierBytesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    TENANT_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    TIER_BYTES_FIELD_NUMBER: builtins.int
+    ACCESSES_FIELD_NUMBER: builtins.int
+    IDLE_S_FIELD_NUMBER: builtins.int
+    LEASES_FIELD_NUMBER: builtins.int
+    LONGEST_BLOCKS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """by tenant and prefix"""
+    fingerprint: builtins.str
+    """by model and prefix"""
+    key: builtins.str
+    """by prefix: of the block that all others continue"""
+    blocks: builtins.int
+    payload_bytes: builtins.int
+    accesses: builtins.int
+    idle_s: builtins.float
+    """of the block that was used last"""
+    leases: builtins.int
+    longest_blocks: builtins.int
+    """of the longest chain in it, from its first block"""
+    @property
+    def tier_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """of slots"""
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        key: builtins.str = ...,
+        blocks: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        tier_bytes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        accesses: builtins.int = ...,
+        idle_s: builtins.float = ...,
+        leases: builtins.int = ...,
+        longest_blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "blocks", b"blocks", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "key", b"key", "leases", b"leases", "longest_blocks", b"longest_blocks", "payload_bytes", b"payload_bytes", "tenant", b"tenant", "tier_bytes", b"tier_bytes"]) -> None: ...
+
+global___BlockTotal = BlockTotal
 
 @typing.final
 class BlockStatus(google.protobuf.message.Message):

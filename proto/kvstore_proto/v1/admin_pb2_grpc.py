@@ -54,6 +54,11 @@ class AdminStub(object):
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.BlocksRequest.SerializeToString,
                 response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.BlocksReply.FromString,
                 _registered_method=True)
+        self.BlockTotals = channel.unary_unary(
+                '/kvstore.v1.Admin/BlockTotals',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.BlockTotalsRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.BlockTotalsReply.FromString,
+                _registered_method=True)
         self.Drop = channel.unary_unary(
                 '/kvstore.v1.Admin/Drop',
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.DropRequest.SerializeToString,
@@ -133,6 +138,12 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Blocks(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BlockTotals(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,6 +237,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Blocks,
                     request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.BlocksRequest.FromString,
                     response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.BlocksReply.SerializeToString,
+            ),
+            'BlockTotals': grpc.unary_unary_rpc_method_handler(
+                    servicer.BlockTotals,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.BlockTotalsRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.BlockTotalsReply.SerializeToString,
             ),
             'Drop': grpc.unary_unary_rpc_method_handler(
                     servicer.Drop,
@@ -391,6 +407,33 @@ class Admin(object):
             '/kvstore.v1.Admin/Blocks',
             kvstore__proto_dot_v1_dot_admin__pb2.BlocksRequest.SerializeToString,
             kvstore__proto_dot_v1_dot_admin__pb2.BlocksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BlockTotals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/BlockTotals',
+            kvstore__proto_dot_v1_dot_admin__pb2.BlockTotalsRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.BlockTotalsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,11 @@ class AdminStub:
         kvstore_proto.v1.admin_pb2.BlocksReply,
     ]
 
+    BlockTotals: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.BlockTotalsRequest,
+        kvstore_proto.v1.admin_pb2.BlockTotalsReply,
+    ]
+
     Drop: grpc.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.DropRequest,
         kvstore_proto.v1.admin_pb2.DropReply,
@@ -113,6 +118,11 @@ class AdminAsyncStub:
     Blocks: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.BlocksRequest,
         kvstore_proto.v1.admin_pb2.BlocksReply,
+    ]
+
+    BlockTotals: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.BlockTotalsRequest,
+        kvstore_proto.v1.admin_pb2.BlockTotalsReply,
     ]
 
     Drop: grpc.aio.UnaryUnaryMultiCallable[
@@ -198,6 +208,13 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.BlocksRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.BlocksReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.BlocksReply]]: ...
+
+    @abc.abstractmethod
+    def BlockTotals(
+        self,
+        request: kvstore_proto.v1.admin_pb2.BlockTotalsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.BlockTotalsReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.BlockTotalsReply]]: ...
 
     @abc.abstractmethod
     def Drop(

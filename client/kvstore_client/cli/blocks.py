@@ -1,0 +1,142 @@
+"""kvctl blocks: stored blocks one by one, or their sums by tenant, model or prefix."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvstore_client.cli.admin import AdminSocket
+from kvstore_client.cli.block_arguments import PAGE_BLOCKS
+from kvstore_client.cli.output import Output
+from kvstore_client.cli.show import KEY_DIGITS
+from kvstore_client.cli.table import Column, render_table
+from kvstore_client.cli.units import human_blocks, human_bytes, human_count, human_seconds, human_share
+from kvstore_proto.v1 import admin_pb2 as wire
+
+_COLUMNS = (
+    Column("KEY"),
+    Column("TENANT"),
+    Column("MODEL"),
+    Column("DEPTH", True),
+    Column("SIZE", True),
+    Column("TIERS"),
+    Column("STATE"),
+    Column("DURABILITY"),
+    Column("CLASS"),
+    Column("USES", True),
+    Column("IDLE", True),
+    Column("LEASES", True),
+    Column("CHILDREN", True),
+)
+
+
+def blocks(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    return _totals(admin, arguments) if arguments.by else _list(admin, arguments)
+
+
+def _filter(arguments: argparse.Namespace) -> wire.BlockFilter:
+    return wire.BlockFilter(
+        tenant=arguments.tenant,
+        tier=arguments.tier,
+        key_prefix=arguments.prefix.lower(),
+        model=arguments.model,
+        residency=arguments.residency,
+    )
+
+
+def _chooses(arguments: argparse.Namespace) -> bool:
+    """Whether only some of a tenant's blocks are listed."""
+    return bool(arguments.tier or arguments.prefix or arguments.model or arguments.residency)
+
+
+def _list(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    reply = wire.BlocksReply()
+    while len(reply.blocks) < arguments.limit:
+        page = admin.call(
+            "Blocks",
+            wire.BlocksRequest(
+                filter=_filter(arguments),
+                limit=min(arguments.limit - len(reply.blocks), PAGE_BLOCKS),
+                after=reply.next,
+                sort=arguments.sort,
+                reverse=arguments.reverse,
+            ),
+            wire.BlocksReply,
+        )
+        reply.MergeFrom(page)
+        reply.next = page.next
+        if not page.next or not page.blocks:
+            break
+    rows = [
+        [
+            block.key[:KEY_DIGITS],
+            block.tenant,
+            block.fingerprint,
+            str(block.depth),
+            human_bytes(block.payload_bytes),
+            "+".join(block.tiers),
+            block.state,
+            block.durability,
+            block.residency,
+            human_count(block.accesses),
+            human_seconds(block.idle_s),
+            human_count(block.leases),
+            human_count(block.children),
+        ]
+        for block in reply.blocks
+    ]
+    text = render_table(_COLUMNS, rows, empty="no such blocks")
+    if rows and reply.total > len(rows) and (arguments.sort or not _chooses(arguments)):
+        text += f"\n{human_count(len(rows))} of {human_count(reply.total)} blocks; --limit shows more"
+    elif rows and reply.next:
+        text += f"\nthe first {human_blocks(len(rows))} of these; --limit shows more"
+    return Output(text, reply)
+
+
+def _totals(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    request = wire.BlockTotalsRequest(
+        filter=_filter(arguments), by=arguments.by, limit=arguments.limit, prefix_blocks=arguments.prefix_blocks or 0
+    )
+    reply = admin.call("BlockTotals", request, wire.BlockTotalsReply)
+    tiers = list(dict.fromkeys(name for total in reply.totals for name in sorted(total.tier_bytes)))
+    names = {
+        "tenant": (Column("TENANT"),),
+        "model": (Column("MODEL"),),
+        "prefix": (Column("PREFIX"), Column("TENANT"), Column("MODEL"), Column("LONGEST", True)),
+    }[arguments.by]
+    columns = [
+        *names,
+        Column("BLOCKS", True),
+        Column("SIZE", True),
+        Column("SHARE", True),
+        *(Column(tier.upper(), True) for tier in tiers),
+        Column("USES", True),
+        Column("IDLE", True),
+        Column("LEASES", True),
+    ]
+    rows = [
+        [
+            *_names(arguments.by, total),
+            human_count(total.blocks),
+            human_bytes(total.payload_bytes),
+            human_share(total.payload_bytes, reply.payload_bytes),
+            *(human_bytes(total.tier_bytes[tier]) for tier in tiers),
+            human_count(total.accesses),
+            human_seconds(total.idle_s),
+            human_count(total.leases),
+        ]
+        for total in reply.totals
+    ]
+    text = render_table(columns, rows, empty="no such blocks")
+    if rows:
+        text += f"\n{human_blocks(reply.blocks)}, {human_bytes(reply.payload_bytes)}"
+    if reply.groups > len(rows) and rows:
+        text += f"; {human_count(len(rows))} of {human_count(reply.groups)} groups, --limit shows more"
+    return Output(text, reply)
+
+
+def _names(by: str, total: wire.BlockTotal) -> list[str]:
+    if by == "tenant":
+        return [total.tenant]
+    if by == "model":
+        return [total.fingerprint]
+    return [total.key[:KEY_DIGITS], total.tenant, total.fingerprint, human_count(total.longest_blocks)]
