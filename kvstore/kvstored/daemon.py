@@ -78,7 +78,7 @@ from kvstored.sockets import (
     prepare_directory,
     restrict_to_admins,
 )
-from kvstored.telemetry import Latencies, RecentMisses
+from kvstored.telemetry import DeletionLog, Latencies, RecentMisses
 from kvstored.tenants import Peer, TenantDirectory
 from kvstored.tenants.keyring import Keyring
 from kvstored.tenants.reach import follow_users
@@ -368,7 +368,9 @@ class Daemon:
         )  # fmt: skip
         self._stack.push_async_callback(self._settle, intake)
         look_up = LookUp(residency, store.promoter, store.counters, store.flows, self._misses, limits.max_keys)
-        self._delete = Delete(residency, store.writeback, store.retire, clock, max_keys=limits.max_keys)
+        deletions = DeletionLog(clock)
+        self._stack.callback(deletions.close)
+        self._delete = Delete(residency, store.writeback, store.retire, clock, deletions, max_keys=limits.max_keys)
         self._verbs = self._recorded(Verbs(look_up, put, lending, get, hints, self._delete))
         self._integrity = Integrity(store, self._is_idle)
         self._latencies = Latencies()
@@ -380,7 +382,7 @@ class Daemon:
         self._stack.push_async_callback(self._host_resize.close)
         self._maintenance = Maintenance(
             put, store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample,
-            (store.tick, sizer.tick),
+            (store.tick, sizer.tick, deletions.tick),
         )  # fmt: skip
 
         def end_session(session: Session) -> None:

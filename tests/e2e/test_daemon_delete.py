@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,3 +99,13 @@ def test_a_session_for_asyncio_deletes_too(daemon: RunningDaemon) -> None:
             return (await session.delete(tokens_of(5, 2))).blocks
 
     assert asyncio.run(run()) == 2
+
+
+def test_a_delete_is_in_the_log_with_its_user() -> None:
+    with running_daemon() as daemon:
+        with daemon.connect(MODEL) as session:
+            put(session, 9, 3)
+            assert session.delete(tokens_of(9, 3)).blocks == 3
+        daemon.stop()
+        assert f"delete of uid-{os.getuid()}: 3 blocks (48.0 KiB) in 1 call, by uid {os.getuid()}, " in daemon.log
+        assert f"(pid {os.getpid()})" in daemon.log

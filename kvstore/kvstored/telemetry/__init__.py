@@ -1,9 +1,21 @@
 """What the daemon counts. Telemetry asks; nobody pushes."""
 
 from kvstored.telemetry.counters import COUNTERS, Counters
+from kvstored.telemetry.deletions import DeletionLog
 from kvstored.telemetry.flows import Flows, TenantFlow, TierFlow
 from kvstored.telemetry.history import History
 from kvstored.telemetry.latency import Latencies
 from kvstored.telemetry.misses import Miss, RecentMisses
 
-__all__ = ["COUNTERS", "Counters", "Flows", "History", "Latencies", "Miss", "RecentMisses", "TenantFlow", "TierFlow"]
+__all__ = [
+    "COUNTERS",
+    "Counters",
+    "DeletionLog",
+    "Flows",
+    "History",
+    "Latencies",
+    "Miss",
+    "RecentMisses",
+    "TenantFlow",
+    "TierFlow",
+]

@@ -78,7 +78,7 @@ class Verbs:
             yield pb.Response(acquire=await self._get.acquire(session, request.acquire, request.deadline_ms))
         elif op == "delete":
             known_group(session, request.delete.set.group)
-            yield pb.Response(delete=await self._delete.delete(session.tenant_id, request.delete.set.keys))
+            yield pb.Response(delete=await self._delete.delete(session, request.delete.set.keys))
         else:
             raise RuntimeError(f"{op} is always answered at once")
 

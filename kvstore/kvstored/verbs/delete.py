@@ -15,9 +15,11 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstored.clock import Clock
+from kvstored.dataplane.sessions import Session
 from kvstored.lifecycle import Cause
 from kvstored.movement.writeback import WriteBack
 from kvstored.residency import Residency
+from kvstored.telemetry import DeletionLog
 from kvstored.verbs.validate import keys_of
 
 SLICE_BLOCKS = 64
@@ -50,6 +52,7 @@ class Delete:
         writeback: WriteBack | None,
         retire: list[Callable[[Slot, int], None]],
         clock: Clock,
+        deletions: DeletionLog,
         *,
         max_keys: int,
     ) -> None:
@@ -57,13 +60,14 @@ class Delete:
         self._writeback = writeback
         self._retire = retire
         self._clock = clock
+        self._log = deletions
         self._max_keys = max_keys
         self._removals = 0  # blocks taken away so far, and how many of them a sync is known to have made final
         self._final_removals = 0
 
-    async def delete(self, tenant: int, packed_keys: bytes) -> pb.DeleteReply:
+    async def delete(self, session: Session, packed_keys: bytes) -> pb.DeleteReply:
         """The sums of `delete_each`."""
-        deleted = await self.delete_each(tenant, packed_keys)
+        deleted = await self.delete_each(session, packed_keys)
         count = deleted.fates.count
         return pb.DeleteReply(
             deleted=count(Fate.DELETED),
@@ -73,10 +77,10 @@ class Delete:
             missing=count(Fate.MISSING),
         )
 
-    async def delete_each(self, tenant: int, packed_keys: bytes) -> Deleted:
+    async def delete_each(self, session: Session, packed_keys: bytes) -> Deleted:
         """Keys in chain order. Raises KVStoreError for a malformed request, and UNAVAILABLE when the deletion did not
         reach the disk: then asking again, though nothing is left to delete, tries that again."""
-        keys = keys_of(packed_keys, self._max_keys)
+        keys, tenant = keys_of(packed_keys, self._max_keys), session.tenant_id
         residency, writeback = self._residency, self._writeback
         if writeback is not None and any(self._is_pinned(tenant, key) for key in keys):
             await writeback.flush(SETTLE_TIMEOUT_S)  # a block that was just put is pinned until it is written
@@ -90,6 +94,8 @@ class Delete:
                 nbytes += payload_bytes if fates[position] is Fate.DELETED else 0
             if position % SLICE_BLOCKS == 0:
                 await asyncio.sleep(0)
+        if Fate.DELETED in fates:
+            self._log.note(session, fates.count(Fate.DELETED), nbytes)
         if writeback is not None:
             await self._make_final(writeback)
         return Deleted(fates, nbytes)

@@ -193,7 +193,7 @@ class InlineCalls:
     async def delete(self, session: Session, blocks: NamedBlocks) -> unary.UnaryDeleteReply:
         missing = [row < 0 for row in self._residency.find_each(session.tenant_id, blocks.packed)]
         reasons = self._reasons(session, blocks, missing)  # before the call's own deletions are among them
-        deleted = await self._delete.delete_each(session.tenant_id, blocks.packed)
+        deleted = await self._delete.delete_each(session, blocks.packed)
         return unary.UnaryDeleteReply(
             statuses=[_OF_FATE.get(fate, unary.KEY_STATUS_MISS) for fate in deleted.fates],
             miss_reasons=reasons,

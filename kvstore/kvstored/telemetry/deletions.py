@@ -1,0 +1,63 @@
+"""The audit lines for what clients delete: one line for each user and second, whatever the number of calls.
+
+A client may delete as often as it likes, so its calls are summed up: the log stays readable, and its other lines are
+not crowded out. The kernel names the caller: uid and pid are those of the session's connection. Unary calls have none.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore_proto.printable import printable
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.config.sizes import show_size
+
+if TYPE_CHECKING:
+    from kvstored.dataplane.sessions import Session
+
+log = logging.getLogger("kvstored.audit")
+INTERVAL_NS = NS_PER_S
+
+
+@dataclass(slots=True)
+class _Sum:
+    calls: int
+    blocks: int
+    nbytes: int
+    last: str
+
+
+class DeletionLog:
+    """`note` each call that deleted something; `tick` belongs into a timer that runs a few times a second, and `close`
+    writes what is left."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._sums: dict[tuple[str, int], _Sum] = {}
+        self._since_ns = 0
+
+    def note(self, session: Session, blocks: int, nbytes: int) -> None:
+        """A client deleted `blocks` blocks of `nbytes` payload bytes."""
+        if not self._sums:
+            self._since_ns = self._clock.monotonic_ns()
+        found = self._sums.setdefault((session.tenant.name, session.peer.uid), _Sum(0, 0, 0, ""))
+        found.calls += 1
+        found.blocks += blocks
+        found.nbytes += nbytes
+        found.last = session.client_name + (f" (pid {session.peer.pid})" if session.peer.pid else "")
+
+    def tick(self) -> None:
+        if self._sums and self._clock.monotonic_ns() - self._since_ns >= INTERVAL_NS:
+            self.close()
+
+    def close(self) -> None:
+        for (tenant, uid), found in self._sums.items():
+            who = f"by uid {uid}, " if uid >= 0 else "by unary call, "
+            log.info(
+                "delete of %s: %d block%s (%s) in %d call%s, %s%s%s",
+                tenant, found.blocks, "" if found.blocks == 1 else "s", show_size(found.nbytes), found.calls,
+                "" if found.calls == 1 else "s", who, "" if found.calls == 1 else "last ", printable(found.last),
+            )  # fmt: skip
+        self._sums.clear()
