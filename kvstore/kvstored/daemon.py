@@ -58,6 +58,7 @@ from kvstored.operations.quarantine import Quarantine
 from kvstored.operations.reload import Reload
 from kvstored.operations.rename import RenameTenant
 from kvstored.operations.sampling import Sampler
+from kvstored.operations.settings import SettingsView
 from kvstored.operations.views import Parts, Views
 from kvstored.process import end_without_order, raise_descriptor_limit, since_process_start_s
 from kvstored.recovery import drop_blocks, recover_blocks
@@ -458,12 +459,13 @@ class Daemon:
             store.nvme, store.residency, self._tenants, self.config.nvme.quarantine_slots,
             store.writeback.sync if store.writeback is not None else _nothing_to_sync,
         )  # fmt: skip
-        self.reload = self._make_reload()
+        reload = self.reload = self._make_reload()
         blocks = BlockList(self._parts(), views)
         looks = Looks(
             views, blocks, BlockTotals(self._parts(), blocks),
             Explain(self._parts(), views, store.host, self._misses, store.promoter.estimate_us),
-            HistoryView(self._sampler.history, store.flows, self.config, self._clock),
+            HistoryView(self._sampler.history, store.flows, lambda: reload.config, self._clock),
+            SettingsView(reload),
         )  # fmt: skip
         admin_pb2_grpc.add_AdminServicer_to_server(
             AdminService(looks, drop, rename, self.lifetime, quarantine, self.reload), admin

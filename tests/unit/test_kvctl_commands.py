@@ -26,6 +26,7 @@ COMMANDS = [
     "tiers",
     "tenants",
     "blocks",
+    "config",
     "drop",
     "flush",
     "drain",

@@ -55,6 +55,15 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         "take no new work, wait for clients to leave",
         ["kvctl drain --wait 120", "kvctl drain --undo"],
     ),
+    "config": (
+        "the settings in use, and where each comes from",
+        [
+            "kvctl config",
+            "kvctl config nvme host.policy      # a section, a setting",
+            "kvctl config --changed             # what is not at its default",
+            "kvctl config --toml > new.toml     # a file that says the same",
+        ],
+    ),
     "reload": (
         "read the configuration file again; what cannot be used changes nothing",
         ["kvctl reload            # the same as SIGHUP and systemctl reload"],
@@ -150,6 +159,9 @@ def build_parser() -> argparse.ArgumentParser:
             help="time for the work itself (default: %(default)g s)",
         )
     made["drain"].add_argument("--undo", action="store_true", help="take clients again")
+    made["config"].add_argument("names", nargs="*", metavar="NAME", help="only these: SECTION or SECTION.KEY")
+    made["config"].add_argument("--changed", action="store_true", help="only what is not at its default")
+    made["config"].add_argument("--toml", action="store_true", help="as a configuration file")
     made["shutdown"].add_argument("--now", action="store_true", help="do not drain first")
     made["invalidate"].add_argument("fingerprint", help="hex digest, or its first 8 digits or more")
     made["invalidate"].add_argument("--tenant", default="", help="only this tenant's blocks")

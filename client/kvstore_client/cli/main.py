@@ -16,6 +16,7 @@ from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.arguments import parse
 from kvstore_client.cli.bench import bench
 from kvstore_client.cli.blocks import blocks
+from kvstore_client.cli.config import config
 from kvstore_client.cli.delete import delete
 from kvstore_client.cli.doctor.command import doctor
 from kvstore_client.cli.exit_codes import FAILED, OK, CommandError
@@ -40,6 +41,7 @@ _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]]
     "drop": act.drop,
     "flush": act.flush,
     "drain": act.drain,
+    "config": config,
     "reload": act.reload,
     "shutdown": act.shutdown,
     "invalidate": act.invalidate,

@@ -6,7 +6,6 @@ large the machine's memory and the NVMe file system are.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -29,15 +28,14 @@ from kvstored.config.schema import (
     MovementSection,
     NvmeSection,
     ScrubSection,
-    TenantSection,
     UnarySection,
 )
 from kvstored.config.sizes import is_size_text, parse_size, show_size
+from kvstored.config.tenant_sections import tenant_sections
+from kvstored.config.unknown import did_you_mean
+from kvstored.config.written import names_in, written
 
 Table = dict[str, Any]
-_TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability"}
-_TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
-_UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls those that nobody listed
 MAX_BLOCK_BYTES = 2 << 30  # the residency index keeps a slot's size in 32 bits
 MIN_ENDURANCE_BYTES = 1 << 20
 AUTO, AUTO_CONTAINERS = "auto", 32
@@ -64,13 +62,18 @@ def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
     merged = tomllib.loads(reference_text())
     merged.setdefault("tenant", [])
     our_staging = merged["host"]["staging"]
+    origins: dict[tuple[str, str], str] = {}
     source = "defaults"
     if path is not None:
         source = str(path)
-        _merge(merged, _read(path), source)
+        table = _read(path)
+        _merge(merged, table, source)
+        origins = dict.fromkeys(names_in(table), source)
     for override in overrides:
-        _merge(merged, _parse_override(override), f"--set {override}")
-    return _build(merged, source, our_staging)
+        table = _parse_override(override)
+        _merge(merged, table, f"--set {override}")
+        origins |= dict.fromkeys(names_in(table), "--set")
+    return replace(_build(merged, source, our_staging), written=tuple(written(merged, origins)))
 
 
 def _read(path: Path) -> Table:
@@ -100,12 +103,12 @@ def _merge(into: Table, other: Table, source: str) -> None:
             into["tenant"] = table
             continue
         if section not in into:
-            raise ConfigError(f"{source}: unknown section [{section}]{_did_you_mean(section, into)}")
+            raise ConfigError(f"{source}: unknown section [{section}]{did_you_mean(section, into)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{source}: {section} is a section: write [{section}] and its keys below it")
         for key, value in table.items():
             if key not in into[section]:
-                hint = _did_you_mean(key, into[section])
+                hint = did_you_mean(key, into[section])
                 raise ConfigError(f"{source}: unknown key {section}.{key}{hint}")
             _check_type(f"{source}: {section}.{key}", into[section][key], value)
             into[section][key] = value
@@ -123,12 +126,6 @@ def _check_type(name: str, default: Any, value: Any) -> None:
     is_number = name.endswith(("_s", "_worth")) and isinstance(value, float)
     if not (fits or is_size or is_number):
         raise ConfigError(f"{name} must be {wanted.__name__}, got {value!r}")
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"
 
 
 def _build(raw: Table, source: str, our_staging: str) -> Config:
@@ -195,7 +192,7 @@ def _build(raw: Table, source: str, our_staging: str) -> Config:
         tenants=(),
         source=source,
     )  # fmt: skip
-    config = replace(config, tenants=_tenants(raw["tenant"], config))
+    config = replace(config, tenants=tenant_sections(raw["tenant"], config))
     _check(config, memory_bytes)
     is_ours = raw["host"]["staging"] == our_staging
     check_plausible(config, 0 if is_ours else size("host", "staging"), disk_bytes)
@@ -205,50 +202,6 @@ def _build(raw: Table, source: str, our_staging: str) -> Config:
 def _unary(raw: Table, message_bytes: int) -> UnarySection:
     paths = (Path(raw[key]).absolute() if raw[key] else None for key in ("tokens_file", "tls_cert", "tls_key"))
     return UnarySection(raw["enabled"], message_bytes, raw["calls"], raw["listen"], *paths)
-
-
-def _tenants(raw: Any, config: Config) -> tuple[TenantSection, ...]:
-    if not isinstance(raw, list):
-        raise ConfigError("tenant: write each one as [[tenant]]")
-    found: dict[str, TenantSection] = {}
-    owners: dict[str, str] = {}  # "uids 1001" -> the tenant that lists it
-    for entry in raw:
-        if not isinstance(entry, dict):
-            raise ConfigError("tenant: write each one as [[tenant]]")
-        unknown = set(entry) - _TENANT_KEYS
-        if unknown:
-            key = sorted(unknown)[0]
-            raise ConfigError(f"unknown key tenant.{key}{_did_you_mean(key, _TENANT_KEYS)}")
-        name = entry.get("name", "")
-        if not isinstance(name, str) or not _TENANT_NAME.match(name):
-            raise ConfigError(f"tenant.name {name!r}: 1 to 64 letters, digits, '_', '.', '-'")
-        if name in found:
-            raise ConfigError(f"tenant {name!r} is listed twice")
-        if _UID_TENANT.match(name):
-            raise ConfigError(f"tenant.name {name!r} is kept for a user that nobody lists; choose another name")
-        ids = {key: _ids(name, key, entry.get(key, [])) for key in ("uids", "gids")}
-        for member in (f"{key} {number}" for key in ids for number in ids[key]):
-            if owners.setdefault(member, name) != name:
-                raise ConfigError(f"tenant {name}: {member} is listed by tenant {owners[member]} already")
-        try:
-            found[name] = TenantSection(
-                name,
-                ids["uids"],
-                ids["gids"],
-                parse_size(entry.get("host_max", 0), config.host.capacity_bytes),
-                parse_size(entry.get("nvme_max", 0), config.nvme.capacity_bytes),
-                parse_size(entry.get("host_min", 0), config.host.capacity_bytes),
-                entry.get("durability", ""),
-            )
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"tenant {name}: {error}") from None
-    return tuple(found.values())
-
-
-def _ids(tenant: str, key: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
-        raise ConfigError(f"tenant {tenant}: {key} must be a list of numeric ids such as [1001], got {value!r}")
-    return tuple(value)
 
 
 def _file_system_bytes(path: Path) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 
 class ConfigError(Exception):
@@ -135,8 +136,25 @@ class TenantSection:
     durability: str = ""
 
 
+class Written(NamedTuple):
+    """A setting as it was written: `value` as TOML reads it, and `origin`, "default", "--set" or the file's path. For
+    one of a `[[tenant]]`, `section` is "tenant" and `tenant` its name."""
+
+    section: str
+    key: str
+    value: Any
+    origin: str
+    tenant: str = ""
+
+    @property
+    def name(self) -> str:
+        return ".".join(filter(None, (self.section, self.tenant, self.key)))
+
+
 @dataclass(frozen=True)
 class Config:
+    """`written` has every setting as it was written, in the order of the reference file, tenants last."""
+
     daemon: DaemonSection
     host: HostSection
     nvme: NvmeSection
@@ -149,3 +167,4 @@ class Config:
     tenant_default: str
     tenants: tuple[TenantSection, ...]
     source: str
+    written: tuple[Written, ...] = ()

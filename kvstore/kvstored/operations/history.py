@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ SERIES_A_SLICE = 4
 
 
 class HistoryView:
-    """Answers the History call."""
+    """Answers the History call. `config()` is what is in force."""
 
-    def __init__(self, history: History, flows: Flows, config: Config, clock: Clock) -> None:
+    def __init__(self, history: History, flows: Flows, config: Callable[[], Config], clock: Clock) -> None:
         self._history = history
         self._flows = flows
         self._config = config
@@ -43,7 +43,7 @@ class HistoryView:
             at_s=[(wall_ns - (now_ns - at_ns)) / NS_PER_S for at_ns in window.at_ns],
             span_s=window.span_s,
             misses={cause.name.lower(): blocks for cause, blocks in self._flows.misses.items()},
-            settings=dict(_settings("", self._config)) if request.settings else {},
+            settings=dict(_settings("", self._config())) if request.settings else {},
         )
         for number, series in enumerate(window.series):
             if number % SERIES_A_SLICE == 0:
@@ -58,6 +58,8 @@ def _settings(prefix: str, section: Any) -> Iterator[tuple[str, str]]:
     for field in fields(section):
         value = getattr(section, field.name)
         name = f"{prefix}{field.name}"
+        if field.name == "written":
+            continue
         if field.name == "tenants":
             for tenant in value:
                 yield from _settings(f"tenant.{tenant.name}.", tenant)

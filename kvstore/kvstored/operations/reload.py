@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.config import Config, ConfigError, TenantSection
+from kvstored.config import Config, ConfigError, TenantSection, Written
 from kvstored.config.sizes import show_size
 from kvstored.notify import notify
 
@@ -48,7 +48,8 @@ class Reload:
     """`read()` reads the configuration as at the start; ConfigError when it cannot be used."""
 
     def __init__(self, config: Config, read: Callable[[], Config], live: Live) -> None:
-        self._config = config
+        self.config = config  # what is in force
+        self.waiting: tuple[Difference, ...] = ()  # what the file says by now, and waits for a restart
         self._read = read
         self._live = live
 
@@ -71,7 +72,7 @@ class Reload:
         try:
             config = self._read()
             self._live.prepare(config)
-            changed = {each.name: each for each in differences(self._config, config)}
+            changed = {each.name: each for each in differences(self.config, config)}
             applied = self._live.apply(config, set(changed))
         except ConfigError as error:
             log.error("reload: nothing was changed: %s", error)
@@ -84,9 +85,10 @@ class Reload:
                 "reload: %s: %s -> %s%s",
                 name, each.before, each.after, "" if name in applied else " (after a restart)",
             )  # fmt: skip
+        self.waiting = tuple(each for name, each in changed.items() if name not in applied)
         if not changed:
             log.info("reload: the settings are as they were")
-        self._config = _merged(self._config, config, applied)
+        self.config = _merged(self.config, config, applied)
         return reply
 
 
@@ -98,7 +100,7 @@ def differences(before: Config, after: Config) -> Iterator[Difference]:
             if old != new:
                 name = "[[tenant]]" if section.name == "tenants" else "tenants.default"
                 yield Difference(name, _shown(old), _shown(new))
-        elif section.name != "source":
+        elif section.name not in ("source", "written"):
             yield from _in_section(section.name, old, new)
 
 
@@ -146,6 +148,8 @@ def _merged(old: Config, new: Config, applied: set[str]) -> Config:
             chosen["tenant_default"] = after if "tenants.default" in applied else before
         elif section.name == "source":
             chosen["source"] = after
+        elif section.name == "written":
+            chosen["written"] = tuple(_written(before, after, applied))
         else:
             live = {
                 field.name: getattr(after, field.name)
@@ -154,3 +158,14 @@ def _merged(old: Config, new: Config, applied: set[str]) -> Config:
             }
             chosen[section.name] = replace(before, **live)
     return Config(**chosen)
+
+
+def _written(before: tuple[Written, ...], after: tuple[Written, ...], applied: set[str]) -> Iterator[Written]:
+    """What was written of the settings in force: a setting that waits for a restart is as it was."""
+    former = {each.name: each for each in before}
+    for each in after:
+        if each.tenant:
+            continue
+        old = former.get(each.name, each)
+        yield each if each.name in applied or each.value == old.value else old
+    yield from (each for each in (after if "[[tenant]]" in applied else before) if each.tenant)

@@ -20,6 +20,7 @@ from kvstored.operations.lifetime import Lifetime
 from kvstored.operations.quarantine import Quarantine
 from kvstored.operations.reload import Reload
 from kvstored.operations.rename import RenameTenant
+from kvstored.operations.settings import SettingsView
 from kvstored.operations.views import Views
 from kvstored.rpc.audit import audit
 
@@ -49,6 +50,7 @@ class Looks:
     totals: BlockTotals
     explain: Explain
     history: HistoryView
+    settings: SettingsView
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -117,6 +119,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: pb.ReleaseQuarantineRequest, context: Any
     ) -> pb.ReleaseQuarantineReply:
         return await self._quarantine.release(request)
+
+    @_reporting
+    async def Config(self, request: pb.ConfigRequest, context: Any) -> pb.ConfigReply:  # noqa: N802
+        return self._looks.settings.settings()
 
     @_reporting
     async def Reload(self, request: pb.ReloadRequest, context: Any) -> pb.ReloadReply:  # noqa: N802

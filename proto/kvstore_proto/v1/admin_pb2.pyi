@@ -1517,6 +1517,83 @@ class FingerprintStatus(google.protobuf.message.Message):
 global___FingerprintStatus = FingerprintStatus
 
 @typing.final
+class ConfigRequest(google.protobuf.message.Message):
+    """The settings in use. Of files with secrets the names alone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ConfigRequest = ConfigRequest
+
+@typing.final
+class ConfigReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
+    TENANTS_WAITING_FIELD_NUMBER: builtins.int
+    source: builtins.str
+    """the file, or "defaults" """
+    tenants_waiting: builtins.str
+    """as SettingStatus.waiting, of all [[tenant]] together"""
+    @property
+    def settings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SettingStatus]:
+        """in the order of the reference file, tenants last"""
+
+    def __init__(
+        self,
+        *,
+        source: builtins.str = ...,
+        settings: collections.abc.Iterable[global___SettingStatus] | None = ...,
+        tenants_waiting: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["settings", b"settings", "source", b"source", "tenants_waiting", b"tenants_waiting"]) -> None: ...
+
+global___ConfigReply = ConfigReply
+
+@typing.final
+class SettingStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECTION_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    WRITTEN_FIELD_NUMBER: builtins.int
+    IN_FORCE_FIELD_NUMBER: builtins.int
+    ORIGIN_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
+    section: builtins.str
+    """"tenant" for one of a [[tenant]]"""
+    key: builtins.str
+    tenant: builtins.str
+    """name of that tenant"""
+    written: builtins.str
+    """the value, as TOML"""
+    in_force: builtins.str
+    """what became of it, where that is not what is written: a share, "auto", a path"""
+    origin: builtins.str
+    """default | --set | the file's path"""
+    waiting: builtins.str
+    """what the file says by now, and waits for a restart"""
+    def __init__(
+        self,
+        *,
+        section: builtins.str = ...,
+        key: builtins.str = ...,
+        tenant: builtins.str = ...,
+        written: builtins.str = ...,
+        in_force: builtins.str = ...,
+        origin: builtins.str = ...,
+        waiting: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["in_force", b"in_force", "key", b"key", "origin", b"origin", "section", b"section", "tenant", b"tenant", "waiting", b"waiting", "written", b"written"]) -> None: ...
+
+global___SettingStatus = SettingStatus
+
+@typing.final
 class ReloadRequest(google.protobuf.message.Message):
     """Reads the configuration again. INVALID_ARGUMENT says what is wrong with it; then nothing was changed."""
 

@@ -104,6 +104,11 @@ class AdminStub(object):
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.SerializeToString,
                 response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineReply.FromString,
                 _registered_method=True)
+        self.Config = channel.unary_unary(
+                '/kvstore.v1.Admin/Config',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ConfigRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ConfigReply.FromString,
+                _registered_method=True)
         self.Reload = channel.unary_unary(
                 '/kvstore.v1.Admin/Reload',
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
@@ -203,6 +208,12 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Config(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Reload(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -287,6 +298,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ReleaseQuarantine,
                     request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.FromString,
                     response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineReply.SerializeToString,
+            ),
+            'Config': grpc.unary_unary_rpc_method_handler(
+                    servicer.Config,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ConfigRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ConfigReply.SerializeToString,
             ),
             'Reload': grpc.unary_unary_rpc_method_handler(
                     servicer.Reload,
@@ -677,6 +693,33 @@ class Admin(object):
             '/kvstore.v1.Admin/ReleaseQuarantine',
             kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineRequest.SerializeToString,
             kvstore__proto_dot_v1_dot_admin__pb2.ReleaseQuarantineReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Config(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/Config',
+            kvstore__proto_dot_v1_dot_admin__pb2.ConfigRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.ConfigReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,6 +89,11 @@ class AdminStub:
         kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply,
     ]
 
+    Config: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.ConfigRequest,
+        kvstore_proto.v1.admin_pb2.ConfigReply,
+    ]
+
     Reload: grpc.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.ReloadRequest,
         kvstore_proto.v1.admin_pb2.ReloadReply,
@@ -168,6 +173,11 @@ class AdminAsyncStub:
     ReleaseQuarantine: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.ReleaseQuarantineRequest,
         kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply,
+    ]
+
+    Config: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.ConfigRequest,
+        kvstore_proto.v1.admin_pb2.ConfigReply,
     ]
 
     Reload: grpc.aio.UnaryUnaryMultiCallable[
@@ -278,6 +288,13 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.ReleaseQuarantineRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.ReleaseQuarantineReply]]: ...
+
+    @abc.abstractmethod
+    def Config(
+        self,
+        request: kvstore_proto.v1.admin_pb2.ConfigRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.ConfigReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.ConfigReply]]: ...
 
     @abc.abstractmethod
     def Reload(
