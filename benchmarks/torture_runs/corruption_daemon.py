@@ -137,7 +137,7 @@ def _round(
 
 def _places(daemon: MortalDaemon) -> list[Place]:
     """Every block on NVMe, as the daemon lists it, with the bytes that lie there."""
-    listed = daemon.admin("Blocks", pb.BlocksRequest(filter=pb.BlockFilter(tier="nvme"), limit=4096)).blocks
+    listed = daemon.admin("Blocks", pb.BlocksRequest(tier="nvme", limit=4096)).blocks
     places = []
     for block in listed:
         path, _, offset = block.location.rpartition(":")

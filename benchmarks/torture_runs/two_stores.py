@@ -139,7 +139,7 @@ class Kvstored(Store):
         self._daemon.drop_host()
 
     def extents(self) -> list[Extent]:
-        listed = self._daemon.admin("Blocks", pb.BlocksRequest(filter=pb.BlockFilter(tier="nvme"), limit=4096)).blocks
+        listed = self._daemon.admin("Blocks", pb.BlocksRequest(tier="nvme", limit=4096)).blocks
         places = [block.location.rpartition(":") for block in listed]
         return [Extent(Path(path), int(offset), int(offset) + 4096, False) for path, _, offset in places]
 

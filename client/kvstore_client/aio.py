@@ -31,6 +31,7 @@ from kvstore_client.session import Session
 from kvstore_client.staging import Payload
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.identity import BlockKeys, TokenIds
+from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
 DEFAULT_THREADS = 8
 Result = TypeVar("Result")
@@ -103,6 +104,10 @@ class AsyncSession:
     async def delete(self, tokens: TokenIds | None = None, **options: Any) -> Deleted:
         """As `Session.delete`."""
         return await self._call(partial(self._session.delete, tokens, **options))
+
+    async def explain(self, request: ExplainRequest, *, deadline_s: float | None = None) -> ExplainReply | None:
+        """As `Session.explain`."""
+        return await self._call(partial(self._session.explain, request, deadline_s=deadline_s))
 
     async def ping(self, deadline_s: float | None = None) -> float | None:
         """As `Session.ping`."""

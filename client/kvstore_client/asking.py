@@ -16,7 +16,7 @@ from kvstore_client.stream import Late
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
-_MISTAKES: Final = frozenset({ErrorKind.INVALID, ErrorKind.TOO_LARGE, ErrorKind.FORBIDDEN})
+_MISTAKES: Final = frozenset({ErrorKind.INVALID, ErrorKind.TOO_LARGE, ErrorKind.FORBIDDEN, ErrorKind.NOT_FOUND})
 
 
 class Asker:

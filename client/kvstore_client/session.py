@@ -41,6 +41,7 @@ from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import BlockKeys, TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
+from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
 DEFAULT_DEADLINE_S = 0.25
 DEFAULT_PUT_DEADLINE_S = 5.0
@@ -340,6 +341,19 @@ class Session:
                 total.missing + reply.missing,
             )
         return total
+
+    def explain(self, request: ExplainRequest, *, deadline_s: float | None = None) -> ExplainReply | None:
+        """Where blocks of this session's tenant are, or why they are missing; with `recent_misses`, its last misses.
+
+        Changes nothing and counts no access. The fields are those of `kvstore_proto/v1/explain.proto`; `tenant` may be
+        left empty. None where there was no answer in time. Raises KVStoreError for keys that are none, for unknown
+        names and for another tenant.
+        """
+        connection = self._link.current()
+        if connection is None:
+            return None
+        answer = self._asker.ask(connection, wire.Request(explain=request), self._deadline(deadline_s))
+        return None if isinstance(answer, str) else answer.explain
 
     def ping(self, deadline_s: float | None = None) -> float | None:
         """Seconds of one empty round trip on the stream; None when there was no answer in time."""

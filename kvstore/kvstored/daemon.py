@@ -339,6 +339,17 @@ class Daemon:
             log.info("%d blocks found on NVMe", recovered)
         return tier
 
+    def _make_views(self) -> None:
+        self._views = Views(
+            self._parts(),
+            lambda: self._state(),
+            lambda: self._ready_after_s,
+            lambda: self._maintenance.prefaulted,
+            lambda: self._integrity.report,
+        )
+        store = self._store
+        self._explain = Explain(self._parts(), self._views, store.host, self._misses, store.promoter.estimate_us)
+
     def _make_services(self) -> None:
         config, clock, store = self.config, self._clock, self._store
         limits, movement, residency = config.limits, config.movement, store.residency
@@ -372,7 +383,8 @@ class Daemon:
         deletions = DeletionLog(clock)
         self._stack.callback(deletions.close)
         self._delete = Delete(residency, store.writeback, store.retire, clock, deletions, max_keys=limits.max_keys)
-        self._verbs = self._recorded(Verbs(look_up, put, lending, get, hints, self._delete))
+        self._make_views()
+        self._verbs = self._recorded(Verbs(look_up, put, lending, get, hints, self._delete, self._explain.own))
         self._integrity = Integrity(store, self._is_idle)
         self._latencies = Latencies()
         self._answering = Answering(self._verbs, limits.inflight_per_client, self._latencies, clock)
@@ -445,13 +457,6 @@ class Daemon:
         paths = {name: sockets / f"{name}.sock" for name in names}
         for path in paths.values():
             clear_stale(path)
-        views = Views(
-            self._parts(),
-            lambda: self._state(),
-            lambda: self._ready_after_s,
-            lambda: self._maintenance.prefaulted,
-            lambda: self._integrity.report,
-        )
         drop = Drop(store.residency, self._tenants, store.writeback, store.retire, self._clock)
         rename = RenameTenant(self._tenants, store.residency, drop, self._handshake, self._with_tokens)
         admin = await self._serve_grpc(paths["admin"])
@@ -460,10 +465,10 @@ class Daemon:
             store.writeback.sync if store.writeback is not None else _nothing_to_sync,
         )  # fmt: skip
         reload = self.reload = self._make_reload()
-        blocks = BlockList(self._parts(), views)
+        blocks = BlockList(self._parts(), self._views)
         looks = Looks(
-            views, blocks, BlockTotals(self._parts(), blocks),
-            Explain(self._parts(), views, store.host, self._misses, store.promoter.estimate_us),
+            self._views, blocks, BlockTotals(self._parts(), blocks),
+            self._explain,
             HistoryView(self._sampler.history, store.flows, lambda: reload.config, self._clock),
             SettingsView(reload),
         )  # fmt: skip

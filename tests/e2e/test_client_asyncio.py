@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import KVStoreError, aio
+from kvstore_proto.v1.explain_pb2 import ExplainRequest
 from tests.reference.running_daemon import (
     RunningDaemon,
     eventually,
@@ -50,6 +51,8 @@ def test_conversations_side_by_side_each_get_their_own_bytes(daemon: RunningDaem
         async with await connected(daemon) as session:
             assert session.keys(tokens_of(1, 4)) is not None
             assert await session.ping() is not None
+            explained = await session.explain(ExplainRequest(recent_misses=1))
+            assert explained is not None and not explained.blocks
             session.wake()
             return await asyncio.gather(*(conversation(session, number) for number in range(100, 120)))
 

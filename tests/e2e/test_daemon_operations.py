@@ -68,17 +68,17 @@ def test_blocks_are_listed_in_pages_each_once(daemon: RunningDaemon) -> None:
     assert (list(first.tiers), first.tenant[:4], first.state) == (["host", "nvme"], "uid-", "resident")
     assert first.payload_bytes == MODEL.payload_bytes() and first.fingerprint.startswith("test model:")
     assert {block.durability for block in seen} == {"durable", "volatile"}
-    some = daemon.ask("Blocks", pb.BlocksRequest(filter=pb.BlockFilter(key_prefix=first.key[:6].upper())))
+    some = daemon.ask("Blocks", pb.BlocksRequest(key_prefix=first.key[:6].upper()))
     assert [block.key for block in some.blocks] == [first.key]
-    assert len(daemon.ask("Blocks", pb.BlocksRequest(filter=pb.BlockFilter(tier="nvme"))).blocks) == 25
+    assert len(daemon.ask("Blocks", pb.BlocksRequest(tier="nvme")).blocks) == 25
     assert not daemon.ask("Blocks", pb.BlocksRequest(after=10**9)).blocks
 
 
 def test_a_question_about_what_is_not_there_is_answered_with_what_is(daemon: RunningDaemon) -> None:
     put(daemon, 1, 1)
-    code, details = error_of(daemon, "Blocks", pb.BlocksRequest(filter=pb.BlockFilter(tier="gpu")))
+    code, details = error_of(daemon, "Blocks", pb.BlocksRequest(tier="gpu"))
     assert (code, "this daemon has: host, nvme" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
-    code, details = error_of(daemon, "Blocks", pb.BlocksRequest(filter=pb.BlockFilter(tenant="nobody-here")))
+    code, details = error_of(daemon, "Blocks", pb.BlocksRequest(tenant="nobody-here"))
     assert (code, "known: uid-" in details) == (grpc.StatusCode.NOT_FOUND, True)
     assert error_of(daemon, "Drop", pb.DropRequest())[0] is grpc.StatusCode.INVALID_ARGUMENT
     assert error_of(daemon, "Drop", pb.DropRequest(tier="remote"))[0] is grpc.StatusCode.INVALID_ARGUMENT

@@ -270,7 +270,7 @@ def test_damaged_bytes_are_a_miss(client: UnaryClient, daemon: RunningDaemon, co
     chain = by_tokens(MODEL, tokens_of(conversation, 3))
     payloads = payloads_of(conversation, 3, MODEL)
     victim = client.put(chain, payloads).keys[16:32]
-    blocks = daemon.ask("Blocks", admin_pb2.BlocksRequest(filter=admin_pb2.BlockFilter(key_prefix=victim.hex()))).blocks
+    blocks = daemon.ask("Blocks", admin_pb2.BlocksRequest(key_prefix=victim.hex())).blocks
     daemon.drop("host")
     path, _, start = blocks[0].location.rpartition(":")
     with open(path, "r+b") as slab:

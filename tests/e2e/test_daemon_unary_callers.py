@@ -104,9 +104,7 @@ def test_the_same_tenant_by_either_way(daemon: RunningDaemon, port: int) -> None
         assert names(local.lookup(chain).statuses) == ["PRESENT"]
     with unary_client(f"unix:{daemon.socket_dir}/unary.sock") as own_user:
         assert names(own_user.lookup(chain).statuses) == ["MISS"], "without a token it is the daemon's own user"
-    blocks = daemon.ask(
-        "Blocks", admin_pb2.BlocksRequest(filter=admin_pb2.BlockFilter(tenant="alpha"), limit=100)
-    ).blocks
+    blocks = daemon.ask("Blocks", admin_pb2.BlocksRequest(tenant="alpha", limit=100)).blocks
     assert blocks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import stat
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_client.cli.exit_codes import DENIED, FAILED, MISS, OK, UNREACHABLE, USAGE
+from kvstore_client.cli.exit_codes import FAILED, MISS, OK, UNREACHABLE, USAGE
 from kvstore_client.cli.main import main
 from kvstore_client.objects import HEAD_BYTES, OBJECTS, object_tokens
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import MIB, RunningDaemon, eventually, model, running_daemon, tokens_of
+from tests.reference.running_daemon import MIB, RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
 
+Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 MODEL = model()
 BLOCK_BYTES = MODEL.payload_bytes()
 OPEN = model("open size", kib_a_block=0)
@@ -363,19 +365,25 @@ def _blocks_request() -> Any:
     return admin_pb2.BlocksRequest()
 
 
-def test_the_tenant_is_the_calling_users(kvctl: Kvctl, tmp_path: Path) -> None:
-    """What one user puts no other finds, not even root; and it takes no operator's rights."""
+@pytest.fixture
+def as_nobody(kvctl: Kvctl) -> Run:
+    """kvctl as another user, who has no operator's rights."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
 
-    def as_nobody(*words: str) -> subprocess.CompletedProcess[bytes]:
+    def run(*words: str) -> subprocess.CompletedProcess[bytes]:
         become = ["setpriv", "--reuid=65534", "--regid=0", "--clear-groups"]
         call = [sys.executable, "-m", "kvstore_client.cli.main", "--socket-dir", str(kvctl.daemon.socket_dir), *words]
         return subprocess.run([*become, *call], capture_output=True, timeout=60, cwd="/")
 
-    if shutil.which("setpriv") is None or as_nobody("--version").returncode != OK:
+    if shutil.which("setpriv") is None or run("--version").returncode != OK:
         pytest.skip("another user cannot run this installation")
     kvctl.daemon.directory.chmod(0o711)
+    return run
+
+
+def test_the_tenant_is_the_calling_users(kvctl: Kvctl, as_nobody: Run, tmp_path: Path) -> None:
+    """What one user puts no other finds, not even root; and it takes no operator's rights."""
     source = Path(tempfile.gettempdir()) / f"{tmp_path.name}-{os.getpid()}"
     source.write_bytes(b"nobody's")
     try:
@@ -386,9 +394,33 @@ def test_the_tenant_is_the_calling_users(kvctl: Kvctl, tmp_path: Path) -> None:
     assert as_nobody("get", "--name", "mine").stdout == b"nobody's"
     assert kvctl.json(["get", "--name", "mine", str(tmp_path / "out")], exit_code=MISS)["reason"] == "never_stored"
     kvctl("delete --name mine", exit_code=MISS)
-    denied = as_nobody("explain", "--name", "mine")
-    assert (denied.returncode, b"kvstored-admin" in denied.stderr) == (DENIED, True)
     assert as_nobody("delete", "--name", "mine").returncode == OK
+
+
+def test_a_user_may_have_his_own_blocks_and_misses_explained(kvctl: Kvctl, as_nobody: Run, tmp_path: Path) -> None:
+    """Without an operator's rights: of his own tenant, and nothing of another's."""
+    (tmp_path / "secret").write_bytes(b"root's")
+    kvctl(["put", "--name", "root's", str(tmp_path / "secret")])
+    with kvctl.daemon.connect(MODEL) as session:
+        assert session.put(tokens_of(1, 2), payloads=payloads_of(1, 2, MODEL)).stored_blocks == 2
+        assert session.lookup(tokens_of(7, 2)).blocks == 0
+    assert as_nobody("put", "--name", "mine", "/etc/hostname").returncode == OK
+    assert as_nobody("get", "--name", "not there").returncode == MISS
+    mine = json.loads(as_nobody("--json", "explain", "--name", "mine").stdout)
+    assert mine["usable_blocks"] == 1 and mine["blocks"][0]["tenant"] == "uid-65534"
+    assert mine["blocks"][0]["block"]["location"] == "" and mine["blocks"][0]["copies"][0]["location"] == ""
+    key = mine["blocks"][0]["key"]
+    assert b"is stored" in as_nobody("explain", key[:12]).stdout
+    recent = json.loads(as_nobody("--json", "explain", "--recent", "50").stdout)["misses"]
+    assert {miss["tenant"] for miss in recent} == {"uid-65534"} and recent[0]["cause"] == "never_stored"
+    theirs = kvctl.json("blocks --tenant uid-0")["blocks"][0]["key"]
+    assert json.loads(as_nobody("--json", "explain", theirs).stdout)["cause"] == "never_stored"
+    assert b"no block begins with" in as_nobody("explain", theirs[:12]).stderr
+    refused = as_nobody("explain", "--recent", "--tenant", "uid-0")
+    assert (refused.returncode, b"its own tenant, uid-65534, only" in refused.stderr) == (FAILED, True)
+    digest = MODEL.digest().hex()
+    assert b"knows no fingerprint" in as_nobody("explain", "--tokens", "0-127", "--fingerprint", digest).stderr
+    kvctl("explain --tokens 0-127 --fingerprint " + digest)
 
 
 def test_other_bytes_under_a_names_key_are_told_and_can_be_replaced(kvctl: Kvctl, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class Listed:
         }[order]
 
 
-def _matches(record: dict[str, Any], wanted: pb.BlockFilter) -> bool:
+def _matches(record: dict[str, Any], wanted: pb.BlocksRequest) -> bool:
     return (
         (not wanted.tenant or int(wanted.tenant) == record["tenant"])
         and (not wanted.tier or ("host", "nvme").index(wanted.tier) == record["tier"])
@@ -84,12 +84,12 @@ def _matches(record: dict[str, Any], wanted: pb.BlockFilter) -> bool:
 
 
 _FILTER = st.builds(
-    pb.BlockFilter, tenant=st.sampled_from(["", "0", "1"]), tier=st.sampled_from(["", "host", "nvme"]),
+    pb.BlocksRequest, tenant=st.sampled_from(["", "0", "1"]), tier=st.sampled_from(["", "host", "nvme"]),
     model=st.sampled_from(["", "llama", "qwen"]),
 )  # fmt: skip
 
 
-def _has_model(listed: Listed, wanted: pb.BlockFilter) -> bool:
+def _has_model(listed: Listed, wanted: pb.BlocksRequest) -> bool:
     return not wanted.model or any(wanted.model in PRINTS[record["print"]] for record in listed.records)
 
 
@@ -106,11 +106,12 @@ def short_slices() -> Any:
     st.integers(1, 12),
 )  # fmt: skip
 def test_a_sorted_listing_has_the_most_first(
-    drawn: list[tuple[int, ...]], wanted: pb.BlockFilter, order: str, reverse: bool, limit: int
+    drawn: list[tuple[int, ...]], wanted: pb.BlocksRequest, order: str, reverse: bool, limit: int
 ) -> None:
     listed = Listed(drawn)
     listed.shelf.residency.pin(listed.records[0]["row"])
-    request = pb.BlocksRequest(filter=wanted, sort=order, reverse=reverse, limit=limit)
+    request = pb.BlocksRequest(sort=order, reverse=reverse, limit=limit)
+    request.MergeFrom(wanted)
     if not _has_model(listed, wanted):
         with pytest.raises(KVStoreError, match="no model"):
             asyncio.run(listed.list.blocks(request))
@@ -129,7 +130,7 @@ def test_a_sorted_listing_has_the_most_first(
 @given(st.lists(_BLOCK, min_size=1, max_size=40), _FILTER, st.sampled_from(["tenant", "model", "prefix"]),
        st.integers(1, 4))  # fmt: skip
 def test_totals_are_the_sums_of_their_blocks(
-    drawn: list[tuple[int, ...]], wanted: pb.BlockFilter, by: str, prefix_blocks: int
+    drawn: list[tuple[int, ...]], wanted: pb.BlocksRequest, by: str, prefix_blocks: int
 ) -> None:
     listed = Listed(drawn)
     if not _has_model(listed, wanted):
@@ -149,7 +150,7 @@ def test_totals_are_the_sums_of_their_blocks(
             blocks[name(record)] += 1
             nbytes[name(record)] += record["size"]
             host_bytes[name(record)] += record["size"] if record["tier"] == 0 else 0
-    request = pb.BlockTotalsRequest(filter=wanted, by=by, prefix_blocks=prefix_blocks)
+    request = pb.BlockTotalsRequest(of=wanted, by=by, prefix_blocks=prefix_blocks)
     reply = asyncio.run(listed.totals.totals(request))
     named = {"tenant": "tenant", "model": "fingerprint", "prefix": "key"}[by]
     assert {getattr(total, named): total.blocks for total in reply.totals} == dict(blocks)
@@ -163,9 +164,9 @@ def test_what_does_not_exist_is_named(drawn: tuple[int, ...] = (-1, 0, 0, 4096, 
     listed = Listed([drawn])
     for request, said in (
         (pb.BlocksRequest(sort="age"), "sort by size, uses, idle"),
-        (pb.BlocksRequest(filter=pb.BlockFilter(residency="tepid")), "classes are hot, warm, cold"),
-        (pb.BlocksRequest(filter=pb.BlockFilter(tier="tape")), "host, nvme"),
-        (pb.BlocksRequest(filter=pb.BlockFilter(model="gpt")), "stored: llama:00"),
+        (pb.BlocksRequest(residency="tepid"), "classes are hot, warm, cold"),
+        (pb.BlocksRequest(tier="tape"), "host, nvme"),
+        (pb.BlocksRequest(model="gpt"), "stored: llama:00"),
     ):
         with pytest.raises(KVStoreError, match=said):
             asyncio.run(listed.list.blocks(request))

@@ -108,7 +108,7 @@ def test_blocks_pages_until_the_limit(tmp_path: Path, capsys: pytest.CaptureFixt
         listed = json.loads(capsys.readouterr().out)["blocks"]
         assert [block["depth"] for block in listed] == list(range(2300))
         assert [request.limit for request in admin.requests] == [1000, 1000, 300]
-        assert {(request.filter.tier, request.filter.key_prefix) for request in admin.requests} == {("nvme", "3fa9")}
+        assert {(request.tier, request.key_prefix) for request in admin.requests} == {("nvme", "3fa9")}
 
 
 def test_requests_carry_what_was_asked(admin: FakeAdmin) -> None:

@@ -33,8 +33,8 @@ def blocks(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     return _totals(admin, arguments) if arguments.by else _list(admin, arguments)
 
 
-def _filter(arguments: argparse.Namespace) -> wire.BlockFilter:
-    return wire.BlockFilter(
+def _chosen(arguments: argparse.Namespace) -> wire.BlocksRequest:
+    return wire.BlocksRequest(
         tenant=arguments.tenant,
         tier=arguments.tier,
         key_prefix=arguments.prefix.lower(),
@@ -51,17 +51,10 @@ def _chooses(arguments: argparse.Namespace) -> bool:
 def _list(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     reply = wire.BlocksReply()
     while len(reply.blocks) < arguments.limit:
-        page = admin.call(
-            "Blocks",
-            wire.BlocksRequest(
-                filter=_filter(arguments),
-                limit=min(arguments.limit - len(reply.blocks), PAGE_BLOCKS),
-                after=reply.next,
-                sort=arguments.sort,
-                reverse=arguments.reverse,
-            ),
-            wire.BlocksReply,
-        )
+        request = _chosen(arguments)
+        request.limit = min(arguments.limit - len(reply.blocks), PAGE_BLOCKS)
+        request.after, request.sort, request.reverse = reply.next, arguments.sort, arguments.reverse
+        page = admin.call("Blocks", request, wire.BlocksReply)
         reply.MergeFrom(page)
         reply.next = page.next
         if not page.next or not page.blocks:
@@ -94,7 +87,7 @@ def _list(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 def _totals(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     request = wire.BlockTotalsRequest(
-        filter=_filter(arguments), by=arguments.by, limit=arguments.limit, prefix_blocks=arguments.prefix_blocks or 0
+        of=_chosen(arguments), by=arguments.by, limit=arguments.limit, prefix_blocks=arguments.prefix_blocks or 0
     )
     reply = admin.call("BlockTotals", request, wire.BlockTotalsReply)
     tiers = list(dict.fromkeys(name for total in reply.totals for name in sorted(total.tier_bytes)))

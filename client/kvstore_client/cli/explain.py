@@ -1,7 +1,7 @@
 """kvctl explain: where each block of a chain is and what a get of it would cost, or why it is missing.
 
-Asks the admin socket, and a session of its own only to turn tokens and names into keys: nothing is looked up, read or
-moved, so explaining a block does not change it. For tokens that are stored under other fingerprints, says which.
+Turns tokens and names into keys by a session of its own; nothing is looked up, read or moved, so explaining a block
+does not change it. For tokens that are stored under other fingerprints, says which.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.connecting import open_session
 from kvstore_client.cli.exit_codes import UNREACHABLE, USAGE, CommandError
+from kvstore_client.cli.explain_source import Ask, explain_source
 from kvstore_client.cli.explaining import render_chain, render_misses
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.plain import plain
@@ -23,7 +23,7 @@ from kvstore_client.objects import object_tokens
 from kvstore_client.session import Session
 from kvstore_proto.fingerprint import parse_fingerprint
 from kvstore_proto.identity import BlockKeys
-from kvstore_proto.v1 import admin_pb2 as wire
+from kvstore_proto.v1 import explain_pb2 as wire
 
 PAGE_KEYS: Final = 1024
 OBJECT_PAGE_BLOCKS: Final = 64
@@ -34,21 +34,21 @@ NEVER_STORED, OTHER_FINGERPRINT = "never_stored", "other_fingerprint"
 
 
 def explain(directory: Path, arguments: argparse.Namespace) -> Output:
-    with AdminSocket(directory, arguments.timeout) as admin:
+    with explain_source(directory, arguments.timeout) as ask:
         if arguments.recent is not None:
             request = wire.ExplainRequest(recent_misses=arguments.recent, tenant=arguments.tenant)
-            reply = admin.call("Explain", request, wire.ExplainReply)
+            reply = ask(request)
             return Output(render_misses(reply), {"misses": [plain(miss) for miss in reply.misses]})
         if arguments.keys:
-            return _explain_keys(directory, admin, arguments)
+            return _explain_keys(directory, ask, arguments)
         target = find_target(directory, arguments)
         with open_session(directory, target.fingerprint, arguments.timeout) as session:
             if target.name is not None:
-                return _explain_object(admin, session, target)
-            return _explain_prefix(directory, admin, session, target, arguments.timeout)
+                return _explain_object(ask, session, target)
+            return _explain_prefix(directory, ask, session, target, arguments.timeout)
 
 
-def _explain_keys(directory: Path, admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+def _explain_keys(directory: Path, ask: Ask, arguments: argparse.Namespace) -> Output:
     fingerprint = arguments.fingerprint or ""
     if Path(fingerprint).is_file():
         fingerprint = read_fingerprint(directory, arguments).digest().hex()
@@ -63,19 +63,19 @@ def _explain_keys(directory: Path, admin: AdminSocket, arguments: argparse.Names
         fingerprint=fingerprint,
         ancestors=len(arguments.keys) == 1,
     )
-    reply = admin.call("Explain", request, wire.ExplainReply)
+    reply = ask(request)
     label = arguments.keys[0] if len(arguments.keys) == 1 else f"{len(arguments.keys)} keys"
     return _output(label, list(reply.blocks))
 
 
-def _explain_object(admin: AdminSocket, session: Session, target: Target) -> Output:
+def _explain_object(ask: Ask, session: Session, target: Target) -> Output:
     """Only an object's first block tells its length, and it is not read here: ask until nothing ever was stored."""
     assert target.name is not None
     blocks: list[wire.BlockExplanation] = []
     while True:
         more = min(max(len(blocks), OBJECT_PAGE_BLOCKS), PAGE_KEYS)
         tokens = object_tokens(target.name, len(blocks) + more)
-        page = _ask(admin, session, target, _keys(session, tokens, target)[len(blocks) :])
+        page = _ask(ask, session, target, _keys(session, tokens, target)[len(blocks) :])
         blocks += page
         if _is_unknown(page[-1]):
             break
@@ -84,12 +84,12 @@ def _explain_object(admin: AdminSocket, session: Session, target: Target) -> Out
     return _output(target.label, blocks)
 
 
-def _explain_prefix(directory: Path, admin: AdminSocket, session: Session, target: Target, timeout_s: float) -> Output:
+def _explain_prefix(directory: Path, ask: Ask, session: Session, target: Target, timeout_s: float) -> Output:
     assert target.tokens is not None
-    blocks = _ask(admin, session, target, _keys(session, target.tokens, target))
+    blocks = _ask(ask, session, target, _keys(session, target.tokens, target))
     elsewhere: list[dict[str, Any]] = []
     if any(_is_unknown(block) for block in blocks):
-        elsewhere = _elsewhere(directory, admin, session, target, timeout_s)
+        elsewhere = _elsewhere(directory, ask, session, target, timeout_s)
     return _output(target.label, blocks, elsewhere)
 
 
@@ -100,7 +100,7 @@ def _keys(session: Session, tokens: Any, target: Target) -> BlockKeys:
     return keys
 
 
-def _ask(admin: AdminSocket, session: Session, target: Target, keys: BlockKeys) -> list[wire.BlockExplanation]:
+def _ask(ask: Ask, session: Session, target: Target, keys: BlockKeys) -> list[wire.BlockExplanation]:
     blocks: list[wire.BlockExplanation] = []
     for start in range(0, len(keys), PAGE_KEYS):
         request = wire.ExplainRequest(
@@ -108,7 +108,7 @@ def _ask(admin: AdminSocket, session: Session, target: Target, keys: BlockKeys) 
             tenant=session.tenant,
             fingerprint=target.fingerprint.digest().hex(),
         )
-        blocks += admin.call("Explain", request, wire.ExplainReply).blocks
+        blocks += ask(request).blocks
     return blocks
 
 
@@ -116,11 +116,9 @@ def _is_unknown(block: wire.BlockExplanation) -> bool:
     return block.state == MISSING and block.cause in (NEVER_STORED, OTHER_FINGERPRINT)
 
 
-def _elsewhere(
-    directory: Path, admin: AdminSocket, session: Session, target: Target, timeout_s: float
-) -> list[dict[str, Any]]:
+def _elsewhere(directory: Path, ask: Ask, session: Session, target: Target, timeout_s: float) -> list[dict[str, Any]]:
     """Other fingerprints of this tenant under which the same tokens are stored."""
-    listed = admin.call("Explain", wire.ExplainRequest(tenant=session.tenant), wire.ExplainReply).fingerprints
+    listed = ask(wire.ExplainRequest(tenant=session.tenant)).fingerprints
     others = [item for item in listed if item.canonical and item.digest != target.fingerprint.digest().hex()]
     found: list[dict[str, Any]] = []
     for item in others[:MAX_OTHER_FINGERPRINTS]:
@@ -129,7 +127,7 @@ def _elsewhere(
         if not other.blocks:
             continue
         with open_session(directory, fingerprint, timeout_s) as there:
-            blocks = _ask(admin, there, other, _keys(there, other.tokens, other))
+            blocks = _ask(ask, there, other, _keys(there, other.tokens, other))
         stored = sum(block.state == STORED for block in blocks)
         if stored:
             found.append(

@@ -15,11 +15,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.exit_codes import FAILED, USAGE, CommandError
+from kvstore_client.cli.explain_source import explain_source
 from kvstore_client.objects import MAX_NAME_BYTES, OBJECTS
 from kvstore_proto.fingerprint import MAX_FINGERPRINT_BYTES, Fingerprint, FingerprintError, parse_fingerprint
-from kvstore_proto.v1 import admin_pb2 as wire
+from kvstore_proto.v1.explain_pb2 import ExplainRequest
 
 MAX_TOKEN: Final = (1 << 31) - 1
 MAX_TOKENS: Final = 16_000_000
@@ -136,8 +136,8 @@ def read_fingerprint(directory: Path, arguments: argparse.Namespace) -> Fingerpr
         except FingerprintError as error:
             raise CommandError(USAGE, f"--fingerprint {given}: {error}") from None
     given = fingerprint_digits(given)
-    with AdminSocket(directory, arguments.timeout) as admin:
-        reply = admin.call("Explain", wire.ExplainRequest(fingerprint=given), wire.ExplainReply)
+    with explain_source(directory, arguments.timeout) as ask:
+        reply = ask(ExplainRequest(fingerprint=given))
     if not reply.fingerprints or not reply.fingerprints[0].canonical:
         raise CommandError(FAILED, f"the daemon knows no fingerprint that begins with {given}; give its file instead")
     return parse_fingerprint(reply.fingerprints[0].canonical.encode())

@@ -59,7 +59,7 @@ class BlockList:
     async def blocks(self, request: pb.BlocksRequest) -> pb.BlocksReply:
         """Raises KVStoreError for a tier, tenant, model, class or order that does not exist."""
         residency = self._parts.residency
-        selection = self.selection(request.filter)
+        selection = self.selection(request)
         limit = min(request.limit or DEFAULT_PAGE, MAX_PAGE)
         tenant = selection.tenant
         reply = pb.BlocksReply(total=len(residency) if tenant is None else residency.tenant_blocks(tenant))
@@ -80,8 +80,8 @@ class BlockList:
         reply.next = cursor
         return reply
 
-    def selection(self, wanted: pb.BlockFilter) -> Selection:
-        """What a filter means now. Raises KVStoreError as `blocks`."""
+    def selection(self, wanted: pb.BlocksRequest) -> Selection:
+        """Which blocks are asked for. Raises KVStoreError as `blocks`."""
         parts, residency = self._parts, self._parts.residency
         if wanted.tier and wanted.tier not in residency.tiers:
             known = ", ".join(residency.tiers)

@@ -52,7 +52,7 @@ class BlockTotals:
         """The groups with the most bytes first. Raises KVStoreError for an unknown grouping, or as `BlockList`."""
         if request.by not in GROUPINGS:
             raise KVStoreError(ErrorKind.INVALID, f"no totals by {request.by!r}; there are {', '.join(GROUPINGS)}")
-        selection = self._blocks.selection(request.filter)
+        selection = self._blocks.selection(request.of)
         limit = min(request.limit or DEFAULT_GROUPS, MAX_GROUPS)
         heads: _Heads | None = None
         if request.by == "prefix":

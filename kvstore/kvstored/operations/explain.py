@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES
-from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_proto.v1 import explain_pb2 as pb
 from kvstore_tiers.host import HostTier
 from kvstored.clock import NS_PER_S
+from kvstored.dataplane.sessions import Session
 from kvstored.lifecycle import Cause
 from kvstored.operations.views import Parts, Views
 from kvstored.residency import Selection, page
@@ -50,10 +51,26 @@ class Explain:
     async def explain(self, request: pb.ExplainRequest) -> pb.ExplainReply:
         """Raises KVStoreError for what cannot be a key, for a prefix of several keys, and for unknown names."""
         parts = self._parts
+        tenant = parts.tenants.number(request.tenant, parts.residency) if request.tenant else None
+        return await self._answer(request, tenant, set(parts.tenants.fingerprints()))
+
+    async def own(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainReply:
+        """`explain` for a client: of its own tenant's blocks and misses, without the places of copies. Raises as
+        `explain`, and FORBIDDEN for another tenant."""
+        if request.tenant not in ("", session.tenant.name):
+            raise KVStoreError(ErrorKind.FORBIDDEN, f"a client may ask for its own tenant, {session.tenant.name}, only")
+        reply = await self._answer(request, session.tenant_id, {session.fingerprint_digest})
+        for block in reply.blocks:
+            block.block.ClearField("location")
+            for copy in block.copies:
+                copy.ClearField("location")
+        return reply
+
+    async def _answer(self, request: pb.ExplainRequest, tenant: int | None, known: set[bytes]) -> pb.ExplainReply:
+        """`known` are digests of fingerprints that may be named although nothing is stored under them."""
         if len(request.keys) > MAX_KEYS:
             raise KVStoreError(ErrorKind.TOO_LARGE, f"{len(request.keys)} keys, at most {MAX_KEYS} at once: split them")
-        tenant = parts.tenants.number(request.tenant, parts.residency) if request.tenant else None
-        reply = pb.ExplainReply(fingerprints=self._fingerprints(request.fingerprint.lower(), tenant))
+        reply = pb.ExplainReply(fingerprints=self._fingerprints(request.fingerprint.lower(), tenant, known))
         if request.fingerprint and len(reply.fingerprints) > 1:
             found = ", ".join(item.label for item in reply.fingerprints)
             raise KVStoreError(ErrorKind.INVALID, f"{request.fingerprint} begins several fingerprints: {found}")
@@ -190,7 +207,8 @@ class Explain:
         found: set[tuple[int, bytes]] = set()
         cursor = 0
         while len(found) < 2:
-            listed = page(residency, Selection(key_prefix=text), after=cursor, limit=2)
+            chosen = Selection(key_prefix=text, tenant=tenants[0] if len(tenants) == 1 else None)
+            listed = page(residency, chosen, after=cursor, limit=2)
             found.update((residency.tenant_of(row), residency.key(row)) for row in listed.rows)
             cursor = listed.next
             if not cursor:
@@ -201,7 +219,7 @@ class Explain:
             await asyncio.sleep(0)
         return {(tenant, key) for tenant, key in found if tenant in tenants}
 
-    def _fingerprints(self, prefix: str, tenant: int | None) -> list[pb.FingerprintStatus]:
+    def _fingerprints(self, prefix: str, tenant: int | None, known: set[bytes]) -> list[pb.FingerprintStatus]:
         """Those whose digest begins with `prefix`; without one, those under which the tenant (or any) has stored."""
         parts, residency = self._parts, self._parts.residency
         if prefix and (len(prefix) < MIN_FINGERPRINT_DIGITS or any(char not in "0123456789abcdef" for char in prefix)):
@@ -215,13 +233,13 @@ class Explain:
                 for fingerprint_id in index.fingerprints:
                     digest = parts.tenants.fingerprint_digest(fingerprint_id)
                     stored.setdefault(digest, []).append(parts.tenants.name_of_index(index.name))
-        known = parts.tenants.fingerprints()
+        named = parts.tenants.fingerprints()
         digests = {*known, *stored} if prefix else set(stored)
         return [
             pb.FingerprintStatus(
                 digest=digest.hex(),
                 label=parts.tenants.fingerprint_label(digest),
-                canonical=known[digest].canonical().decode() if digest in known else "",
+                canonical=named[digest].canonical().decode() if digest in named else "",
                 tenants=sorted(stored.get(digest, ())),
             )
             for digest in sorted(digests)

@@ -1,5 +1,5 @@
 """What a client can ask for: lookup, put (lend, store; reserve, commit, abort), get (acquire, release), hints
-(prefetch, touch, hint) and delete.
+(prefetch, touch, hint), delete and explain.
 
 Each verb is a class over the parts it needs; this door sends a request to its verb. `quick` answers without waiting for
 bytes to move, or says (None) that the request must run as a task through `slow`.
@@ -7,9 +7,10 @@ bytes to move, or says (None) that the request must run as a task through `slow`
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.dataplane.sessions import Session
 from kvstored.verbs.delete import Delete
 from kvstored.verbs.get import Get
@@ -26,13 +27,23 @@ __all__ = ["Delete", "Get", "Hints", "Intake", "Lending", "LookUp", "Put", "Verb
 class Verbs:
     """Dispatch by the name of the request's `op` field."""
 
-    def __init__(self, look_up: LookUp, put: Put, lending: Lending, get: Get, hints: Hints, delete: Delete) -> None:
+    def __init__(
+        self,
+        look_up: LookUp,
+        put: Put,
+        lending: Lending,
+        get: Get,
+        hints: Hints,
+        delete: Delete,
+        explain: Callable[[Session, ExplainRequest], Awaitable[ExplainReply]],
+    ) -> None:
         self._look_up = look_up
         self._put = put
         self._lending = lending
         self._get = get
         self._hints = hints
         self._delete = delete
+        self._explain = explain
 
     def quick(self, session: Session, op: str, request: pb.Request) -> pb.Response | None:
         """Raises KVStoreError for a request that is wrong as a whole."""
@@ -79,6 +90,8 @@ class Verbs:
         elif op == "delete":
             known_group(session, request.delete.set.group)
             yield pb.Response(delete=await self._delete.delete(session, request.delete.set.keys))
+        elif op == "explain":
+            yield pb.Response(explain=await self._explain(session, request.explain))
         else:
             raise RuntimeError(f"{op} is always answered at once")
 

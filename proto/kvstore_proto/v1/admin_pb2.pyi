@@ -8,7 +8,17 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import kvstore_proto.v1.explain_pb2
 import typing
+from kvstore_proto.v1.explain_pb2 import (
+    BlockExplanation as BlockExplanation,
+    BlockStatus as BlockStatus,
+    CopyStatus as CopyStatus,
+    ExplainReply as ExplainReply,
+    ExplainRequest as ExplainRequest,
+    FingerprintStatus as FingerprintStatus,
+    MissStatus as MissStatus,
+)
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
@@ -534,67 +544,50 @@ class TenantStatus(google.protobuf.message.Message):
 global___TenantStatus = TenantStatus
 
 @typing.final
-class BlockFilter(google.protobuf.message.Message):
-    """an empty field means all"""
-
+class BlocksRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TENANT_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
     KEY_PREFIX_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     RESIDENCY_FIELD_NUMBER: builtins.int
+    SORT_FIELD_NUMBER: builtins.int
+    REVERSE_FIELD_NUMBER: builtins.int
     tenant: builtins.str
+    """empty = all"""
     tier: builtins.str
+    """empty = all"""
     key_prefix: builtins.str
     """hex"""
+    limit: builtins.int
+    """0 = 100"""
+    after: builtins.int
+    """cursor of the page before; not with sort"""
     model: builtins.str
-    """part of a fingerprint's label, or the first 6 digits or more of its digest"""
+    """part of a fingerprint's label, or the first 6 digits or more of its digest; empty = all"""
     residency: builtins.str
-    """hot | warm | cold, in the fastest tier that has the block"""
+    """hot | warm | cold, in the fastest tier that has the block; empty = all"""
+    sort: builtins.str
+    """size | uses | idle | depth | children | leases, the most first; empty = no order"""
+    reverse: builtins.bool
+    """with sort: the least first"""
     def __init__(
         self,
         *,
         tenant: builtins.str = ...,
         tier: builtins.str = ...,
         key_prefix: builtins.str = ...,
-        model: builtins.str = ...,
-        residency: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key_prefix", b"key_prefix", "model", b"model", "residency", b"residency", "tenant", b"tenant", "tier", b"tier"]) -> None: ...
-
-global___BlockFilter = BlockFilter
-
-@typing.final
-class BlocksRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    FILTER_FIELD_NUMBER: builtins.int
-    LIMIT_FIELD_NUMBER: builtins.int
-    AFTER_FIELD_NUMBER: builtins.int
-    SORT_FIELD_NUMBER: builtins.int
-    REVERSE_FIELD_NUMBER: builtins.int
-    limit: builtins.int
-    """0 = 100"""
-    after: builtins.int
-    """cursor of the page before; not with sort"""
-    sort: builtins.str
-    """size | uses | idle | depth | children | leases, the most first; empty = no order"""
-    reverse: builtins.bool
-    """with sort: the least first"""
-    @property
-    def filter(self) -> global___BlockFilter: ...
-    def __init__(
-        self,
-        *,
-        filter: global___BlockFilter | None = ...,
         limit: builtins.int = ...,
         after: builtins.int = ...,
+        model: builtins.str = ...,
+        residency: builtins.str = ...,
         sort: builtins.str = ...,
         reverse: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["filter", b"filter"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "filter", b"filter", "limit", b"limit", "reverse", b"reverse", "sort", b"sort"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "key_prefix", b"key_prefix", "limit", b"limit", "model", b"model", "residency", b"residency", "reverse", b"reverse", "sort", b"sort", "tenant", b"tenant", "tier", b"tier"]) -> None: ...
 
 global___BlocksRequest = BlocksRequest
 
@@ -610,11 +603,11 @@ class BlocksReply(google.protobuf.message.Message):
     total: builtins.int
     """with sort, blocks that the filter selects; else all blocks of its tenant"""
     @property
-    def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockStatus]: ...
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvstore_proto.v1.explain_pb2.BlockStatus]: ...
     def __init__(
         self,
         *,
-        blocks: collections.abc.Iterable[global___BlockStatus] | None = ...,
+        blocks: collections.abc.Iterable[kvstore_proto.v1.explain_pb2.BlockStatus] | None = ...,
         next: builtins.int = ...,
         total: builtins.int = ...,
     ) -> None: ...
@@ -626,7 +619,7 @@ global___BlocksReply = BlocksReply
 class BlockTotalsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    FILTER_FIELD_NUMBER: builtins.int
+    OF_FIELD_NUMBER: builtins.int
     BY_FIELD_NUMBER: builtins.int
     PREFIX_BLOCKS_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
@@ -637,17 +630,19 @@ class BlockTotalsRequest(google.protobuf.message.Message):
     limit: builtins.int
     """groups, those with the most bytes first; 0 = 50"""
     @property
-    def filter(self) -> global___BlockFilter: ...
+    def of(self) -> global___BlocksRequest:
+        """which blocks; its limit, after, sort and reverse do not count"""
+
     def __init__(
         self,
         *,
-        filter: global___BlockFilter | None = ...,
+        of: global___BlocksRequest | None = ...,
         by: builtins.str = ...,
         prefix_blocks: builtins.int = ...,
         limit: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["filter", b"filter"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["by", b"by", "filter", b"filter", "limit", b"limit", "prefix_blocks", b"prefix_blocks"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["of", b"of"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["by", b"by", "limit", b"limit", "of", b"of", "prefix_blocks", b"prefix_blocks"]) -> None: ...
 
 global___BlockTotalsRequest = BlockTotalsRequest
 
@@ -743,71 +738,6 @@ class BlockTotal(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "blocks", b"blocks", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "key", b"key", "leases", b"leases", "longest_blocks", b"longest_blocks", "payload_bytes", b"payload_bytes", "tenant", b"tenant", "tier_bytes", b"tier_bytes"]) -> None: ...
 
 global___BlockTotal = BlockTotal
-
-@typing.final
-class BlockStatus(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: builtins.int
-    PARENT_FIELD_NUMBER: builtins.int
-    TENANT_FIELD_NUMBER: builtins.int
-    FINGERPRINT_FIELD_NUMBER: builtins.int
-    GROUP_FIELD_NUMBER: builtins.int
-    DEPTH_FIELD_NUMBER: builtins.int
-    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
-    TIERS_FIELD_NUMBER: builtins.int
-    STATE_FIELD_NUMBER: builtins.int
-    DURABILITY_FIELD_NUMBER: builtins.int
-    ACCESSES_FIELD_NUMBER: builtins.int
-    IDLE_S_FIELD_NUMBER: builtins.int
-    LEASES_FIELD_NUMBER: builtins.int
-    CHILDREN_FIELD_NUMBER: builtins.int
-    RESIDENCY_FIELD_NUMBER: builtins.int
-    LOCATION_FIELD_NUMBER: builtins.int
-    key: builtins.str
-    """hex"""
-    parent: builtins.str
-    tenant: builtins.str
-    fingerprint: builtins.str
-    group: builtins.int
-    depth: builtins.int
-    """blocks before it in its chain"""
-    payload_bytes: builtins.int
-    state: builtins.str
-    durability: builtins.str
-    accesses: builtins.int
-    idle_s: builtins.float
-    leases: builtins.int
-    children: builtins.int
-    residency: builtins.str
-    """hot | warm | cold"""
-    location: builtins.str
-    """file and offset, for an operator's eyes"""
-    @property
-    def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
-    def __init__(
-        self,
-        *,
-        key: builtins.str = ...,
-        parent: builtins.str = ...,
-        tenant: builtins.str = ...,
-        fingerprint: builtins.str = ...,
-        group: builtins.int = ...,
-        depth: builtins.int = ...,
-        payload_bytes: builtins.int = ...,
-        tiers: collections.abc.Iterable[builtins.str] | None = ...,
-        state: builtins.str = ...,
-        durability: builtins.str = ...,
-        accesses: builtins.int = ...,
-        idle_s: builtins.float = ...,
-        leases: builtins.int = ...,
-        children: builtins.int = ...,
-        residency: builtins.str = ...,
-        location: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "children", b"children", "depth", b"depth", "durability", b"durability", "fingerprint", b"fingerprint", "group", b"group", "idle_s", b"idle_s", "key", b"key", "leases", b"leases", "location", b"location", "parent", b"parent", "payload_bytes", b"payload_bytes", "residency", b"residency", "state", b"state", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
-
-global___BlockStatus = BlockStatus
 
 @typing.final
 class DropRequest(google.protobuf.message.Message):
@@ -1278,243 +1208,6 @@ class ReleaseQuarantineReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["released", b"released", "released_bytes", b"released_bytes"]) -> None: ...
 
 global___ReleaseQuarantineReply = ReleaseQuarantineReply
-
-@typing.final
-class ExplainRequest(google.protobuf.message.Message):
-    """Where blocks are, or why they are not there."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    KEYS_FIELD_NUMBER: builtins.int
-    TENANT_FIELD_NUMBER: builtins.int
-    FINGERPRINT_FIELD_NUMBER: builtins.int
-    ANCESTORS_FIELD_NUMBER: builtins.int
-    RECENT_MISSES_FIELD_NUMBER: builtins.int
-    tenant: builtins.str
-    """empty = every tenant"""
-    fingerprint: builtins.str
-    """hex digest or prefix of >= 8: what the keys were made under; empty = not known"""
-    ancestors: builtins.bool
-    """also the blocks that the first key continues"""
-    recent_misses: builtins.int
-    """also the last so many misses, newest first"""
-    @property
-    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """hex, in chain order; a key's first 6 digits or more do when they name one block"""
-
-    def __init__(
-        self,
-        *,
-        keys: collections.abc.Iterable[builtins.str] | None = ...,
-        tenant: builtins.str = ...,
-        fingerprint: builtins.str = ...,
-        ancestors: builtins.bool = ...,
-        recent_misses: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ancestors", b"ancestors", "fingerprint", b"fingerprint", "keys", b"keys", "recent_misses", b"recent_misses", "tenant", b"tenant"]) -> None: ...
-
-global___ExplainRequest = ExplainRequest
-
-@typing.final
-class ExplainReply(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BLOCKS_FIELD_NUMBER: builtins.int
-    MISSES_FIELD_NUMBER: builtins.int
-    FINGERPRINTS_FIELD_NUMBER: builtins.int
-    @property
-    def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockExplanation]: ...
-    @property
-    def misses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MissStatus]: ...
-    @property
-    def fingerprints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FingerprintStatus]:
-        """those that match the request's; all when it names none"""
-
-    def __init__(
-        self,
-        *,
-        blocks: collections.abc.Iterable[global___BlockExplanation] | None = ...,
-        misses: collections.abc.Iterable[global___MissStatus] | None = ...,
-        fingerprints: collections.abc.Iterable[global___FingerprintStatus] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "fingerprints", b"fingerprints", "misses", b"misses"]) -> None: ...
-
-global___ExplainReply = ExplainReply
-
-@typing.final
-class BlockExplanation(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: builtins.int
-    TENANT_FIELD_NUMBER: builtins.int
-    STATE_FIELD_NUMBER: builtins.int
-    BLOCK_FIELD_NUMBER: builtins.int
-    COPIES_FIELD_NUMBER: builtins.int
-    HAS_AGE_FIELD_NUMBER: builtins.int
-    AGE_S_FIELD_NUMBER: builtins.int
-    LOAD_US_FIELD_NUMBER: builtins.int
-    CAUSE_FIELD_NUMBER: builtins.int
-    GONE_S_FIELD_NUMBER: builtins.int
-    ACCESSES_BEFORE_FIELD_NUMBER: builtins.int
-    CONTINUED_FIELD_NUMBER: builtins.int
-    MISSING_ANCESTOR_FIELD_NUMBER: builtins.int
-    VOLATILE_BECAUSE_FIELD_NUMBER: builtins.int
-    key: builtins.str
-    tenant: builtins.str
-    """empty when the key is unknown"""
-    state: builtins.str
-    """stored | filling | missing"""
-    has_age: builtins.bool
-    age_s: builtins.float
-    """since it was stored; known while DRAM has a copy"""
-    load_us: builtins.int
-    """what it adds to the load time, were the chain asked for now"""
-    cause: builtins.str
-    """of a missing one: never_stored, evicted, ... as in MissReason"""
-    gone_s: builtins.float
-    """how long it has been away, 0 when not known"""
-    accesses_before: builtins.int
-    """how often it had been used when it went"""
-    continued: builtins.bool
-    """missing, but stored blocks hang on it"""
-    missing_ancestor: builtins.str
-    """the nearest block before it that is not stored: a get never comes this far"""
-    volatile_because: builtins.str
-    """of a stored one that is not on NVMe: admission, budget, scarce, share, tier, ..."""
-    @property
-    def block(self) -> global___BlockStatus:
-        """of a stored one"""
-
-    @property
-    def copies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CopyStatus]: ...
-    def __init__(
-        self,
-        *,
-        key: builtins.str = ...,
-        tenant: builtins.str = ...,
-        state: builtins.str = ...,
-        block: global___BlockStatus | None = ...,
-        copies: collections.abc.Iterable[global___CopyStatus] | None = ...,
-        has_age: builtins.bool = ...,
-        age_s: builtins.float = ...,
-        load_us: builtins.int = ...,
-        cause: builtins.str = ...,
-        gone_s: builtins.float = ...,
-        accesses_before: builtins.int = ...,
-        continued: builtins.bool = ...,
-        missing_ancestor: builtins.str = ...,
-        volatile_because: builtins.str = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["block", b"block"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accesses_before", b"accesses_before", "age_s", b"age_s", "block", b"block", "cause", b"cause", "continued", b"continued", "copies", b"copies", "gone_s", b"gone_s", "has_age", b"has_age", "key", b"key", "load_us", b"load_us", "missing_ancestor", b"missing_ancestor", "state", b"state", "tenant", b"tenant", "volatile_because", b"volatile_because"]) -> None: ...
-
-global___BlockExplanation = BlockExplanation
-
-@typing.final
-class CopyStatus(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TIER_FIELD_NUMBER: builtins.int
-    STATE_FIELD_NUMBER: builtins.int
-    RESIDENCY_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    LOCATION_FIELD_NUMBER: builtins.int
-    tier: builtins.str
-    state: builtins.str
-    """filling | resident | draining"""
-    residency: builtins.str
-    """hot | warm | cold"""
-    bytes: builtins.int
-    location: builtins.str
-    def __init__(
-        self,
-        *,
-        tier: builtins.str = ...,
-        state: builtins.str = ...,
-        residency: builtins.str = ...,
-        bytes: builtins.int = ...,
-        location: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "location", b"location", "residency", b"residency", "state", b"state", "tier", b"tier"]) -> None: ...
-
-global___CopyStatus = CopyStatus
-
-@typing.final
-class MissStatus(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TENANT_FIELD_NUMBER: builtins.int
-    KEY_FIELD_NUMBER: builtins.int
-    CAUSE_FIELD_NUMBER: builtins.int
-    AGO_S_FIELD_NUMBER: builtins.int
-    TIMES_FIELD_NUMBER: builtins.int
-    CLIENT_FIELD_NUMBER: builtins.int
-    PID_FIELD_NUMBER: builtins.int
-    REQUEST_FIELD_NUMBER: builtins.int
-    FOUND_BLOCKS_FIELD_NUMBER: builtins.int
-    ASKED_BLOCKS_FIELD_NUMBER: builtins.int
-    FINGERPRINT_FIELD_NUMBER: builtins.int
-    tenant: builtins.str
-    key: builtins.str
-    """the first block that was missing"""
-    cause: builtins.str
-    ago_s: builtins.float
-    """the last time"""
-    times: builtins.int
-    """in a row"""
-    client: builtins.str
-    pid: builtins.int
-    request: builtins.str
-    """lookup | get"""
-    found_blocks: builtins.int
-    asked_blocks: builtins.int
-    fingerprint: builtins.str
-    def __init__(
-        self,
-        *,
-        tenant: builtins.str = ...,
-        key: builtins.str = ...,
-        cause: builtins.str = ...,
-        ago_s: builtins.float = ...,
-        times: builtins.int = ...,
-        client: builtins.str = ...,
-        pid: builtins.int = ...,
-        request: builtins.str = ...,
-        found_blocks: builtins.int = ...,
-        asked_blocks: builtins.int = ...,
-        fingerprint: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ago_s", b"ago_s", "asked_blocks", b"asked_blocks", "cause", b"cause", "client", b"client", "fingerprint", b"fingerprint", "found_blocks", b"found_blocks", "key", b"key", "pid", b"pid", "request", b"request", "tenant", b"tenant", "times", b"times"]) -> None: ...
-
-global___MissStatus = MissStatus
-
-@typing.final
-class FingerprintStatus(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    DIGEST_FIELD_NUMBER: builtins.int
-    LABEL_FIELD_NUMBER: builtins.int
-    CANONICAL_FIELD_NUMBER: builtins.int
-    TENANTS_FIELD_NUMBER: builtins.int
-    digest: builtins.str
-    label: builtins.str
-    canonical: builtins.str
-    """JSON; empty when only the digest is known"""
-    @property
-    def tenants(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """that ever stored under it"""
-
-    def __init__(
-        self,
-        *,
-        digest: builtins.str = ...,
-        label: builtins.str = ...,
-        canonical: builtins.str = ...,
-        tenants: collections.abc.Iterable[builtins.str] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["canonical", b"canonical", "digest", b"digest", "label", b"label", "tenants", b"tenants"]) -> None: ...
-
-global___FingerprintStatus = FingerprintStatus
 
 @typing.final
 class ConfigRequest(google.protobuf.message.Message):

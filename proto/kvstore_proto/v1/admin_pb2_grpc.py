@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from kvstore_proto.v1 import admin_pb2 as kvstore__proto_dot_v1_dot_admin__pb2
+from kvstore_proto.v1 import explain_pb2 as kvstore__proto_dot_v1_dot_explain__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
@@ -86,8 +87,8 @@ class AdminStub(object):
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/kvstore.v1.Admin/Explain',
-                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
-                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+                request_serializer=kvstore__proto_dot_v1_dot_explain__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_explain__pb2.ExplainReply.FromString,
                 _registered_method=True)
         self.History = channel.unary_unary(
                 '/kvstore.v1.Admin/History',
@@ -281,8 +282,8 @@ def add_AdminServicer_to_server(servicer, server):
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
-                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
-                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
+                    request_deserializer=kvstore__proto_dot_v1_dot_explain__pb2.ExplainRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_explain__pb2.ExplainReply.SerializeToString,
             ),
             'History': grpc.unary_unary_rpc_method_handler(
                     servicer.History,
@@ -610,8 +611,8 @@ class Admin(object):
             request,
             target,
             '/kvstore.v1.Admin/Explain',
-            kvstore__proto_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
-            kvstore__proto_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+            kvstore__proto_dot_v1_dot_explain__pb2.ExplainRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_explain__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

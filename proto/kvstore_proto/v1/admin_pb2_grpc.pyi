@@ -8,7 +8,17 @@ import collections.abc
 import grpc
 import grpc.aio
 import kvstore_proto.v1.admin_pb2
+import kvstore_proto.v1.explain_pb2
 import typing
+from kvstore_proto.v1.explain_pb2 import (
+    BlockExplanation as BlockExplanation,
+    BlockStatus as BlockStatus,
+    CopyStatus as CopyStatus,
+    ExplainReply as ExplainReply,
+    ExplainRequest as ExplainRequest,
+    FingerprintStatus as FingerprintStatus,
+    MissStatus as MissStatus,
+)
 
 _T = typing.TypeVar("_T")
 
@@ -70,8 +80,8 @@ class AdminStub:
     ]
 
     Explain: grpc.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.ExplainRequest,
-        kvstore_proto.v1.admin_pb2.ExplainReply,
+        kvstore_proto.v1.explain_pb2.ExplainRequest,
+        kvstore_proto.v1.explain_pb2.ExplainReply,
     ]
 
     History: grpc.UnaryUnaryMultiCallable[
@@ -156,8 +166,8 @@ class AdminAsyncStub:
     ]
 
     Explain: grpc.aio.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.ExplainRequest,
-        kvstore_proto.v1.admin_pb2.ExplainReply,
+        kvstore_proto.v1.explain_pb2.ExplainRequest,
+        kvstore_proto.v1.explain_pb2.ExplainReply,
     ]
 
     History: grpc.aio.UnaryUnaryMultiCallable[
@@ -264,9 +274,9 @@ class AdminServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Explain(
         self,
-        request: kvstore_proto.v1.admin_pb2.ExplainRequest,
+        request: kvstore_proto.v1.explain_pb2.ExplainRequest,
         context: _ServicerContext,
-    ) -> typing.Union[kvstore_proto.v1.admin_pb2.ExplainReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.ExplainReply]]: ...
+    ) -> typing.Union[kvstore_proto.v1.explain_pb2.ExplainReply, collections.abc.Awaitable[kvstore_proto.v1.explain_pb2.ExplainReply]]: ...
 
     @abc.abstractmethod
     def History(

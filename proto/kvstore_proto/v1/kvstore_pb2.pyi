@@ -16,6 +16,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import kvstore_proto.v1.explain_pb2
 import sys
 import typing
 
@@ -322,6 +323,7 @@ class Request(google.protobuf.message.Message):
     LEND_FIELD_NUMBER: builtins.int
     STORE_FIELD_NUMBER: builtins.int
     HINT_FIELD_NUMBER: builtins.int
+    EXPLAIN_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """chosen by the client, unique among its requests in flight; 0 is refused"""
     deadline_ms: builtins.int
@@ -354,6 +356,10 @@ class Request(google.protobuf.message.Message):
 
     @property
     def hint(self) -> global___Hint: ...
+    @property
+    def explain(self) -> kvstore_proto.v1.explain_pb2.ExplainRequest:
+        """of the session's own tenant"""
+
     def __init__(
         self,
         *,
@@ -372,10 +378,11 @@ class Request(google.protobuf.message.Message):
         lend: global___Lend | None = ...,
         store: global___Store | None = ...,
         hint: global___Hint | None = ...,
+        explain: kvstore_proto.v1.explain_pb2.ExplainRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "deadline_ms", b"deadline_ms", "delete", b"delete", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "deadline_ms", b"deadline_ms", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint", "explain"] | None: ...
 
 global___Request = Request
 
@@ -397,6 +404,7 @@ class Response(google.protobuf.message.Message):
     DELETE_FIELD_NUMBER: builtins.int
     LEND_FIELD_NUMBER: builtins.int
     HINT_FIELD_NUMBER: builtins.int
+    EXPLAIN_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     @property
     def error(self) -> global___Error: ...
@@ -424,6 +432,8 @@ class Response(google.protobuf.message.Message):
     def lend(self) -> global___LendReply: ...
     @property
     def hint(self) -> global___HintReply: ...
+    @property
+    def explain(self) -> kvstore_proto.v1.explain_pb2.ExplainReply: ...
     def __init__(
         self,
         *,
@@ -441,10 +451,11 @@ class Response(google.protobuf.message.Message):
         delete: global___DeleteReply | None = ...,
         lend: global___LendReply | None = ...,
         hint: global___HintReply | None = ...,
+        explain: kvstore_proto.v1.explain_pb2.ExplainReply | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend", "hint"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend", "hint", "explain"] | None: ...
 
 global___Response = Response
 
