@@ -46,6 +46,7 @@ from kvstored.maintenance import Maintenance
 from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.resize import SlabsBack, TierResize
 from kvstored.notify import notify
+from kvstored.operations.accounts import Accounts
 from kvstored.operations.block_list import BlockList
 from kvstored.operations.block_totals import BlockTotals
 from kvstored.operations.drop import Drop
@@ -467,7 +468,7 @@ class Daemon:
         reload = self.reload = self._make_reload()
         blocks = BlockList(self._parts(), self._views)
         looks = Looks(
-            self._views, blocks, BlockTotals(self._parts(), blocks),
+            self._views, Accounts(self._parts()), blocks, BlockTotals(self._parts(), blocks),
             self._explain,
             HistoryView(self._sampler.history, store.flows, lambda: reload.config, self._clock),
             SettingsView(reload),

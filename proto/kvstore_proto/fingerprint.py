@@ -17,6 +17,7 @@ GROUP_KINDS = ("full", "sliding", "mla", "recurrent")
 MAX_BLOCK_TOKENS = 960  # what fits a block header (kvstore_proto.arena)
 MAX_GROUP_ID = 0xFFFF  # two bytes in a block's header
 MAX_FINGERPRINT_BYTES = 64 * 1024
+MAX_ACCOUNT_CHARACTERS = 64
 
 
 class FingerprintError(ValueError):
@@ -39,7 +40,11 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """See the module. `layout` names the order of bytes in a payload; the default is the one our engine writes."""
+    """See the module. `layout` names the order of bytes in a payload; the default is the one our engine writes.
+
+    `account` is for an engine that serves several users as one tenant: whom the blocks were computed for. Blocks of two
+    accounts never mix.
+    """
 
     model_name: str
     weights_digest: str
@@ -54,20 +59,26 @@ class Fingerprint:
     engine_block_tokens: int = 16
     key_hash: str = "xxh3"
     groups: tuple[LayerGroup, ...] = field(default=(LayerGroup(0),))
+    account: str = ""
 
     def __post_init__(self) -> None:
         _check(self)
 
     def canonical(self) -> bytes:
         """The bytes that are digested and sent in the handshake."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+        return _compact(self._fields())
 
     def digest(self) -> bytes:
         """32 bytes. The model's name is a label for people and not part of it."""
-        identity = asdict(self)
+        identity = self._fields()
         del identity["model_name"]
-        text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.blake2b(text.encode(), digest_size=32, person=b"kvstore.v1 fp").digest()
+        return hashlib.blake2b(_compact(identity), digest_size=32, person=b"kvstore.v1 fp").digest()
+
+    def _fields(self) -> dict[str, Any]:
+        found = asdict(self)
+        if not self.account:  # the field came later: what was stored without it keeps its digest
+            del found["account"]
+        return found
 
     def group(self, group_id: int) -> LayerGroup | None:
         return next((group for group in self.groups if group.group_id == group_id), None)
@@ -80,12 +91,25 @@ class Fingerprint:
         return len(group.layers) * group.bytes_per_token_per_layer * self.block_tokens
 
 
+def _compact(whole: dict[str, Any]) -> bytes:
+    return json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def is_account(name: str) -> bool:
+    """Whether a name can be a fingerprint's account: 1 to 64 characters that can be printed."""
+    return 0 < len(name) <= MAX_ACCOUNT_CHARACTERS and name.isprintable()
+
+
 def _check(fp: Fingerprint) -> None:
     def need(ok: bool, message: str) -> None:
         if not ok:
             raise FingerprintError(message)
 
     need(bool(fp.weights_digest), "weights_digest is empty: blocks of two models would be confused")
+    need(
+        not fp.account or is_account(fp.account),
+        f"account {fp.account!r} must be at most {MAX_ACCOUNT_CHARACTERS} characters that can be printed",
+    )
     need(fp.key_hash in HASHES, f"key_hash {fp.key_hash!r} is unknown; known: {', '.join(HASHES)}")
     need(
         1 <= fp.block_tokens <= MAX_BLOCK_TOKENS,

@@ -21,6 +21,7 @@ OTHER_STATES: list[dict[str, Any]] = [
     {"kv_dtype": "q8_0"},
     {"layout": "token-major"},
     {"tokenizer_digest": "t"},
+    {"account": "anna"},
     {"shard_count": 2},
     {"block_tokens": 128},
     {"engine_block_tokens": 32},
@@ -42,6 +43,13 @@ def test_everything_else_is_identity(change: dict[str, Any]) -> None:
     assert replace(FP, **change).digest() != FP.digest()
 
 
+def test_without_an_account_a_digest_is_what_it_was_before_there_were_any() -> None:
+    assert b"account" not in FP.canonical()
+    assert replace(FP, account="anna").digest() != replace(FP, account="bert").digest()
+    named = parse_fingerprint(replace(FP, account="anna").canonical())
+    assert named.account == "anna" and replace(named, account="").digest() == FP.digest()
+
+
 def test_payload_bytes() -> None:
     assert FP.payload_bytes() == 2 * 512 * 64
     with pytest.raises(FingerprintError, match="no layer group 7"):
@@ -52,6 +60,8 @@ def test_payload_bytes() -> None:
     ("change", "message"),
     [
         ({"weights_digest": ""}, "weights_digest is empty"),
+        ({"account": "a" * 65}, "at most 64 characters"),
+        ({"account": "a\nb"}, "characters that can be printed"),
         ({"key_hash": "md5"}, "key_hash 'md5' is unknown; known: xxh3, blake2b"),
         ({"block_tokens": 961, "engine_block_tokens": 961}, "block_tokens must be 1..960"),
         ({"block_tokens": 60}, "must be a multiple"),

@@ -194,9 +194,10 @@ def test_a_token_of_a_block_taken_by_force_is_stale_though_the_row_stays(shelf: 
 
 def test_why_a_block_is_missing(shelf: Shelf) -> None:
     parent, child = shelf.chain(0, 1)
-    assert shelf.residency.why_missing(0, key(9), 7).cause is Cause.NEVER_STORED
-    assert shelf.residency.why_missing(0, key(9), 8).cause is Cause.OTHER_FINGERPRINT
-    assert shelf.residency.why_missing(1, key(9), 8).cause is Cause.NEVER_STORED
+    assert shelf.residency.why_missing(0, key(9), 7, {7, 8}).cause is Cause.NEVER_STORED
+    assert shelf.residency.why_missing(0, key(9), 8, {7, 8}).cause is Cause.OTHER_FINGERPRINT
+    assert shelf.residency.why_missing(0, key(9), 8, {8, 9}).cause is Cause.NEVER_STORED, "7 is another model's"
+    assert shelf.residency.why_missing(1, key(9), 8, {7, 8}).cause is Cause.NEVER_STORED
     shelf.residency.remove(child, Cause.EXPIRED, 77)
     absence = shelf.residency.why_missing(0, key(1))
     assert (absence.cause, absence.at_ns, absence.accesses) == (Cause.EXPIRED, 77, 1)

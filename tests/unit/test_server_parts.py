@@ -46,6 +46,8 @@ from tests.reference.tiny_llama import write_tiny_llama
         ("good-key-1 anna 5000\n", "-1000 to 1000"),
         ("good-key-1 anna 1 2\n", "4 words"),
         ("good-key-1 anna\ngood-key-1 bert\n", "line 2: this key stands"),
+        (f"good-key-1 {'a' * 65}\n", "at most 64 printable"),
+        ("good-key-1 an\x1b[31mna\n", "line 1: a tenant's name"),
     ],
 )
 def test_a_bad_key_file_is_said_by_line_and_never_shows_a_key(tmp_path: Path, text: str, says: str) -> None:
@@ -200,6 +202,7 @@ def test_tenants_have_sessions_and_keys_of_their_own(tmp_path: Path) -> None:
     assert sessions("") is not sessions("anna")
     assert len({digest for digest, _ in opened}) == 2
     assert fingerprint_for(plain, "") == plain
+    assert fingerprint_for(plain, "anna").account == "anna"
     assert sessions.state() == "connected"
     opened[0][1].state = "degraded"
     assert sessions.state() == "degraded"

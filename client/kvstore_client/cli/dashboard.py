@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from kvstore_client.cli.budget import budget_line
 from kvstore_client.cli.paint import Line, bar, plain_line, sparkline
 from kvstore_client.cli.past import Past
+from kvstore_client.cli.show import by_bytes
 from kvstore_client.cli.snapshot import Snapshot
 from kvstore_client.cli.units import human_bytes, human_count, human_seconds
+from kvstore_proto.v1 import admin_pb2 as wire
 
 MIN_WIDTH = 60
 LATELY_S = 10.0
@@ -176,13 +178,18 @@ def _tenants(shot: Snapshot, past: Past, width: int) -> list[Line]:
     heading = f"{'TENANT':{name_width}}{'CLIENTS':>8}{'BLOCKS':>11}{'HOST':>11}{'NVME':>11}{'HITS':>7}{'LAST 10 s':>11}"
     lines = [plain_line(heading, "dim")]
     for tenant in tenants:
-        line = Line().add(f"{_cut(tenant.name, name_width - 1):{name_width}}", "bold")
-        line.add(f"{human_count(tenant.clients):>8}{human_count(tenant.blocks):>11}")
-        line.add(f"{human_bytes(tenant.host_bytes):>11}{human_bytes(tenant.nvme_bytes):>11}")
-        line.add(f"{_share(tenant.hit_blocks, tenant.missed_blocks):>7}")
+        line = _holder(tenant.name, tenant, name_width, "bold")
         recent = [past.lately("tenant", tenant.name, name, LATELY_S) for name in ("hit_blocks", "missed_blocks")]
         lines.append(line.add(f"{_share(*recent):>11}"))
+        lines += [_holder(f" /{account.name}", account, name_width, "") for account in by_bytes(tenant.accounts)]
     return lines if tenants else []
+
+
+def _holder(name: str, holder: wire.TenantStatus | wire.AccountStatus, name_width: int, style: str) -> Line:
+    line = Line().add(f"{_cut(name, name_width - 1):{name_width}}", style)
+    line.add(f"{human_count(holder.clients):>8}{human_count(holder.blocks):>11}")
+    line.add(f"{human_bytes(holder.host_bytes):>11}{human_bytes(holder.nvme_bytes):>11}")
+    return line.add(f"{_share(holder.hit_blocks, holder.missed_blocks):>7}")
 
 
 def _rate(past: Past, scope: str, subject: str, name: str) -> str:

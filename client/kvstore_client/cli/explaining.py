@@ -15,7 +15,7 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "evicted": "evicted for want of room",
     "expired": "expired: idle for longer than its tier's ttl_s, or worth less than host.keep_worth",
     "quota": "evicted because its tenant was at its own maximum",
-    "other_fingerprint": "its tenant has stored nothing under this fingerprint",
+    "other_fingerprint": "nothing is stored under this fingerprint, but under another one of the same model",
     "corrupt": "its bytes on NVMe failed verification; they are quarantined and the block is to be computed again",
     "invalidated": "an operator invalidated its fingerprint",
     "dropped": "deleted by its owner or dropped by an operator",

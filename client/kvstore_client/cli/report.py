@@ -23,6 +23,7 @@ from kvstore_client.cli.dashboard import hit_ratios
 from kvstore_client.cli.exit_codes import FAILED, USAGE, CommandError
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.past import Past, known
+from kvstore_client.cli.show import by_bytes
 from kvstore_client.cli.snapshot import Snapshot, take
 from kvstore_client.cli.units import human_bytes, human_count, human_seconds, human_share
 from kvstore_proto.v1 import admin_pb2 as wire
@@ -169,16 +170,19 @@ def _tenants(shot: Snapshot) -> str:
         "missed",
         "hits",
     ]
-    rows = [
-        [
-            tenant.name, _models(tenant.fingerprints), human_count(tenant.clients),
-            human_count(tenant.blocks), human_bytes(tenant.host_bytes), human_bytes(tenant.nvme_bytes),
-            human_bytes(tenant.limbo_bytes), human_count(tenant.lookups), human_count(tenant.hit_blocks),
-            human_count(tenant.missed_blocks), human_share(tenant.hit_blocks, tenant.hit_blocks + tenant.missed_blocks),
-        ]
-        for tenant in shot.tenants.tenants
-    ]  # fmt: skip
+    rows = []
+    for tenant in shot.tenants.tenants:
+        rows.append(_tenant_row(tenant.name, _models(tenant.fingerprints), human_bytes(tenant.limbo_bytes), tenant))
+        rows += [_tenant_row(f"{tenant.name}/{each.name}", "", "", each) for each in by_bytes(tenant.accounts)]
     return page.table("Tenants", headings, rows, words=2)
+
+
+def _tenant_row(name: str, models: str, limbo: str, holder: wire.TenantStatus | wire.AccountStatus) -> list[str]:
+    return [
+        name, models, human_count(holder.clients), human_count(holder.blocks), human_bytes(holder.host_bytes),
+        human_bytes(holder.nvme_bytes), limbo, human_count(holder.lookups), human_count(holder.hit_blocks),
+        human_count(holder.missed_blocks), human_share(holder.hit_blocks, holder.hit_blocks + holder.missed_blocks),
+    ]  # fmt: skip
 
 
 def _models(names: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.budget import budget_line
@@ -106,22 +106,41 @@ def tenants(admin: AdminSocket, _: argparse.Namespace) -> Output:
         Column("BLOCK HITS", True),
         Column("MODELS", True),
     ]
-    rows = [
-        [
-            tenant.name,
-            human_count(tenant.clients),
-            human_count(tenant.blocks),
-            human_bytes(tenant.host_bytes),
-            human_bytes(tenant.nvme_bytes),
-            human_bytes(tenant.quota_bytes) if tenant.quota_bytes else "none",
-            human_bytes(tenant.limbo_bytes),
-            human_count(tenant.lookups),
-            human_share(tenant.hit_blocks, tenant.hit_blocks + tenant.missed_blocks),
-            human_count(len(tenant.fingerprints)),
+    rows = []
+    for tenant in reply.tenants:
+        rows.append(
+            [
+                tenant.name,
+                *_use(tenant),
+                human_bytes(tenant.quota_bytes) if tenant.quota_bytes else "none",
+                human_bytes(tenant.limbo_bytes),
+                *_served(tenant),
+                human_count(len(tenant.fingerprints)),
+            ]
+        )
+        rows += [
+            [f"{tenant.name}/{account.name}", *_use(account), "", "", *_served(account), ""]
+            for account in by_bytes(tenant.accounts)
         ]
-        for tenant in reply.tenants
-    ]
     return Output(render_table(columns, rows, empty="no tenant has connected yet"), reply)
+
+
+def by_bytes(accounts: Iterable[wire.AccountStatus]) -> list[wire.AccountStatus]:
+    """Those that hold most first."""
+    return sorted(accounts, key=lambda account: -(account.host_bytes + account.nvme_bytes))
+
+
+def _use(holder: wire.TenantStatus | wire.AccountStatus) -> list[str]:
+    return [
+        human_count(holder.clients),
+        human_count(holder.blocks),
+        human_bytes(holder.host_bytes),
+        human_bytes(holder.nvme_bytes),
+    ]
+
+
+def _served(holder: wire.TenantStatus | wire.AccountStatus) -> list[str]:
+    return [human_count(holder.lookups), human_share(holder.hit_blocks, holder.hit_blocks + holder.missed_blocks)]
 
 
 def _lanes(reply: wire.StatusReply) -> str:

@@ -114,8 +114,8 @@ def _token(word: str, where: str) -> int:
 
 
 def fingerprint_digits(given: str) -> str:
-    """The digits of --fingerprint DIGEST, or of MODEL:DIGEST as listings show it."""
-    digits = given.rpartition(":")[2]
+    """The digits of --fingerprint DIGEST, or of MODEL:DIGEST [for ACCOUNT] as listings show it."""
+    digits = given.rpartition(":")[2].partition(" ")[0]
     if not _DIGEST.fullmatch(digits):
         raise CommandError(
             USAGE, f"--fingerprint {given}: neither a file nor a hex digest of 8 to 64 digits (`kvctl --json tenants`)"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_engine.errors import UsageError
+from kvstore_proto.fingerprint import MAX_ACCOUNT_CHARACTERS, is_account
 
 MAX_PRIORITY = 1000
 _LEAST_KEY_CHARACTERS = 8
@@ -85,6 +86,8 @@ def _entry(words: list[str], where: str) -> tuple[bytes, Caller]:
     key, tenant = words[:2]
     if len(key) < _LEAST_KEY_CHARACTERS:
         raise UsageError(f"{where}: a key needs at least {_LEAST_KEY_CHARACTERS} characters")
+    if not is_account(tenant):
+        raise UsageError(f"{where}: a tenant's name has at most {MAX_ACCOUNT_CHARACTERS} printable characters")
     priority = 0
     if len(words) == 3:
         try:

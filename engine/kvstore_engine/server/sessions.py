@@ -1,14 +1,13 @@
 """The daemon sessions of a server's tenants.
 
 Owns one session for each tenant that has asked, and how tenants are kept apart in the daemon: to it the server is one
-user, so a tenant's name goes into the fingerprint, and with it into the root of every key. The nameless tenant of a
-server without keys shares with every other engine of this user.
+user, so a tenant's name goes into the fingerprint as its account, and with it into the root of every key. The nameless
+tenant of a server without keys shares with every other engine of this user.
 Invariant: at most `MAX_SESSIONS` are open; a tenant beyond them computes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,7 +68,4 @@ class TenantSessions:
 
 def fingerprint_for(fingerprint: Fingerprint, tenant: str) -> Fingerprint:
     """Keys made with the results for two tenants are never equal."""
-    if not tenant:
-        return fingerprint
-    # Of all the fields this is the one that says "computed for somebody's use of the model".
-    return replace(fingerprint, adapter_digest=f"tenant:{hashlib.sha256(tenant.encode()).hexdigest()}")
+    return replace(fingerprint, account=tenant)

@@ -189,6 +189,7 @@ class Reception:
         """Remember the fingerprint of a session that `open_call` made, and give it its number."""
         digest = self._tenants.remember(session.fingerprint)
         session.fingerprint_id = self._tenants.fingerprint_number(digest)
+        session.family = self._tenants.family(session.fingerprint)
 
     def _session(
         self,
@@ -214,6 +215,7 @@ class Reception:
             fingerprint=fingerprint,
             fingerprint_digest=digest,
             fingerprint_id=number,
+            family=self._tenants.family(fingerprint),
             roots={
                 group.group_id: root for group, root in zip(fingerprint.groups, tenant.roots(fingerprint), strict=True)
             },

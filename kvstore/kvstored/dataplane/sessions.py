@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_proto.fingerprint import Fingerprint
 from kvstored.dataplane.staging import Staged
+from kvstored.lifecycle import Cause
+from kvstored.residency import ResidencyView
 from kvstored.tenants import Peer, Tenant
 
 
@@ -62,6 +64,7 @@ class Session:
     fingerprint: Fingerprint
     fingerprint_digest: bytes
     fingerprint_id: int
+    family: Set[int]  # fingerprints that may be meant to be the same
     roots: dict[int, bytes]  # of each layer group
     staging: Staged | None
     give_back_staging: Callable[[int], None]
@@ -73,6 +76,15 @@ class Session:
     copying: set[asyncio.Task[Any]] = field(default_factory=set)  # that read the loan
     closed: bool = False
     on_close: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def account(self) -> str:
+        """For whom the engine asks, where it serves several."""
+        return self.fingerprint.account
+
+    def why_missing(self, residency: ResidencyView, key: bytes) -> Cause:
+        """Why a block that this client asked for is not readable."""
+        return residency.why_missing(self.tenant_id, key, self.fingerprint_id, self.family).cause
 
     def drop_reservation(self, reservation_id: int) -> Reservation | None:
         """Take a reservation back and free its extent; None when there is none."""

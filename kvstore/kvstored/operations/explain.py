@@ -7,7 +7,7 @@ Works in slices where it has to search, so that lookups go on meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES
@@ -88,6 +88,7 @@ class Explain:
         parts, residency = self._parts, self._parts.residency
         digest = bytes.fromhex(reply.fingerprints[0].digest) if fingerprint and reply.fingerprints else b""
         fingerprint_id = parts.tenants.known_number(digest) if digest else _NOT_KNOWN
+        family = parts.tenants.family(parts.tenants.fingerprint(digest)) if digest else frozenset[int]()
         rows = [residency.find(tenant, key) if tenant >= 0 else -1 for tenant, key in chain]
         load_us = self._estimate_us(rows)
         previous, broken = b"", ""  # the block before this one, and the nearest missing one up to there
@@ -106,7 +107,7 @@ class Explain:
                 self._describe_copies(row, block)
             else:
                 block.state, block.continued = "missing", row >= 0
-                self._say_why(tenant, key, fingerprint_id, block)
+                self._say_why(tenant, key, fingerprint_id, family, block)
             previous, broken = key, block.missing_ancestor if block.state == "stored" else key.hex()
             if position % SLICE_KEYS == SLICE_KEYS - 1:
                 await asyncio.sleep(0)
@@ -142,10 +143,12 @@ class Explain:
                 location=parts.tiers[tier].location(slot),
             )
 
-    def _say_why(self, tenant: int, key: bytes, fingerprint_id: int, block: pb.BlockExplanation) -> None:
+    def _say_why(
+        self, tenant: int, key: bytes, fingerprint_id: int, family: Set[int], block: pb.BlockExplanation
+    ) -> None:
         cause = Cause.NEVER_STORED
         if tenant >= 0:
-            absence = self._parts.residency.why_missing(tenant, key, fingerprint_id)
+            absence = self._parts.residency.why_missing(tenant, key, fingerprint_id, family)
             cause = absence.cause
             block.accesses_before = absence.accesses
             if absence.at_ns:

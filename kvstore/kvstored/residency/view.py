@@ -7,7 +7,7 @@ invariants.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -101,13 +101,14 @@ class ResidencyView:
         readable = index.readable
         return [readable.get(key, -1) for key in keys]
 
-    def why_missing(self, tenant: int, key: bytes, fingerprint_id: int = -1) -> Absence:
-        """Why `key` is not readable; with `fingerprint_id`, tells a tenant that only stored under other ones."""
+    def why_missing(self, tenant: int, key: bytes, fingerprint_id: int = -1, family: Set[int] = frozenset()) -> Absence:
+        """Why `key` is not readable. OTHER_FINGERPRINT where the tenant never stored under `fingerprint_id` but did
+        under another one of `family`."""
         index = self.tenants[tenant]
         absence = index.ghost.recall(key)
         if absence is not None:
             return absence
-        if fingerprint_id >= 0 and index.fingerprints and fingerprint_id not in index.fingerprints:
+        if family and fingerprint_id not in index.fingerprints and not index.fingerprints.isdisjoint(family):
             return Absence(Cause.OTHER_FINGERPRINT)
         return Absence(Cause.NEVER_STORED)
 

@@ -11,6 +11,7 @@ import grpc
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_proto.v1 import admin_pb2_grpc
+from kvstored.operations.accounts import Accounts
 from kvstored.operations.block_list import BlockList
 from kvstored.operations.block_totals import BlockTotals
 from kvstored.operations.drop import Drop
@@ -46,6 +47,7 @@ class Looks:
     """What shows the daemon and changes nothing."""
 
     views: Views
+    accounts: Accounts
     blocks: BlockList
     totals: BlockTotals
     explain: Explain
@@ -84,7 +86,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @_reporting
     async def Tenants(self, request: pb.TenantsRequest, context: Any) -> pb.TenantsReply:  # noqa: N802
-        return self._looks.views.tenants()
+        return await self._looks.accounts.add_to(self._looks.views.tenants())
 
     @_reporting
     async def Blocks(self, request: pb.BlocksRequest, context: Any) -> pb.BlocksReply:  # noqa: N802

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvstored.lifecycle import Cause
+
+MAX_ACCOUNTS = 1024  # clients make their names up: those beyond count under their tenant alone
+
+
+class Caller(Protocol):
+    """Whom a request is counted for: a session."""
+
+    @property
+    def tenant_id(self) -> int: ...
+
+    @property
+    def account(self) -> str:
+        """Empty where an engine does not name one."""
+        ...
 
 
 @dataclass(slots=True)
@@ -27,18 +42,45 @@ class TenantFlow:
 
 
 class Flows:
-    """One `TierFlow` a tier, by its position in the residency index; one `TenantFlow` a tenant, by its number."""
+    """One `TierFlow` a tier, by its position in the residency index; one `TenantFlow` a tenant, by its number, and one
+    for each of its accounts, by (tenant, name)."""
 
     def __init__(self, tiers: int) -> None:
         self.tiers = [TierFlow() for _ in range(tiers)]
         self.tenants: defaultdict[int, TenantFlow] = defaultdict(TenantFlow)
+        self.accounts: dict[tuple[int, str], TenantFlow] = {}
         self.misses: Counter[Cause] = Counter()
 
     def hit(self, tier: int, blocks: int) -> None:
         if blocks and tier < len(self.tiers):
             self.tiers[tier].hits += blocks
 
-    def missed(self, tenant: int, cause: Cause, blocks: int) -> None:
+    def looked_up(self, caller: Caller) -> None:
+        self.tenants[caller.tenant_id].lookups += 1
+        account = self._account(caller)
+        if account is not None:
+            account.lookups += 1
+
+    def found(self, caller: Caller, blocks: int) -> None:
+        """Blocks were handed out under a lease."""
+        self.tenants[caller.tenant_id].hit_blocks += blocks
+        account = self._account(caller)
+        if account is not None:
+            account.hit_blocks += blocks
+
+    def missed(self, caller: Caller, cause: Cause, blocks: int) -> None:
         """A chain broke off: the first block is missing for `cause`, and those behind it go with it."""
         self.misses[cause] += blocks
-        self.tenants[tenant].missed_blocks += blocks
+        self.tenants[caller.tenant_id].missed_blocks += blocks
+        account = self._account(caller)
+        if account is not None:
+            account.missed_blocks += blocks
+
+    def _account(self, caller: Caller) -> TenantFlow | None:
+        if not caller.account:
+            return None
+        key = caller.tenant_id, caller.account
+        flow = self.accounts.get(key)
+        if flow is None and len(self.accounts) < MAX_ACCOUNTS:
+            flow = self.accounts[key] = TenantFlow()
+        return flow

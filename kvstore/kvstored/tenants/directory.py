@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +69,7 @@ class TenantDirectory:
         self._tenants: dict[str, Tenant] = {}
         self._fingerprint_numbers: dict[bytes, int] = {}
         self._digests: list[bytes] = []  # by number
+        self._families: dict[tuple[str, str], set[int]] = {}
         self._names = Names(state_dir / "names.json", lambda: list(self._tenants))
         for name in (*self._names.load(), *self._keyring.bound()):
             if self._keyring.identity_of(name) is not None:
@@ -186,6 +188,9 @@ class TenantDirectory:
         """Note a fingerprint so that listings can name it; returns its digest."""
         digest = fingerprint.digest()
         self._names.remember(digest, fingerprint)
+        number = self._fingerprint_numbers.get(digest)
+        if number is not None:
+            self._join_family(fingerprint, number)
         return digest
 
     def fingerprint_number(self, digest: bytes) -> int:
@@ -198,7 +203,19 @@ class TenantDirectory:
                 return UNNUMBERED_FINGERPRINT
             self._fingerprint_numbers[digest] = number
             self._digests.append(digest)
+            known = self.fingerprint(digest)
+            if known is not None:
+                self._join_family(known, number)
         return number
+
+    def family(self, fingerprint: Fingerprint | None) -> Set[int]:
+        """Numbers of the fingerprints of the same model's name and account: those that may be meant to be equal. The
+        set grows with them. Empty for None."""
+        key = None if fingerprint is None else (fingerprint.model_name, fingerprint.account)
+        return self._families.get(key, frozenset()) if key is not None else frozenset()
+
+    def _join_family(self, fingerprint: Fingerprint, number: int) -> None:
+        self._families.setdefault((fingerprint.model_name, fingerprint.account), set()).add(number)
 
     def known_number(self, digest: bytes) -> int:
         """The same for one that may have no number of its own: one that no block has, then."""
@@ -213,7 +230,9 @@ class TenantDirectory:
 
     def fingerprint_label(self, digest: bytes) -> str:
         known = self._names.fingerprints.get(digest)
-        return f"{known.model_name}:{digest.hex()[:12]}" if known else digest.hex()[:12]
+        if known is None:
+            return digest.hex()[:12]
+        return f"{known.model_name}:{digest.hex()[:12]}" + (f" for {known.account}" if known.account else "")
 
     def fingerprints(self) -> dict[bytes, Fingerprint]:
         return dict(self._names.fingerprints)

@@ -184,9 +184,9 @@ class Get:
             if row < 0 or self._promoter.is_out_of_reach(row):
                 cause = Cause.READ_FAILED  # stored, but on a medium that is shed
                 if row < 0:
-                    cause = residency.why_missing(session.tenant_id, missing, session.fingerprint_id).cause
+                    cause = session.why_missing(residency, missing)
                 reply.miss_reason = miss_reason(cause)
-                self._flows.missed(session.tenant_id, cause, keys - len(rows))
+                self._flows.missed(session, cause, keys - len(rows))
                 self._misses.note("get", session, missing, cause, len(rows), keys)
         self._counters.add("acquires")
         now_ns, tokens = self._clock.monotonic_ns(), [residency.token(row) for row in rows]
@@ -211,7 +211,7 @@ class Get:
         reply.promoted_blocks = len(promoted)
         reply.promoted_bytes = sum(residency.slot(row, HOST).nbytes for row in promoted)
         self._counters.add("acquired_blocks", len(rows))
-        self._flows.tenants[session.tenant_id].hit_blocks += len(rows)
+        self._flows.found(session, len(rows))
         self._flows.hit(HOST, len(rows) - len(promoted))
         self._flows.hit(NVME, len(promoted))
         return reply

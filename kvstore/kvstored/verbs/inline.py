@@ -289,10 +289,7 @@ class InlineCalls:
             self._quick(session, release=pb.Release(lease_ids=[acquired.lease_id]))
 
     def _reasons(self, session: Session, blocks: NamedBlocks, missing: Sequence[bool]) -> list[pb.MissReason.ValueType]:
-        why = self._residency.why_missing
         return [
-            miss_reason(why(session.tenant_id, key, session.fingerprint_id).cause)
-            if miss
-            else pb.MISS_REASON_UNSPECIFIED
+            miss_reason(session.why_missing(self._residency, key)) if miss else pb.MISS_REASON_UNSPECIFIED
             for key, miss in zip(blocks.keys, missing, strict=True)
         ]

@@ -58,7 +58,7 @@ class LookUp:
         for key_set in request.sets:
             self._look_up_set(session, key_set, reply.sets.add())
         self._counters.add("lookups")
-        self._flows.tenants[session.tenant_id].lookups += 1
+        self._flows.looked_up(session)
         return reply
 
     def _look_up_set(self, session: Session, key_set: pb.KeySet, presence: pb.Presence) -> None:
@@ -76,9 +76,9 @@ class LookUp:
         if usable < len(keys):  # then the key at `usable` is missing, whatever the match
             cause = Cause.READ_FAILED  # stored, but on a medium that is shed
             if found[usable] < 0:
-                cause = residency.why_missing(session.tenant_id, keys[usable], session.fingerprint_id).cause
+                cause = session.why_missing(residency, keys[usable])
             presence.miss_reason = miss_reason(cause)
-            self._flows.missed(session.tenant_id, cause, len(keys) - usable)
+            self._flows.missed(session, cause, len(keys) - usable)
             self._misses.note("lookup", session, keys[usable], cause, usable, len(keys))
         self._counters.add("lookup_keys", len(keys))
         self._counters.add("lookup_hit_keys", usable)

@@ -512,6 +512,7 @@ class TenantStatus(google.protobuf.message.Message):
     QUOTA_BYTES_FIELD_NUMBER: builtins.int
     LIMBO_BYTES_FIELD_NUMBER: builtins.int
     FINGERPRINTS_FIELD_NUMBER: builtins.int
+    ACCOUNTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     blocks: builtins.int
     host_bytes: builtins.int
@@ -524,6 +525,10 @@ class TenantStatus(google.protobuf.message.Message):
     limbo_bytes: builtins.int
     @property
     def fingerprints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def accounts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AccountStatus]:
+        """for whom its engines stored and asked, where they named somebody"""
+
     def __init__(
         self,
         *,
@@ -538,10 +543,48 @@ class TenantStatus(google.protobuf.message.Message):
         quota_bytes: builtins.int = ...,
         limbo_bytes: builtins.int = ...,
         fingerprints: collections.abc.Iterable[builtins.str] | None = ...,
+        accounts: collections.abc.Iterable[global___AccountStatus] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "clients", b"clients", "fingerprints", b"fingerprints", "hit_blocks", b"hit_blocks", "host_bytes", b"host_bytes", "limbo_bytes", b"limbo_bytes", "lookups", b"lookups", "missed_blocks", b"missed_blocks", "name", b"name", "nvme_bytes", b"nvme_bytes", "quota_bytes", b"quota_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "blocks", b"blocks", "clients", b"clients", "fingerprints", b"fingerprints", "hit_blocks", b"hit_blocks", "host_bytes", b"host_bytes", "limbo_bytes", b"limbo_bytes", "lookups", b"lookups", "missed_blocks", b"missed_blocks", "name", b"name", "nvme_bytes", b"nvme_bytes", "quota_bytes", b"quota_bytes"]) -> None: ...
 
 global___TenantStatus = TenantStatus
+
+@typing.final
+class AccountStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    CLIENTS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    HOST_BYTES_FIELD_NUMBER: builtins.int
+    NVME_BYTES_FIELD_NUMBER: builtins.int
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    HIT_BLOCKS_FIELD_NUMBER: builtins.int
+    MISSED_BLOCKS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    clients: builtins.int
+    blocks: builtins.int
+    host_bytes: builtins.int
+    """of slots with readable copies"""
+    nvme_bytes: builtins.int
+    lookups: builtins.int
+    hit_blocks: builtins.int
+    missed_blocks: builtins.int
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        clients: builtins.int = ...,
+        blocks: builtins.int = ...,
+        host_bytes: builtins.int = ...,
+        nvme_bytes: builtins.int = ...,
+        lookups: builtins.int = ...,
+        hit_blocks: builtins.int = ...,
+        missed_blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "clients", b"clients", "hit_blocks", b"hit_blocks", "host_bytes", b"host_bytes", "lookups", b"lookups", "missed_blocks", b"missed_blocks", "name", b"name", "nvme_bytes", b"nvme_bytes"]) -> None: ...
+
+global___AccountStatus = AccountStatus
 
 @typing.final
 class BlocksRequest(google.protobuf.message.Message):
