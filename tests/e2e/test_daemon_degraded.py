@@ -17,6 +17,7 @@ import pytest
 import kvstore_client
 from kvstore_proto.v1 import admin_pb2
 from tests.e2e.test_daemon_health import NOT_SERVING, SERVING, check
+from tests.reference.conversations import found_blocks, put_conversation
 from tests.reference.running_daemon import (
     RunningDaemon,
     ended_with,
@@ -35,18 +36,14 @@ BLOCKS = 12
 def put(daemon: RunningDaemon, conversation: int, blocks: int = BLOCKS, **how: str) -> list[str]:
     """What the receipt says of each block's durability; all must have been stored."""
     with daemon.connect(MODEL) as session:
-        receipt = session.put(
-            tokens_of(conversation, blocks), payloads=payloads_of(conversation, blocks, MODEL), wait="settled", **how
-        )
+        receipt = put_conversation(session, conversation, blocks, wait="settled", **how)
         assert receipt.stored_blocks == blocks, receipt.statuses
         return list(receipt.durability)
 
 
-def got(daemon: RunningDaemon, conversation: int, blocks: int = BLOCKS) -> int:
-    """How many leading blocks a get has, with the right bytes."""
-    with daemon.connect(MODEL) as session, session.get(tokens_of(conversation, blocks)) as lease:
-        assert holds(lease, payloads_of(conversation, len(lease), MODEL))
-        return len(lease)
+def got(daemon: RunningDaemon, conversation: int) -> int:
+    with daemon.connect(MODEL) as session:
+        return found_blocks(session, conversation, BLOCKS)
 
 
 def state(daemon: RunningDaemon) -> str:

@@ -13,6 +13,7 @@ import kvstore_client
 from kvstore_client import KVStoreError, aio
 from kvstore_client.session import Session
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.conversations import put_conversation
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import RunningDaemon, model, payloads_of, running_daemon, tokens_of
 
@@ -26,9 +27,7 @@ def daemon() -> Iterator[RunningDaemon]:
 
 
 def put(session: Session, conversation: int, blocks: int) -> None:
-    receipt = session.put(
-        tokens_of(conversation, blocks), payloads=payloads_of(conversation, blocks, MODEL), wait="settled"
-    )
+    receipt = put_conversation(session, conversation, blocks, wait="settled")
     assert receipt.stored_blocks == blocks, receipt
 
 

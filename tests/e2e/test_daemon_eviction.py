@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.reference.conversations import found_blocks, put_conversation
 from tests.reference.running_daemon import (
     MIB,
     RunningDaemon,
@@ -76,10 +77,7 @@ def disk_bytes(directory: Path) -> int:
 
 def put(daemon: RunningDaemon, conversation: int, blocks: int = BLOCKS, durability: str = "none") -> None:
     with daemon.connect(MODEL) as session:
-        receipt = session.put(
-            tokens_of(conversation, blocks), payloads=payloads_of(conversation, blocks, MODEL), durability=durability
-        )
-        assert receipt.visible_blocks == blocks, receipt
+        put_conversation(session, conversation, blocks, durability=durability)
 
 
 @pytest.fixture
@@ -167,8 +165,7 @@ def test_one_block_of_another_size_takes_one_arena_and_one_slab(guest: str) -> N
         assert daemon.status().counters["relocated_blocks"] > 0
         with daemon.connect(MODEL) as session:
             for conversation in range(1, 61):
-                with session.get(tokens_of(conversation, BLOCKS)) as lease:
-                    assert holds(lease, payloads_of(conversation, len(lease), MODEL))
+                found_blocks(session, conversation, BLOCKS)
 
 
 def test_a_get_of_more_than_dram_holds_gets_a_prefix_and_harms_nothing(daemon: RunningDaemon) -> None:

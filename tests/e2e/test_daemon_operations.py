@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from kvstore_proto.v1 import admin_pb2 as pb
+from tests.reference.conversations import put_conversation
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import (
     RunningDaemon,
@@ -32,13 +33,7 @@ def daemon() -> Iterator[RunningDaemon]:
 
 def put(daemon: RunningDaemon, conversation: int, blocks: int, **options: str) -> None:
     with daemon.connect() as session:
-        receipt = session.put(
-            tokens_of(conversation, blocks),
-            payloads=payloads_of(conversation, blocks, MODEL),
-            wait="settled",
-            **options,
-        )
-        assert receipt.stored_blocks == blocks
+        assert put_conversation(session, conversation, blocks, wait="settled", **options).stored_blocks == blocks
 
 
 def error_of(daemon: RunningDaemon, method: str, request: object) -> tuple[grpc.StatusCode, str]:

@@ -14,12 +14,12 @@ import pytest
 
 from kvstore_client.cli.exit_codes import FAILED
 from tests.e2e.test_daemon_eviction import Watcher
+from tests.reference.conversations import found_blocks
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import (
     MIB,
     RunningDaemon,
     eventually,
-    holds,
     model,
     payloads_of,
     running_daemon,
@@ -68,13 +68,8 @@ def fill(daemon: RunningDaemon, conversations: range) -> None:
 
 def must_hold(daemon: RunningDaemon, conversations: range) -> int:
     """Blocks that are there still; each is what was stored."""
-    found = 0
     with daemon.connect(MODEL) as session:
-        for conversation in conversations:
-            with session.get(tokens_of(conversation, BLOCKS)) as lease:
-                assert holds(lease, payloads_of(conversation, len(lease), MODEL))
-                found += len(lease)
-    return found
+        return sum(found_blocks(session, conversation, BLOCKS) for conversation in conversations)
 
 
 def hang_up(daemon: RunningDaemon, says: str) -> None:

@@ -14,6 +14,7 @@ from kvstore_client import Fingerprint
 from kvstore_client.cli.exit_codes import FAILED, UNREACHABLE, USAGE
 from kvstore_client.cli.main import main
 from kvstore_proto.v1 import admin_pb2 as pb
+from tests.reference.conversations import put_conversation
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import (
     RunningDaemon,
@@ -42,9 +43,7 @@ def kvctl(daemon: RunningDaemon, capfdbinary: Any) -> Kvctl:
 
 def put(daemon: RunningDaemon, conversation: int, blocks: int, durability: str = "always") -> None:
     with daemon.connect(MODEL) as session:
-        receipt = session.put(
-            tokens_of(conversation, blocks), payloads=payloads_of(conversation, blocks, MODEL), durability=durability
-        )
+        receipt = put_conversation(session, conversation, blocks, durability=durability)
         assert receipt.stored_blocks == blocks, receipt
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import kvstore_client
 from kvstore_client import DaemonUnavailable
+from tests.reference.conversations import put_conversation
 from tests.reference.running_daemon import (
     RunningDaemon,
     eventually,
@@ -70,8 +71,7 @@ time.sleep(120)
 
 def put(daemon: RunningDaemon, conversation: int, blocks: int) -> None:
     with daemon.connect(MODEL) as session:
-        receipt = session.put(tokens_of(conversation, blocks), payloads=payloads_of(conversation, blocks, MODEL))
-        assert receipt.visible_blocks == blocks
+        put_conversation(session, conversation, blocks)
 
 
 def push_out(daemon: RunningDaemon, first_conversation: int) -> None:

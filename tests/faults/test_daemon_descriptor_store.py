@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.reference.conversations import found_blocks, put_conversation
 from tests.reference.descriptor_store import ServiceManager
 from tests.reference.held_memory import holder_pid
-from tests.reference.running_daemon import RunningDaemon, eventually, holds, model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, model
 
 SETTINGS = ("host.warm_restart=auto", "host.capacity=24MiB", "host.staging=4MiB", "nvme.enabled=false")
 MODEL = model()
@@ -34,16 +35,12 @@ def manager(daemon: RunningDaemon) -> Iterator[ServiceManager]:
 
 def put(daemon: RunningDaemon, conversation: int) -> None:
     with daemon.connect(MODEL) as session:
-        receipt = session.put(
-            tokens_of(conversation, BLOCKS), payloads=payloads_of(conversation, BLOCKS, MODEL), durability="none"
-        )
-        assert receipt.visible_blocks == BLOCKS
+        put_conversation(session, conversation, BLOCKS, durability="none")
 
 
 def found(daemon: RunningDaemon, conversation: int) -> int:
-    with daemon.connect(MODEL) as session, session.get(tokens_of(conversation, BLOCKS)) as lease:
-        assert holds(lease, payloads_of(conversation, len(lease), MODEL))
-        return len(lease)
+    with daemon.connect(MODEL) as session:
+        return found_blocks(session, conversation, BLOCKS)
 
 
 def test_blocks_come_back_from_the_store(daemon: RunningDaemon, manager: ServiceManager) -> None:

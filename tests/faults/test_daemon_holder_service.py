@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.reference.conversations import found_blocks, put_conversation
 from tests.reference.descriptor_store import ServiceManager
 from tests.reference.held_memory import holder_pid
 from tests.reference.kvctl import Kvctl
@@ -19,11 +20,8 @@ from tests.reference.running_daemon import (
     DaemonDied,
     RunningDaemon,
     eventually,
-    holds,
     model,
-    payloads_of,
     running_daemon,
-    tokens_of,
 )
 
 MODEL = model(kib_a_block=64)
@@ -52,13 +50,12 @@ def daemon(tmp_path: Path, holder: subprocess.Popen[bytes]) -> Iterator[RunningD
 
 def put(daemon: RunningDaemon) -> None:
     with daemon.connect(MODEL) as session:
-        session.put(tokens_of(1, BLOCKS), payloads=payloads_of(1, BLOCKS, MODEL), durability="none")
+        put_conversation(session, 1, BLOCKS, durability="none")
 
 
 def found(daemon: RunningDaemon) -> int:
-    with daemon.connect(MODEL) as session, session.get(tokens_of(1, BLOCKS)) as lease:
-        assert holds(lease, payloads_of(1, len(lease), MODEL))
-        return len(lease)
+    with daemon.connect(MODEL) as session:
+        return found_blocks(session, 1, BLOCKS)
 
 
 def test_a_stop_in_order_keeps_dram(daemon: RunningDaemon) -> None:

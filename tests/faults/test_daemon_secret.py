@@ -10,14 +10,12 @@ import pytest
 
 from kvstore_proto.state_identity import IDENTITY_FILE
 from tests.faults.test_daemon_startup import refused
+from tests.reference.conversations import found_blocks, put_conversation
 from tests.reference.running_daemon import (
     RunningDaemon,
     ended_with,
-    holds,
     model,
-    payloads_of,
     running_daemon,
-    tokens_of,
 )
 
 MODEL = model()
@@ -26,14 +24,12 @@ BLOCKS = 5
 
 def put(daemon: RunningDaemon, conversation: int = 1, durability: str = "always") -> None:
     with daemon.connect(MODEL) as session:
-        payloads = payloads_of(conversation, BLOCKS, MODEL)
-        assert session.put(tokens_of(conversation, BLOCKS), payloads=payloads, durability=durability).stored_blocks
+        assert put_conversation(session, conversation, BLOCKS, durability=durability).stored_blocks
 
 
 def got(daemon: RunningDaemon, conversation: int = 1) -> int:
-    with daemon.connect(MODEL) as session, session.get(tokens_of(conversation, BLOCKS)) as lease:
-        assert holds(lease, payloads_of(conversation, len(lease), MODEL))
-        return len(lease)
+    with daemon.connect(MODEL) as session:
+        return found_blocks(session, conversation, BLOCKS)
 
 
 @pytest.fixture

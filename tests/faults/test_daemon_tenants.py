@@ -18,10 +18,10 @@ import pytest
 
 from kvstore_proto.state_identity import IDENTITY_FILE
 from kvstore_proto.v1 import admin_pb2 as pb
+from tests.reference.conversations import found_blocks, put_conversation
 from tests.reference.running_daemon import (
     RunningDaemon,
     eventually,
-    holds,
     model,
     payloads_of,
     running_daemon,
@@ -48,16 +48,12 @@ print(*[got(daemon, conversation) for conversation in {gets}])
 
 def put(daemon: RunningDaemon, conversation: int) -> None:
     with daemon.connect(MODEL) as session:
-        payloads = payloads_of(conversation, BLOCKS, MODEL)
-        receipt = session.put(tokens_of(conversation, BLOCKS), payloads=payloads, durability="always")
-        assert receipt.stored_blocks == BLOCKS
+        assert put_conversation(session, conversation, BLOCKS, durability="always").stored_blocks == BLOCKS
 
 
 def got(daemon: RunningDaemon, conversation: int) -> int:
-    """How many blocks a get finds, each with the right bytes."""
-    with daemon.connect(MODEL) as session, session.get(tokens_of(conversation, BLOCKS)) as lease:
-        assert holds(lease, payloads_of(conversation, len(lease), MODEL))
-        return len(lease)
+    with daemon.connect(MODEL) as session:
+        return found_blocks(session, conversation, BLOCKS)
 
 
 def as_user(daemon: RunningDaemon, uid: int, *, puts: tuple[int, ...] = (), gets: tuple[int, ...] = ()) -> list[int]:

@@ -18,6 +18,7 @@ import pytest
 from kvstore_client import Session
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.v1 import admin_pb2 as pb
+from tests.reference.conversations import found_blocks, put_conversation
 from tests.reference.held_memory import held_memory, holder_pid
 from tests.reference.running_daemon import (
     RunningDaemon,
@@ -46,19 +47,12 @@ def daemon() -> Iterator[RunningDaemon]:
         yield running
 
 
-def put(session: Session, conversation: int, blocks: int = BLOCKS, durability: str = "none") -> None:
-    fingerprint = session.fingerprint
-    receipt = session.put(
-        tokens_of(conversation, blocks), payloads=payloads_of(conversation, blocks, fingerprint), durability=durability
-    )
-    assert receipt.visible_blocks == blocks, receipt
+def put(session: Session, conversation: int, durability: str = "none") -> None:
+    put_conversation(session, conversation, BLOCKS, durability=durability)
 
 
-def found(session: Session, conversation: int, blocks: int = BLOCKS) -> int:
-    """How many leading blocks of a conversation are there; their bytes must be right."""
-    with session.get(tokens_of(conversation, blocks)) as lease:
-        assert holds(lease, payloads_of(conversation, len(lease), session.fingerprint)), "wrong bytes"
-        return len(lease)
+def found(session: Session, conversation: int) -> int:
+    return found_blocks(session, conversation, BLOCKS)
 
 
 def push_out(session: Session, first: int, conversations: int = 120) -> None:
