@@ -13,15 +13,15 @@ import time
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
-if TYPE_CHECKING:
-    from kvstore_client.asking import Asker
-    from kvstore_client.connection import Connection
+Late = Callable[[wire.Response], None]
+"""Called with an answer that comes after its deadline."""
+Ask = Callable[[wire.Request, float, Late], wire.Response | str]
+"""(request, timeout_s, late) -> the daemon's answer, or the reason why there is none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class Loan:
         self.size_bytes = 0
         self.is_offered = True  # until the daemon says that it lends nothing: one of the first release
 
-    def obtain(self, asker: Asker, connection: Connection, timeout_s: float) -> str:
+    def obtain(self, ask: Ask, timeout_s: float) -> str:
         """Have the loan, unless `is_offered` is False afterwards. A reason when that cannot be told now."""
         if self.number or not self.is_offered:
             return ""
@@ -61,7 +61,7 @@ class Loan:
             if self.number or not self.is_offered:
                 return ""
             try:
-                answer = asker.ask(connection, wire.Request(lend=wire.Lend()), timeout_s, self._lent)
+                answer = ask(wire.Request(lend=wire.Lend()), timeout_s, self._lent)
             except KVStoreError as error:
                 if error.kind is not ErrorKind.INVALID:
                     raise
@@ -72,7 +72,7 @@ class Loan:
             self._lent(answer)
             return ""
 
-    def renew(self, asker: Asker, connection: Connection, timeout_s: float) -> None:
+    def renew(self, ask: Ask, timeout_s: float) -> None:
         """Get back what requests without an answer hold, as soon as the daemon says that it reads it no more."""
         with self._changed:
             unanswered = list(self._unanswered)
@@ -85,7 +85,7 @@ class Loan:
             for use in unanswered:
                 self.end(use)
 
-        answer = asker.ask(connection, wire.Request(lend=wire.Lend()), timeout_s, renewed)
+        answer = ask(wire.Request(lend=wire.Lend()), timeout_s, renewed)
         if not isinstance(answer, str):
             renewed(answer)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvstore_client.asking import Asker
 from kvstore_client.batch import NOWHERE, Batch, names_of
@@ -54,7 +55,7 @@ def put_blocks(
     when the daemon finds the request wrong.
     """
     loan, started = connection.loan, clock()
-    reason = loan.obtain(asker, connection, min(asker.deadline_s, deadline_s))
+    reason = loan.obtain(partial(asker.ask, connection), min(asker.deadline_s, deadline_s))
     if reason:
         return PutReceipt(len(order.payloads), reason)
     left_s = deadline_s - (clock() - started)
@@ -269,7 +270,7 @@ class Put:
             self._wait_for_room(left_s)
 
     def _wait_for_room(self, left_s: float) -> None:
-        self._loan.renew(self._asker, self._connection, min(self._asker.deadline_s, left_s))
+        self._loan.renew(partial(self._asker.ask, self._connection), min(self._asker.deadline_s, left_s))
         extent = self._loan.take(self._slot_bytes, 1, min(ROOM_WAIT_S, max(self._deadline - self._clock(), 0.0)))
         if extent is not None:
             self._is_starved = False

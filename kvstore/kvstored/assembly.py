@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstored.clock import Clock
+from kvstored.completions import CompletionQueue
 from kvstored.config import Config
 from kvstored.dataplane.leases import LeaseTable
 from kvstored.degraded import DegradedModes, TierBreaker
 from kvstored.endurance import EnduranceAccount
 from kvstored.movement import promote, writeback
-from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.cut_off import CutOff
 from kvstored.movement.damage import Damage
 from kvstored.movement.dram_check import DramCheck
@@ -66,7 +66,9 @@ class Store:
         self.modes = DegradedModes(clock, self.counters)
         self.breaker: TierBreaker | None = None
         if nvme is not None:
-            self.breaker = TierBreaker(nvme, TIER_NAMES[NVME], self.modes, completions, clock, self.counters)
+            self.breaker = TierBreaker(
+                nvme, TIER_NAMES[NVME], self.modes, completions, clock, self.counters, self._on_reads_shed
+            )
         self.endurance = EnduranceAccount(
             config.daemon.state_dir, config.nvme.endurance_bytes_per_day if nvme is not None else 0, clock,
             self.counters,
@@ -184,6 +186,12 @@ class Store:
         )  # fmt: skip
 
     # Small connections between parts
+
+    def _on_reads_shed(self) -> None:
+        """The breaker has opened: what waits for NVMe ends now."""
+        if self.writeback is not None:
+            self.writeback.cancel_queued()
+        self.promoter.fail_waiters()
 
     def _unpin(self, tokens: Iterable[int]) -> None:
         """What a lease pinned and is still there; a block that was found damaged took its pins along."""

@@ -31,6 +31,7 @@ from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstored import __version__
 from kvstored.assembly import Store, make_residency
 from kvstored.clock import NS_PER_MS, Clock, SystemClock
+from kvstored.completions import CompletionQueue
 from kvstored.config import Config
 from kvstored.dataplane.handshake import HandshakeServer
 from kvstored.dataplane.lookup_index import LookupIndexes
@@ -38,12 +39,11 @@ from kvstored.dataplane.reception import Reception
 from kvstored.dataplane.sessions import Session, SessionTable
 from kvstored.dataplane.staging import StagingPool
 from kvstored.degraded.memory import MemoryWatch
-from kvstored.degraded.pressure import HostSizer
 from kvstored.fresh_directories import FreshDirectories
 from kvstored.instance import AlreadyRunning, InstanceLock, who_else_can_change
 from kvstored.integrity import Integrity
 from kvstored.maintenance import Maintenance
-from kvstored.movement.completions import CompletionQueue
+from kvstored.movement.pressure import HostSizer
 from kvstored.movement.resize import SlabsBack, TierResize
 from kvstored.notify import notify
 from kvstored.operations.accounts import Accounts

@@ -37,14 +37,13 @@ class Integrity:
 
     def __init__(self, store: Store, is_idle: Callable[[], bool]) -> None:
         self._store = store
-        self._orphans_wanted = True  # what recovery found may be cut off
+        self._counted_at = -1  # how many blocks damage had orphaned then; recovery may have found some before
         self.report = IntegrityReport()
         self.scrubber = self._make_scrubber()
         if self.scrubber is not None:
             self.report.scrub = self.scrubber.report
         self.books = BooksWalk(store, is_idle)
         self.report.books = self.books.report
-        store.damage.on_cut_off.append(self._want_orphans)
 
     def tasks(self) -> dict[str, Task]:
         """By name, what to run."""
@@ -72,20 +71,17 @@ class Integrity:
             start_s=scrub.start_s,
         )  # fmt: skip
 
-    def _want_orphans(self) -> None:
-        self._orphans_wanted = True
-
     async def _watch_orphans(self) -> None:
         now_ns = self._store.clock.monotonic_ns
         while True:
             began_ns = now_ns()
-            if self._orphans_wanted or self.report.orphaned_blocks:
+            if self._counted_at != self._store.counters["orphaned_blocks"] or self.report.orphaned_blocks:
                 await self.count_orphans()
             await asyncio.sleep(max(ORPHANS_S, ORPHANS_REST * (now_ns() - began_ns) / NS_PER_S))
 
     async def count_orphans(self) -> None:
         """Find them, and have them leave first; a thread does the walking."""
-        self._orphans_wanted = False
+        self._counted_at = self._store.counters["orphaned_blocks"]
         tiers = len(self._store.tiers)
         chains = snapshot(self._store.residency)
         orphans = none_of(tiers) if chains is None else await asyncio.to_thread(find, chains, tiers)

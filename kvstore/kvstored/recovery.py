@@ -12,7 +12,7 @@ from kvstore_tiers.base import Outcome, Tier
 from kvstore_tiers.recovered import RecoveredBlocks
 from kvstored.clock import Clock
 from kvstored.config.sizes import show_size
-from kvstored.residency import CyclicChainError, Kind, Residency
+from kvstored.residency import CyclicChainError, Kind, Residency, adopt
 from kvstored.tenants import TenantDirectory
 from kvstored.tiering import NVME
 
@@ -27,7 +27,7 @@ def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, c
         Kind(residency.tenant(origin.tenant.hex()), tenants.fingerprint_number(origin.fingerprint), origin.group)
         for origin in blocks.origins
     ]
-    left_out = residency.adopt(NVME, blocks, kinds, now_ns)
+    left_out = adopt(residency, NVME, blocks, kinds, now_ns)
     recovered = len(blocks) - len(left_out)
     for block in left_out:
         recovered += _recover_one(nvme, residency, blocks, block, kinds[int(blocks.origin[block])], now_ns)

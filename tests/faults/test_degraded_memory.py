@@ -12,7 +12,7 @@ import pytest
 from kvstore_tiers.base import TierState
 from kvstored.degraded import Mode
 from kvstored.degraded.memory import MemoryReading, MemoryWatch
-from kvstored.degraded.pressure import CALM_S, HostSizer
+from kvstored.movement.pressure import CALM_S, HostSizer
 from kvstored.tiering import HOST, NVME
 from tests.reference.small_store import SmallStore, small_store
 

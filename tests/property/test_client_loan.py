@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import settings
@@ -26,7 +25,7 @@ class Daemon:
         self.is_silent = False
         self.late: Any = None
 
-    def ask(self, _connection: object, request: wire.Request, _timeout_s: float, late: Any) -> wire.Response | str:
+    def __call__(self, request: wire.Request, _timeout_s: float, late: Any) -> wire.Response | str:
         assert request.HasField("lend")
         self.number += 1
         response = wire.Response(lend=wire.LendReply(loan=self.number, offset=START, nbytes=PAGES * PAGE))
@@ -46,7 +45,7 @@ class LoanMachine(RuleBasedStateMachine):
         super().__init__()
         self.daemon: Any = Daemon()
         self.loan = Loan()
-        assert self.loan.obtain(self.daemon, SimpleNamespace(), 1.0) == ""
+        assert self.loan.obtain(self.daemon, 1.0) == ""
         self.used: dict[Use, list[Extent]] = {}  # what the daemon may be reading
         self.renewing: list[Use] = []  # those that a renewal under way will free
         self.unanswered: set[Use] = set()
@@ -100,7 +99,7 @@ class LoanMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.daemon.late is None)
     def renew(self) -> None:
-        self.loan.renew(self.daemon, SimpleNamespace(), 1.0)  # type: ignore[arg-type]
+        self.loan.renew(self.daemon, 1.0)
         for use in self.unanswered:
             self.used.pop(use)
         self.unanswered.clear()
@@ -110,7 +109,7 @@ class LoanMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.daemon.late is None and self.unanswered)
     def renew_without_an_answer(self) -> None:
         self.daemon.is_silent = True
-        self.loan.renew(self.daemon, SimpleNamespace(), 1.0)  # type: ignore[arg-type]
+        self.loan.renew(self.daemon, 1.0)
         self.daemon.is_silent = False
         self.renewing = list(self.unanswered)
 

@@ -12,7 +12,7 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.recovered import as_columns
 from kvstored.lifecycle import BY_CHOICE, Cause
-from kvstored.residency import CyclicChainError, Kind, check
+from kvstored.residency import CyclicChainError, Kind, adopt, check
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 from tests.reference.examples import examples
 
@@ -111,7 +111,7 @@ class ResidencyAgainstModel(RuleBasedStateMachine):
         ]  # fmt: skip
         blocks = as_columns(zip(slots, headers, strict=True))
         kinds = [Kind(origin.tenant[0], 7, origin.group) for origin in blocks.origins]
-        left_out = {names[position] for position in self.residency.adopt(tier, blocks, kinds, 1)}
+        left_out = {names[position] for position in adopt(self.residency, tier, blocks, kinds, 1)}
         adopted = set(found) - set(self.blocks)
         while twisted := {
             name for name in adopted

@@ -22,8 +22,8 @@ from kvstore_tiers.testing.driving import block
 from kvstore_tiers.wrap.faulty import FaultyTier
 from kvstored.assembly import Store, make_residency
 from kvstored.clock import NS_PER_S, ManualClock
+from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
-from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.lane import Priority
 from kvstored.tiering import HOST, NVME
 

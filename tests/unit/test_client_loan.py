@@ -12,7 +12,6 @@ from kvstore_proto.v1 import kvstore_pb2 as wire
 
 NBYTES = 16 * 4096
 Late = Callable[[wire.Response], None]
-CONNECTION: Any = None
 
 
 def lent(number: int) -> wire.Response:
@@ -26,7 +25,7 @@ class Daemon:
         self._answers = list(answers)
         self.asked: list[Late] = []
 
-    def ask(self, _connection: object, request: wire.Request, _timeout_s: float, late: Late) -> wire.Response | str:
+    def __call__(self, request: wire.Request, _timeout_s: float, late: Late) -> wire.Response | str:
         assert request.HasField("lend")
         self.asked.append(late)
         return self._answers.pop(0)(late)
@@ -41,16 +40,16 @@ def test_a_lend_that_is_answered_late_does_not_hide_the_number_of_the_next_one()
 
     daemon: Any = Daemon(lambda _: "deadline", first_one_meanwhile)
     loan = Loan()
-    assert loan.obtain(daemon, CONNECTION, 1.0) == "deadline"
-    assert loan.obtain(daemon, CONNECTION, 1.0) == ""
+    assert loan.obtain(daemon, 1.0) == "deadline"
+    assert loan.obtain(daemon, 1.0) == ""
     assert (loan.number, loan.size_bytes, loan.used_bytes()) == (2, NBYTES, 0)
 
 
 def test_a_lend_that_is_answered_after_the_next_one_changes_nothing() -> None:
     daemon: Any = Daemon(lambda _: "deadline", lambda _: lent(2))
     loan = Loan()
-    assert loan.obtain(daemon, CONNECTION, 1.0) == "deadline"
-    assert loan.obtain(daemon, CONNECTION, 1.0) == ""
+    assert loan.obtain(daemon, 1.0) == "deadline"
+    assert loan.obtain(daemon, 1.0) == ""
     extent = loan.take(4096, 3)
     assert extent is not None
     daemon.asked[0](lent(1))
@@ -61,19 +60,19 @@ def test_renewals_that_cross_leave_the_last_number() -> None:
     """Two threads renew: the first answer, number 2, comes after the second."""
     daemon: Any = Daemon(lambda _: lent(1), lambda _: "deadline", lambda _: lent(3))
     loan = Loan()
-    loan.obtain(daemon, CONNECTION, 1.0)
+    loan.obtain(daemon, 1.0)
     extent = loan.take(4096, 2)
     assert extent is not None
     loan.leave_unanswered(Use([extent] * 2))
-    loan.renew(daemon, CONNECTION, 1.0)
-    loan.renew(daemon, CONNECTION, 1.0)
+    loan.renew(daemon, 1.0)
+    loan.renew(daemon, 1.0)
     daemon.asked[1](lent(2))
     assert (loan.number, loan.used_bytes()) == (3, 0)
 
 
 def test_bytes_that_are_free_cannot_be_held() -> None:
     loan = Loan()
-    loan.obtain(Daemon(lambda _: lent(1)), CONNECTION, 1.0)  # type: ignore[arg-type]
+    loan.obtain(Daemon(lambda _: lent(1)), 1.0)
     extent = loan.take(4096, 1)
     assert extent is not None
     loan.end(Use([extent]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_bytes_that_are_to_be_sent_again_are_nobody_elses_meanwhile(
     def judge_beside_a_renewal(asker: Asker, *arguments: object) -> object:
         if not is_renewing[0]:
             is_renewing[0] = True
-            connection.loan.renew(asker, connection, 5.0)
+            connection.loan.renew(partial(asker.ask, connection), 5.0)
             is_renewing[0] = False
         return judge(asker, *arguments)  # type: ignore[arg-type]
 

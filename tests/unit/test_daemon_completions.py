@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from kvstore_tiers.base import Outcome, OutcomeKind
-from kvstored.movement.completions import CompletionQueue
+from kvstored.completions import CompletionQueue
 
 DONE = Outcome(OutcomeKind.DONE)
 

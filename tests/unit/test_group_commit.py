@@ -11,8 +11,8 @@ import pytest
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
 from kvstore_tiers.memory import MemoryTier
+from kvstored.completions import CompletionQueue
 from kvstored.movement import group_commit
-from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.group_commit import GroupCommit
 from kvstored.telemetry import Counters
 

@@ -13,7 +13,7 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.recovered import as_columns, as_words
-from kvstored.residency import Kind, Residency, check
+from kvstored.residency import Kind, Residency, adopt, check
 from kvstored.residency.cold import KeyTable
 
 NVME = 1
@@ -62,7 +62,7 @@ def test_blocks_of_several_tenants_in_any_order(seed: int) -> None:
         ]  # fmt: skip
         columns = as_columns(told)
         kinds = [Kind(origin.tenant[0], 7, 0) for origin in columns.origins]
-        for at in residency.adopt(NVME, columns, kinds, 1):  # on which others hang already
+        for at in adopt(residency, NVME, columns, kinds, 1):  # on which others hang already
             header, kind = told[at][1], kinds[int(columns.origin[at])]
             row = residency.insert(
                 kind.tenant, header.key, header.parent, fingerprint_id=7, group=0, depth=header.depth,

@@ -14,8 +14,8 @@ from kvstore_tiers.nvme.tier import NvmeTier
 from kvstored import assembly
 from kvstored.assembly import Store, make_residency
 from kvstored.clock import ManualClock
+from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
-from kvstored.movement.completions import CompletionQueue
 from kvstored.policies import POLICIES, resolve
 from kvstored.simulator import replay
 from kvstored.simulator.machine import load_machine

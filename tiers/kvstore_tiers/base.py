@@ -23,17 +23,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.image import image_header, stamp_header
+from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstore_tiers.segments import AlignedBuffer, MemoryKind, Segment
-
-if TYPE_CHECKING:
-    from kvstore_tiers.recovered import RecoveredBlocks
+from kvstore_tiers.slot import Slot
 
 __all__ = [
     "Completion",
@@ -50,15 +48,6 @@ __all__ = [
     "TierStatistics",
     "require_fits",
 ]
-
-
-class Slot(NamedTuple):
-    """A place for one block. `nbytes` includes header and padding; `generation` grows each time a place is reused."""
-
-    container: int  # arena or slab number
-    offset: int
-    nbytes: int
-    generation: int
 
 
 class OutcomeKind(Enum):
@@ -299,8 +288,6 @@ class Tier(ABC):
 
     def recover_columns(self) -> RecoveredBlocks:
         """What `recover` tells, all at once: for whoever takes over a great many blocks."""
-        from kvstore_tiers.recovered import as_columns  # it needs `Slot` from here
-
         return as_columns(self.recover())
 
     @abstractmethod

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from kvstore_tiers.base import Outcome, OutcomeKind, Tier, TierState
 from kvstore_tiers.failures import ERRORS_IN_A_ROW, NO_ROOM
 from kvstored.clock import NS_PER_S, Clock
+from kvstored.completions import CompletionQueue
 from kvstored.degraded.modes import DegradedModes, Mode
-from kvstored.movement.completions import CompletionQueue
 from kvstored.telemetry import Counters
 
 SYNC_ERRORS_IN_A_ROW = 3
@@ -46,6 +46,7 @@ class TierBreaker:
         completions: CompletionQueue,
         clock: Clock,
         counters: Counters,
+        on_open: Callable[[], None],
     ) -> None:
         self._tier = tier
         self._part = part
@@ -62,7 +63,7 @@ class TierBreaker:
         self._probe_at_ns = 0
         self._ticked_ns = clock.monotonic_ns()
         self._probe_pause_s = FIRST_PROBE_S
-        self.on_open: list[Callable[[], None]] = []
+        self._on_open = on_open
 
     @property
     def mode(self) -> Mode:
@@ -133,8 +134,7 @@ class TierBreaker:
         self._trial.clear()
         self._probe_at_ns = now_ns + round(self._probe_pause_s * NS_PER_S)
         if served and not self.serves_reads:
-            for tell in self.on_open:
-                tell()
+            self._on_open()
 
     # Time
 

@@ -41,7 +41,6 @@ class Damage:
         self.rewrite: Callable[[int], object] | None = None
         self.is_coming: Callable[[int], bool] = lambda row: False  # whether write-back is about to read its DRAM copy
         self.make_durable: Callable[[], object] = lambda: None  # what NVMe was told of its slots
-        self.on_cut_off: list[Callable[[], None]] = []  # blocks may have become unreachable
 
     def on_nvme(self, row: int, reason: str) -> None:
         """The NVMe copy of a block is bad."""
@@ -86,8 +85,6 @@ class Damage:
                 self._put_aside(taken.slot, reason)
         if orphans:
             self._counters.add("orphaned_blocks", orphans)
-            for cut_off in self.on_cut_off:
-                cut_off()
 
     def _put_aside(self, slot: Slot, reason: str) -> None:
         """Quarantine, and have that made durable soon: a crash must not bring the block back."""

@@ -16,7 +16,7 @@ from functools import partial
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.host import HostTier
-from kvstored.movement.completions import CompletionQueue
+from kvstored.completions import CompletionQueue
 from kvstored.movement.damage import Damage
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore_tiers.base import Outcome, Tier
-from kvstored.movement.completions import CompletionQueue
+from kvstored.completions import CompletionQueue
 from kvstored.movement.gate import WriteGate
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters

@@ -13,7 +13,7 @@ from functools import partial
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
 from kvstored.clock import NS_PER_S, Clock
-from kvstored.movement.completions import CompletionQueue
+from kvstored.completions import CompletionQueue
 from kvstored.movement.lane import Accepted, Dispatch, Lane, Priority, Refused
 
 

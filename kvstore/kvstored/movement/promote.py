@@ -77,8 +77,6 @@ class Promoter:
         self._prefetch_room_bytes = prefetch_room_bytes
         self._damage = damage
         self._suspects: OrderedDict[int, None] = OrderedDict()  # tokens whose last read failed
-        if breaker is not None:
-            breaker.on_open.append(self._let_waiters_go)
         self._under_way: dict[int, _Promotion] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -249,8 +247,6 @@ class Promoter:
         self._put_aside(row, Cause.READ_FAILED, outcome.message)
         if orphans:
             self._counters.add("orphaned_blocks", orphans)
-            for cut_off in self._damage.on_cut_off:
-                cut_off()
         self._finish(promotion, False)
 
     def _put_aside(self, row: int, cause: Cause, reason: str) -> None:
@@ -262,7 +258,7 @@ class Promoter:
             else:
                 self._nvme.quarantine(taken.slot, reason)
 
-    def _let_waiters_go(self) -> None:
+    def fail_waiters(self) -> None:
         """NVMe is shed: who waits gets a shorter prefix now, and what is queued gives its place in DRAM back. What is
         in flight still ends by itself."""
         for promotion in list(self._under_way.values()):

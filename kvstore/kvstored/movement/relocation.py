@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
+from kvstored.completions import CompletionQueue
 from kvstored.degraded import TierBreaker
 from kvstored.endurance import EnduranceAccount
 from kvstored.endurance.cost import medium_bytes
-from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.lane import Priority, Refused
 from kvstored.movement.mover import Mover, Transfer
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from kvstore_tiers.base import Outcome
-from kvstored.movement.completions import CompletionQueue
+from kvstored.completions import CompletionQueue
 from kvstored.movement.room import Room
 from kvstored.movement.shrink import Resizable, shrink_to_ceiling
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstored.clock import Clock
+from kvstored.completions import CompletionQueue
 from kvstored.endurance import Verdict
-from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.gate import WriteGate
 from kvstored.movement.group_commit import GroupCommit
 from kvstored.movement.lane import Priority, Refused
@@ -77,7 +77,6 @@ class WriteBack:
         self._flows = flows
         self.gate = gate
         gate.is_coming = self.is_coming
-        gate.breaker.on_open.append(self._cancel_queued)
         self._delay_ms = delay_ms
         self._batch_blocks = batch_blocks
         self._waiting: dict[int, _Write] = {}  # not started: the next batch
@@ -345,7 +344,7 @@ class WriteBack:
             self._finish(write, False)
         self._commit.write_ended()
 
-    def _cancel_queued(self) -> None:
+    def cancel_queued(self) -> None:
         """NVMe is shed: what has not begun is not waited for, and its DRAM copies may leave again."""
         for write in list(self._running.values()):
             self._mover.cancel(LANE, write.ticket)

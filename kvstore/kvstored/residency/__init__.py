@@ -1,5 +1,6 @@
 """Residency: which blocks are where. `Residency` is the index, `check` its invariant walker."""
 
+from kvstored.residency.adoption import adopt
 from kvstored.residency.check import check
 from kvstored.residency.events import PresenceListener, TierListener
 from kvstored.residency.ghost import Absence
@@ -19,6 +20,7 @@ __all__ = [
     "Selection",
     "TakenCopy",
     "TierListener",
+    "adopt",
     "check",
     "page",
     "rows_of_fingerprint",

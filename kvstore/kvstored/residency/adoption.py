@@ -9,7 +9,7 @@ Invariant: a block that is adopted is deeper than its parent if that is adopted 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,8 @@ import numpy.typing as npt
 from kvstore_tiers.recovered import RecoveredBlocks, as_words
 from kvstored.lifecycle import CopyState, Step, advance
 from kvstored.residency.cold import ColdKeys, KeyTable
-
-if TYPE_CHECKING:
-    from kvstored.residency.index import Residency
-    from kvstored.residency.view import Kind
+from kvstored.residency.index import Residency
+from kvstored.residency.view import Kind
 
 _STORED = int(advance(CopyState.ABSENT, Step.RECOVER))
 _NONE = -1
@@ -29,7 +27,11 @@ Column = npt.NDArray[Any]
 
 
 def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[Kind], now_ns: int) -> list[int]:
-    """See `Residency.adopt`."""
+    """`insert` and `attach` of all `blocks`, readable in `tier`, some hundred times as fast. `kinds` belong to
+    `blocks.origins`. Returns the positions of what is left out and has to be inserted one by one: keys that have a row
+    already, and blocks that are no deeper than their parents, which may close a cycle.
+    """
+    residency.changes += 1
     fits = np.ones(len(blocks), dtype=bool)
     fits[_known(residency, blocks, kinds)] = False
     ours = blocks if fits.all() else blocks.take(fits)
@@ -150,7 +152,7 @@ def _enter(
         copies.bytes_by_tenant[crowd.tenant] += int(sizes.sum())
         _make_findable(residency, crowd, first, count)
     _link_to_others(residency, tier, blocks, kinds, hanging, first)
-    residency.tell_adopted(range(first, first + count), tier, now_ns)
+    residency.notify_adopted(range(first, first + count), tier, now_ns)
 
 
 def _make_findable(residency: Residency, crowd: _Crowd, first: int, count: int) -> None:
@@ -175,7 +177,7 @@ def _link_to_others(
     rows, kids = residency.rows, residency.copies[tier].kids
     for position in hanging.tolist():
         row, tenant = first + position, kinds[int(blocks.origin[position])].tenant
-        parent = residency.row_to_hang_on(tenant, blocks.parent_of(position), row)
+        parent = residency.parent_or_placeholder(tenant, blocks.parent_of(position), row)
         rows.parent[row] = parent
         rows.links[parent] += 1
         kids[parent] += 1

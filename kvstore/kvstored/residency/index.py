@@ -22,9 +22,7 @@ from collections.abc import Iterable, Sequence
 
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
-from kvstore_tiers.recovered import RecoveredBlocks
 from kvstored.lifecycle import Cause, CopyState, Step, advance
-from kvstored.residency.adoption import adopt
 from kvstored.residency.events import NobodyListens, PresenceListener, TierListener
 from kvstored.residency.removal import Removal
 from kvstored.residency.tenant import TenantIndex
@@ -316,19 +314,11 @@ class Residency(Removal):
 
     # In bulk
 
-    def adopt(self, tier: int, blocks: RecoveredBlocks, kinds: Sequence[Kind], now_ns: int) -> list[int]:
-        """`insert` and `attach` of all `blocks`, readable in `tier`, some hundred times as fast; `kinds` belong to
-        `blocks.origins`. What is left out, by position, has to go the slow way: keys that have a row already, and
-        blocks that are no deeper than their parents, which may close a cycle.
-        """
-        self.changes += 1
-        return adopt(self, tier, blocks, kinds, now_ns)
-
     def kind_number(self, kind: Kind) -> int:
         """For `adopt`: what stands for `kind` in its column."""
         return self._kind(kind.tenant, kind.fingerprint_id, kind.group)
 
-    def row_to_hang_on(self, tenant: int, key: bytes, child: int) -> int:
+    def parent_or_placeholder(self, tenant: int, key: bytes, child: int) -> int:
         """For `adopt`: the row of a parent, a placeholder where there is none."""
         index, rows = self.tenants[tenant], self.rows
         row = index.row(key)
@@ -337,8 +327,8 @@ class Residency(Removal):
             index.unreadable[key] = row
         return row
 
-    def tell_adopted(self, rows: Iterable[int], tier: int, now_ns: int) -> None:
-        """For `adopt`: tell whoever listens already."""
+    def notify_adopted(self, rows: Iterable[int], tier: int, now_ns: int) -> None:
+        """For `adopt`: notify the listeners that are there already."""
         listener, presence = self._listeners[tier], self._presence
         if isinstance(listener, NobodyListens) and presence is None:
             return

@@ -19,8 +19,8 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.assembly import Store, make_residency
 from kvstored.clock import NS_PER_S, ManualClock
+from kvstored.completions import CompletionQueue
 from kvstored.config import Config, load_config
-from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.lane import Priority
 from kvstored.movement.room import BYPASSED
 from kvstored.policies import RequestContext

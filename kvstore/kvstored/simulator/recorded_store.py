@@ -16,8 +16,8 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.host import HostTier
 from kvstored.assembly import Store, make_residency
 from kvstored.clock import ManualClock
+from kvstored.completions import CompletionQueue
 from kvstored.config import Config
-from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.lane import Priority
 from kvstored.movement.room import BYPASSED
 from kvstored.policies import RequestContext

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvstore_proto.printable import printable
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.config.sizes import show_size
-
-if TYPE_CHECKING:
-    from kvstored.dataplane.sessions import Session
+from kvstored.telemetry.caller import Caller
 
 log = logging.getLogger("kvstored.audit")
 INTERVAL_NS = NS_PER_S
@@ -38,7 +35,7 @@ class DeletionLog:
         self._sums: dict[tuple[str, int], _Sum] = {}
         self._since_ns = 0
 
-    def note(self, session: Session, blocks: int, nbytes: int) -> None:
+    def note(self, session: Caller, blocks: int, nbytes: int) -> None:
         """A client deleted `blocks` blocks of `nbytes` payload bytes."""
         if not self._sums:
             self._since_ns = self._clock.monotonic_ns()

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvstored.lifecycle import Cause
+from kvstored.telemetry.caller import Caller
 
 MAX_ACCOUNTS = 1024  # clients make their names up: those beyond count under their tenant alone
-
-
-class Caller(Protocol):
-    """Whom a request is counted for: a session."""
-
-    @property
-    def tenant_id(self) -> int: ...
-
-    @property
-    def account(self) -> str:
-        """Empty where an engine does not name one."""
-        ...
 
 
 @dataclass(slots=True)

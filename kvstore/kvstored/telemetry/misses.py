@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
-
-if TYPE_CHECKING:
-    from kvstored.dataplane.sessions import Session
+from kvstored.telemetry.caller import Caller
 
 
 @dataclass(slots=True)
@@ -43,7 +40,7 @@ class RecentMisses:
         self._clock = clock
         self._rings: dict[int, deque[Miss]] = {}
 
-    def note(self, request: str, session: Session, key: bytes, cause: Cause, found: int, asked: int) -> None:
+    def note(self, request: str, session: Caller, key: bytes, cause: Cause, found: int, asked: int) -> None:
         """A request of `asked` blocks found `found` of them and missed the block `key`."""
         ring = self._rings.get(session.tenant_id)
         if ring is None:

@@ -19,9 +19,9 @@ from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment
 from kvstored.clock import Clock
+from kvstored.completions import CompletionQueue
 from kvstored.dataplane.sessions import Session, StagedBlock
 from kvstored.lifecycle import CopyState
-from kvstored.movement.completions import CompletionQueue
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
 from kvstored.tiering import HOST

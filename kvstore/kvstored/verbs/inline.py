@@ -22,10 +22,10 @@ from kvstore_proto.v1 import unary_pb2 as unary
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment
+from kvstored.completions import CompletionQueue
 from kvstored.dataplane.inline import InlineBlocks
 from kvstored.dataplane.sessions import Session
 from kvstored.lifecycle import miss_reason
-from kvstored.movement.completions import CompletionQueue
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
 from kvstored.tiering import HOST

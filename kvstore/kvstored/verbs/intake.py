@@ -17,8 +17,8 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.clock import Clock
+from kvstored.completions import CompletionQueue
 from kvstored.dataplane.sessions import Session, StagedBlock
-from kvstored.movement.completions import CompletionQueue
 from kvstored.movement.room import BYPASSED, Room
 from kvstored.movement.writeback import WriteBack
 from kvstored.residency import CyclicChainError, Residency
