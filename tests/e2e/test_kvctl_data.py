@@ -416,6 +416,7 @@ def test_a_user_may_have_his_own_blocks_and_misses_explained(kvctl: Kvctl, as_no
     theirs = kvctl.json("blocks --tenant uid-0")["blocks"][0]["key"]
     assert json.loads(as_nobody("--json", "explain", theirs).stdout)["cause"] == "never_stored"
     assert b"no block begins with" in as_nobody("explain", theirs[:12]).stderr
+    assert b"each needs 32 digits" in as_nobody("explain", key[:12], key[:13]).stderr
     refused = as_nobody("explain", "--recent", "--tenant", "uid-0")
     assert (refused.returncode, b"its own tenant, uid-65534, only" in refused.stderr) == (FAILED, True)
     digest = MODEL.digest().hex()

@@ -47,6 +47,7 @@ class Explain:
         self._host = host
         self._misses = misses
         self._estimate_us = estimate_us
+        self._one_client = asyncio.Lock()  # clients take turns: walks of many would add up to a long pause
 
     async def explain(self, request: pb.ExplainRequest) -> pb.ExplainReply:
         """Raises KVStoreError for what cannot be a key, for a prefix of several keys, and for unknown names."""
@@ -59,7 +60,12 @@ class Explain:
         `explain`, and FORBIDDEN for another tenant."""
         if request.tenant not in ("", session.tenant.name):
             raise KVStoreError(ErrorKind.FORBIDDEN, f"a client may ask for its own tenant, {session.tenant.name}, only")
-        reply = await self._answer(request, session.tenant_id, {session.fingerprint_digest})
+        if sum(len(key) < KEY_DIGITS for key in request.keys) > 1:  # each is a walk over the whole index
+            raise KVStoreError(
+                ErrorKind.INVALID, f"one key may be cut short; of several each needs {KEY_DIGITS} digits"
+            )
+        async with self._one_client:
+            reply = await self._answer(request, session.tenant_id, {session.fingerprint_digest})
         for block in reply.blocks:
             block.block.ClearField("location")
             for copy in block.copies:
