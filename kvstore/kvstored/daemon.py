@@ -142,6 +142,9 @@ async def _serve(config: Config, read: Callable[[], Config], ahead: JudgingAhead
         await stop_wanted.wait()
     finally:
         await daemon.stop()
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_IGN)  # it has stopped in order, and its exit status is to say so
     return 0
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -177,6 +180,18 @@ def test_a_shutdown_that_is_not_urgent_lets_clients_leave_first(daemon: RunningD
         assert eventually(lambda: daemon.status().state == "draining")
         assert session.put(tokens_of(1, 1), payloads=payloads_of(1, 1, MODEL)).stored_blocks == 1
     assert daemon.process is not None and daemon.process.wait(60) == 0
+
+
+def test_signals_until_the_last_moment_do_not_spoil_the_exit_status(daemon: RunningDaemon) -> None:
+    """A service manager and an operator may both ask, and go on asking until the process is gone."""
+    process = daemon.process
+    assert process is not None
+    daemon.ask("Shutdown", pb.ShutdownRequest())
+    while process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.005)  # it needs some of the processor to end
+    assert process.returncode == 0
 
 
 def test_stopping_under_load_is_orderly(daemon: RunningDaemon) -> None:
