@@ -3,7 +3,7 @@
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import POLICIES, Policy, PolicySettings, ResidencyClass, Share, create, has_worth
+from kvstored.policies import POLICIES, WITH_WORTH, Policy, PolicySettings, ResidencyClass, Share, create
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 
 S = 1_000_000_000
@@ -262,9 +262,9 @@ def test_what_is_kept_by_worth_leaves_leaves_first(name: str) -> None:
         for row in found:
             shelf.residency.remove(row, Cause.EXPIRED, S)
         left += len(found)
-    assert left == (4 if has_worth(name) else 0)
-    assert policy.next_victim(S) == (-1 if has_worth(name) else rows[0][-1])
-    assert (policy.worth(pinned[0], S) is None) != has_worth(name)
+    assert left == (4 if name in WITH_WORTH else 0)
+    assert policy.next_victim(S) == (-1 if name in WITH_WORTH else rows[0][-1])
+    assert (policy.worth(pinned[0], S) is None) != (name in WITH_WORTH)
 
 
 @pytest.mark.parametrize("kind", ["policy", "admission"])
