@@ -14,11 +14,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvstored.policies import registry
 from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.policies.chains.following import COLD_ORDERS, PRIOR_ORDERS
 from kvstored.policies.chains.hazards import Ladder
 from kvstored.policies.chains.prior import Prior, write
+from kvstored.policy_names import POLICIES
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2, help="draws of session starts for agent traces")
     parser.add_argument("--write", type=Path, required=True, metavar="FILE.json")
     arguments = parser.parse_args()
-    registry.POLICIES[Fitting.name] = f"{__name__}:{Fitting.__name__}"
+    POLICIES[Fitting.name] = f"{__name__}:{Fitting.__name__}"
     chat = [read_trace(path, "mooncake", ReadOptions(), lambda *_: None) for path in arguments.chat]
     agent = [
         read_trace(path, "claude-code", ReadOptions(seed=seed), lambda *_: None)

@@ -15,10 +15,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvstored.policies import ChainHint, RequestContext, registry
+from kvstored.policies import ChainHint, RequestContext
 from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.policies.chains.following import COLD_ORDERS
 from kvstored.policies.chains.hazards import Ladder
+from kvstored.policy_names import POLICIES
 from kvstored.simulator.future import next_uses
 from kvstored.simulator.trace import Trace
 
@@ -126,7 +127,7 @@ class ToldUnprimed(Told, Unprimed):
 def policy_for(knowledge: str) -> str:
     """The name of the policy that takes it, known in this process from now on."""
     for policy in (Informed, Unprimed, ToldUnprimed):
-        registry.POLICIES[policy.name] = f"{policy.__module__}:{policy.__name__}"
+        POLICIES[policy.name] = f"{policy.__module__}:{policy.__name__}"
     if knowledge == UNPRIMED:
         return Unprimed.name
     return ToldUnprimed.name if knowledge == ANSWER else Informed.name

@@ -3,7 +3,7 @@
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import POLICIES, Policy, PolicySettings, ResidencyClass, Share, create, has_worth
+from kvstored.policies import POLICIES, WITH_WORTH, Policy, PolicySettings, ResidencyClass, Share, create
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 
 S = 1_000_000_000
@@ -85,30 +85,16 @@ def test_a_pinned_leaf_holds_its_ancestors_in_the_last_tier(name: str) -> None:
     assert evict_all(shelf, policy) == rows[::-1]
 
 
-def test_a_draining_block_is_not_named_again_until_it_is_kept(name: str) -> None:
-    shelf = Shelf("host", "nvme")
-    policy = create(name, shelf.residency, HOST)
-    parent, child = shelf.chain(0, 1)
-    assert policy.next_victim(1) == child
-    shelf.residency.drain(child, HOST)
-    assert policy.next_victim(1) == parent, "its child is on its way out"
-    shelf.residency.keep(child, HOST)
-    assert policy.next_victim(1) == child
-
-
 def test_a_whole_chain_can_be_demoted(name: str) -> None:
     shelf = Shelf("host", "nvme")
     host, nvme = create(name, shelf.residency, HOST), create(name, shelf.residency, NVME)
     rows = shelf.chain(*range(6))
     moved: list[int] = []
     while (row := host.next_victim(1)) >= 0:
-        shelf.residency.drain(row, HOST)
-        shelf.residency.attach(row, NVME, shelf.slot(), 1, filling=True)
+        shelf.residency.attach(row, NVME, shelf.slot(), 1)
+        shelf.residency.detach(row, HOST)
         moved.append(row)
     assert moved == rows[::-1]
-    for row in moved:
-        shelf.residency.publish(row, NVME, 2)
-        shelf.residency.detach(row, HOST)
     assert (len(host), len(nvme)) == (0, 6)
     assert evict_all(shelf, nvme) == rows[::-1]
 
@@ -181,16 +167,6 @@ def test_a_minimum_protects_from_others_and_not_from_its_owner(name: str) -> Non
     assert evict_all(shelf, policy) == [mine[0], other]
     assert evict_all(shelf, policy, tenant=0) == mine[1:]
     assert policy.next_victim(1, tenant=1) == -1
-
-
-def test_a_minimum_counts_demotions_in_flight_as_gone(name: str) -> None:
-    shelf = Shelf("host", "nvme")
-    policy = create(name, shelf.residency, HOST)
-    policy.set_share(0, Share(min_bytes=BLOCK_BYTES))
-    a = shelf.chain(0)[0]
-    shelf.chain(1)
-    shelf.residency.drain(a, HOST)
-    assert policy.next_victim(1) == -1
 
 
 def test_classes_are_told_apart_and_counted(name: str) -> None:
@@ -286,9 +262,9 @@ def test_what_is_kept_by_worth_leaves_leaves_first(name: str) -> None:
         for row in found:
             shelf.residency.remove(row, Cause.EXPIRED, S)
         left += len(found)
-    assert left == (4 if has_worth(name) else 0)
-    assert policy.next_victim(S) == (-1 if has_worth(name) else rows[0][-1])
-    assert (policy.worth(pinned[0], S) is None) != has_worth(name)
+    assert left == (4 if name in WITH_WORTH else 0)
+    assert policy.next_victim(S) == (-1 if name in WITH_WORTH else rows[0][-1])
+    assert (policy.worth(pinned[0], S) is None) != (name in WITH_WORTH)
 
 
 @pytest.mark.parametrize("kind", ["policy", "admission"])

@@ -46,7 +46,6 @@ class PolicyAgainstNaive(RuleBasedStateMachine):
         self.age = 0
         self.uses = 0
         self.pinned: set[int] = set()
-        self.draining: set[int] = set()
 
     def stamp(self, row: int) -> None:
         self.uses += 1
@@ -57,9 +56,8 @@ class PolicyAgainstNaive(RuleBasedStateMachine):
         return (self.worth[row] if self.policy_name == "lfu-ttl" else 0, self.stamps[row])
 
     def free_to_leave(self) -> list[int]:
-        staying = [row for row in self.stamps if row not in self.draining]
-        parents = {self.residency.parent(row) for row in staying}
-        return [row for row in staying if row not in parents and row not in self.pinned]
+        parents = {self.residency.parent(row) for row in self.stamps}
+        return [row for row in self.stamps if row not in parents and row not in self.pinned]
 
     def victim(self) -> int:
         row = min(self.free_to_leave(), key=self.rank, default=-1)
@@ -69,7 +67,7 @@ class PolicyAgainstNaive(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def request(self, number: int) -> None:
-        """Store what is missing of a path, then use all of it, tail first."""
+        """Store or promote what is missing of a path, then use all of it, tail first."""
         chain = path(number)
         known = set(self.stamps)
         rows: list[int] = []
@@ -77,6 +75,7 @@ class PolicyAgainstNaive(RuleBasedStateMachine):
             row = self.residency.find(0, key(block))
             if row < 0:
                 row = self.shelf.insert(block, PARENTS[block], depth=depth)
+            if not self.residency.has(row, HOST):
                 self.residency.attach(row, HOST, self.shelf.slot(), 1)
             rows.append(row)
         for row in rows:
@@ -116,19 +115,14 @@ class PolicyAgainstNaive(RuleBasedStateMachine):
             del self.stamps[row], self.worth[row]
 
     @rule()
-    def drain(self) -> None:
+    def demote(self) -> None:
         row = self.victim()
         assert self.policy.next_victim(1) == row
         if row >= 0:
-            self.residency.drain(row, HOST)
-            self.draining.add(row)
-
-    @rule(number=numbers)
-    def keep(self, number: int) -> None:
-        row = self.residency.find(0, key(number))
-        if row in self.draining:
-            self.residency.keep(row, HOST)
-            self.draining.discard(row)
+            if not self.residency.has(row, NVME):
+                self.residency.attach(row, NVME, self.shelf.slot(), 1)
+            self.residency.detach(row, HOST)
+            del self.stamps[row], self.worth[row]
 
     @rule(number=numbers)
     def quarantine(self, number: int) -> None:
@@ -136,9 +130,8 @@ class PolicyAgainstNaive(RuleBasedStateMachine):
         if row >= 0:
             self.residency.remove(row, Cause.CORRUPT, 1)
             for held in (self.stamps, self.worth):
-                del held[row]
+                held.pop(row, None)
             self.pinned.discard(row)
-            self.draining.discard(row)
 
     @invariant()
     def the_victim_is_the_naive_one(self) -> None:

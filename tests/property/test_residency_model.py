@@ -28,7 +28,7 @@ Name = tuple[int, int]  # tenant, block number
 
 @dataclass
 class Block:
-    copies: dict[int, str] = field(default_factory=dict)  # tier → filling | resident | draining
+    copies: dict[int, str] = field(default_factory=dict)  # tier → filling | resident
     parent: int | None = None
     pins: int = 0
 
@@ -136,24 +136,19 @@ class ResidencyAgainstModel(RuleBasedStateMachine):
         self.residency.attach(self.row((tenant, number)), tier, self.shelf.slot(), 1, filling=filling)
         block.copies[tier] = "filling" if filling else "resident"
 
-    @rule(tenant=tenants, number=numbers, tier=tiers, on=st.booleans())
-    def change_state(self, tenant: int, number: int, tier: int, on: bool) -> None:
+    @rule(tenant=tenants, number=numbers, tier=tiers, whole=st.booleans())
+    def end_filling(self, tenant: int, number: int, tier: int, whole: bool) -> None:
         block = self.blocks.get((tenant, number), Block())
+        if block.copies.get(tier) != "filling":
+            return
         row = self.row((tenant, number))
-        match block.copies.get(tier), on:
-            case "filling", True:
-                self.residency.publish(row, tier, 1)
-                block.copies[tier] = "resident"
-            case "resident", True:
-                self.residency.drain(row, tier)
-                block.copies[tier] = "draining"
-            case "draining", True:
-                self.residency.keep(row, tier)
-                block.copies[tier] = "resident"
-            case "filling", False:
-                self.residency.detach(row, tier)
-                del block.copies[tier]
-                self.prune()
+        if whole:
+            self.residency.publish(row, tier, 1)
+            block.copies[tier] = "resident"
+        else:
+            self.residency.detach(row, tier)
+            del block.copies[tier]
+            self.prune()
 
     @rule(tenant=tenants, number=numbers, tier=tiers)
     def detach(self, tenant: int, number: int, tier: int) -> None:

@@ -21,13 +21,13 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture(autouse=True)
 def _as_a_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Benchmarks are run as scripts, from their folder; nothing of theirs stays imported or registered."""
-    from kvstored.policies import registry
+    from kvstored.policy_names import POLICIES
 
-    before, policies = set(sys.modules), dict(registry.POLICIES)
+    before, policies = set(sys.modules), dict(POLICIES)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
-    registry.POLICIES.clear()
-    registry.POLICIES.update(policies)
+    POLICIES.clear()
+    POLICIES.update(policies)
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in ("study", "support", "policy_study"):
             del sys.modules[name]

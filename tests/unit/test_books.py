@@ -158,18 +158,14 @@ def test_a_walk_that_is_disturbed_is_tried_again_after_longer_each_time(
     assert waits == [600, 1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 
-@pytest.mark.parametrize("step", ["publish", "drain", "keep", "detach", "remove", "insert"])
+@pytest.mark.parametrize("step", ["publish", "detach", "remove", "insert"])
 def test_every_move_of_a_block_is_a_change(scene: Scene, step: str) -> None:
     residency, row = scene.residency, scene.rows[-1]
     residency.attach(row, 0, scene.nvme_slot(row), 1, filling=True)
-    if step in ("drain", "keep", "detach"):
+    if step == "detach":
         residency.publish(row, 0, 1)
-    if step == "keep":
-        residency.drain(row, 0)
     moves: dict[str, Any] = {
         "publish": lambda: residency.publish(row, 0, 1),
-        "drain": lambda: residency.drain(row, 0),
-        "keep": lambda: residency.keep(row, 0),
         "detach": lambda: residency.detach(row, 0),
         "remove": lambda: residency.remove(row, Cause.CORRUPT, 1),
         "insert": lambda: residency.insert(

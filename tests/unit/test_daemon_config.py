@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -35,6 +37,12 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
     assert known == set(sections)
 
 
+def test_reading_it_loads_no_numpy() -> None:
+    """A start reads this first; then another process judges records while the large modules load."""
+    program = "import sys; from kvstored.config import load_config; load_config(None); sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_staging_is_at_most_a_quarter_of_the_capacity() -> None:
     assert load_config(None, FIXED).host.staging_bytes == 64 * MIB
     assert load_config(None, [*FIXED, "host.staging=100MiB"]).host.staging_bytes == 64 * MIB
@@ -57,7 +65,7 @@ def test_staging_is_at_most_a_quarter_of_the_capacity() -> None:
         ("nvme.capacity=900TiB", "more than the whole file system"),
         ("nvme.slab=10GiB", "does not hold one slab"),
         ("nvme.enabled=yes", "nvme.enabled must be bool"),
-        ("host.policy=mru", "known: lru, lfu-ttl"),
+        ("host.policy=mru", "known: lru, fifo"),
         ("nvme.admission=never", "known: always, second-touch"),
         ("durability.mode=maybe", "known: none, batch, always"),
         ("tenants.default=open", "known: by-uid, refuse"),

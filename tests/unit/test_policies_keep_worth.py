@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstored.config.parse import WORTH_POLICIES
 from kvstored.lifecycle import Cause
-from kvstored.policies import POLICIES, ChainHint, Policy, PolicySettings, ResidencyClass, create, has_worth
+from kvstored.policies import ChainHint, Policy, PolicySettings, ResidencyClass, create
 from kvstored.policies.base import WARM_WORTH
 from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.simulator.replay import Replay, ReplaySettings
@@ -229,7 +228,3 @@ def test_what_is_due_expires_while_no_request_comes() -> None:
         builder.add(at_s * S, [at_s])
     held = Replay(builder.build(), ReplaySettings("lfu-ttl", 100, ttl_s=100.0)).run().held_block_s
     assert 100 <= held[1] <= 100 + 2 * 1000 / 64
-
-
-def test_the_configuration_knows_who_has_a_worth() -> None:
-    assert set(WORTH_POLICIES) == {name for name in POLICIES if has_worth(name)}

@@ -14,7 +14,7 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
-from kvstored.lifecycle import Cause, CopyState
+from kvstored.lifecycle import Cause
 from kvstored.policies import PolicySettings, create
 from kvstored.residency import Kind, Residency, adopt, check
 from kvstored.residency.removal import TakenCopy
@@ -107,7 +107,7 @@ def test_eviction_takes_them_in_the_same_order_as_one_by_one(policy: str, length
         while (row := chosen.next_victim(2)) >= 0:
             evicted.append(residency.key(row))
             (taken,) = residency.remove(row, Cause.EVICTED, 2)
-            assert taken == TakenCopy(NVME, taken.slot, CopyState.RESIDENT)
+            assert taken == TakenCopy(NVME, taken.slot)
             assert check(residency) == []
         assert (residency.rows.live, len(residency), residency.tenant_bytes(0, NVME)) == (0, 0, 0)
         orders.append(evicted)
@@ -123,7 +123,6 @@ def test_what_leaves_dram_again_is_as_cold_as_it_was() -> None:
     assert residency.find(0, key_of(2)) == row and residency.tenants[0].cold_blocks == 2
     residency.publish(row, HOST, 2)
     assert residency.tier_mask(row) == 0b11
-    residency.drain(row, HOST)
     residency.detach(row, HOST)
     assert residency.tenants[0].cold_blocks == 3 and not residency.tenants[0].readable
     assert residency.find(0, key_of(2)) == row and residency.key(row) == key_of(2)

@@ -5,17 +5,7 @@ import itertools
 import pytest
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.lifecycle import (
-    CAUSE_OF_LOSS,
-    STEPS,
-    TRANSITIONS,
-    Cause,
-    CopyState,
-    Move,
-    Step,
-    advance,
-    miss_reason,
-)
+from kvstored.lifecycle import TRANSITIONS, Cause, CopyState, Step, advance, miss_reason
 
 
 @pytest.mark.parametrize(("state", "step"), list(itertools.product(CopyState, Step)))
@@ -38,20 +28,6 @@ def test_every_state_can_be_reached_and_left() -> None:
                 frontier.append(after)
     assert reached == set(CopyState)
     assert {before for before, _ in TRANSITIONS} == set(CopyState)
-
-
-@pytest.mark.parametrize("move", Move)
-def test_moves_are_legal_walks(move: Move) -> None:
-    taken_from, made = STEPS[move]
-    state = CopyState.RESIDENT
-    for step in taken_from:
-        state = advance(state, step)
-    assert state is (CopyState.RESIDENT if move is Move.PROMOTE else CopyState.ABSENT)
-    state = CopyState.ABSENT
-    for step in made:
-        state = advance(state, step)
-    assert state is (CopyState.RESIDENT if made else CopyState.ABSENT)
-    assert (move in CAUSE_OF_LOSS) is (move not in (Move.PROMOTE, Move.DEMOTE))
 
 
 def test_causes_are_the_wire_s_miss_reasons() -> None:

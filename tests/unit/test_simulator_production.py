@@ -67,12 +67,6 @@ def test_admissions_come_from_where_the_daemon_has_them() -> None:
     assert replay.create is assembly.create
 
 
-def test_every_policy_can_be_configured() -> None:
-    from kvstored.config.parse import POLICIES as CONFIGURED
-
-    assert set(CONFIGURED) == set(POLICIES)
-
-
 # Mode timing
 
 MOVES = {"residency", "policies", "rooms", "leases", "mover", "promoter", "writeback", "cut_off", "damage", "breaker"}

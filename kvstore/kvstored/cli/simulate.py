@@ -170,7 +170,7 @@ def _policies(
     arguments: argparse.Namespace, default: str, more: tuple[str, ...] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Policies and admissions that were asked for. Raises ValueError with one line."""
-    from kvstored.policies import ADMISSIONS, BEST, POLICIES, has_worth, resolve
+    from kvstored.policies import ADMISSIONS, BEST, POLICIES, WITH_WORTH, resolve
 
     policies = some_of(
         "--policy",
@@ -180,7 +180,7 @@ def _policies(
     )
     if not 0 <= arguments.keep_worth < float("inf"):
         raise ValueError(f"--keep-worth {arguments.keep_worth:g}: uses an hour, 0 (never) or more, such as 4")
-    if arguments.keep_worth and not any(has_worth(resolve(name)) for name in policies if resolve(name) in POLICIES):
+    if arguments.keep_worth and not any(resolve(name) in WITH_WORTH for name in policies):
         raise ValueError(f"--keep-worth means nothing to {', '.join(policies)}: no worth is known there; add best")
     return policies, some_of("--admission", arguments.admission, ADMISSIONS, every=tuple(ADMISSIONS))
 

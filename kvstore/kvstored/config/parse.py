@@ -34,6 +34,7 @@ from kvstored.config.sizes import is_size_text, parse_size, show_size
 from kvstored.config.tenant_sections import tenant_sections
 from kvstored.config.unknown import did_you_mean
 from kvstored.config.written import names_in, written
+from kvstored.policy_names import ADMISSIONS, POLICIES, WITH_WORTH
 
 Table = dict[str, Any]
 MAX_BLOCK_BYTES = 2 << 30  # the residency index keeps a slot's size in 32 bits
@@ -45,12 +46,9 @@ MAX_INDEX_SLOTS = 100_000_000  # 1 GiB of buckets
 MIN_UNARY_MESSAGE_BYTES, MAX_UNARY_MESSAGE_BYTES = 64 << 10, 1 << 30
 _LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})\Z")
 DURABILITY_MODES = ("none", "batch", "always")
-POLICIES = ("lru", "lfu-ttl", "lfu", "fifo", "s3-fifo", "sieve", "arc", "w-tinylfu", "gdsf", "chain-hazard")
 WARM_RESTARTS = ("auto", "systemd", "holder", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 VERIFY_READS = ("off", "first", "always")
-WORTH_POLICIES = ("chain-hazard",)  # those that say what a block is worth
-ADMISSIONS = ("always", "second-touch", "worth")
 
 
 def reference_text() -> str:
@@ -327,8 +325,8 @@ def _check_times_to_live(host: HostSection, nvme: NvmeSection) -> None:
     ):
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{name} must be 0 (never) or a number of {unit}, got {value}")
-    if host.keep_worth and host.policy not in WORTH_POLICIES:
+    if host.keep_worth and host.policy not in WITH_WORTH:
         raise ConfigError(
             f"host.keep_worth means nothing to host.policy {host.policy}, which has no worth: set host.policy to "
-            f"{', '.join(WORTH_POLICIES)}, or host.ttl_s instead"
+            f"{', '.join(WITH_WORTH)}, or host.ttl_s instead"
         )

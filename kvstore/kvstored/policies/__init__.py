@@ -2,13 +2,15 @@
 
 from kvstored.policies.admission import Admission
 from kvstored.policies.base import ChainHint, Policy, PolicySettings, RequestContext, ResidencyClass, Share
-from kvstored.policies.registry import ADMISSIONS, BEST, POLICIES, create, create_admission, has_worth, resolve
+from kvstored.policies.registry import BEST, create, create_admission, resolve
 from kvstored.policies.telling import known_step, tell
+from kvstored.policy_names import ADMISSIONS, POLICIES, WITH_WORTH
 
 __all__ = [
     "ADMISSIONS",
     "BEST",
     "POLICIES",
+    "WITH_WORTH",
     "Admission",
     "ChainHint",
     "Policy",
@@ -18,7 +20,6 @@ __all__ = [
     "Share",
     "create",
     "create_admission",
-    "has_worth",
     "known_step",
     "resolve",
     "tell",

@@ -7,7 +7,7 @@ tenant over its maximum; priority; time to live; then the policy's own order (re
 
 Obligations
 - The caller MUST pass on every event of the tier (`create` wires the policy to residency), with `now_ns`
-  never going back; it acts on a victim (drain, detach, remove) or names it in `exclude` before it asks for
+  never going back; it acts on a victim (detach, remove) or names it in `exclude` before it asks for
   another.
 - The implementation MUST name only rows that `residency.may_leave(row, tier)` at that moment; MUST be
   deterministic; MUST NOT change residency; MUST answer `next_victim` in O(log n) amortised, however many rows
@@ -108,7 +108,7 @@ class Policy(ABC):
         share = self.shares.get(tenant)
         if share is None:
             return True
-        left_bytes = self.residency.staying_bytes(tenant, self.tier) - self.residency.copies[self.tier].nbytes[row]
+        left_bytes = self.residency.tenant_bytes(tenant, self.tier) - self.residency.copies[self.tier].nbytes[row]
         return left_bytes >= share.min_bytes
 
     # Events

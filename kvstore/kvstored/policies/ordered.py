@@ -2,7 +2,7 @@
 tenants.
 
 A subclass keeps, for each tenant, the rows that are QUEUED in its own order. When the first of them cannot
-leave (a lease, a child, a drain), it is PARKED: out of the queue, so that no later question stumbles over it.
+leave (a lease, a child), it is PARKED: out of the queue, so that no later question stumbles over it.
 When residency says it may be free, it is RETURNED: in a heap by rank, from which it competes with the queue
 at the very place it had, since nobody used it in between. An access puts it back into the queue. Each parking
 is paid for by the event that ends it, hence O(log n) amortised a question.
@@ -138,11 +138,11 @@ class OrderedPolicy(Policy):
         smallest: tuple[bool, int, bool, float] | None = None
         for number in range(len(self._returned)):
             share = self.shares.get(number, _NO_SHARE)
-            staying_bytes = self.residency.staying_bytes(number, self.tier)
+            held_bytes = self.residency.tenant_bytes(number, self.tier)
             row = self._first(number, now_ns, exclude)
-            if row < 0 or staying_bytes - self.residency.copies[self.tier].nbytes[row] < share.min_bytes:
+            if row < 0 or held_bytes - self.residency.copies[self.tier].nbytes[row] < share.min_bytes:
                 continue
-            within = share.max_bytes is None or staying_bytes <= share.max_bytes
+            within = share.max_bytes is None or held_bytes <= share.max_bytes
             order = (within, share.priority, not self._is_expired(row, now_ns), self._standing(row))
             if smallest is None or order < smallest:
                 chosen, smallest = row, order

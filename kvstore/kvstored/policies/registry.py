@@ -1,4 +1,4 @@
-"""Policies and admissions by name. A policy's module is imported when it is first asked for."""
+"""Makes policies and admissions by name. A policy's module is imported when it is first asked for."""
 
 from __future__ import annotations
 
@@ -10,27 +10,11 @@ import numpy as np
 from kvstored.policies.admission import Admission
 from kvstored.policies.base import Policy, PolicySettings
 from kvstored.policies.ordered import together
+from kvstored.policy_names import ADMISSIONS, POLICIES
 from kvstored.residency import Residency
 
-POLICIES: dict[str, str] = {
-    "lru": "kvstored.policies.lru:Lru",
-    "fifo": "kvstored.policies.fifo:Fifo",
-    "lfu": "kvstored.policies.lfu:Lfu",
-    "lfu-ttl": "kvstored.policies.lfu_ttl:LfuTtl",
-    "s3-fifo": "kvstored.policies.s3fifo:S3Fifo",
-    "sieve": "kvstored.policies.sieve:Sieve",
-    "arc": "kvstored.policies.arc:Arc",
-    "w-tinylfu": "kvstored.policies.w_tinylfu:WTinyLfu",
-    "gdsf": "kvstored.policies.gdsf:Gdsf",
-    "chain-hazard": "kvstored.policies.chain_hazard:ChainHazard",
-}
 BEST = "best"
 SHIPPED = "chain-hazard"  # what `best` is: the default of reference.toml for DRAM
-ADMISSIONS: dict[str, str] = {
-    "always": "kvstored.policies.admission:Always",
-    "second-touch": "kvstored.policies.admission:SecondTouch",
-    "worth": "kvstored.policies.admission:ByWorth",
-}
 
 
 def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
@@ -59,11 +43,6 @@ def create_admission(name: str, residency: Residency, tier: int, above: Policy |
 def resolve(name: str) -> str:
     """The policy that `name` stands for: `best` is what ships as the default."""
     return SHIPPED if name == BEST else name
-
-
-def has_worth(name: str) -> bool:
-    """Whether the policy `name` says what a block is worth. Raises ValueError for an unknown name."""
-    return _load(name, POLICIES, "policy").worth is not Policy.worth  # type: ignore[attr-defined]  # a Policy
 
 
 def _load(name: str, known: dict[str, str], what: str) -> type:

@@ -1,9 +1,8 @@
 """The columns of the index that say where a block is in one tier: state, slot and in-tier children.
 
 Owns, for each tier, which rows have a copy and in which slot, and how many bytes each tenant holds. Never
-decides. Invariants: a row has a slot exactly while its state is FILLING, RESIDENT or DRAINING; `kids[row]`
-counts the children of `row` whose copy is here to stay (FILLING or RESIDENT); `bytes_by_tenant` sums the
-slots' `nbytes`.
+decides. Invariants: a row has a slot exactly while its state is FILLING or RESIDENT; `kids[row]` counts the
+children of `row` that have a copy here; `bytes_by_tenant` sums the slots' `nbytes`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class TierCopies:
         "container",
         "generation",
         "kids",
-        "leaving_by_tenant",
         "name",
         "nbytes",
         "offset",
@@ -44,7 +42,6 @@ class TierCopies:
         self._capacity = 0
         self.blocks = 0
         self.bytes_by_tenant: list[int] = []
-        self.leaving_by_tenant: list[int] = []  # of which DRAINING
         self.state = bytearray()  # CopyState
         self.kids = array("I")
         self.container = array("I")

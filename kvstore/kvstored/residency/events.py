@@ -33,9 +33,7 @@ class TierListener(Protocol):
         """`removed` for each of `rows`, a piece of one chain, its end first."""
 
     def released(self, row: int) -> None:
-        """What kept `row` from leaving this tier (a lease, a child, a drain, being the last copy) may be
-        gone.
-        """
+        """What kept `row` from leaving this tier (a lease, a child, being the last copy) may be gone."""
 
 
 class NobodyListens:

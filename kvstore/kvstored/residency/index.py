@@ -5,7 +5,7 @@ in `removal`, how they come and are used here. Tells each tier's listener (the p
 reads a clock or decides what is worth keeping. Single-threaded: the control thread's alone.
 
 Invariants (walked by `check`)
-- A tenant's key has at most one row. A row is *readable* (a RESIDENT or DRAINING copy), *filling* (only
+- A tenant's key has at most one row. A row is *readable* (a RESIDENT copy), *filling* (only
   FILLING copies), or a *placeholder*: no copy at all, kept because children hang on it (the parent has not
   been stored yet, or was taken by force: quarantine, drop, invalidation). Storing that key again revives the
   row, and the chain is whole.
@@ -57,7 +57,6 @@ class Residency(Removal):
             self.tenants.append(TenantIndex(name, self._ghost_keys))
             for copies in self.copies:
                 copies.bytes_by_tenant.append(0)
-                copies.leaving_by_tenant.append(0)
         return number
 
     def listen(self, tier: int, listener: TierListener) -> None:
@@ -226,27 +225,6 @@ class Residency(Removal):
         self.changes += 1
         copies.place(row, slot)
         return left
-
-    def drain(self, row: int, tier: int) -> None:
-        """A demotion from `tier` has begun. The copy stays readable and is no longer in its parent's way."""
-        copies = self.copies[tier]
-        self.changes += 1
-        if self.rows.keys[row] is None:
-            self._wake(row)
-        copies.state[row] = advance(copies.state[row], Step.DRAIN)
-        copies.leaving_by_tenant[self.tenant_of(row)] += copies.nbytes[row]
-        self._child_leaves(row, tier)
-
-    def keep(self, row: int, tier: int) -> None:
-        """The demotion was given up."""
-        copies = self.copies[tier]
-        self.changes += 1
-        copies.state[row] = advance(copies.state[row], Step.KEEP)
-        copies.leaving_by_tenant[self.tenant_of(row)] -= copies.nbytes[row]
-        parent = self.rows.parent[row]
-        if parent >= 0:
-            copies.kids[parent] += 1
-        self._listeners[tier].released(row)
 
     # Use
 

@@ -14,22 +14,17 @@ from kvstored.lifecycle import BY_CHOICE, Cause, CopyState, Step, advance
 from kvstored.residency.events import NobodyListens, PresenceListener, TierListener
 from kvstored.residency.temperature import Temperature
 
-_STATES = tuple(CopyState)
 _FILLING = int(CopyState.FILLING)  # plain ints: half the time of a comparison with a member
 _RESIDENT = int(CopyState.RESIDENT)
-_DRAINING = int(CopyState.DRAINING)
 _RETIRED = int(advance(CopyState.RESIDENT, Step.RETIRE))
 _IS_BY_CHOICE = [cause in BY_CHOICE for cause in range(max(Cause) + 1)]  # a set of members hashes their names
 
 
 class TakenCopy(NamedTuple):
-    """A copy that has left the index. The caller frees the slot: at once if it was readable and unpinned,
-    when its transfer ends if it was FILLING or DRAINING, through limbo if readers may remain.
-    """
+    """A copy that has left the index. The caller frees the slot: at once, or through limbo if readers may remain."""
 
     tier: int
     slot: Slot
-    state: CopyState
 
 
 class Removal(Temperature):
@@ -234,22 +229,18 @@ class Removal(Temperature):
             self._listeners[tier].removed(row)
             if self._presence is not None:
                 self._tell_presence(row)
-        if before == _DRAINING:
-            copies.leaving_by_tenant[tenant] -= slot.nbytes
-        elif rows.parent[row] >= 0:
-            self._child_leaves(row, tier)
-        return TakenCopy(tier, slot, _STATES[before])
+        parent = rows.parent[row]
+        if parent >= 0:
+            self._child_leaves(parent, tier)
+        return TakenCopy(tier, slot)
 
     def _tell_presence(self, row: int) -> None:
         rows = self.rows
         key, tenant = rows.keys[row], self._kind_tenant[rows.kind[row]]
         self._presence.changed(tenant, key, rows.mask[row])  # type: ignore[union-attr, arg-type]  # a live row has a key
 
-    def _child_leaves(self, row: int, tier: int) -> None:
-        """One child less of `row`'s parent is in `tier` to stay."""
-        parent = self.rows.parent[row]
-        if parent < 0:
-            return
+    def _child_leaves(self, parent: int, tier: int) -> None:
+        """One child less of `parent` is in `tier`."""
         kids = self.copies[tier].kids
         kids[parent] -= 1
         if not kids[parent] and self.rows.mask[parent] >> tier & 1:

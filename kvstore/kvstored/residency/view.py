@@ -165,7 +165,7 @@ class ResidencyView:
         return self.pins.get(row, 0)
 
     def may_leave(self, row: int, tier: int) -> bool:
-        """Whether the copy in `tier` may go now: RESIDENT, unpinned, no child staying in this tier; and in
+        """Whether the copy in `tier` may go now: RESIDENT, unpinned, no child in this tier; and in
         the slowest tier, from which nothing can be demoted, another copy or no child anywhere.
         """
         copies = self.copies[tier]
@@ -199,7 +199,7 @@ class ResidencyView:
         return self.rows.filling[row] != 0
 
     def children(self, row: int, tier: int | None = None) -> int:
-        """Child rows overall, or those whose copy is in `tier` to stay."""
+        """Child rows overall, or those with a copy in `tier`."""
         return self.rows.links[row] if tier is None else self.copies[tier].kids[row]
 
     # What it is
@@ -256,13 +256,8 @@ class ResidencyView:
         return self.rows.accesses[row]
 
     def tenant_bytes(self, tenant: int, tier: int) -> int:
-        """Slot bytes of a tenant in a tier, FILLING and DRAINING included."""
+        """Slot bytes of a tenant in a tier, FILLING included."""
         return self.copies[tier].bytes_by_tenant[tenant]
-
-    def staying_bytes(self, tenant: int, tier: int) -> int:
-        """The same without what is DRAINING: what the tenant will hold when the demotions in flight are done."""
-        copies = self.copies[tier]
-        return copies.bytes_by_tenant[tenant] - copies.leaving_by_tenant[tenant]
 
     def tenant_blocks(self, tenant: int) -> int:
         """Readable blocks of a tenant."""

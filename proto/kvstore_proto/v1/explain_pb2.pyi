@@ -154,7 +154,7 @@ class CopyStatus(google.protobuf.message.Message):
     LOCATION_FIELD_NUMBER: builtins.int
     tier: builtins.str
     state: builtins.str
-    """filling | resident | draining"""
+    """filling | resident"""
     residency: builtins.str
     """hot | warm | cold"""
     bytes: builtins.int
