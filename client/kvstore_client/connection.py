@@ -99,11 +99,11 @@ class Connection:
         self.chains = KeyChains(introduction.fingerprint, list(welcome.roots))
         self.reads_only = introduction.staging_bytes == 0
         self.index = IndexSource(handshake.request_index if welcome.lookup_index else None)
-        self.loan = Loan()
         self.staging: Bytes | None = None  # also None when the daemon had no room to grant any
         staging_fd = handshake.take_staging()
         if staging_fd >= 0:
             self.staging = map_read_write(staging_fd, welcome.staging_bytes)
+        self.loan = Loan(0 if self.staging is None else len(self.staging))
         stream = self._open_stream(timeout_s)
         if stream is None:
             raise ConnectError("the daemon shook hands, but no stream could be opened in time")

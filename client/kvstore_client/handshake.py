@@ -147,7 +147,7 @@ class Handshake:
             return False
 
     def close(self) -> None:
-        """End the connection, and with it every lease and reservation of this session."""
+        """End the connection, and with it the session: its leases, and its staging memory."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an arena

@@ -1,6 +1,6 @@
-"""The part of a connection's staging that the daemon has lent us: we place blocks there by ourselves.
+"""A connection's staging memory, lent by the daemon: we place blocks there by ourselves.
 
-Owns which bytes of the loan are in use, by which request, and the getting of the loan. Never does: write there.
+Owns which bytes of it are in use, by which request, and the number of the loan. Never does: write there.
 Invariants: bytes that the daemon may be reading are handed out to nobody. It may until it has answered, however late:
 bytes of a request without an answer come back with a late answer, or when the loan is renewed, whichever is first, and
 once. Safe for several threads.
@@ -14,8 +14,6 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore_proto.arena import ALIGNMENT_BYTES
-from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 Late = Callable[[wire.Response], None]
@@ -42,31 +40,24 @@ class Use:
 
 
 class Loan:
-    """See the module. Nothing is lent before `obtain`."""
+    """See the module. `number` is 0 before `obtain`."""
 
-    def __init__(self) -> None:
+    def __init__(self, size_bytes: int) -> None:
         self._asking = threading.Lock()
         self._changed = threading.Condition()
-        self._free: list[tuple[int, int]] = []  # (offset, length), sorted, coalesced
+        self._free: list[tuple[int, int]] = [(0, size_bytes)]  # (offset, length), sorted, coalesced
         self._unanswered: set[Use] = set()
         self.number = 0
-        self.size_bytes = 0
-        self.is_offered = True  # until the daemon says that it lends nothing: one of the first release
+        self.size_bytes = size_bytes
 
     def obtain(self, ask: Ask, timeout_s: float) -> str:
-        """Have the loan, unless `is_offered` is False afterwards. A reason when that cannot be told now."""
-        if self.number or not self.is_offered:
+        """Have the loan; the reason when there is no answer in time. Raises as `ask`."""
+        if self.number:
             return ""
         with self._asking:
-            if self.number or not self.is_offered:
+            if self.number:
                 return ""
-            try:
-                answer = ask(wire.Request(lend=wire.Lend()), timeout_s, self._lent)
-            except KVStoreError as error:
-                if error.kind is not ErrorKind.INVALID:
-                    raise
-                self.is_offered = False
-                return ""
+            answer = ask(wire.Request(lend=wire.Lend()), timeout_s, self._lent)
             if isinstance(answer, str):
                 return answer
             self._lent(answer)
@@ -80,8 +71,7 @@ class Loan:
             return
 
         def renewed(response: wire.Response) -> None:
-            with self._changed:
-                self.number = max(self.number, response.lend.loan)
+            self._lent(response)
             for use in unanswered:
                 self.end(use)
 
@@ -145,18 +135,8 @@ class Loan:
             return self.size_bytes - sum(length for _, length in self._free)
 
     def _lent(self, response: wire.Response) -> None:
-        reply = response.lend
-        with self._changed:
-            if self.number:  # the answer to an earlier Lend, that came late, was first: the daemon has renewed it
-                self.number = max(self.number, reply.loan)
-                return
-            if not reply.nbytes:  # all of it is on reservations
-                self.is_offered = False
-                return
-            if reply.offset % ALIGNMENT_BYTES:
-                raise RuntimeError(f"the daemon lent staging from byte {reply.offset}, which is no slot's place")
-            self.number, self.size_bytes = reply.loan, reply.nbytes
-            self._free = [(reply.offset, reply.nbytes)]
+        with self._changed:  # the answer to an earlier Lend may come after that to a later one
+            self.number = max(self.number, response.lend.loan)
 
     def _put_back(self, extent: Extent) -> None:
         free = self._free

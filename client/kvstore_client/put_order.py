@@ -1,4 +1,4 @@
-"""What a put is to store, whichever way the daemon takes it."""
+"""What a put is to store."""
 
 from __future__ import annotations
 

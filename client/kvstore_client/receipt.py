@@ -16,12 +16,12 @@ from kvstore_proto.v1 import kvstore_pb2 as wire
 STORED, PRESENT, THROTTLED, FAILED = "stored", "present", "throttled", "failed"
 VOLATILE, PENDING, DURABLE = "volatile", "pending", "durable"
 
-_COMMIT_STATUSES: Final[dict[int, str]] = {
-    wire.COMMIT_STATUS_STORED: STORED,
-    wire.COMMIT_STATUS_PRESENT: PRESENT,
-    wire.COMMIT_STATUS_THROTTLED: THROTTLED,
-    wire.COMMIT_STATUS_ORPHANED: THROTTLED,
-    wire.COMMIT_STATUS_AGAIN: THROTTLED,
+_STATUSES: Final[dict[int, str]] = {
+    wire.STORE_STATUS_STORED: STORED,
+    wire.STORE_STATUS_PRESENT: PRESENT,
+    wire.STORE_STATUS_THROTTLED: THROTTLED,
+    wire.STORE_STATUS_ORPHANED: THROTTLED,
+    wire.STORE_STATUS_AGAIN: THROTTLED,
 }
 _DURABILITIES: Final[dict[int, str]] = {wire.DURABILITY_PENDING: PENDING, wire.DURABILITY_DURABLE: DURABLE}
 
@@ -72,8 +72,8 @@ class PutReceipt:
             self._take(response, blocks)
         return True
 
-    def record_commit(self, call: PendingCall, response: wire.Response, blocks: Sequence[int]) -> None:
-        """Enter the first answer to a commit of these blocks: indices into the receipt, -1 for one that another request
+    def record(self, call: PendingCall, response: wire.Response, blocks: Sequence[int]) -> None:
+        """Enter the first answer to a store of these blocks: indices into the receipt, -1 for one that another request
         decides.
         """
         self._take(response, blocks)
@@ -81,16 +81,16 @@ class PutReceipt:
             self._unsettled.append((call, blocks))
 
     def _take(self, response: wire.Response, blocks: Sequence[int]) -> None:
-        if not response.HasField("commit"):
+        if not response.HasField("store"):
             self.reason = response.error.message
             for block in blocks:
                 if block >= 0 and self.durability[block] == PENDING:
                     self.durability[block] = VOLATILE  # never confirmed: promise nothing
             return
-        reply = response.commit
+        reply = response.store
         for block, status, durability in zip(blocks, reply.statuses, reply.durability, strict=False):
             if block >= 0:
-                self.statuses[block] = _COMMIT_STATUSES.get(status, FAILED)
+                self.statuses[block] = _STATUSES.get(status, FAILED)
                 self.durability[block] = _DURABILITIES.get(durability, VOLATILE)
 
     def __repr__(self) -> str:

@@ -294,7 +294,7 @@ class Session:
             told = part.of(key_set(self.fingerprint, layers, run.packed))
             try:
                 answer = self._asker.ask(connection, wire.Request(hint=told), self._deadline_s)
-            except KVStoreError:  # it was checked above: this is a daemon of the first release, which knows no hints
+            except KVStoreError:  # it was checked above: this daemon knows no hints
                 return 0
             if isinstance(answer, str):
                 return 0

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
-from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, TOKEN_COUNT_OFFSET, TOKENS_OFFSET
+from kvstore_proto.arena import HEADER_BYTES, TOKEN_COUNT_OFFSET, TOKENS_OFFSET
 
 FillSlot = Callable[[Bytes], None]
 """Writes a whole payload into the array it is given: uint8[payload_bytes], writable, in shared memory."""
@@ -30,15 +30,6 @@ def payload_size(payload: Payload) -> int | None:
     if callable(payload):
         return None
     raise invalid(f"a payload must be bytes-like, an array, or a function(dest); got {type(payload).__name__}")
-
-
-def write_slot(staging: Bytes, offset: int, payload: Payload, payload_bytes: int, tokens: bytes | None) -> None:
-    """Fill the slot at `offset`. Raises RuntimeError for a slot outside the staging memory."""
-    end = offset + HEADER_BYTES + payload_bytes
-    if offset % ALIGNMENT_BYTES or end > len(staging):
-        raise RuntimeError(f"the daemon granted slot {offset}..{end} outside {len(staging)} bytes of staging")
-    write_tokens(staging[offset:end], 1, tokens)
-    write_payload(staging, offset, payload, payload_bytes)
 
 
 def write_tokens(slots: Bytes, count: int, tokens: bytes | None) -> None:

@@ -1,4 +1,4 @@
-"""Putting a run of blocks: write them into the loan and say so, in one message or a few.
+"""Putting a run of blocks: write them into the staging memory and say so, in one message or a few.
 
 Owns the pipeline of one put. What is written within a millisecond goes in one message, since each costs the daemon some
 0.3 ms; what takes longer is sent in parts, so that the daemon's copy runs beside ours. Blocks that the lookup index
@@ -28,7 +28,6 @@ from kvstore_client.put_order import (
     PutOrder,
 )
 from kvstore_client.receipt import THROTTLED, PutReceipt
-from kvstore_client.reserving import ReservedPut
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.staging import write_payload, write_tokens
 from kvstore_client.stream import PendingCall
@@ -51,17 +50,14 @@ def put_blocks(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> PutReceipt:
-    """Store what `order` says, the way this daemon takes it. Raises what a payload function raises, and KVStoreError
-    when the daemon finds the request wrong.
+    """Store what `order` says. Raises what a payload function raises, and KVStoreError when the daemon finds the
+    request wrong.
     """
-    loan, started = connection.loan, clock()
-    reason = loan.obtain(partial(asker.ask, connection), min(asker.deadline_s, deadline_s))
+    started = clock()
+    reason = connection.loan.obtain(partial(asker.ask, connection), min(asker.deadline_s, deadline_s))
     if reason:
         return PutReceipt(len(order.payloads), reason)
-    left_s = deadline_s - (clock() - started)
-    if not loan.is_offered:
-        return ReservedPut(asker, connection, order, left_s, clock=clock).run()
-    return Put(asker, connection, order, left_s, clock=clock).run()
+    return Put(asker, connection, order, deadline_s - (clock() - started), clock=clock).run()
 
 
 class Put:
@@ -233,15 +229,15 @@ class Put:
                 self._loan.end(batch.use)
 
     def _take_statuses(self, batch: Batch, call: PendingCall, answer: wire.Response) -> None:
-        statuses = answer.commit.statuses
+        statuses = answer.store.statuses
         again = self._undecided.answered(batch.blocks, statuses, self._clock(), self._deadline)
         if self._undecided.gave_up:
             self._receipt.reason = REASON_PENDING
         decided = [NOWHERE if position in again else block for position, block in enumerate(batch.blocks)]
-        self._receipt.record_commit(call, answer, decided)
-        if wire.COMMIT_STATUS_PRESENT in statuses:
+        self._receipt.record(call, answer, decided)
+        if wire.STORE_STATUS_PRESENT in statuses:
             self._connection.index.get(may_wait=False)  # it pays to know, from the next put on
-        self._send_again(batch, again, MIN_RETRY_S if wire.COMMIT_STATUS_AGAIN in statuses else 0.0)
+        self._send_again(batch, again, MIN_RETRY_S if wire.STORE_STATUS_AGAIN in statuses else 0.0)
 
     def _send_again(self, batch: Batch, positions: Sequence[int], delay_s: float) -> None:
         for position in reversed(positions):

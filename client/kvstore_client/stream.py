@@ -33,7 +33,7 @@ Late = Callable[[wire.Response], None]
 
 
 class PendingCall:
-    """A request on its way. `wait` may be called again for a commit that is answered twice."""
+    """A request on its way. `wait` may be called again for a store that is answered twice."""
 
     __slots__ = ("_answers", "_stream", "_told", "late", "request_id")
 
@@ -252,10 +252,10 @@ def _ignore(_: wire.Response) -> None:
 
 
 def _has_second_answer(response: wire.Response) -> bool:
-    """A commit that left blocks pending is answered again when they have settled."""
-    if not response.HasField("commit"):
+    """A store that left blocks pending is answered again when they have settled."""
+    if not response.HasField("store"):
         return False
-    return not response.commit.final and _PENDING in response.commit.durability
+    return not response.store.final and _PENDING in response.store.durability
 
 
 def _ended(request_id: int, reason: str) -> wire.Response:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from kvstore_client.put_order import PENDING_PATIENCE_S
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
-_DECIDED = frozenset({wire.COMMIT_STATUS_STORED, wire.COMMIT_STATUS_PRESENT})
+_DECIDED = frozenset({wire.STORE_STATUS_STORED, wire.STORE_STATUS_PRESENT})
 
 
 class Undecided:
@@ -32,7 +32,7 @@ class Undecided:
             return []  # the common case: each of them once, none of them again
         again: list[int] = []
         for position, (block, status) in enumerate(zip(blocks, statuses, strict=False)):
-            if status != wire.COMMIT_STATUS_AGAIN:
+            if status != wire.STORE_STATUS_AGAIN:
                 self._pending_since.pop(block, None)
             if self._goes_again(block, status, now, deadline):
                 self._blocks.add(block)
@@ -42,11 +42,11 @@ class Undecided:
         return again
 
     def _goes_again(self, block: int, status: int, now: float, deadline: float) -> bool:
-        if status == wire.COMMIT_STATUS_AGAIN:
+        if status == wire.STORE_STATUS_AGAIN:
             since = self._pending_since.setdefault(block, now)
             is_patient = now < min(since + PENDING_PATIENCE_S, deadline)
             self.gave_up = self.gave_up or not is_patient
             return is_patient
-        if status == wire.COMMIT_STATUS_ORPHANED:
+        if status == wire.STORE_STATUS_ORPHANED:
             return any(before < block for before in self._blocks)
-        return status == wire.COMMIT_STATUS_WANTED
+        return status == wire.STORE_STATUS_WANTED

@@ -86,7 +86,7 @@ from kvstored.tenants.keyring import Keyring
 from kvstored.tenants.reach import follow_users
 from kvstored.tenants.tokens import load_tokens, names_in
 from kvstored.tiering import HOST, NVME
-from kvstored.verbs import Delete, Get, Hints, Intake, Lending, LookUp, Put, Verbs
+from kvstored.verbs import Delete, Get, Hints, Intake, Lending, LookUp, Storing, Verbs
 from kvstored.verbs.inline import InlineCalls
 from kvstored.warm import Adopted, FormerClients, KeeperError, open_warm
 from kvstored.warm.ledger import LEDGER_BYTES
@@ -358,17 +358,12 @@ class Daemon:
         config, clock, store = self.config, self._clock, self._store
         limits, movement, residency = config.limits, config.movement, store.residency
         intake = Intake(
-            residency, store.host, store.rooms[HOST], store.writeback, self._completions, clock, store.counters,
-            default_mode=config.durability.mode,
+            residency, store.host, store.rooms[HOST], store.writeback, self._completions, clock, store.counters
         )  # fmt: skip
         intake.may_come_again = store.promoter.may_come_again
-        self._intake = intake
-        put = Put(
-            intake, residency, self._sessions, clock, store.counters, max_keys=limits.max_keys,
-            max_block_bytes=limits.max_block_bytes, reservation_ttl_ms=limits.reservation_ttl_ms,
-        )  # fmt: skip
+        storing = Storing(intake, residency, store.writeback, store.counters, default_mode=config.durability.mode)
         lending = Lending(
-            intake, residency, store.counters, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes,
+            storing, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes,
             inflight_limit=limits.inflight_per_client,
         )  # fmt: skip
         self._misses = RecentMisses(limits.misses_per_tenant, clock)
@@ -388,7 +383,7 @@ class Daemon:
         self._stack.callback(deletions.close)
         self._delete = Delete(residency, store.writeback, store.retire, clock, deletions, max_keys=limits.max_keys)
         self._make_views()
-        self._verbs = self._recorded(Verbs(look_up, put, lending, get, hints, self._delete, self._explain.own))
+        self._verbs = self._recorded(Verbs(look_up, storing, lending, get, hints, self._delete, self._explain.own))
         self._integrity = Integrity(store, self._is_idle)
         self._latencies = Latencies()
         self._answering = Answering(self._verbs, limits.inflight_per_client, self._latencies, clock)
@@ -398,12 +393,11 @@ class Daemon:
         self._host_resize = TierResize("host", store.host, store.rooms[HOST], sizer.give_back)
         self._stack.push_async_callback(self._host_resize.close)
         self._maintenance = Maintenance(
-            put, store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample,
+            store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample,
             (store.tick, sizer.tick, deletions.tick),
         )  # fmt: skip
 
         def end_session(session: Session) -> None:
-            put.end_session(session)
             if self._former is None or self.forgets_memory or self._state() != State.STOPPING.value:
                 store.leases.release_session(session.session_id)
                 if self._former is not None:
@@ -514,7 +508,7 @@ class Daemon:
         assert lifetime is not None
         calls = InlineCalls(
             self._verbs, self._delete, store.residency, store.host, self._completions, store.counters,
-            self._intake, message_bytes=config.unary.message_bytes,
+            message_bytes=config.unary.message_bytes, max_block_bytes=config.limits.max_block_bytes,
         )  # fmt: skip
         limit = unary.CallLimit(config.unary.calls)
         doors = UnaryDoors(

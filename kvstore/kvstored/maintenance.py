@@ -1,8 +1,8 @@
-"""What has to happen by itself: leases and reservations lapse, blocks expire, arenas are prefaulted, systemd is told,
+"""What has to happen by itself: leases lapse, blocks expire, arenas are prefaulted, systemd is told,
 the history is written.
 
 One tick a tenth of a second, each bounded; prefaulting runs in a thread of its own without the GIL.
-Invariant: no mistake of a part ends the ticking, on which leases, reservations and the service manager's watchdog hang.
+Invariant: no mistake of a part ends the ticking, on which leases and the service manager's watchdog hang.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from kvstored.movement.room import Room
 from kvstored.notify import notify, watchdog_interval_s
 from kvstored.policies import Policy
 from kvstored.telemetry import Counters
-from kvstored.verbs import Put
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -33,7 +32,6 @@ class Maintenance:
 
     def __init__(
         self,
-        put: Put,
         leases: LeaseTable,
         policies: Sequence[Policy],
         rooms: Sequence[Room],
@@ -43,7 +41,6 @@ class Maintenance:
         sample: Callable[[], None],
         watches: Sequence[Callable[[], None]] = (),
     ) -> None:
-        self._put = put
         self._leases = leases
         self._policies = policies
         self._rooms = rooms
@@ -58,7 +55,7 @@ class Maintenance:
     def tick(self) -> None:
         """Each part by itself: one that fails takes none of the others with it."""
         for part in (
-            self._expire_leases, self._expire_reservations, self._expire_blocks, *self._watches, self._sample
+            self._expire_leases, self._expire_blocks, *self._watches, self._sample
         ):  # fmt: skip
             try:
                 part()
@@ -70,9 +67,6 @@ class Maintenance:
 
     def _expire_leases(self) -> None:
         self._counters.add("expired_leases", self._leases.expire(self._clock.monotonic_ns()))
-
-    def _expire_reservations(self) -> None:
-        self._put.expire(self._clock.monotonic_ns())
 
     def _expire_blocks(self) -> None:
         now_ns = self._clock.monotonic_ns()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore_proto.arena import HEADER_BYTES, TOKEN_COUNT_OFFSET, TOKENS_OFFSET, slot_bytes
-from kvstore_proto.identity import NO_PARENT, BlockKeys, pack_tokens
+from kvstore_proto.arena import slot_bytes
+from kvstore_proto.identity import BlockKeys
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import (
@@ -26,8 +26,9 @@ from tests.reference.running_daemon import (
 MODEL = model()
 SLOT = slot_bytes(MODEL.payload_bytes())
 PAGES_A_SLOT = SLOT // 4096
-STORED, PRESENT, WANTED = pb.COMMIT_STATUS_STORED, pb.COMMIT_STATUS_PRESENT, pb.COMMIT_STATUS_WANTED
-ORPHANED, AGAIN, MISMATCH = pb.COMMIT_STATUS_ORPHANED, pb.COMMIT_STATUS_AGAIN, pb.COMMIT_STATUS_KEY_MISMATCH
+STORED, PRESENT, WANTED = pb.STORE_STATUS_STORED, pb.STORE_STATUS_PRESENT, pb.STORE_STATUS_WANTED
+ORPHANED, AGAIN, MISMATCH = pb.STORE_STATUS_ORPHANED, pb.STORE_STATUS_AGAIN, pb.STORE_STATUS_KEY_MISMATCH
+FAILED = pb.STORE_STATUS_FAILED
 
 
 @pytest.fixture(scope="module")
@@ -44,69 +45,30 @@ def client(daemon: RunningDaemon) -> Iterator[RawClient]:
     assert "Traceback" not in daemon.log, daemon.log
 
 
-def lend(client: RawClient, **fields: int) -> pb.LendReply:
-    response = client.ask(lend=pb.Lend(**fields))
-    assert response.HasField("lend"), response
-    return response.lend
-
-
 def write(client: RawClient, page: int, conversation: int, block: int) -> None:
     """Block `block` of a conversation into the slot that `page` names."""
-    tokens = pack_tokens(tokens_of(conversation, block + 1))[block * 256 :]
-    payload = payloads_of(conversation, block + 1, MODEL)[block]
-    offset = (page - 1) * 4096
-    with mmap.mmap(client.staging_fd, client.welcome.staging_bytes) as staging:
-        staging[offset + TOKEN_COUNT_OFFSET : offset + TOKEN_COUNT_OFFSET + 4] = (64).to_bytes(4, "little")
-        staging[offset + TOKENS_OFFSET : offset + TOKENS_OFFSET + 256] = tokens
-        staging[offset + HEADER_BYTES : offset + HEADER_BYTES + len(payload)] = payload.tobytes()
+    tokens = tokens_of(conversation, block + 1)[block * 64 :]
+    client.stage(page, tokens, payloads_of(conversation, block + 1, MODEL)[block])
 
 
-def store(client: RawClient, keys: BlockKeys, pages: Sequence[int], **fields: object) -> pb.Response:
-    request: dict[str, object] = {
-        "loan": 1, "keys": keys.packed, "parents": keys.parents(NO_PARENT), "pages": pages,
-        "payload_bytes": MODEL.payload_bytes(),
-    }  # fmt: skip
-    return client.ask(store=pb.Store(**(request | fields)))  # type: ignore[arg-type]
-
-
-def statuses(response: pb.Response) -> list[int]:
-    assert response.HasField("commit"), response
-    assert response.commit.final
-    return list(response.commit.statuses)
-
-
-def test_blocks_in_the_loan_are_stored_by_one_message(daemon: RunningDaemon, client: RawClient) -> None:
-    loan = lend(client)
-    assert (loan.loan, loan.offset % 4096, loan.nbytes) == (1, 0, client.welcome.staging_bytes)
+def test_blocks_in_staging_are_stored_by_one_message(daemon: RunningDaemon, client: RawClient) -> None:
+    assert client.lend() == 1
     keys = client.keys(tokens_of(1, 3))
-    pages = [1 + loan.offset // 4096 + PAGES_A_SLOT * place for place in (2, 0, 1)]
+    pages = [1 + PAGES_A_SLOT * place for place in (2, 0, 1)]
     for block, page in enumerate(pages):
         write(client, page, 1, block)
-    assert statuses(store(client, keys, pages)) == [STORED] * 3
-    assert statuses(store(client, keys, pages)) == [PRESENT] * 3
+    assert client.store(keys, pages) == [STORED] * 3
+    assert client.store(keys, pages) == [PRESENT] * 3
     with daemon.connect(MODEL) as session, session.get(tokens_of(1, 3)) as lease:
         assert holds(lease, payloads_of(1, 3, MODEL))
 
 
-def test_a_part_of_staging_can_be_lent_and_the_rest_reserved(client: RawClient) -> None:
-    loan = lend(client, nbytes=5 * SLOT + 1)
-    assert loan.nbytes == 5 * SLOT
-    reply = client.reserve(client.keys(tokens_of(2, 100)))
-    places = [offset for offset, id_ in zip(reply.staging_offsets, reply.reservation_ids, strict=True) if id_]
-    assert places and all(offset >= loan.offset + loan.nbytes or offset + SLOT <= loan.offset for offset in places)
-    assert lend(client, nbytes=SLOT) == pb.LendReply(loan=2, offset=loan.offset, nbytes=loan.nbytes), "as it was"
-
-
-def test_all_of_staging_on_reservations_leaves_nothing_to_lend(client: RawClient) -> None:
-    slots = client.welcome.staging_bytes // SLOT
-    assert sum(map(bool, client.reserve(client.keys(tokens_of(3, slots))).reservation_ids)) == slots
-    assert lend(client).nbytes == client.welcome.staging_bytes % SLOT
-
-
 def test_a_client_that_only_reads_is_lent_nothing(daemon: RunningDaemon) -> None:
     with RawClient(daemon.socket_dir, MODEL, staging_bytes=0) as reader:
-        assert lend(reader) == pb.LendReply()
-        assert statuses(store(reader, reader.keys(tokens_of(4, 1)), [1])) == [AGAIN]
+        assert (reader.staging_fd, reader.welcome.staging_bytes) == (-1, 0)
+        assert reader.lend() == 0
+        for loan in (0, 1):
+            assert reader.store(reader.keys(tokens_of(4, 1)), [1], loan=loan) == [AGAIN]
 
 
 @pytest.mark.parametrize(
@@ -115,65 +77,94 @@ def test_a_client_that_only_reads_is_lent_nothing(daemon: RunningDaemon) -> None
         ({"pages": [1]}, pb.ERROR_KIND_INVALID, "2 keys with 1 pages"),
         ({"pages": [1, 1]}, pb.ERROR_KIND_INVALID, "overlap"),
         ({"pages": [1, PAGES_A_SLOT]}, pb.ERROR_KIND_INVALID, "overlap"),
-        ({"pages": [1, 257 - PAGES_A_SLOT + 1]}, pb.ERROR_KIND_INVALID, "outside the loan"),
-        ({"pages": [1, 0xFFFF_FFFF]}, pb.ERROR_KIND_INVALID, "outside the loan"),
+        ({"pages": [1, 257 - PAGES_A_SLOT + 1]}, pb.ERROR_KIND_INVALID, "not within the staging memory"),
+        ({"pages": [1, 0xFFFF_FFFF]}, pb.ERROR_KIND_INVALID, "not within the staging memory"),
         ({"parents": bytes(16)}, pb.ERROR_KIND_INVALID, "2 keys with 1 parents"),
-        ({"payload_bytes": 5}, pb.ERROR_KIND_INVALID, "by the fingerprint"),
+        ({"payload_bytes": 5}, pb.ERROR_KIND_INVALID, "by the fingerprint, got 5"),
+        ({"payload_bytes": 0}, pb.ERROR_KIND_INVALID, "must be more than 0"),
+        ({"parents": b"k" * 33}, pb.ERROR_KIND_INVALID, "16 bytes each"),
         ({"group": 9}, pb.ERROR_KIND_INVALID, "layer group 9"),
     ],
 )
 def test_a_store_that_is_wrong_is_answered_in_words(
     client: RawClient, fields: dict[str, object], kind: int, says: str
 ) -> None:
-    assert lend(client).nbytes == 1 << 20, "256 pages"
+    assert client.lend() and client.welcome.staging_bytes == 1 << 20, "256 pages"
     request: dict[str, object] = {"pages": [1, 1 + PAGES_A_SLOT]} | fields
-    response = store(client, client.keys(tokens_of(5, 2)), request.pop("pages"), **request)  # type: ignore[arg-type]
+    response = client.ask(store=client.store_of(client.keys(tokens_of(5, 2)), **request))  # type: ignore[arg-type]
     assert (response.error.kind, says in response.error.message) == (kind, True), response
 
 
 def test_what_is_believed_present_is_confirmed_or_wanted(client: RawClient) -> None:
-    lend(client)
+    client.lend()
     keys = client.keys(tokens_of(6, 4))
     for block, page in ((0, 1), (2, 1 + PAGES_A_SLOT)):
         write(client, page, 6, block)
-    assert statuses(store(client, keys, [1, 0, 1 + PAGES_A_SLOT, 0])) == [STORED, WANTED, ORPHANED, WANTED]
-    assert statuses(store(client, keys, [0, 0, 0, 0])) == [PRESENT, WANTED, WANTED, WANTED]
+    assert client.store(keys, [1, 0, 1 + PAGES_A_SLOT, 0]) == [STORED, WANTED, ORPHANED, WANTED]
+    assert client.store(keys, [0, 0, 0, 0]) == [PRESENT, WANTED, WANTED, WANTED]
 
 
-def test_tokens_that_do_not_hash_to_the_key(client: RawClient) -> None:
-    lend(client)
-    write(client, 1, 8, 0)
-    assert statuses(store(client, client.keys(tokens_of(7, 1)), [1])) == [MISMATCH]
-    assert statuses(store(client, client.keys(tokens_of(8, 1)), [1])) == [STORED], "the key is nobody's any more"
+@pytest.mark.parametrize("lie", ["other tokens", "too few", "too many"])
+def test_tokens_that_do_not_hash_to_the_key_are_not_stored(client: RawClient, daemon: RunningDaemon, lie: str) -> None:
+    conversation = 40 + len(lie)
+    tokens, payloads = tokens_of(conversation, 1), payloads_of(conversation, 1, MODEL)
+    client.lend()
+    client.stage(1, {"other tokens": tokens + 1, "too few": tokens[:-1], "too many": np.arange(960)}[lie], payloads[0])
+    assert client.store(client.keys(tokens), [1]) == [MISMATCH]
+    with daemon.connect(MODEL) as session:
+        assert session.lookup(tokens).reason == "never_stored"
+        assert session.put(tokens, payloads=payloads).stored_blocks == 1, "the key is not blocked"
+        with session.get(tokens) as lease:
+            assert holds(lease, payloads)
+
+
+def test_keys_that_cannot_be_are_not_stored(client: RawClient) -> None:
+    """The zero key, and a block that is its own parent."""
+    client.lend()
+    key = b"k" * 16
+    keys, pages = BlockKeys(bytes(16) + key), [1, 1 + PAGES_A_SLOT]
+    assert client.store(keys, pages, parents=bytes(16) + key) == [FAILED] * 2
+
+
+def test_a_chain_that_closes_on_itself_is_not_stored(client: RawClient) -> None:
+    client.lend()
+    a, b = b"a" * 16, b"b" * 16
+    for key, parent in ((a, b), (b, a)):
+        assert client.store(BlockKeys(key), [1], parents=parent) == [ORPHANED]
+
+
+def test_a_block_is_stored_only_behind_the_one_it_continues(client: RawClient) -> None:
+    client.lend()
+    first, second = b"1" * 16, b"2" * 16
+    assert client.store(BlockKeys(second), [1], parents=first) == [ORPHANED]
+    assert client.store(BlockKeys(first), [1], parents=bytes(16)) == [STORED]
+    assert client.store(BlockKeys(second), [1], parents=first) == [STORED]
+
+
+def test_an_unknown_durability_means_the_default(client: RawClient) -> None:
+    client.lend()
+    request = client.store_of(BlockKeys(b"d" * 16), [1])
+    request.durability = 9  # type: ignore[assignment]  # a newer client's
+    answer = client.ask(store=request).store
+    assert list(answer.statuses) == [STORED] and answer.final
 
 
 def test_a_renewed_loan_voids_what_was_asked_under_the_old_number(client: RawClient) -> None:
     keys = client.keys(tokens_of(9, 1))
-    assert statuses(store(client, keys, [1])) == [AGAIN], "nothing was lent yet"
-    assert lend(client).loan == 1
-    assert lend(client).loan == 2
+    assert client.store(keys, [1]) == [AGAIN], "nothing was lent yet"
+    assert client.lend() == 1
+    assert client.lend() == 2
     write(client, 1, 9, 0)
-    assert statuses(store(client, keys, [1])) == [AGAIN]
-    assert statuses(store(client, keys, [1], loan=2)) == [STORED]
-
-
-def test_a_key_that_another_client_reserved_is_to_be_sent_again(daemon: RunningDaemon, client: RawClient) -> None:
-    with RawClient(daemon.socket_dir, MODEL) as other:
-        other.reserve(other.keys(tokens_of(10, 1)))
-        lend(client)
-        write(client, 1, 10, 0)
-        assert statuses(store(client, client.keys(tokens_of(10, 1)), [1])) == [AGAIN]
-    assert eventually(lambda: daemon.status().reservations == 0)
-    assert statuses(store(client, client.keys(tokens_of(10, 1)), [1])) == [STORED]
+    assert client.store(keys, [1]) == [AGAIN]
+    assert client.store(keys, [1], loan=2) == [STORED]
 
 
 def test_one_key_twice_in_a_message(client: RawClient) -> None:
-    lend(client)
+    client.lend()
     write(client, 1, 11, 0)
     key = client.keys(tokens_of(11, 1))
     twice = BlockKeys(key.packed * 2)
-    response = store(client, twice, [1, 1 + PAGES_A_SLOT], parents=bytes(32))
-    assert statuses(response) == [STORED, AGAIN]
+    assert client.store(twice, [1, 1 + PAGES_A_SLOT], parents=bytes(32)) == [STORED, AGAIN]
 
 
 def test_blocks_without_room_are_throttled_and_those_after_them_orphaned() -> None:
@@ -203,7 +194,7 @@ def test_any_mixture_of_present_believed_and_new_blocks(
     with daemon.connect(MODEL) as session:
         present = session.put(tokens_of(conversation, stored), payloads=payloads_of(conversation, stored, MODEL))
         assert present.visible_blocks == stored
-    loan = lend(client).loan
+    loan = client.lend()
     keys = client.keys(tokens_of(conversation, count))
     known = client.ask(lookup=pb.Lookup(sets=[pb.KeySet(keys=keys.packed)])).lookup.sets[0].usable_blocks
     pages = [0 if block in believed else 1 + PAGES_A_SLOT * block for block in range(count)]
@@ -218,7 +209,7 @@ def test_any_mixture_of_present_believed_and_new_blocks(
             expected.append(WANTED)
         else:
             expected.append(STORED if not expected or expected[-1] in (PRESENT, STORED) else ORPHANED)
-    assert statuses(store(client, keys, pages, loan=loan)) == expected
+    assert client.store(keys, pages, loan=loan) == expected
     with daemon.connect(MODEL) as session, session.get(tokens_of(conversation, count)) as lease:
         reachable = next((block for block, status in enumerate(expected) if status not in (PRESENT, STORED)), count)
         assert len(lease) == reachable

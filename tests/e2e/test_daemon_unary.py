@@ -14,7 +14,7 @@ import pytest
 from kvstore_proto.v1 import admin_pb2
 from kvstore_proto.v1 import kvstore_pb2 as kv
 from kvstore_proto.v1 import unary_pb2 as pb
-from tests.reference.raw_client import RawClient, as_user
+from tests.reference.raw_client import as_user
 from tests.reference.running_daemon import (
     MIB,
     RunningDaemon,
@@ -51,7 +51,6 @@ def client(daemon: RunningDaemon) -> Iterator[UnaryClient]:
 def nothing_is_left_behind(daemon: RunningDaemon) -> Iterator[None]:
     yield
     if daemon.process is not None and daemon.process.poll() is None:
-        assert eventually(lambda: daemon.status().reservations == 0), "reservations outlive their call"
         assert eventually(lambda: daemon.status().leases == 0), "leases outlive their call"
     assert "Traceback" not in daemon.log, daemon.log
 
@@ -227,18 +226,6 @@ def test_an_object_that_continues_itself_is_refused(client: UnaryClient, convers
     assert names(client.put(twice, [b"1", b"2"]).statuses) == ["STORED", "REFUSED"]
 
 
-def test_a_block_that_somebody_else_is_writing_is_pending(
-    client: UnaryClient, daemon: RunningDaemon, conversation: int
-) -> None:
-    chain = by_tokens(MODEL, tokens_of(conversation, 1))
-    with RawClient(daemon.socket_dir, MODEL) as other:
-        reserved = other.reserve(other.keys(tokens_of(conversation, 1)))
-        waiting = client.put(chain, payloads_of(conversation, 1, MODEL))
-        assert names(waiting.statuses) == ["PENDING"] and waiting.retry_after_ms > 0
-        other.ask(abort=kv.Abort(reservation_ids=reserved.reservation_ids))
-        assert names(client.put(chain, payloads_of(conversation, 1, MODEL)).statuses) == ["STORED"]
-
-
 # Promotion and hints
 
 
@@ -391,7 +378,7 @@ def test_a_block_over_the_limit_is_refused_with_the_limit(client: UnaryClient, c
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert f"limit of {128 << 10}" in caught.value.details()
     assert names(client.lookup(pb.Chain(names=good)).statuses) == ["MISS"], "the whole call is refused"
-    assert names(client.put(pb.Chain(names=good), [b"fits"]).statuses) == ["STORED"], "and left no reservation"
+    assert names(client.put(pb.Chain(names=good), [b"fits"]).statuses) == ["STORED"], "and its keys are free"
 
 
 # Who reaches the socket

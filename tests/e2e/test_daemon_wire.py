@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 
-from kvstore_proto.arena import HEADER_BYTES, TOKENS_OFFSET
-from kvstore_proto.identity import BlockKeys, pack_tokens
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.raw_client import RawClient, connect_seqpacket
 from tests.reference.running_daemon import (
     RunningDaemon,
     eventually,
-    holds,
     model,
     payloads_of,
     running_daemon,
@@ -46,17 +41,8 @@ def client(daemon: RunningDaemon) -> Iterator[RawClient]:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(daemon: RunningDaemon) -> Iterator[None]:
     yield
-    assert eventually(lambda: daemon.status().reservations == 0), "reservations outlive their client"
     assert eventually(lambda: daemon.status().leases == 0), "leases outlive their client"
     assert "Traceback" not in daemon.log, daemon.log
-
-
-def stage(client: RawClient, offset: int, tokens: np.ndarray, payload: np.ndarray) -> None:
-    with mmap.mmap(client.staging_fd, client.welcome.staging_bytes) as staging:
-        packed = pack_tokens(tokens)
-        staging[offset + 108 : offset + 112] = (len(packed) // 4).to_bytes(4, "little")
-        staging[offset + TOKENS_OFFSET : offset + TOKENS_OFFSET + len(packed)] = packed
-        staging[offset + HEADER_BYTES : offset + HEADER_BYTES + len(payload)] = payload.tobytes()
 
 
 def error_of(response: pb.Response) -> tuple[int, str]:
@@ -88,22 +74,7 @@ def lookup_of(keys: bytes, **fields: int) -> pb.Lookup:
         ({"acquire": pb.Acquire(set=pb.KeySet(keys=b"x" * 16, group=1))}, pb.ERROR_KIND_INVALID, "layer group 1"),
         ({"prefetch": pb.Prefetch(set=pb.KeySet(keys=b"x"))}, pb.ERROR_KIND_INVALID, "16 bytes each"),
         ({"touch": pb.Touch(set=pb.KeySet(keys=b"x"))}, pb.ERROR_KIND_INVALID, "16 bytes each"),
-        ({"reserve": pb.Reserve(keys=b"x" * 16)}, pb.ERROR_KIND_INVALID, "payload_bytes must be more than 0"),
-        (
-            {"reserve": pb.Reserve(keys=b"x" * 16, parents=bytes(16), payload_bytes=5)},
-            pb.ERROR_KIND_INVALID,
-            "by the fingerprint, got 5",
-        ),
-        (
-            {"reserve": pb.Reserve(keys=b"x" * 16, payload_bytes=MODEL.payload_bytes())},
-            pb.ERROR_KIND_INVALID,
-            "1 keys with 0 parents",
-        ),
-        (
-            {"commit": pb.Commit(reservation_ids=range(MAX_KEYS + 1))},
-            pb.ERROR_KIND_TOO_LARGE,
-            f"limit {MAX_KEYS}",
-        ),
+        ({"store": pb.Store(keys=bytes(16 * (MAX_KEYS + 1)))}, pb.ERROR_KIND_TOO_LARGE, f"limit is {MAX_KEYS}"),
     ],
 )
 def test_a_wrong_request_is_answered_and_the_stream_goes_on(
@@ -146,115 +117,6 @@ def test_an_unknown_match_counts_as_prefix(client: RawClient, daemon: RunningDae
     request = pb.KeySet(keys=b"?" * 16 + client.keys(tokens).packed, window_blocks=1)
     request.match = 7  # type: ignore[assignment]  # a newer client's
     assert client.ask(lookup=pb.Lookup(sets=[request])).lookup.sets[0].usable_blocks == 0
-
-
-# Reserve and commit
-
-
-def test_a_key_is_reserved_once_at_a_time(client: RawClient, daemon: RunningDaemon) -> None:
-    keys = client.keys(tokens_of(3, 1))
-    twice = BlockKeys(keys.packed * 2)
-    reply = client.reserve(twice, parents=bytes(32))
-    assert list(reply.statuses) == [pb.RESERVE_STATUS_RESERVED, pb.RESERVE_STATUS_PENDING]
-    with RawClient(daemon.socket_dir, MODEL) as other:
-        assert list(other.reserve(keys).statuses) == [pb.RESERVE_STATUS_PENDING]
-        client.close()
-        assert eventually(lambda: daemon.status().reservations == 0)
-        assert list(other.reserve(keys).statuses) == [pb.RESERVE_STATUS_RESERVED]
-
-
-def test_keys_that_cannot_be_are_refused(client: RawClient) -> None:
-    key = b"k" * 16
-    reply = client.reserve(BlockKeys(bytes(16) + key), parents=bytes(16) + key)
-    assert list(reply.statuses) == [pb.RESERVE_STATUS_REFUSED] * 2, "the zero key, and a block that is its own parent"
-
-
-def test_a_reader_without_staging_cannot_reserve(daemon: RunningDaemon) -> None:
-    with RawClient(daemon.socket_dir, MODEL, staging_bytes=0) as reader:
-        assert reader.staging_fd == -1 and reader.welcome.staging_bytes == 0
-        assert list(reader.reserve(reader.keys(tokens_of(4, 1))).statuses) == [pb.RESERVE_STATUS_TOO_LARGE]
-
-
-def test_staging_is_bounded_and_comes_back(client: RawClient) -> None:
-    blocks = client.welcome.staging_bytes // (MODEL.payload_bytes() + HEADER_BYTES)
-    keys = client.keys(tokens_of(5, blocks + 3))
-    reply = client.reserve(keys)
-    expected = [pb.RESERVE_STATUS_RESERVED] * blocks + [pb.RESERVE_STATUS_THROTTLED] * 3
-    assert list(reply.statuses) == expected
-    reserved = [number for number in reply.reservation_ids if number]
-    assert client.ask(abort=pb.Abort(reservation_ids=[*reserved, reserved[0], 10**9])).abort.aborted == blocks
-    assert list(client.reserve(keys).statuses) == expected
-
-
-def test_a_commit_without_a_reservation_twice_or_after_abort_stores_nothing(client: RawClient) -> None:
-    tokens = tokens_of(6, 2)
-    reply = client.reserve(client.keys(tokens))
-    first, second = reply.reservation_ids
-    assert client.ask(abort=pb.Abort(reservation_ids=[second])).abort.aborted == 1
-    stage(client, reply.staging_offsets[0], tokens[:64], payloads_of(6, 1, MODEL)[0])
-    ids = [first, first, second, 10**12]
-    answer = client.ask(commit=pb.Commit(reservation_ids=ids)).commit
-    missing = pb.COMMIT_STATUS_NO_RESERVATION
-    assert list(answer.statuses) == [pb.COMMIT_STATUS_STORED, missing, missing, missing]
-    assert list(client.ask(commit=pb.Commit(reservation_ids=[first])).commit.statuses) == [missing]
-    assert client.ask(lookup=lookup_of(client.keys(tokens).packed)).lookup.sets[0].usable_blocks == 1
-
-
-def test_another_clients_reservation_cannot_be_committed_or_aborted(client: RawClient, daemon: RunningDaemon) -> None:
-    reply = client.reserve(client.keys(tokens_of(7, 1)))
-    with RawClient(daemon.socket_dir, MODEL) as thief:
-        ids = list(reply.reservation_ids)
-        assert thief.ask(abort=pb.Abort(reservation_ids=ids)).abort.aborted == 0
-        answer = thief.ask(commit=pb.Commit(reservation_ids=ids)).commit
-        assert list(answer.statuses) == [pb.COMMIT_STATUS_NO_RESERVATION]
-    assert daemon.status().reservations == 1
-
-
-@pytest.mark.parametrize("lie", ["other tokens", "too few", "too many"])
-def test_tokens_that_do_not_hash_to_the_key_are_not_stored(client: RawClient, daemon: RunningDaemon, lie: str) -> None:
-    conversation = 40 + len(lie)
-    tokens = tokens_of(conversation, 1)
-    reply = client.reserve(client.keys(tokens))
-    told = {"other tokens": tokens + 1, "too few": tokens[:-1], "too many": np.arange(960)}[lie]
-    stage(client, reply.staging_offsets[0], told, payloads_of(conversation, 1, MODEL)[0])
-    answer = client.ask(commit=pb.Commit(reservation_ids=reply.reservation_ids)).commit
-    assert list(answer.statuses) == [pb.COMMIT_STATUS_KEY_MISMATCH]
-    assert daemon.status().reservations == 0
-    payloads = payloads_of(conversation, 1, MODEL)
-    with daemon.connect() as session:
-        assert session.lookup(tokens).reason == "never_stored"
-        assert session.put(tokens, payloads=payloads).stored_blocks == 1, "the key is not blocked"
-        with session.get(tokens) as lease:
-            assert holds(lease, payloads)
-
-
-def test_a_chain_that_closes_on_itself_is_not_stored(client: RawClient, daemon: RunningDaemon) -> None:
-    a, b = b"a" * 16, b"b" * 16
-    for key, parent in ((a, b), (b, a)):
-        reply = client.reserve(BlockKeys(key), parents=parent)
-        answer = client.ask(commit=pb.Commit(reservation_ids=reply.reservation_ids)).commit
-        assert list(answer.statuses) == [pb.COMMIT_STATUS_ORPHANED]
-
-
-def test_a_block_is_stored_only_behind_the_one_it_continues(client: RawClient, daemon: RunningDaemon) -> None:
-    first, second = b"1" * 16, b"2" * 16
-
-    def commit(key: bytes, parent: bytes) -> int:
-        reply = client.reserve(BlockKeys(key), parents=parent)
-        return client.ask(commit=pb.Commit(reservation_ids=reply.reservation_ids)).commit.statuses[0]
-
-    assert commit(second, first) == pb.COMMIT_STATUS_ORPHANED
-    assert daemon.status().reservations == 0
-    assert commit(first, bytes(16)) == pb.COMMIT_STATUS_STORED
-    assert commit(second, first) == pb.COMMIT_STATUS_STORED
-
-
-def test_an_unknown_durability_means_the_default(client: RawClient) -> None:
-    reply = client.reserve(BlockKeys(b"d" * 16), parents=bytes(16))
-    request = pb.Commit(reservation_ids=reply.reservation_ids)
-    request.durability = 9  # type: ignore[assignment]
-    answer = client.ask(commit=request).commit
-    assert list(answer.statuses) == [pb.COMMIT_STATUS_STORED] and answer.final
 
 
 # Leases
@@ -389,6 +251,7 @@ def test_a_clients_staging_memory_goes_with_it(daemon: RunningDaemon) -> None:
 
     assert eventually(lambda: mapped() == 0)
     with RawClient(daemon.socket_dir, MODEL) as client:
-        client.reserve(client.keys(tokens_of(9, 3)))
+        client.lend()
+        assert client.store(client.keys(tokens_of(9, 1)), [1]) == [pb.STORE_STATUS_STORED]
         assert mapped() == 1
     assert eventually(lambda: mapped() == 0), "the memory of a client that is gone is still held"

@@ -36,7 +36,7 @@ def daemon() -> Iterator[RunningDaemon]:
     lru declines nothing."""
     with running_daemon(
         "host.capacity=16MiB", "host.staging=4MiB", "nvme.enabled=false", f"limits.lease_ttl_ms={LEASE_TTL_MS}",
-        "limits.reservation_ttl_ms=60000", "host.policy=lru", f"limits.limbo_per_tenant={8 * 68 * 1024}",
+        "host.policy=lru", f"limits.limbo_per_tenant={8 * 68 * 1024}",
     ) as running:  # fmt: skip
         yield running
 
@@ -48,8 +48,6 @@ def client_process(daemon: RunningDaemon, script: str) -> Iterator[subprocess.Po
 import sys, time
 sys.path.insert(0, '.')
 from pathlib import Path
-from kvstore_proto.v1 import kvstore_pb2 as pb
-from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import RunningDaemon, model, payloads_of, tokens_of
 MODEL = model(kib_a_block=64)
 daemon = RunningDaemon(Path({str(daemon.directory)!r}))
@@ -80,23 +78,7 @@ def push_out(daemon: RunningDaemon, first_conversation: int) -> None:
         put(daemon, conversation, 16)
 
 
-def test_killed_between_reserve_and_commit(daemon: RunningDaemon) -> None:
-    script = """
-client = RawClient(daemon.socket_dir, MODEL)
-reply = client.reserve(client.keys(tokens_of(1, 5)))
-assert list(reply.statuses) == [pb.RESERVE_STATUS_RESERVED] * 5
-"""
-    with client_process(daemon, script) as child:
-        status = daemon.status()
-        assert (status.reservations, status.clients) == (5, 1)
-        child.kill()
-        assert eventually(lambda: daemon.status().reservations == 0)
-        assert daemon.status().clients == 0
-    with daemon.connect(MODEL) as session:
-        assert session.put(tokens_of(1, 5), payloads=payloads_of(1, 5, MODEL)).statuses == ["stored"] * 5
-
-
-def test_killed_while_commits_are_under_way(daemon: RunningDaemon) -> None:
+def test_killed_while_puts_are_under_way(daemon: RunningDaemon) -> None:
     """Whole blocks or none, and the daemon's log stays quiet."""
     script = """
 import threading
@@ -111,7 +93,7 @@ threading.Thread(target=work, daemon=True).start()
         with client_process(daemon, script) as child:
             assert eventually(lambda before=before: daemon.status().counters["stored_blocks"] > before)  # type: ignore[misc]
             child.kill()
-        assert eventually(lambda: daemon.status().clients == 0 and daemon.status().reservations == 0)
+        assert eventually(lambda: daemon.status().clients == 0)
     with daemon.connect(MODEL) as session:
         for conversation in range(2000, 2010):
             with session.get(tokens_of(conversation, 16)) as lease:
@@ -192,18 +174,6 @@ def _is_kept_by_renewing(daemon: RunningDaemon, session: kvstore_client.Session)
             assert expired_since == 0
         assert holds(lease, payloads_of(6, 2, MODEL))
         return True
-
-
-def test_reservations_lapse() -> None:
-    with running_daemon("nvme.enabled=false", "limits.reservation_ttl_ms=50") as daemon:
-        from tests.reference.raw_client import RawClient
-
-        with RawClient(daemon.socket_dir, MODEL) as client:
-            reply = client.reserve(client.keys(tokens_of(1, 3)))
-            assert eventually(lambda: daemon.status().reservations == 0)
-            assert daemon.status().counters["expired_reservations"] == 3
-            answer = client.ask(commit={"reservation_ids": reply.reservation_ids}).commit
-            assert list(answer.statuses) == [3] * 3  # NO_RESERVATION
 
 
 def test_leases_of_a_client_are_bounded() -> None:

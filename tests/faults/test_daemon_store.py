@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kvstore_proto.arena import slot_bytes
+from kvstore_proto.identity import BlockKeys
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import (
@@ -32,6 +33,22 @@ def granted_bytes(daemon: RunningDaemon) -> int:
     """What a new client gets of the staging pool, all of which one client may have."""
     with RawClient(daemon.socket_dir, MODEL, staging_bytes=1 << 30) as raw:
         return raw.welcome.staging_bytes
+
+
+def test_a_client_killed_between_its_writing_and_its_store() -> None:
+    """What it wrote was never said to be anything: its keys are free, its staging comes back."""
+    with running_daemon("nvme.enabled=false") as daemon:
+        before = granted_bytes(daemon)
+        with RawClient(daemon.socket_dir, MODEL) as victim:  # the daemon sees the end of its connection, as of a kill
+            assert victim.lend() == 1
+            for block, payload in enumerate(payloads_of(1, BLOCKS, MODEL)):
+                victim.stage(1 + block * SLOT // 4096, tokens_of(1, BLOCKS)[64 * block :][:64], payload)
+            assert daemon.tiers()["host"].blocks == 0
+        assert eventually(lambda: daemon.status().clients == 0)
+        assert eventually(lambda: granted_bytes(daemon) == before)
+        with daemon.connect(MODEL) as session:
+            receipt = session.put(tokens_of(1, BLOCKS), payloads=payloads_of(1, BLOCKS, MODEL))
+            assert receipt.statuses == ["stored"] * BLOCKS
 
 
 def test_a_client_killed_in_the_middle_of_a_store() -> None:
@@ -125,12 +142,11 @@ def test_a_client_whose_streams_break_cannot_pile_up_stores() -> None:
         running_daemon(*settings, failpoints="host.before-copy=delay:3@1-1") as daemon,
         RawClient(daemon.socket_dir, MODEL) as raw,
     ):
-        loan = raw.ask(lend=pb.Lend()).lend
+        raw.lend()
 
         def store(block: int) -> pb.Store:
-            key = block.to_bytes(16, "little")
-            page = 1 + (loan.offset + (block - 1) * SLOT) // 4096
-            return pb.Store(loan=1, keys=key, parents=bytes(16), pages=[page], payload_bytes=MODEL.payload_bytes())
+            key = BlockKeys(block.to_bytes(16, "little"))
+            return raw.store_of(key, [1 + (block - 1) * SLOT // 4096], parents=bytes(16))
 
         for block in (1, 2, 3):
             raw.send(store=store(block))
@@ -139,5 +155,5 @@ def test_a_client_whose_streams_break_cannot_pile_up_stores() -> None:
         refused = raw.ask(store=store(4))
         assert (refused.error.kind, refused.error.retry_after_ms > 0) == (pb.ERROR_KIND_THROTTLED, True), refused
         assert eventually(lambda: daemon.status().counters["stored_blocks"] == 3)
-        assert eventually(lambda: raw.ask(store=store(4)).HasField("commit"))
+        assert eventually(lambda: raw.ask(store=store(4)).HasField("store"))
         assert "Traceback" not in daemon.log, daemon.log

@@ -91,6 +91,10 @@ def test_a_caller_that_hangs_up_leaves_nothing(method: str) -> None:
                 call.cancel()
                 with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):
                     call.result()
-        assert eventually(lambda: daemon.status().leases == 0 and daemon.status().reservations == 0)
+        assert eventually(lambda: daemon.status().leases == 0)
         assert list(client.get(stored).payloads) == [payload.tobytes() for payload in payloads_of(1, 8, MODEL)]
+        for conversation in range(2, 22):
+            chain = by_tokens(MODEL, tokens_of(conversation, 8))
+            for status in names(client.put(chain, payloads_of(conversation, 8, MODEL)).statuses):
+                assert status in ("STORED", "PRESENT"), "its keys are free"
         assert "Traceback" not in daemon.log

@@ -109,9 +109,10 @@ def test_a_mistake_of_one_part_ends_no_other_and_is_told_once(caplog: pytest.Log
     leases = LeaseTable(lambda tokens: 1 / 0, lambda slot: None)  # type: ignore[arg-type,return-value]
     for _ in range(3):
         leases.grant(1, 0, [7], [Slot(1, 0, 4096, 1)], 0)
-    put: Any = SimpleNamespace(expire=lambda now_ns: ticked.append("reservations"))
+    policy: Any = SimpleNamespace(expired=lambda now_ns, most: ticked.append("blocks") or [])
+    room: Any = None
     maintenance = Maintenance(
-        put, leases, [], [], None, SystemClock(), Counters(), lambda: ticked.append("sample"),  # type: ignore[arg-type]
+        leases, [policy], [room], None, SystemClock(), Counters(), lambda: ticked.append("sample"),  # type: ignore[arg-type]
     )  # fmt: skip
 
     async def run() -> None:
@@ -123,5 +124,5 @@ def test_a_mistake_of_one_part_ends_no_other_and_is_told_once(caplog: pytest.Log
 
     caplog.set_level(logging.ERROR)
     asyncio.run(run())
-    assert ticked[:2] == ["reservations", "sample"]
+    assert ticked[:2] == ["blocks", "sample"]
     assert len(caplog.records) == 1 and "ZeroDivisionError" in caplog.text

@@ -35,21 +35,11 @@ VECTORS: dict[str, tuple[Message, str]] = {
         ),
         "08075a0f0a0d0801120202001a0301ac022002",
     ),
-    "reserve": (
-        pb.Request(
-            request_id=8, reserve=pb.Reserve(group=0, keys=KEYS, parents=bytes(16) + KEYS[:16], payload_bytes=1_474_560)
-        ),
-        "080862481220000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f1a2000000000000000000000000000000000000102030405060708090a0b0c0d0e0f2080805a",
-    ),
-    "commit": (
-        pb.Request(request_id=9, commit=pb.Commit(reservation_ids=[1, 300], durability=pb.DURABILITY_MODE_ALWAYS)),
-        "08096a070a0301ac021003",
-    ),
-    "committed": (
+    "stored_and_pending": (
         pb.Response(
             request_id=9,
-            commit=pb.CommitReply(
-                statuses=bytes([pb.COMMIT_STATUS_STORED, pb.COMMIT_STATUS_PRESENT]),
+            store=pb.StoreReply(
+                statuses=bytes([pb.STORE_STATUS_STORED, pb.STORE_STATUS_PRESENT]),
                 durability=bytes([pb.DURABILITY_DURABLE, pb.DURABILITY_PENDING]),
             ),
         ),
@@ -127,12 +117,12 @@ VECTORS: dict[str, tuple[Message, str]] = {
     "direct_stream_wanted": (hs.ClientPacket(direct_stream=hs.DirectStreamRequest()), "2200"),
     "direct_stream": (hs.DaemonPacket(direct_stream=hs.DirectStreamGrant()), "2a00"),
     "lend": (
-        pb.Request(request_id=13, lend=pb.Lend(nbytes=4_198_400)),
-        "080da201050880a08002",
+        pb.Request(request_id=13, lend=pb.Lend()),
+        "080da20100",
     ),
     "lent": (
-        pb.Response(request_id=13, lend=pb.LendReply(loan=2, offset=8192, nbytes=4_198_400)),
-        "080da2010a08021080401880a08002",
+        pb.Response(request_id=13, lend=pb.LendReply(loan=2)),
+        "080da201020802",
     ),
     "store": (
         pb.Request(
@@ -147,8 +137,8 @@ VECTORS: dict[str, tuple[Message, str]] = {
     "stored": (
         pb.Response(
             request_id=14,
-            commit=pb.CommitReply(
-                statuses=bytes([pb.COMMIT_STATUS_WANTED, pb.COMMIT_STATUS_AGAIN]), durability=bytes(2), final=True
+            store=pb.StoreReply(
+                statuses=bytes([pb.STORE_STATUS_WANTED, pb.STORE_STATUS_AGAIN]), durability=bytes(2), final=True
             ),
         ),
         "080e6a0a0a020708120200001801",

@@ -43,6 +43,7 @@ class Knobs:
     silent_after: dict[str, int] = field(default_factory=dict)  # by operation: how many are answered before that
     errors: dict[str, pb.Error] = field(default_factory=dict)
     refuse: pb.Error | None = None
+    protocol_version: int = 1
     staging_limit_bytes: int = 1 << 30
     max_keys: int = 1024
     lease_ttl_ms: int = 10_000
@@ -50,8 +51,7 @@ class Knobs:
     mapped_blocks: int = 1 << 30  # what a get has of those that are stored, in time
     generation_skew: int = 0
     pending_then_durable: bool = False
-    present_as_pending: int = 0  # how many reserves answer PENDING, or stores AGAIN, before the truth
-    lends: bool = False  # whether it knows Lend and Store; the first release does not
+    present_as_pending: int = 0  # how many blocks are answered AGAIN before the truth
 
 
 @dataclass
@@ -66,9 +66,6 @@ class Client:
     token: bytes
     staging: np.ndarray | None
     fingerprint: bytes
-    free: list[int] = field(default_factory=list)
-    top: int = 0
-    reservations: dict[int, tuple[bytes, bytes, int, int]] = field(default_factory=dict)
     leases: set[int] = field(default_factory=set)
     loan: int = 0
 
@@ -76,16 +73,14 @@ class Client:
 class FakeDaemon:
     """`with FakeDaemon(directory) as daemon:`; `daemon.log` has each request's operation in order."""
 
-    is_direct: ClassVar[bool] = False  # whether it offers direct streams; the first release does not
+    is_direct: ClassVar[bool] = False  # whether it offers direct streams, or gRPC's alone
 
     def __init__(self, directory: Path, knobs: Knobs | None = None, arena_bytes: int = 96 << 20) -> None:
         self.directory = directory
         self.knobs = knobs or Knobs()
         self.log: list[str] = []
         self.released: list[int] = []
-        self.aborted: list[int] = []
         self.hints: list[pb.Hint] = []
-        self.commit_sizes: list[int] = []
         self.stores: list[pb.Store] = []
         self.streams_opened = 0
         self._streams: list[Callable[[], None]] = []  # what breaks each
@@ -212,7 +207,7 @@ class FakeDaemon:
         client = self.clients[token] = Client(token, staging, fingerprint.digest())
         roots = [root_key(b"fake", fingerprint.digest(), group.group_id) for group in fingerprint.groups]
         welcome = hs.Welcome(
-            protocol_version=1,
+            protocol_version=self.knobs.protocol_version,
             session_token=token,
             tenant="fake",
             roots=roots,
@@ -235,13 +230,10 @@ class FakeDaemon:
         error = self.knobs.errors.get(operation)
         if error is not None:
             return [pb.Response(error=error)]
-        if operation in ("lend", "store") and not self.knobs.lends:
-            return [pb.Response(error=pb.Error(kind=pb.ERROR_KIND_INVALID, message="an unknown kind of request"))]
         with self._lock:
             result = getattr(self, f"_{operation}")(client, getattr(request, operation))
         replies = result if isinstance(result, list) else [result]
-        field_name = "commit" if operation == "store" else operation
-        return [pb.Response(**{field_name: reply}) for reply in replies]
+        return [pb.Response(**{operation: reply}) for reply in replies]
 
     def _ping(self, client: Client, ping: pb.Ping) -> pb.PingReply:
         return pb.PingReply(payload=ping.payload)
@@ -260,78 +252,41 @@ class FakeDaemon:
             sets.append(pb.Presence(usable_blocks=usable, tiers=tiers, load_us=load_us, miss_reason=reason))
         return pb.LookupReply(sets=sets)
 
-    def _reserve(self, client: Client, reserve: pb.Reserve) -> pb.ReserveReply:
-        assert client.staging is not None
-        keys, parents = split_keys(reserve.keys), split_keys(reserve.parents)
-        size = slot_bytes(reserve.payload_bytes)
-        statuses, ids, offsets = [], [], []
-        for key, parent in zip(keys, parents, strict=True):
-            status, reservation, offset = pb.RESERVE_STATUS_THROTTLED, 0, 0
-            if key in self.blocks:
-                status = pb.RESERVE_STATUS_PRESENT
-            elif self.knobs.present_as_pending > 0:
-                self.knobs.present_as_pending -= 1
-                status = pb.RESERVE_STATUS_PENDING
-            elif not self.knobs.throttle_all and (client.free or client.top + size <= len(client.staging)):
-                if client.free:
-                    offset = client.free.pop()
-                else:
-                    offset, client.top = client.top, client.top + size
-                status, reservation = pb.RESERVE_STATUS_RESERVED, next(self._ids)
-                client.reservations[reservation] = (key, parent, offset, reserve.payload_bytes)
-            statuses.append(status)
-            ids.append(reservation)
-            offsets.append(offset)
-        return pb.ReserveReply(statuses=bytes(statuses), reservation_ids=ids, staging_offsets=offsets, retry_after_ms=1)
-
-    def _commit(self, client: Client, commit: pb.Commit) -> list[pb.CommitReply]:
-        self.commit_sizes.append(len(commit.reservation_ids))
-        statuses = []
-        for reservation in commit.reservation_ids:
-            taken = client.reservations.pop(reservation, None)
-            if taken is None:
-                statuses.append(pb.COMMIT_STATUS_NO_RESERVATION)
-                continue
-            self._keep(client, *taken)
-            statuses.append(pb.COMMIT_STATUS_STORED)
-        return self._committed(statuses)
-
     def _lend(self, client: Client, lend: pb.Lend) -> pb.LendReply:
-        client.loan += 1
-        size = 0 if client.staging is None else len(client.staging) - len(client.staging) % 4096
-        return pb.LendReply(loan=client.loan, offset=0, nbytes=size)
+        client.loan += client.staging is not None
+        return pb.LendReply(loan=client.loan)
 
-    def _store(self, client: Client, store: pb.Store) -> list[pb.CommitReply]:
+    def _store(self, client: Client, store: pb.Store) -> list[pb.StoreReply]:
         self.stores.append(store)
         keys, parents = split_keys(store.keys), split_keys(store.parents)
         statuses: list[int] = []
         for key, parent, page in zip(keys, parents, store.pages, strict=True):
-            status = pb.COMMIT_STATUS_STORED
+            status = pb.STORE_STATUS_STORED
             if store.loan != client.loan or self.knobs.present_as_pending > 0:
                 self.knobs.present_as_pending -= store.loan == client.loan
-                status = pb.COMMIT_STATUS_AGAIN
+                status = pb.STORE_STATUS_AGAIN
             elif key in self.blocks:
-                status = pb.COMMIT_STATUS_PRESENT
+                status = pb.STORE_STATUS_PRESENT
             elif not page:
-                status = pb.COMMIT_STATUS_WANTED
+                status = pb.STORE_STATUS_WANTED
             elif parent != bytes(16) and parent not in self.blocks:
-                status = pb.COMMIT_STATUS_ORPHANED
+                status = pb.STORE_STATUS_ORPHANED
             elif self.knobs.throttle_all:
-                status = pb.COMMIT_STATUS_THROTTLED
+                status = pb.STORE_STATUS_THROTTLED
             else:
                 self._keep(client, key, parent, (page - 1) * 4096, store.payload_bytes)
             statuses.append(status)
-        return self._committed(statuses)
+        return self._stored(statuses)
 
-    def _committed(self, statuses: list[int]) -> list[pb.CommitReply]:
+    def _stored(self, statuses: list[int]) -> list[pb.StoreReply]:
         count = len(statuses)
         durable = bytes([pb.DURABILITY_DURABLE] * count)
         if not self.knobs.pending_then_durable:
-            return [pb.CommitReply(statuses=bytes(statuses), durability=durable, final=True)]
+            return [pb.StoreReply(statuses=bytes(statuses), durability=durable, final=True)]
         pending = bytes([pb.DURABILITY_PENDING] * count)
         return [
-            pb.CommitReply(statuses=bytes(statuses), durability=pending),
-            pb.CommitReply(statuses=bytes(statuses), durability=durable, final=True),
+            pb.StoreReply(statuses=bytes(statuses), durability=pending),
+            pb.StoreReply(statuses=bytes(statuses), durability=durable, final=True),
         ]
 
     def _keep(self, client: Client, key: bytes, parent: bytes, staged: int, payload_bytes: int) -> None:
@@ -356,13 +311,6 @@ class FakeDaemon:
         np.copyto(self.arena[offset : offset + HEADER_BYTES], np.frombuffer(header.pack(), np.uint8))
         assert self.arena[offset : offset + 4].tobytes() == MAGIC
         self.blocks[key] = Stored(offset, payload_bytes, generation)
-        client.free.append(staged)
-
-    def _abort(self, client: Client, abort: pb.Abort) -> pb.AbortReply:
-        gone = [client.reservations.pop(i, None) for i in abort.reservation_ids]
-        client.free.extend(taken[2] for taken in gone if taken)
-        self.aborted.extend(abort.reservation_ids)
-        return pb.AbortReply(aborted=sum(taken is not None for taken in gone))
 
     def _acquire(self, client: Client, acquire: pb.Acquire) -> pb.AcquireReply:
         keys, usable = self._leading(acquire.set)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import pickle
 import queue
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
+from kvstore_proto.arena import HEADER_BYTES, TOKEN_COUNT_OFFSET, TOKENS_OFFSET, Bytes
 from kvstore_proto.fingerprint import Fingerprint
-from kvstore_proto.identity import NO_PARENT, BlockKeys, TokenIds, block_keys
+from kvstore_proto.identity import NO_PARENT, BlockKeys, TokenIds, block_keys, pack_tokens
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2_grpc
@@ -91,12 +93,35 @@ class RawClient:
             self.welcome.roots[0], tokens, block_tokens=fp.block_tokens, engine_block_tokens=fp.engine_block_tokens
         )
 
-    def reserve(self, keys: BlockKeys, **fields: Any) -> pb.ReserveReply:
-        request = {"keys": keys.packed, "parents": keys.parents(NO_PARENT)}
-        request["payload_bytes"] = self.fingerprint.payload_bytes()  # type: ignore[assignment]
-        response = self.ask(reserve=pb.Reserve(**(request | fields)))
-        assert response.HasField("reserve"), response
-        return response.reserve
+    def lend(self) -> int:
+        """The number of the loan."""
+        response = self.ask(lend=pb.Lend())
+        assert response.HasField("lend"), response
+        return response.lend.loan
+
+    def stage(self, page: int, tokens: TokenIds, payload: Bytes) -> None:
+        """A block into the slot that `page` names."""
+        offset, packed = (page - 1) * 4096, pack_tokens(tokens)
+        with mmap.mmap(self.staging_fd, self.welcome.staging_bytes) as staging:
+            staging[offset + TOKEN_COUNT_OFFSET : offset + TOKEN_COUNT_OFFSET + 4] = (len(packed) // 4).to_bytes(
+                4, "little"
+            )
+            staging[offset + TOKENS_OFFSET : offset + TOKENS_OFFSET + len(packed)] = packed
+            staging[offset + HEADER_BYTES : offset + HEADER_BYTES + len(payload)] = payload.tobytes()
+
+    def store_of(self, keys: BlockKeys, pages: Sequence[int], **fields: Any) -> pb.Store:
+        """A chain of blocks under the first number of the loan, unless `fields` say otherwise."""
+        request: dict[str, Any] = {
+            "loan": 1, "keys": keys.packed, "parents": keys.parents(NO_PARENT), "pages": pages,
+            "payload_bytes": self.fingerprint.payload_bytes(),
+        }  # fmt: skip
+        return pb.Store(**(request | fields))
+
+    def store(self, keys: BlockKeys, pages: Sequence[int], **fields: Any) -> list[int]:
+        """The statuses of blocks whose durability is known at once."""
+        response = self.ask(store=self.store_of(keys, pages, **fields))
+        assert response.HasField("store") and response.store.final, response
+        return list(response.store.statuses)
 
     def end_stream(self) -> None:
         if self._channel is not None:

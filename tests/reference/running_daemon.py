@@ -156,7 +156,8 @@ class RunningDaemon:
         if self.nvme_dir.is_dir():
             from kvstore_tiers.nvme.check import check_directory
 
-            assert check_directory(self.nvme_dir, verify_payloads=True) == []
+            problems = check_directory(self.nvme_dir, verify_payloads=True)
+            assert not problems, problems
 
     @contextmanager
     def admin(self) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """The daemon's storage half, small, over a faulty tier: what tests of degraded modes drive, with a clock in their hand.
 
 Owns a real host tier, a real NVMe tier in a directory behind `FaultyTier`, and the `Store` over both. Stores blocks the
-way a commit does, and loses DRAM copies the way pressure does. No sockets, no sessions.
+way a put does, and loses DRAM copies the way pressure does. No sockets, no sessions.
 """
 
 from __future__ import annotations

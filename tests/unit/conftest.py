@@ -9,5 +9,5 @@ from tests.reference.fake_daemon import FakeDaemon
 
 @pytest.fixture(params=["grpc", "direct"])
 def each_stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test twice: with a daemon of the first release, and with one that has direct streams."""
+    """The test twice: over gRPC, and over direct streams."""
     monkeypatch.setattr(FakeDaemon, "is_direct", request.param == "direct")

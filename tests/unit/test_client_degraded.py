@@ -23,6 +23,7 @@ from kvstore_client.link import Link
 from kvstore_client.transport.direct import DirectTransport
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, Knobs, eventually
+from tests.unit.test_client_storing import loan_of
 
 pytestmark = pytest.mark.usefixtures("each_stream")
 FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, (0, 1), 32),))
@@ -165,16 +166,26 @@ def test_a_late_acquire_gives_its_lease_back(tmp_path: Path) -> None:
         assert not any(client.leases for client in daemon.clients.values())
 
 
-def test_a_late_reserve_is_aborted(tmp_path: Path) -> None:
+def test_a_daemon_of_another_protocol_is_refused_in_words(tmp_path: Path) -> None:
+    """One that takes our hello, and answers in a way that we do not know."""
+    with (
+        FakeDaemon(tmp_path / "s", Knobs(protocol_version=9)),
+        pytest.raises(DaemonUnavailable, match=r"speaks protocol 9 .* this client 1 .* upgrade the older"),
+    ):
+        connect(tmp_path / "s", required=True)
+
+
+def test_a_loan_that_comes_late_is_the_next_puts(tmp_path: Path) -> None:
     with (
         FakeDaemon(tmp_path / "s") as daemon,
         connect(tmp_path / "s", required=True, deadline_s=0.1) as session,
     ):
-        with kept_waiting(daemon, "reserve"):
+        with kept_waiting(daemon, "lend"):
             receipt = session.put(TOKENS, payloads=PAYLOADS)
         assert (receipt.statuses, receipt.reason) == (["failed"] * 3, "deadline")
-        eventually(lambda: len(daemon.aborted) == 3)
-        assert not any(client.reservations for client in daemon.clients.values())
+        assert not daemon.stores
+        eventually(lambda: loan_of(session).number == 1)
+        assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["stored"] * 3
 
 
 def test_an_ended_session_is_opened_anew(tmp_path: Path) -> None:

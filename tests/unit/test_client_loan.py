@@ -15,7 +15,7 @@ Late = Callable[[wire.Response], None]
 
 
 def lent(number: int) -> wire.Response:
-    return wire.Response(lend=wire.LendReply(loan=number, offset=0, nbytes=NBYTES))
+    return wire.Response(lend=wire.LendReply(loan=number))
 
 
 class Daemon:
@@ -39,15 +39,15 @@ def test_a_lend_that_is_answered_late_does_not_hide_the_number_of_the_next_one()
         return lent(2)
 
     daemon: Any = Daemon(lambda _: "deadline", first_one_meanwhile)
-    loan = Loan()
+    loan = Loan(NBYTES)
     assert loan.obtain(daemon, 1.0) == "deadline"
     assert loan.obtain(daemon, 1.0) == ""
-    assert (loan.number, loan.size_bytes, loan.used_bytes()) == (2, NBYTES, 0)
+    assert (loan.number, loan.used_bytes()) == (2, 0)
 
 
 def test_a_lend_that_is_answered_after_the_next_one_changes_nothing() -> None:
     daemon: Any = Daemon(lambda _: "deadline", lambda _: lent(2))
-    loan = Loan()
+    loan = Loan(NBYTES)
     assert loan.obtain(daemon, 1.0) == "deadline"
     assert loan.obtain(daemon, 1.0) == ""
     extent = loan.take(4096, 3)
@@ -59,7 +59,7 @@ def test_a_lend_that_is_answered_after_the_next_one_changes_nothing() -> None:
 def test_renewals_that_cross_leave_the_last_number() -> None:
     """Two threads renew: the first answer, number 2, comes after the second."""
     daemon: Any = Daemon(lambda _: lent(1), lambda _: "deadline", lambda _: lent(3))
-    loan = Loan()
+    loan = Loan(NBYTES)
     loan.obtain(daemon, 1.0)
     extent = loan.take(4096, 2)
     assert extent is not None
@@ -71,7 +71,7 @@ def test_renewals_that_cross_leave_the_last_number() -> None:
 
 
 def test_bytes_that_are_free_cannot_be_held() -> None:
-    loan = Loan()
+    loan = Loan(NBYTES)
     loan.obtain(Daemon(lambda _: lent(1)), 1.0)
     extent = loan.take(4096, 1)
     assert extent is not None

@@ -46,10 +46,17 @@ def test_a_session_answers_as_a_dictionary_would(
                 payloads = [bytes([serial, i]) * (BLOCK_BYTES // 2) for i in range(len(wanted))]
                 first = min(first, len(prefixes))
                 receipt = session.put(prompt, first_block=first, payloads=payloads)
-                expected = ["present" if prefix in stored else "stored" for prefix in wanted]
-                assert receipt.statuses == expected
+                expected: list[str] = []
                 for prefix, payload in zip(wanted, payloads, strict=True):
-                    stored.setdefault(prefix, payload)
+                    parent = prefix[:-BLOCK_TOKENS]
+                    if prefix in stored:
+                        expected.append("present")
+                    elif parent and parent not in stored:  # nobody could reach it
+                        expected.append("throttled")
+                    else:
+                        expected.append("stored")
+                        stored[prefix] = payload
+                assert receipt.statuses == expected
             elif name == "lookup":
                 assert session.lookup(prompt).blocks == run
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,50 +209,6 @@ def test_an_arena_that_is_not_granted_is_a_miss(daemon: FakeDaemon, session: Ses
         assert len(lease) == 12
 
 
-def test_staging_smaller_than_a_put_is_refilled(tmp_path: Path) -> None:
-    slots = 3
-    knobs = Knobs(staging_limit_bytes=slots * 8192)
-    with FakeDaemon(tmp_path / "s", knobs) as daemon, open_session(daemon) as session:
-        assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["stored"] * 12
-        assert max(daemon.commit_sizes) <= slots
-        with session.get(TOKENS) as lease:
-            assert all(np.array_equal(lease.payload(i), PAYLOADS[i]) for i in range(12))
-
-
-def test_commits_are_in_sub_batches_so_that_copies_overlap(daemon: FakeDaemon, session: Session) -> None:
-    session.put(TOKENS, payloads=PAYLOADS)
-    assert daemon.commit_sizes == [8, 4]
-    assert daemon.log.count("reserve") == 1
-
-
-def test_a_put_without_room_is_throttled_by_its_deadline(daemon: FakeDaemon, session: Session) -> None:
-    daemon.knobs.throttle_all = True
-    looks = itertools.count()
-    session._clock = lambda: next(looks) * 0.5
-    receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=20.0)
-    assert receipt.statuses == ["throttled"] * 12
-    assert "room" in receipt.reason
-
-
-def test_a_put_without_room_is_throttled_also_when_its_last_question_is_not_answered(
-    daemon: FakeDaemon, session: Session
-) -> None:
-    daemon.knobs.throttle_all = True
-    daemon.knobs.silent_after = {"reserve": 2}
-    times_s = (0.0, 0.0, 9.8, 10.0)  # the first two have as long as they need
-    session._clock = lambda: times_s[min(daemon.log.count("reserve"), 3)]
-    receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=10.0)
-    assert daemon.log.count("reserve") >= 3
-    assert receipt.statuses == ["throttled"] * 12
-    assert "room" in receipt.reason
-
-
-def test_a_block_that_another_client_is_writing_is_asked_for_again(daemon: FakeDaemon, session: Session) -> None:
-    daemon.knobs.present_as_pending = 5
-    session._clock = lambda: 0.0  # on a busy machine five questions may take longer than its patience
-    assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["stored"] * 12
-
-
 def test_settled_waits_for_the_second_answer(daemon: FakeDaemon, session: Session) -> None:
     daemon.knobs.pending_then_durable = True
     assert session.put(TOKENS, payloads=PAYLOADS, wait="settled").durability == ["durable"] * 12
@@ -263,17 +218,6 @@ def test_settled_waits_for_the_second_answer(daemon: FakeDaemon, session: Sessio
     assert not receipt.is_settled
     assert receipt.settle(5.0)
     assert receipt.durability == ["durable"] * 12
-
-
-def test_a_payload_function_that_raises_aborts_what_was_reserved(daemon: FakeDaemon, session: Session) -> None:
-    def explode(_: np.ndarray) -> None:
-        raise OSError("the block pool is gone")
-
-    with pytest.raises(OSError, match="block pool"):
-        session.put(TOKENS, payloads=[*PAYLOADS[:9], explode, *PAYLOADS[10:]])
-    eventually(lambda: len(daemon.aborted) == 4)
-    eventually(lambda: not any(client.reservations for client in daemon.clients.values()))
-    assert session.lookup(TOKENS).blocks == 8
 
 
 @pytest.mark.parametrize(

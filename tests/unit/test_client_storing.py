@@ -1,7 +1,8 @@
-"""A put into a daemon that lends: one message, duplicates not written, and every byte of the loan comes back."""
+"""A put: one message, duplicates not written, and every byte of the loan comes back."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from kvstore_client import Fingerprint, LayerGroup, PutReceipt, Session
 from kvstore_client.loan import Loan
 from kvstore_client.lookup_index import LookupIndex
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from tests.reference.fake_daemon import Client, FakeDaemon, Knobs, eventually
+from tests.reference.fake_daemon import Client, FakeDaemon, eventually
 
 pytestmark = pytest.mark.usefixtures("each_stream")
 FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, (0, 1, 2, 3), 16),))
@@ -31,7 +32,7 @@ STORED = ["stored"] * BLOCKS
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "s", Knobs(lends=True)) as running:
+    with FakeDaemon(tmp_path / "s") as running:
         yield running
 
 
@@ -231,6 +232,19 @@ def test_a_stream_that_breaks_in_the_middle_of_a_store(daemon: FakeDaemon) -> No
         assert loan_of(session).used_bytes() == 0
 
 
+def test_a_put_that_finds_no_room_before_its_deadline_is_throttled(daemon: FakeDaemon) -> None:
+    """All of the loan is held by a put that is never answered, and no renewal of the loan is."""
+    daemon.knobs.staging_limit_bytes = BLOCKS * SLOT
+    with connect(daemon) as session:
+        session.put(TOKENS + 1, payloads=PAYLOADS)
+        daemon.knobs.silent.update(("store", "lend"))
+        assert give_up(session).statuses == ["failed"] * BLOCKS
+        looks = itertools.count()
+        session._clock = lambda: next(looks) * 0.03
+        receipt = session.put(TOKENS, payloads=PAYLOADS, deadline_s=0.3)
+        assert receipt.statuses == ["throttled"] * BLOCKS and "room" in receipt.reason
+
+
 def test_a_request_over_a_rate_is_sent_again(daemon: FakeDaemon, session: Session) -> None:
     session.put(TOKENS + 1, payloads=PAYLOADS)
     daemon.knobs.errors["store"] = pb.Error(kind=pb.ERROR_KIND_THROTTLED, message="too many")
@@ -266,11 +280,3 @@ def test_threads_share_the_loan(daemon: FakeDaemon) -> None:
             thread.join()
         assert not wrong
         assert loan_of(session).used_bytes() == 0
-
-
-def test_a_daemon_of_the_first_release_is_put_to_as_before(daemon: FakeDaemon) -> None:
-    daemon.knobs.lends = False
-    with connect(daemon) as session:
-        assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
-        session.put(TOKENS + 1, payloads=PAYLOADS)
-        assert daemon.log.count("lend") == 1 and daemon.log.count("reserve") == 2

@@ -13,7 +13,7 @@ import pytest
 from kvstore_client import Session, undecided
 from kvstore_client.asking import Asker
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from tests.reference.fake_daemon import Client, FakeDaemon, Knobs
+from tests.reference.fake_daemon import Client, FakeDaemon
 from tests.unit.test_client_storing import BLOCKS, PAYLOADS, SLOT, STORED, TOKENS, believe, connect, loan_of
 
 pytestmark = pytest.mark.usefixtures("each_stream")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("each_stream")
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "s", Knobs(lends=True)) as running:
+    with FakeDaemon(tmp_path / "s") as running:
         yield running
 
 

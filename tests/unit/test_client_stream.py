@@ -166,14 +166,14 @@ def test_an_answer_that_was_read_before_its_call_was_abandoned_is_handed_over(fa
     assert came and not far.stream.awaits_late_answers
 
 
-def test_a_commit_that_is_answered_twice_is_waited_for_twice(far: Far) -> None:
-    call = far.stream.submit(wire.Request(commit=wire.Commit(reservation_ids=[1])))
-    pending = wire.CommitReply(statuses=b"\1", durability=bytes([wire.DURABILITY_PENDING]))
-    durable = wire.CommitReply(statuses=b"\1", durability=bytes([wire.DURABILITY_DURABLE]), final=True)
+def test_a_store_that_is_answered_twice_is_waited_for_twice(far: Far) -> None:
+    call = far.stream.submit(wire.Request(store=wire.Store(loan=1)))
+    pending = wire.StoreReply(statuses=b"\1", durability=bytes([wire.DURABILITY_PENDING]))
+    durable = wire.StoreReply(statuses=b"\1", durability=bytes([wire.DURABILITY_DURABLE]), final=True)
     for reply in (pending, durable):
-        far.answer(wire.Response(request_id=call.request_id, commit=reply))
+        far.answer(wire.Response(request_id=call.request_id, store=reply))
         answered = call.wait(PATIENCE_S)
-        assert answered is not None and answered.commit == reply
+        assert answered is not None and answered.store == reply
 
 
 def test_an_end_is_noticed_though_nobody_waits_and_told_once(far: Far) -> None:
@@ -251,15 +251,15 @@ def test_who_is_interrupted_while_he_reads_ends_the_stream_and_nobody_waits_in_v
     eventually(lambda: not is_read_by_somebody(far))
 
 
-def test_the_second_answer_of_an_abandoned_commit_is_read_though_the_first_had_come(far: Far) -> None:
-    call, came = far.stream.submit(wire.Request(commit=wire.Commit(reservation_ids=[1]))), []
-    pending = wire.CommitReply(statuses=b"\1", durability=bytes([wire.DURABILITY_PENDING]))
+def test_the_second_answer_of_an_abandoned_store_is_read_though_the_first_had_come(far: Far) -> None:
+    call, came = far.stream.submit(wire.Request(store=wire.Store(loan=1))), []
+    pending = wire.StoreReply(statuses=b"\1", durability=bytes([wire.DURABILITY_PENDING]))
     read = far.ping()
-    far.answer(wire.Response(request_id=call.request_id, commit=pending), pong(read.request_id))
+    far.answer(wire.Response(request_id=call.request_id, store=pending), pong(read.request_id))
     assert read.wait(PATIENCE_S) is not None
     far.stream.abandon(call, came.append)
     assert len(came) == 1
-    far.answer(wire.Response(request_id=call.request_id, commit=wire.CommitReply(final=True)))
+    far.answer(wire.Response(request_id=call.request_id, store=wire.StoreReply(final=True)))
     eventually(lambda: len(came) == 2)
 
 

@@ -15,20 +15,20 @@ from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.config.schema import TenantSection
-from kvstored.dataplane.sessions import Session, SessionTable
+from kvstored.dataplane.sessions import Session
 from kvstored.dataplane.staging import Staging
 from kvstored.residency import Residency
 from kvstored.residency.check import check
 from kvstored.tenants import Peer, Tenant
 from kvstored.tiering import HOST
-from kvstored.verbs import Intake, Lending, Put, intake
+from kvstored.verbs import Intake, Lending, Storing, intake
 from tests.reference.small_store import SmallStore, small_store
 
 PAYLOAD_BYTES = 5000
 SLOT = slot_bytes(PAYLOAD_BYTES)
 BLOCKS = 6
 INFLIGHT_LIMIT = 3
-STORED = pb.COMMIT_STATUS_STORED
+STORED = pb.STORE_STATUS_STORED
 SIZES_LEFT_OPEN = Fingerprint("m", "w", groups=(LayerGroup(0), LayerGroup(1, "sliding", 64)))
 
 
@@ -38,22 +38,19 @@ class Store:
     def __init__(self, small: SmallStore) -> None:
         self.small = small
         store, clock = small.store, small.clock
-        self.intake = Intake(
-            small.residency, store.host, store.rooms[HOST], store.writeback, small.completions, clock, store.counters,
-            default_mode="none",
-        )  # fmt: skip
-        self.lending = Lending(
-            self.intake, small.residency, store.counters, max_keys=64, max_block_bytes=1 << 20,
-            inflight_limit=INFLIGHT_LIMIT,
-        )  # fmt: skip
-        self.put = Put(
-            self.intake, small.residency, SessionTable(), clock, store.counters, max_keys=64,
-            max_block_bytes=1 << 20, reservation_ttl_ms=1000,
-        )  # fmt: skip
+        intake = Intake(
+            small.residency, store.host, store.rooms[HOST], store.writeback, small.completions, clock, store.counters
+        )
+        self.finish = intake.finish
+        self.storing = Storing(intake, small.residency, store.writeback, store.counters, default_mode="none")
+        self.lending = Lending(self.storing, max_keys=64, max_block_bytes=1 << 20, inflight_limit=INFLIGHT_LIMIT)
+        self.session = self.client()
+
+    def client(self) -> Session:
         tenant = Tenant("t", bytes(16), b"", TenantSection("t"))
         fingerprint = SIZES_LEFT_OPEN
-        self.session = Session(
-            1, bytes(16), Peer(1, 1, 1), "client", tenant, small.residency.tenant("tenant"), fingerprint,
+        return Session(
+            1, bytes(16), Peer(1, 1, 1), "client", tenant, self.small.residency.tenant("tenant"), fingerprint,
             fingerprint.digest(), 1, {}, Staging(1 << 20, "test"), lambda _: None,
         )  # fmt: skip
 
@@ -62,31 +59,18 @@ class Store:
         replies = [reply async for reply in self.begin(keys)]
         return list(replies[0].statuses)
 
-    def begin(self, keys: Sequence[bytes]) -> Any:
-        loan = self.session.loan
-        assert loan is not None
-        pages = [1 + (loan.offset + place * SLOT) // 4096 for place in range(len(keys))]
+    def begin(self, keys: Sequence[bytes], session: Session | None = None) -> Any:
+        session = session or self.session
+        pages = [1 + place * SLOT // 4096 for place in range(len(keys))]
         parents = b"".join([NO_PARENT, *keys[:-1]])
         request = pb.Store(
-            loan=loan.number, keys=b"".join(keys), parents=parents, pages=pages, payload_bytes=PAYLOAD_BYTES
+            loan=session.loan, keys=b"".join(keys), parents=parents, pages=pages, payload_bytes=PAYLOAD_BYTES
         )
-        return self.lending.store(self.session, request)
-
-    def reserve(self, payload_bytes: int, **blocks: bytes) -> list[int]:
-        """Reservations for blocks, each key with its parent, of a group whose blocks need no block before them."""
-        keys = b"".join(key_of(name) for name in blocks)
-        request = pb.Reserve(keys=keys, parents=b"".join(blocks.values()), payload_bytes=payload_bytes, group=1)
-        reply = self.put.reserve(self.session, request)
-        assert all(reply.reservation_ids)
-        return list(reply.reservation_ids)
-
-    async def commit(self, reservation_ids: Sequence[int]) -> list[int]:
-        replies = [reply async for reply in self.put.commit(self.session, pb.Commit(reservation_ids=reservation_ids))]
-        return list(replies[0].statuses)
+        return self.lending.store(session, request)
 
     def assert_nothing_left(self, blocks: int = 0) -> None:
         session, host = self.session, self.small.store.host
-        assert not self.intake.writers and not session.copying and not session.reservations
+        assert not self.storing.being_written and not session.copying
         assert (session.beginning, session.turn.locked(), self.small.completions.outstanding) == (0, False, 0)
         assert host.statistics().blocks == blocks
         assert not self.small.residency.tenants[session.tenant_id].unreadable
@@ -104,7 +88,7 @@ def run(tmp_path: Path, test: Callable[[Store], Any]) -> None:
     async def with_store() -> None:
         async with small_store(tmp_path) as small:
             store = Store(small)
-            await store.lending.lend(store.session, pb.Lend(nbytes=BLOCKS * SLOT))
+            await store.lending.lend(store.session)
             await test(store)
 
     asyncio.run(with_store())
@@ -154,7 +138,7 @@ def test_a_mistake_while_blocks_begin_leaves_nothing(
         store.assert_nothing_left()
         assert await store.store(KEYS) == [STORED] * BLOCKS
         store.assert_nothing_left(BLOCKS)
-        assert (await store.lending.lend(store.session, pb.Lend())).loan == 2
+        assert (await store.lending.lend(store.session)).loan == 2
 
     run(tmp_path, test)
 
@@ -189,39 +173,29 @@ def test_what_is_published_already_stays_published(tmp_path: Path, monkeypatch: 
             fail_once(patch, Residency, "publish", 6)
             await store.store(KEYS)
         store.assert_nothing_left(blocks=5)
-        assert await store.store(KEYS) == [pb.COMMIT_STATUS_PRESENT] * 5 + [STORED]
+        assert await store.store(KEYS) == [pb.STORE_STATUS_PRESENT] * 5 + [STORED]
 
     run(tmp_path, test)
 
 
-def test_a_mistake_in_a_commit_ends_its_reservations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(store: Store) -> None:
-        reservations = store.reserve(PAYLOAD_BYTES, a=NO_PARENT, b=NO_PARENT)
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a mistake of ours"):
-            fail_once(patch, Residency, "insert", 2)
-            await store.commit(reservations)
-        store.assert_nothing_left()
-        assert await store.commit(store.reserve(PAYLOAD_BYTES, a=NO_PARENT, b=NO_PARENT)) == [STORED] * 2
-
-    run(tmp_path, test)
-
-
-@pytest.mark.parametrize("sizes", [(3000, 50_000), (50_000, 3000)])
-def test_the_slot_of_a_refused_block_is_not_the_next_ones_unless_it_fits(
-    tmp_path: Path, sizes: tuple[int, int]
-) -> None:
-    """A block that would be its own ancestor is refused when it has a slot; the next one of its commit has another
-    size."""
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_key_is_written_by_one_client_at_a_time(tmp_path: Path, is_gone: bool) -> None:
+    """Also when the first client is gone: what has begun ends."""
 
     async def test(store: Store) -> None:
-        assert await store.commit(store.reserve(PAYLOAD_BYTES, child=key_of("parent"))) == [STORED]
-        cyclic = store.reserve(sizes[0], parent=key_of("child"))
-        following = store.reserve(sizes[1], other=NO_PARENT)
-        assert await store.commit(cyclic + following) == [pb.COMMIT_STATUS_FAILED, STORED]
-        residency = store.small.residency
-        row = residency.find(store.session.tenant_id, key_of("other"))
-        assert residency.slot(row, HOST).nbytes == slot_bytes(sizes[1])
-        assert store.small.store.host.statistics().blocks == 2
+        other = store.client()
+        await store.lending.lend(other)
+        first = store.begin(KEYS)
+        if is_gone:
+            await first.aclose()
+        replies = [reply async for reply in store.begin(KEYS, other)]
+        assert list(replies[0].statuses) == [pb.STORE_STATUS_AGAIN] * BLOCKS
+        await store.finish()
+        await asyncio.sleep(0)
+        store.assert_nothing_left(BLOCKS)
+        replies = [reply async for reply in store.begin(KEYS, other)]
+        assert list(replies[0].statuses) == [pb.STORE_STATUS_PRESENT] * BLOCKS
+        await first.aclose()
 
     run(tmp_path, test)
 
@@ -234,7 +208,7 @@ def test_stores_under_way_are_bounded_whoever_waits_for_them(tmp_path: Path) -> 
         with pytest.raises(KVStoreError, match="3 puts of this client") as caught:
             store.begin(KEYS[4:5])
         assert (caught.value.kind, caught.value.retry_after_ms > 0) == (ErrorKind.THROTTLED, True)
-        await store.intake.finish()
+        await store.finish()
         await asyncio.sleep(0)
         store.assert_nothing_left(blocks=INFLIGHT_LIMIT)
         assert await store.store(KEYS[4:5]) == [STORED]

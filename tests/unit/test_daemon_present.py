@@ -26,7 +26,7 @@ NONE, BATCH, ALWAYS = pb.DURABILITY_MODE_NONE, pb.DURABILITY_MODE_BATCH, pb.DURA
 VOLATILE, PENDING, DURABLE = pb.DURABILITY_VOLATILE, pb.DURABILITY_PENDING, pb.DURABILITY_DURABLE
 GATHERS = "durability.batch_ms=3600000"  # a batch begins when somebody asks for it, and never by itself
 
-Answers = AsyncIterator[pb.CommitReply]
+Answers = AsyncIterator[pb.StoreReply]
 
 
 class Client:
@@ -38,13 +38,11 @@ class Client:
 
     def put(self, mode: int, first: int = 0, end: int = BLOCKS, *, named: bool = True) -> Answers:
         """The answers to a put of blocks `first` to `end`; `named`: believed present, and so not written."""
-        loan = self.store.session.loan
-        assert loan is not None
         parents = [NO_PARENT, *KEYS]
-        pages = [0 if named else 1 + (loan.offset + place * SLOT) // 4096 for place in range(end - first)]
+        pages = [0 if named else 1 + place * SLOT // 4096 for place in range(end - first)]
         request = pb.Store(
-            loan=loan.number, keys=b"".join(KEYS[first:end]), parents=b"".join(parents[first:end]), pages=pages,
-            payload_bytes=PAYLOAD_BYTES, durability=mode,  # type: ignore[arg-type]  # a mode's number
+            loan=self.store.session.loan, keys=b"".join(KEYS[first:end]), parents=b"".join(parents[first:end]),
+            pages=pages, payload_bytes=PAYLOAD_BYTES, durability=mode,  # type: ignore[arg-type]  # a mode's number
         )  # fmt: skip
         return self.store.lending.store(self.store.session, request)
 
@@ -71,7 +69,7 @@ def over_a_client(*settings: str) -> Callable[[Callable[..., Coroutine[Any, Any,
             async def inside() -> None:
                 async with small_store(tmp_path, *settings) as small:
                     store = Store(small)
-                    await store.lending.lend(store.session, pb.Lend(nbytes=BLOCKS * SLOT))
+                    await store.lending.lend(store.session)
                     client = Client(store)
                     await scenario(client, monkeypatch)
                     await small.writeback.flush(FAR_S)
@@ -123,7 +121,7 @@ async def test_batch_answers_pending_and_then_how_it_ended(client: Client, _: py
     await client.store_volatile()
     answers = client.put(BATCH)
     first = await anext(answers)
-    assert (list(first.statuses), first.final) == ([pb.COMMIT_STATUS_PRESENT] * BLOCKS, False)
+    assert (list(first.statuses), first.final) == ([pb.STORE_STATUS_PRESENT] * BLOCKS, False)
     assert list(first.durability) == [PENDING] * BLOCKS
     await client.small.writeback.flush(FAR_S)
     last = await anext(answers)

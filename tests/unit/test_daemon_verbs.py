@@ -81,5 +81,4 @@ def test_a_closed_session_is_forgotten_and_its_streams_are_told_once() -> None:
 def test_ids_are_never_given_twice() -> None:
     table = SessionTable()
     assert len({table.next_id() for _ in range(100)}) == 100
-    assert len({table.next_reservation_id() for _ in range(100)}) == 100
     assert len({table.new_token() for _ in range(100)}) == 100

@@ -221,11 +221,11 @@ def test_charges_count_against_the_same_capacity(tier: HostTier) -> None:
     assert not tier.charge(2 * MIB, "staging")
     slots = fill(tier, 65536, "a")
     assert len(slots) == MIB // 65536
-    assert not tier.charge(4096, "reservations")
+    assert not tier.charge(4096, "ledger")
     assert tier.statistics().used_by["staging"] == 3 * MIB
     for slot in slots:
         tier.free(slot)
-    assert tier.charge(4096, "reservations"), "an empty arena gives way to a charge"
+    assert tier.charge(4096, "ledger"), "an empty arena gives way to a charge"
     tier.discharge(3 * MIB, "staging")
     assert tier.statistics().used_bytes == 4096
     with pytest.raises(RuntimeError):

@@ -1,14 +1,27 @@
-"""The bound on unary calls at once, and the bytes of a message as a put sees them."""
+"""The bound on unary calls at once, and puts whose bytes came in the message."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from kvstore_proto.arena import slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.identity import NO_PARENT
+from kvstore_proto.v1 import unary_pb2 as unary
 from kvstored.dataplane.inline import InlineBlocks
+from kvstored.residency import Residency
 from kvstored.rpc.unary import CallLimit
+from kvstored.tiering import HOST
+from kvstored.verbs import Verbs
+from kvstored.verbs.inline import InlineCalls
+from kvstored.verbs.naming import NamedBlocks
+from tests.reference.unary_client import names
+from tests.unit.test_daemon_intake import STORED, Store, fail_once, key_of, run
 
 
 def test_no_more_calls_than_allowed_and_each_end_makes_room() -> None:
@@ -26,16 +39,75 @@ def test_no_more_calls_than_allowed_and_each_end_makes_room() -> None:
         pass
 
 
-def test_inline_blocks_lie_where_their_bytes_are() -> None:
-    staged = InlineBlocks()
-    assert staged.allocate(8192) is None, "nothing was offered"
+def test_inline_blocks_are_where_their_bytes_are() -> None:
     payload = bytes(range(256)) * 4
-    staged.offer(b"tokens", payload)
-    offset = staged.allocate(8192)
-    assert offset is not None
-    assert staged.allocate(8192) is None, "an offer is taken up once"
-    assert staged.tokens_at(offset) == b"tokens"
-    segment = staged.payload_at(offset, len(payload))
-    staged.free(offset, 8192)
-    del payload
+    staged = InlineBlocks([b"", b"tokens"], [b"another", payload])
+    assert staged.tokens_at(1) == b"tokens"
+    segment = staged.payload_at(1, len(payload))
+    del payload, staged
     assert ctypes.string_at(segment.address, segment.nbytes) == bytes(range(256)) * 4, "the segment keeps its bytes"
+
+
+class Calls:
+    """Unary puts over the verbs of a small store. The blocks are of a group whose blocks need no block before them."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        small, nothing = store.small, cast(Any, None)
+        verbs = Verbs(nothing, store.storing, store.lending, nothing, nothing, nothing, nothing)
+        self._calls = InlineCalls(
+            verbs, nothing, small.residency, small.store.host, small.completions, small.store.counters,
+            message_bytes=1 << 20, max_block_bytes=1 << 20,
+        )  # fmt: skip
+
+    async def put(self, *blocks: tuple[str, bytes, int]) -> unary.UnaryPutReply:
+        """Blocks as (name, parent, size of the payload)."""
+        keys = [key_of(name) for name, _, _ in blocks]
+        named = NamedBlocks(1, keys, [parent for _, parent, _ in blocks], [b""] * len(keys), [bytes(16)] * len(keys))
+        request = unary.UnaryPutRequest(payloads=[bytes(nbytes) for _, _, nbytes in blocks])
+        return await self._calls.put(self.store.client(), named, request)
+
+
+def over_calls(tmp_path: Path, test: Callable[[Calls], Any]) -> None:
+    run(tmp_path, lambda store: test(Calls(store)))
+
+
+def test_a_block_that_another_client_is_writing_is_pending(tmp_path: Path) -> None:
+    async def test(calls: Calls) -> None:
+        under_way = calls.store.begin([key_of("a")])
+        reply = await calls.put(("a", NO_PARENT, 100))
+        assert (names(reply.statuses), reply.retry_after_ms > 0) == (["PENDING"], True)
+        assert [list(reply.statuses) async for reply in under_way] == [[STORED]]
+        reply = await calls.put(("a", NO_PARENT, 100))
+        assert (names(reply.statuses), reply.retry_after_ms) == (["PRESENT"], 0)
+
+    over_calls(tmp_path, test)
+
+
+def test_a_mistake_in_a_put_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(calls: Calls) -> None:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a mistake of ours"):
+            fail_once(patch, Residency, "insert", 2)
+            await calls.put(("a", NO_PARENT, 100), ("b", NO_PARENT, 100))
+        calls.store.assert_nothing_left()
+        assert names((await calls.put(("a", NO_PARENT, 100), ("b", NO_PARENT, 100))).statuses) == ["STORED"] * 2
+
+    over_calls(tmp_path, test)
+
+
+@pytest.mark.parametrize("sizes", [(3000, 50_000), (50_000, 3000)])
+def test_the_slot_of_a_refused_block_is_not_the_next_ones_unless_it_fits(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    """A block that would be its own ancestor is refused when it has a slot; the next one has another size."""
+
+    async def test(calls: Calls) -> None:
+        assert names((await calls.put(("child", key_of("parent"), 5000))).statuses) == ["STORED"]
+        reply = await calls.put(("parent", key_of("child"), sizes[0]), ("other", NO_PARENT, sizes[1]))
+        assert names(reply.statuses) == ["MISS", "STORED"]
+        small = calls.store.small
+        row = small.residency.find(calls.store.session.tenant_id, key_of("other"))
+        assert small.residency.slot(row, HOST).nbytes == slot_bytes(sizes[1])
+        assert small.store.host.statistics().blocks == 2
+
+    over_calls(tmp_path, test)

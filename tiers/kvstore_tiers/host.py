@@ -3,7 +3,7 @@
 Owns arenas, their capacity and the copy threads (what they do: `image_copies`). Never knows which client maps what, nor
 what a lease is.
 Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and whatever the
-daemon `charge`s: staging, reservations.
+daemon `charge`s: staging, the ledger.
 What a process left in arenas whose descriptors somebody kept can be taken over (`adopt`, by way of `adoption`).
 Invariants: one owner and one slot size an arena; a container number is never reused.
 """

@@ -22,7 +22,7 @@ LATELY_S = 10.0
 MINUTE_S = 60.0
 NOW_S = 3.0  # rates: one second alone flickers
 _LEAST_ROWS = 3  # of a table: its heading, one row, and how many more there are
-_ORDER = ("lookup", "acquire", "release", "store", "reserve", "commit", "prefetch", "touch", "abort", "ping")
+_ORDER = ("lookup", "acquire", "release", "store", "prefetch", "touch", "ping")
 _STATES = {"serving": "green", "ok": "green", "draining": "yellow", "full": "yellow", "shrunk": "yellow"}
 
 

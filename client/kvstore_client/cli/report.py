@@ -30,7 +30,7 @@ from kvstore_proto.v1 import admin_pb2 as wire
 
 _MIN_SAMPLES = 3
 _MODELS_SHOWN = 6
-_TIMED = ("lookup", "acquire", "store", "reserve", "commit", "release", "prefetch")
+_TIMED = ("lookup", "acquire", "store", "release", "prefetch")
 _PACKAGES = ("kvstored", "grpcio", "protobuf", "numpy", "lmdb", "xxhash")
 
 

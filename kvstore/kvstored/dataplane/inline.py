@@ -5,7 +5,7 @@ Owns references to the bytes of one call, for as long as the put may copy from t
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,41 +13,15 @@ from kvstore_tiers.segments import Segment
 
 
 class InlineBlocks:
-    """Implements `Staged`. `offer` a block, then reserve it: the reservation's extent is that block."""
+    """Implements `Staged`: the offset of a block is its place in `tokens` and `payloads`."""
 
-    def __init__(self) -> None:
-        self.size_bytes = sys.maxsize  # the message was within its limit already
-        self.fd = -1
-        self._offered: tuple[bytes, bytes] | None = None
-        self._blocks: dict[int, tuple[bytes, bytes]] = {}
-        self._next = 0
-
-    def offer(self, tokens: bytes, payload: bytes) -> None:
-        """The block (packed token ids, payload) that the next `allocate` takes up."""
-        self._offered = (tokens, payload)
-
-    def allocate(self, nbytes: int) -> int | None:
-        block, self._offered = self._offered, None
-        if block is None:
-            return None
-        offset = self._next
-        self._next += nbytes
-        self._blocks[offset] = block
-        return offset
-
-    def free(self, offset: int, nbytes: int) -> None:
-        del self._blocks[offset]
-
-    def largest_free(self) -> int:
-        """Nothing to lend: each extent is a block that came with the message."""
-        return 0
+    def __init__(self, tokens: Sequence[bytes], payloads: Sequence[bytes]) -> None:
+        self._tokens = tokens
+        self._payloads = payloads
 
     def tokens_at(self, offset: int) -> bytes:
-        return self._blocks[offset][0]
+        return self._tokens[offset]
 
     def payload_at(self, offset: int, nbytes: int) -> Segment:
-        payload = np.frombuffer(self._blocks[offset][1], np.uint8)
+        payload = np.frombuffer(self._payloads[offset], np.uint8)
         return Segment(int(payload.ctypes.data), nbytes, owner=payload)
-
-    def forget_fd(self) -> None:
-        """There is none."""

@@ -1,8 +1,8 @@
 """The lookup indexes: for each tenant that asks, a table in shared memory that says where its blocks are.
 
 Owns one memfd a tenant, from the first session that asks for it to the end of the last, and the memory that all of
-them together may take. Follows residency by its presence events, so a committed block is in the table before its
-commit is answered. Never does: serve bytes, or know what a client makes of an answer. A tenant gets the descriptor of
+them together may take. Follows residency by its presence events, so a stored block is in the table before its
+put is answered. Never does: serve bytes, or know what a client makes of an answer. A tenant gets the descriptor of
 its own table only, read-only; the memfd is sealed, so that not even root opens it writable.
 
 Invariants: a table in state SERVING holds every readable block of its tenant, in a slot or in an overflow count; only

@@ -20,7 +20,7 @@ from kvstored.config import Config
 from kvstored.dataplane.handshake import PROTOCOL_VERSION
 from kvstored.dataplane.lookup_index import LookupIndexes
 from kvstored.dataplane.sessions import Session, SessionTable
-from kvstored.dataplane.staging import Staged, Staging, StagingPool
+from kvstored.dataplane.staging import Staging, StagingPool
 from kvstored.policies import Policy, Share
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
@@ -180,10 +180,10 @@ class Reception:
         self._sessions.add(session)
         return session
 
-    def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str, staged: Staged | None) -> Session:
+    def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str) -> Session:
         """A session for one unary call, in no table: nobody waits for its end. Its fingerprint is not noted, so that
         asking for made-up ones costs nothing: `note_fingerprint` before blocks are stored under it."""
-        return self._session(tenant, fingerprint, Peer(0, -1, -1), name, staged, is_noted=False)
+        return self._session(tenant, fingerprint, Peer(0, -1, -1), name, None, is_noted=False)
 
     def note_fingerprint(self, session: Session) -> None:
         """Remember the fingerprint of a session that `open_call` made, and give it its number."""
@@ -197,7 +197,7 @@ class Reception:
         fingerprint: Fingerprint,
         peer: Peer,
         name: str,
-        staging: Staged | None,
+        staging: Staging | None,
         *,
         is_noted: bool = True,
     ) -> Session:

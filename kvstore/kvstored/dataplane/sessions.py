@@ -1,6 +1,6 @@
 """Sessions: one for each handshake connection, which is a client's identity and the anchor of all it holds.
 
-Owns reservations, loan and staging of each client; ends everything a client held when its connection ends. Never does
+Owns loan and staging of each client; ends everything a client held when its connection ends. Never does
 I/O.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_proto.fingerprint import Fingerprint
-from kvstored.dataplane.staging import Staged
+from kvstored.dataplane.staging import Staged, Staging
 from kvstored.lifecycle import Cause
 from kvstored.residency import ResidencyView
 from kvstored.tenants import Peer, Tenant
@@ -21,39 +21,23 @@ from kvstored.tenants import Peer, Tenant
 
 @dataclass(slots=True)
 class StagedBlock:
-    """What a client says of one block, and the slot of its staging memory that the block lies in."""
+    """What a client says of one block, and where the block is: at `offset` in `staged`; `nbytes` is its slot's size."""
 
     key: bytes
     parent: bytes
     extra: bytes
     group: int
     payload_bytes: int
-    offset: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class Reservation(StagedBlock):
-    """A client's right to commit one block from an extent of its staging memory."""
-
-    reservation_id: int
-    expires_ns: int
-    committing: bool = False
-
-
-@dataclass(slots=True)
-class Loan:
-    """The extent of its staging memory that a client places blocks in by itself, until the session ends. What was
-    asked for under an earlier `number` is void."""
-
-    number: int
+    staged: Staged
     offset: int
     nbytes: int
 
 
 @dataclass(slots=True)
 class Session:
-    """`tenant_id` is the residency's number for the tenant; `staging` is None for a client that only reads."""
+    """`tenant_id` is the residency's number for the tenant; `staging` is None for a client that only reads, and for a
+    unary call. `loan` is the number under which the client may store from its staging, 0 before it has asked; what was
+    asked for under an earlier number is void."""
 
     session_id: int
     token: bytes
@@ -64,16 +48,15 @@ class Session:
     fingerprint: Fingerprint
     fingerprint_digest: bytes
     fingerprint_id: int
-    family: Set[int]  # fingerprints that may be meant to be the same
     roots: dict[int, bytes]  # of each layer group
-    staging: Staged | None
+    staging: Staging | None
     give_back_staging: Callable[[int], None]
-    reservations: dict[int, Reservation] = field(default_factory=dict)
+    family: Set[int] = frozenset()  # fingerprints that may be meant to be the same
     in_flight: int = 0  # requests that wait for bytes, over all streams
     beginning: int = 0  # requests whose blocks have not all begun to be stored
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the first of those
-    loan: Loan | None = None
-    copying: set[asyncio.Task[Any]] = field(default_factory=set)  # that read the loan
+    loan: int = 0
+    copying: set[asyncio.Task[Any]] = field(default_factory=set)  # that read the staging memory
     closed: bool = False
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
@@ -86,18 +69,10 @@ class Session:
         """Why a block that this client asked for is not readable."""
         return residency.why_missing(self.tenant_id, key, self.fingerprint_id, self.family).cause
 
-    def drop_reservation(self, reservation_id: int) -> Reservation | None:
-        """Take a reservation back and free its extent; None when there is none."""
-        reservation = self.reservations.pop(reservation_id, None)
-        if reservation is not None and self.staging is not None:
-            self.staging.free(reservation.offset, reservation.nbytes)
-            self.part_with_staging()
-        return reservation
-
     def part_with_staging(self) -> None:
         """After the end: give the staging memory back, as soon as nothing copies from it any more."""
-        if self.closed and not self.reservations and not self.copying and self.staging is not None:
-            staging, self.staging, self.loan = self.staging, None, None
+        if self.closed and not self.copying and self.staging is not None:
+            staging, self.staging = self.staging, None
             staging.forget_fd()
             self.give_back_staging(staging.size_bytes)
 
@@ -108,7 +83,6 @@ class SessionTable:
     def __init__(self, last_session_id: int = 0) -> None:
         self._by_token: dict[bytes, Session] = {}
         self._last_session_id = last_session_id
-        self._last_reservation_id = 0
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -122,10 +96,6 @@ class SessionTable:
     def next_id(self) -> int:
         self._last_session_id += 1
         return self._last_session_id
-
-    def next_reservation_id(self) -> int:
-        self._last_reservation_id += 1
-        return self._last_reservation_id
 
     def add(self, session: Session) -> None:
         self._by_token[session.token] = session

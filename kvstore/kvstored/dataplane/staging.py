@@ -1,10 +1,8 @@
 """A client's staging memory: the only bytes that a client can write and the daemon reads.
 
-`Staged` is what a put needs of the place its bytes lie in; `Staging` is that place for clients with shared memory.
-Owns one memfd (sealed against resizing, so that no client can make the daemon fault on a vanished page) and the extents
-in it that are out: on reservations, or lent to the client for good. Never trusts its content: the daemon copies first
-and checks the copy.
-Invariant: extents never overlap; free + used = size.
+`Staged` is what a put needs of the place its bytes are in; `Staging` is that place for clients with shared memory.
+Owns one memfd, sealed against resizing, so that no client can make the daemon fault on a vanished page. Never trusts
+its content: the daemon copies first and checks the copy.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-from bisect import insort
 from typing import Protocol
 
 import numpy as np
@@ -27,28 +24,13 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 
 
 class Staged(Protocol):
-    """Where the blocks of a put lie until they are committed, each in an extent named by its offset."""
-
-    size_bytes: int
-    fd: int  # for the client, until it has it; -1 where there is none to give
-
-    def allocate(self, nbytes: int) -> int | None:
-        """Offset of a fresh extent, or None when nothing that large is free."""
-        ...
-
-    def free(self, offset: int, nbytes: int) -> None: ...
-
-    def largest_free(self) -> int:
-        """Bytes of the largest extent that `allocate` would find."""
-        ...
+    """Where the blocks of a put are until they are stored, each named by its offset."""
 
     def tokens_at(self, offset: int) -> bytes:
         """Packed token ids of the block there."""
         ...
 
     def payload_at(self, offset: int, nbytes: int) -> Segment: ...
-
-    def forget_fd(self) -> None: ...
 
 
 class Staging:
@@ -63,35 +45,6 @@ class Staging:
         # The array keeps the mapping alive: a copy in flight survives the session that started it.
         self.view: Bytes = np.frombuffer(mmap.mmap(self.fd, self.size_bytes, prot=mmap.PROT_READ), np.uint8)
         self.address = int(self.view.ctypes.data)
-        self.used_bytes = 0
-        self._free: list[tuple[int, int]] = [(0, self.size_bytes)]  # (offset, length), sorted, coalesced
-
-    def allocate(self, nbytes: int) -> int | None:
-        """Offset of a fresh extent (first fit), or None when nothing that large is free."""
-        for index, (offset, length) in enumerate(self._free):
-            if length >= nbytes:
-                if length == nbytes:
-                    del self._free[index]
-                else:
-                    self._free[index] = (offset + nbytes, length - nbytes)
-                self.used_bytes += nbytes
-                return offset
-        return None
-
-    def free(self, offset: int, nbytes: int) -> None:
-        insort(self._free, (offset, nbytes))
-        index = self._free.index((offset, nbytes))
-        for left in (index, index - 1):  # with the one after, then with the one before
-            if 0 <= left < len(self._free) - 1:
-                (a, a_len), (b, b_len) = self._free[left], self._free[left + 1]
-                if a + a_len > b:
-                    raise RuntimeError(f"staging extent at {offset} freed twice")
-                if a + a_len == b:
-                    self._free[left : left + 2] = [(a, a_len + b_len)]
-        self.used_bytes -= nbytes
-
-    def largest_free(self) -> int:
-        return max((length for _, length in self._free), default=0)
 
     def tokens_at(self, offset: int) -> bytes:
         """As the client wrote them, taken once: it may still be writing."""

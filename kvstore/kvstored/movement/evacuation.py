@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, TypeVar
 
@@ -350,7 +350,13 @@ class Evacuation:
                 self._counters.add("relocated_bytes", copy.target.nbytes)
                 left.pop(token, None)
                 continue
-            targets.append(copy.target)
+            if outcome.header is None:
+                targets.append(copy.target)
+            else:  # the copy has a record: it is withdrawn before anything else is written there
+                if unchanged:
+                    header = replace(outcome.header, generation=copy.source.generation)
+                    self._tier.publish_again(copy.source, header)
+                self._tier.free(copy.target)
             if outcome.kind is OutcomeKind.FAILED:
                 self._suspect(token)
             if outcome.kind is OutcomeKind.CORRUPT and unchanged:

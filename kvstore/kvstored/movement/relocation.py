@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
@@ -80,6 +81,7 @@ class LaneRelocation:
         return self._breaker.takes_writes and (left_bytes is None or left_bytes >= medium_bytes(nbytes))
 
     async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
+        """An outcome has a header where the copy was stored, also when the sync after it failed."""
         # Two records of one block in one commit would leave it open which is newer.
         synced = await self._sync()
         if not synced.ok:
@@ -88,7 +90,9 @@ class LaneRelocation:
         if not any(outcome.ok for outcome in outcomes):
             return outcomes
         synced = await self._sync()
-        return outcomes if synced.ok else [synced if outcome.ok else outcome for outcome in outcomes]
+        if synced.ok:
+            return outcomes
+        return [replace(synced, header=outcome.header) if outcome.ok else outcome for outcome in outcomes]
 
     def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()

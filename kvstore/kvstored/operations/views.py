@@ -83,7 +83,6 @@ class Views:
             clients=len(parts.sessions),
             blocks=len(parts.residency),
             leases=len(parts.leases),
-            reservations=sum(len(session.reservations) for session in parts.sessions.all()),
             limbo_bytes=parts.leases.limbo_bytes(),
             prefault_done_bytes=done_bytes,
             prefault_total_bytes=total_bytes,

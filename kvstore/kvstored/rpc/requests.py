@@ -113,7 +113,7 @@ class Requests:
         is_first = True
         try:
             async for reply in replies:
-                if is_first:  # a commit may answer twice; the client goes on after the first
+                if is_first:  # a store may answer twice; the client goes on after the first
                     self._latencies.add(op, self._now_ns() - began_ns)
                     is_first = False
                 await self._reply(request_id, reply)

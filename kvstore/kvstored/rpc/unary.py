@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
-from kvstored.dataplane.inline import InlineBlocks
 from kvstored.dataplane.reception import Reception
 from kvstored.dataplane.sessions import Session
 from kvstored.operations.lifetime import Lifetime, State
@@ -122,8 +121,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     ) -> Reply:
         with self._limit:
             named = request.chain
-            staged = InlineBlocks() if isinstance(request, pb.UnaryPutRequest) else None
-            session = self._reception.open_call(tenant, fingerprint_of(named), "unary call", staged)
+            session = self._reception.open_call(tenant, fingerprint_of(named), "unary call")
             blocks = await blocks_of(session, named, self._max_keys)
             reply: Any = await call(session, blocks)
             if not blocks.are_given:

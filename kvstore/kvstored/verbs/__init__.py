@@ -1,5 +1,5 @@
-"""What a client can ask for: lookup, put (lend, store; reserve, commit, abort), get (acquire, release), hints
-(prefetch, touch, hint), delete and explain.
+"""What a client can ask for: lookup, put (lend, store), get (acquire, release), hints (prefetch, touch, hint), delete
+and explain.
 
 Each verb is a class over the parts it needs; this door sends a request to its verb. `quick` answers without waiting for
 bytes to move, or says (None) that the request must run as a task through `slow`.
@@ -18,10 +18,10 @@ from kvstored.verbs.hints import Hints
 from kvstored.verbs.intake import Intake
 from kvstored.verbs.lending import Lending
 from kvstored.verbs.lookup import LookUp
-from kvstored.verbs.put import Put
+from kvstored.verbs.storing import Offer, Storing
 from kvstored.verbs.validate import known_group
 
-__all__ = ["Delete", "Get", "Hints", "Intake", "Lending", "LookUp", "Put", "Verbs"]
+__all__ = ["Delete", "Get", "Hints", "Intake", "Lending", "LookUp", "Offer", "Storing", "Verbs"]
 
 
 class Verbs:
@@ -30,7 +30,7 @@ class Verbs:
     def __init__(
         self,
         look_up: LookUp,
-        put: Put,
+        storing: Storing,
         lending: Lending,
         get: Get,
         hints: Hints,
@@ -38,7 +38,7 @@ class Verbs:
         explain: Callable[[Session, ExplainRequest], Awaitable[ExplainReply]],
     ) -> None:
         self._look_up = look_up
-        self._put = put
+        self._storing = storing
         self._lending = lending
         self._get = get
         self._hints = hints
@@ -54,10 +54,6 @@ class Verbs:
             return None if held is None else pb.Response(acquire=held)
         if op == "release":
             return pb.Response(release=self._get.release(session, request.release))
-        if op == "reserve":
-            return pb.Response(reserve=self._put.reserve(session, request.reserve))
-        if op == "abort":
-            return pb.Response(abort=self._put.abort(session, request.abort))
         if op == "touch":
             return pb.Response(touch=self._hints.touch(session, request.touch))
         if op == "hint":
@@ -69,22 +65,26 @@ class Verbs:
         return None
 
     def undelivered(self, session: Session, reply: pb.Response) -> None:
-        """A reply could not be sent: what it granted is nobody's. (Reservations lapse by themselves.)"""
+        """A reply could not be sent: what it granted is nobody's."""
         if reply.HasField("acquire"):
             self._get.undo(session, reply.acquire)
 
     def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
-        """The answers of a request that waits for bytes; a commit or a store may have two, and has begun when this
-        returns. Raises KVStoreError as `quick`, then or from the answers."""
+        """The answers of a request that waits for bytes; a store may have two, and has begun when this returns. Raises
+        KVStoreError as `quick`, then or from the answers."""
         if op == "store":
-            return _commits(self._lending.store(session, request.store))
-        if op == "commit":
-            return _commits(self._put.commit(session, request.commit))
+            return _stored(self._lending.store(session, request.store))
         return self._slow(session, op, request)
+
+    def store_inline(
+        self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
+    ) -> AsyncGenerator[pb.Response, None]:
+        """The answers to a put whose blocks came in its message, as those of a store."""
+        return _stored(self._storing.store(session, offer, durability))
 
     async def _slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         if op == "lend":
-            yield pb.Response(lend=await self._lending.lend(session, request.lend))
+            yield pb.Response(lend=await self._lending.lend(session))
         elif op == "acquire":
             yield pb.Response(acquire=await self._get.acquire(session, request.acquire, request.deadline_ms))
         elif op == "delete":
@@ -96,6 +96,6 @@ class Verbs:
             raise RuntimeError(f"{op} is always answered at once")
 
 
-async def _commits(replies: AsyncGenerator[pb.CommitReply, None]) -> AsyncGenerator[pb.Response, None]:
+async def _stored(replies: AsyncGenerator[pb.StoreReply, None]) -> AsyncGenerator[pb.Response, None]:
     async for reply in replies:
-        yield pb.Response(commit=reply)
+        yield pb.Response(store=reply)

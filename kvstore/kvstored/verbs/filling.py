@@ -71,13 +71,11 @@ class Filler:
 
     def start_copies(self, session: Session, part: Part) -> None:
         """Copy payloads from staging to arenas in the tier's threads, which goes on when this returns."""
-        staging = session.staging
         writes: list[tuple[Slot, BlockHeader, list[Segment]]] = []
         created_ns = self._clock.wall_ns()
         for filling in part.fillings:
-            assert staging is not None, "a block of a client without staging"
             block = filling.block
-            tokens = staging.tokens_at(block.offset)
+            tokens = block.staged.tokens_at(block.offset)
             if not tokens_hash_to_key(session, block, tokens):
                 filling.outcome = Outcome(OutcomeKind.CORRUPT, message="tokens do not hash to the key")
                 continue
@@ -88,7 +86,7 @@ class Filler:
                 generation=filling.slot.generation, created_ns=created_ns,
             )  # fmt: skip
             part.copying.append(filling)
-            writes.append((filling.slot, header, [staging.payload_at(block.offset, block.payload_bytes)]))
+            writes.append((filling.slot, header, [block.staged.payload_at(block.offset, block.payload_bytes)]))
         if writes:
             part.copied = asyncio.get_running_loop().create_future()
             ended = self._completions.to_loop(part.copied.set_result)
@@ -111,12 +109,12 @@ class Filler:
             if not outcome.ok:
                 self._host.free(residency.detach(row, HOST))
                 if outcome.kind is OutcomeKind.CORRUPT:
-                    statuses[filling.position] = pb.COMMIT_STATUS_KEY_MISMATCH
+                    statuses[filling.position] = pb.STORE_STATUS_KEY_MISMATCH
                 else:
                     log.warning("a block could not be stored: %s", outcome.message)
                 continue
             residency.publish(row, HOST, now_ns)
-            statuses[filling.position] = pb.COMMIT_STATUS_STORED
+            statuses[filling.position] = pb.STORE_STATUS_STORED
             published[filling.position] = row
             stored_bytes += filling.block.payload_bytes
         if published:

@@ -1,7 +1,7 @@
 """Unary calls: the verbs of the stream, with the bytes in the message instead of in shared memory.
 
-Everything goes through the same verbs: a put is reserved, checked, committed and written through as any other, a get
-leases what it reads. Here only the bytes get in and out, and each key its own word. Invariants: bytes go out only after
+Everything goes through the same verbs: a put is checked, stored and written through as any other, a get leases what it
+reads. Here only the bytes get in and out, and each key its own word. Invariants: bytes go out only after
 the host tier verified their checksum while a lease held them; a lease ends with its call, also when the caller hangs
 up.
 """
@@ -31,23 +31,19 @@ from kvstored.telemetry import Counters
 from kvstored.tiering import HOST
 from kvstored.verbs import Verbs
 from kvstored.verbs.delete import Delete, Fate
-from kvstored.verbs.intake import Intake
 from kvstored.verbs.naming import NamedBlocks
-from kvstored.verbs.settling import all_settled, durability_of
+from kvstored.verbs.storing import Offer
+from kvstored.verbs.validate import payload_size
 
 RETRY_AFTER_MS = 10
 _KEY_OVERHEAD_BYTES = 48  # of an answer, a key: its status, its reason, itself, its payload's tag and length
 _ANSWER_OVERHEAD_BYTES = 1024
-_OF_RESERVE: dict[int, unary.KeyStatus.ValueType] = {
-    pb.RESERVE_STATUS_PRESENT: unary.KEY_STATUS_PRESENT,
-    pb.RESERVE_STATUS_PENDING: unary.KEY_STATUS_PENDING,
-    pb.RESERVE_STATUS_THROTTLED: unary.KEY_STATUS_THROTTLED,
-}
-_OF_COMMIT: dict[int, unary.KeyStatus.ValueType] = {
-    pb.COMMIT_STATUS_STORED: unary.KEY_STATUS_STORED,
-    pb.COMMIT_STATUS_PRESENT: unary.KEY_STATUS_PRESENT,
-    pb.COMMIT_STATUS_THROTTLED: unary.KEY_STATUS_THROTTLED,
-    pb.COMMIT_STATUS_ORPHANED: unary.KEY_STATUS_ORPHANED,
+_OF_STORE: dict[int, unary.KeyStatus.ValueType] = {
+    pb.STORE_STATUS_STORED: unary.KEY_STATUS_STORED,
+    pb.STORE_STATUS_PRESENT: unary.KEY_STATUS_PRESENT,
+    pb.STORE_STATUS_THROTTLED: unary.KEY_STATUS_THROTTLED,
+    pb.STORE_STATUS_ORPHANED: unary.KEY_STATUS_ORPHANED,
+    pb.STORE_STATUS_AGAIN: unary.KEY_STATUS_PENDING,
 }
 _OF_FATE = {
     Fate.DELETED: unary.KEY_STATUS_DELETED,
@@ -67,9 +63,9 @@ class InlineCalls:
         host: HostTier,
         completions: CompletionQueue,
         counters: Counters,
-        intake: Intake,
         *,
         message_bytes: int,
+        max_block_bytes: int,
     ) -> None:
         self._verbs = verbs
         self._delete = delete
@@ -77,8 +73,8 @@ class InlineCalls:
         self._host = host
         self._completions = completions
         self._counters = counters
-        self._intake = intake
         self._message_bytes = message_bytes
+        self._max_block_bytes = max_block_bytes
         self._reading: set[asyncio.Task[list[tuple[Bytes, Outcome]]]] = set()
 
     def look_up(
@@ -100,7 +96,6 @@ class InlineCalls:
         )
 
     async def put(self, session: Session, blocks: NamedBlocks, request: unary.UnaryPutRequest) -> unary.UnaryPutReply:
-        """`session.staging` must be InlineBlocks."""
         if blocks.are_given:
             raise KVStoreError(
                 ErrorKind.INVALID, "blocks are put by token_ids or by names: keys are the daemon's to make"
@@ -109,29 +104,25 @@ class InlineCalls:
             raise KVStoreError(
                 ErrorKind.INVALID, f"{len(request.payloads)} payloads for {len(blocks)} blocks: one a block"
             )
-        reply, durability = unary.UnaryPutReply(), bytearray(len(blocks))
-        mode = self._intake.mode(session, request.durability)
-        try:
-            reserved = self._reserve(session, blocks, request.payloads, reply)
-            settling = self._intake.present.settle(self._present(session, blocks, reply), mode, durability)
-            commit = pb.Commit(reservation_ids=list(reserved.values()), durability=request.durability)
-            async with aclosing(self._verbs.slow(session, "commit", pb.Request(commit=commit))) as answers:
-                async for answer in answers:
-                    committed = answer.commit
-                    if request.answer_early:
-                        break
-        finally:
-            self._quick(
-                session, abort=pb.Abort(reservation_ids=list(session.reservations))
-            )  # passes over what is being committed
-        for position, status, said in zip(reserved, committed.statuses, committed.durability, strict=True):
-            reply.statuses[position] = _OF_COMMIT.get(status, unary.KEY_STATUS_MISS)
-            durability[position] = said
-        if mode == pb.DURABILITY_MODE_ALWAYS or not request.answer_early:
-            await all_settled(settling.values())
-        for position, settled in settling.items():
-            durability[position] = durability_of(settled)
-        reply.durability.extend(map(pb.Durability.ValueType, durability))
+        for payload in request.payloads:
+            payload_size(session, blocks.group, len(payload), self._max_block_bytes)
+            self._counters.add("grpc_payload_bytes", len(payload))
+        offer = Offer(
+            blocks.group, blocks.packed, blocks.keys, blocks.parents, blocks.extras, list(map(len, request.payloads)),
+            InlineBlocks(blocks.tokens, request.payloads), range(len(blocks)),
+        )  # fmt: skip
+        async with aclosing(self._verbs.store_inline(session, offer, request.durability)) as answers:
+            async for answer in answers:
+                stored = answer.store
+                if request.answer_early:
+                    break
+        reply = unary.UnaryPutReply(
+            statuses=[_OF_STORE.get(status, unary.KEY_STATUS_MISS) for status in stored.statuses],
+            durability=[pb.Durability.ValueType(durability) for durability in stored.durability],
+        )
+        for position, (key, parent) in enumerate(zip(blocks.keys, blocks.parents, strict=True)):
+            if key in (parent, NO_PARENT):
+                reply.statuses[position] = unary.KEY_STATUS_REFUSED
         if unary.KEY_STATUS_THROTTLED in reply.statuses or unary.KEY_STATUS_PENDING in reply.statuses:
             reply.retry_after_ms = RETRY_AFTER_MS
         return reply
@@ -208,34 +199,6 @@ class InlineCalls:
         response = self._verbs.quick(session, name, pb.Request(**op))  # type: ignore[arg-type]  # one of its messages
         assert response is not None, f"{name} must run as a task"
         return response
-
-    def _reserve(
-        self, session: Session, blocks: NamedBlocks, payloads: Sequence[bytes], reply: unary.UnaryPutReply
-    ) -> dict[int, int]:
-        """Position -> reservation of each block that is to be written; the status of every other goes into `reply`."""
-        staged = session.staging
-        assert isinstance(staged, InlineBlocks)
-        reserved: dict[int, int] = {}
-        for position, payload in enumerate(payloads):
-            staged.offer(blocks.tokens[position], payload)
-            asked = pb.Reserve(
-                group=blocks.group, keys=blocks.keys[position], parents=blocks.parents[position] or NO_PARENT,
-                payload_bytes=len(payload), extras=blocks.extras[position],
-            )  # fmt: skip
-            answer = self._quick(session, reserve=asked).reserve
-            self._counters.add("grpc_payload_bytes", len(payload))
-            if answer.reservation_ids[0]:
-                reserved[position] = answer.reservation_ids[0]
-            reply.statuses.append(_OF_RESERVE.get(answer.statuses[0], unary.KEY_STATUS_REFUSED))
-        return reserved
-
-    def _present(self, session: Session, blocks: NamedBlocks, reply: unary.UnaryPutReply) -> list[tuple[int, int]]:
-        """The place and the row of each block that was stored before."""
-        return [
-            (position, self._residency.find(session.tenant_id, blocks.keys[position]))
-            for position, status in enumerate(reply.statuses)
-            if status == unary.KEY_STATUS_PRESENT
-        ]
 
     def _that_fit(self, session: Session, blocks: NamedBlocks, request: unary.UnaryGetRequest) -> int:
         """How many leading blocks are here and go into one answer. Raises KVStoreError when not even the first does."""

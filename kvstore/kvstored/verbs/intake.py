@@ -1,9 +1,8 @@
-"""Intake: from a client's staging to blocks that everybody finds. What commit and store have in common.
+"""Intake: from the bytes of a put to blocks that everybody finds.
 
-Owns which blocks begin when, with a slot and an unreadable row each, and who is writing which key; how they become
-readable is the filler's.
-Never decides which blocks may come: the verbs do. Invariants: a block is visible to the very next lookup once it is
-answered; what has begun ends, also when its client is gone, or else is taken back; one writer a key.
+Owns which blocks begin when, with a slot and an unreadable row each; how they become readable is the filler's.
+Never decides which blocks may come: storing does, and brings no key twice at a time. Invariants: a block is visible to
+the very next lookup once it is answered; what has begun ends, also when its client is gone, or else is taken back.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from kvstored.residency import CyclicChainError, Residency
 from kvstored.telemetry import Counters
 from kvstored.tiering import HOST
 from kvstored.verbs.filling import Filler, Filling, Part
-from kvstored.verbs.present import Present
 from kvstored.verbs.settling import Settling
 
 log = logging.getLogger(__name__)
@@ -34,11 +32,6 @@ log = logging.getLogger(__name__)
 PART_BYTES = 32 * 2**20
 PART_BLOCKS, HASHES_A_PART = 32, 1024
 ANNOUNCED_MAX = 1024  # of a piece of a chain; a policy takes up to a microsecond for each
-_MODES = {
-    "none": pb.DURABILITY_MODE_NONE,
-    "batch": pb.DURABILITY_MODE_BATCH,
-    "always": pb.DURABILITY_MODE_ALWAYS,
-}
 Taken = Sequence[tuple[int, StagedBlock]]
 """Blocks to take in, each with its place in the request and in the answer."""
 
@@ -55,27 +48,16 @@ class Intake:
         completions: CompletionQueue,
         clock: Clock,
         counters: Counters,
-        *,
-        default_mode: str,
     ) -> None:
         self._residency = residency
         self._host = host
         self._room = room
         self._writeback = writeback
-        self.present = Present(residency, writeback)
         self._filler = Filler(residency, host, completions, clock, counters)
         self._clock = clock
         self._counters = counters
-        self._default_mode = default_mode
         self._running: set[asyncio.Task[Settling]] = set()
         self.may_come_again: Callable[[int], bool] = lambda row: False  # stored, but where nobody can have it now
-        self.writers: dict[tuple[int, bytes], int] = {}  # (tenant, key) -> session id that is writing it
-
-    def mode(self, session: Session, asked: pb.DurabilityMode.ValueType) -> pb.DurabilityMode.ValueType:
-        """What is asked for, or what the tenant is configured for: also where a newer client asks for another one."""
-        if asked in _MODES.values():
-            return asked
-        return _MODES[session.tenant.limits.durability or self._default_mode]
 
     async def finish(self) -> None:
         """Wait for what is under way, whether or not the clients are still there."""
@@ -182,7 +164,7 @@ class Intake:
                         continue
                     slot = found
                 if slot is None:
-                    statuses[position] = pb.COMMIT_STATUS_THROTTLED
+                    statuses[position] = pb.STORE_STATUS_THROTTLED
                     self._counters.add("throttled_blocks")
                     began += 1
                     continue
@@ -211,7 +193,7 @@ class Intake:
         now_ns = self._clock.monotonic_ns()
         while True:
             position, block = taken[began]
-            statuses[position] = pb.COMMIT_STATUS_THROTTLED
+            statuses[position] = pb.STORE_STATUS_THROTTLED
             self._residency.pass_by(tenant, block.key, now_ns)
             self._counters.add("bypassed_blocks")
             began += 1
@@ -271,20 +253,20 @@ class Intake:
                 self._host.free(slot)
         return began
 
-    def _refusal(self, session: Session, block: StagedBlock) -> pb.CommitStatus.ValueType | None:
+    def _refusal(self, session: Session, block: StagedBlock) -> pb.StoreStatus.ValueType | None:
         """Why the block is not to be stored, if so. An orphan could not be reached: under full attention, without the
         block before it. That one may have been evicted since this client was told of it, or found no room itself."""
         residency = self._residency
         row = residency.find(session.tenant_id, block.key)
         if row >= 0 and not self.may_come_again(row):
-            return pb.COMMIT_STATUS_PRESENT
+            return pb.STORE_STATUS_PRESENT
         group = session.fingerprint.group(block.group)
         if block.parent == NO_PARENT or group is None or group.kind != "full":
             return None
         parent = residency.find_any(session.tenant_id, block.parent)
         if parent >= 0 and (residency.tier_mask(parent) or residency.being_filled(parent)):
             return None
-        return pb.COMMIT_STATUS_ORPHANED
+        return pb.STORE_STATUS_ORPHANED
 
     def _settling(self, published: dict[int, int], mode: int) -> Settling:
         writeback = self._writeback

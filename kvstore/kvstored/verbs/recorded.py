@@ -5,7 +5,7 @@ Changes no answer. Only composed where a recording is asked for, so that it cost
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
@@ -14,9 +14,9 @@ from kvstored.clock import Clock
 from kvstored.dataplane.sessions import Session
 from kvstored.policies import known_step
 from kvstored.telemetry.recorder import Event, Hinted, Recorder
-from kvstored.verbs import Verbs
+from kvstored.verbs import Offer, Verbs
 
-_OFFERED = (pb.COMMIT_STATUS_STORED, pb.COMMIT_STATUS_THROTTLED, pb.COMMIT_STATUS_ORPHANED)
+_OFFERED = (pb.STORE_STATUS_STORED, pb.STORE_STATUS_THROTTLED, pb.STORE_STATUS_ORPHANED)
 
 
 class RecordedVerbs(Verbs):
@@ -42,28 +42,38 @@ class RecordedVerbs(Verbs):
         self._verbs.undelivered(session, reply)
 
     def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
-        blocks: list[tuple[bytes, bytes]] = []  # (key, parent); before the verb, which takes reservations away
-        if op == "commit":
-            held = [session.reservations.get(number) for number in request.commit.reservation_ids]
-            blocks = [(each.key, each.parent) if each is not None else (b"", b"") for each in held]
-        elif op == "store":
-            blocks = list(zip(split_keys(request.store.keys), split_keys(request.store.parents), strict=False))
-        return self._listened(session, request, blocks, self._verbs.slow(session, op, request))
+        answers = self._verbs.slow(session, op, request)
+        if op == "store":
+            keys, parents = split_keys(request.store.keys), split_keys(request.store.parents)
+            return self._store_listened(session, keys, parents, answers)
+        return self._acquire_listened(session, request.acquire, answers) if op == "acquire" else answers
 
-    async def _listened(
+    def store_inline(
+        self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
+    ) -> AsyncGenerator[pb.Response, None]:
+        answers = self._verbs.store_inline(session, offer, durability)
+        return self._store_listened(session, offer.keys, offer.parents, answers)
+
+    async def _acquire_listened(
+        self, session: Session, asked: pb.Acquire, answers: AsyncGenerator[pb.Response, None]
+    ) -> AsyncGenerator[pb.Response, None]:
+        async with aclosing(answers):
+            async for response in answers:
+                self._note_acquire(session, asked, response.acquire)
+                yield response
+
+    async def _store_listened(
         self,
         session: Session,
-        request: pb.Request,
-        blocks: Sequence[tuple[bytes, bytes]],
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
         answers: AsyncGenerator[pb.Response, None],
     ) -> AsyncGenerator[pb.Response, None]:
         is_first = True
         async with aclosing(answers):
             async for response in answers:
-                if response.HasField("acquire"):
-                    self._note_acquire(session, request.acquire, response.acquire)
-                elif response.HasField("commit") and is_first:
-                    self._note_stored(session, blocks, response.commit.statuses)
+                if is_first:
+                    self._note_stored(session, zip(keys, parents, strict=True), response.store.statuses)
                 is_first = False
                 yield response
 
@@ -80,13 +90,13 @@ class RecordedVerbs(Verbs):
         )  # fmt: skip
         self._note("hint", session, told.set.keys, NO_PARENT, reply.known_blocks, hinted=hinted)
 
-    def _note_stored(self, session: Session, blocks: Sequence[tuple[bytes, bytes]], statuses: bytes) -> None:
+    def _note_stored(self, session: Session, blocks: Iterable[tuple[bytes, bytes]], statuses: bytes) -> None:
         """One event for each piece of a chain, with what found no room, or was not worth it."""
         keys: list[bytes] = []
         first_parent = NO_PARENT
         stored = 0
         for (key, parent), status in zip(blocks, statuses, strict=False):
-            if status not in _OFFERED or (status == pb.COMMIT_STATUS_ORPHANED and keys[-1:] != [parent]):
+            if status not in _OFFERED or (status == pb.STORE_STATUS_ORPHANED and keys[-1:] != [parent]):
                 continue
             if keys and keys[-1] != parent:
                 self._note("put", session, b"".join(keys), first_parent, stored)
@@ -94,7 +104,7 @@ class RecordedVerbs(Verbs):
             if not keys:
                 first_parent = parent
             keys.append(key)
-            stored += status == pb.COMMIT_STATUS_STORED
+            stored += status == pb.STORE_STATUS_STORED
         if keys:
             self._note("put", session, b"".join(keys), first_parent, stored)
 

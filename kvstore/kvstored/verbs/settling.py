@@ -1,4 +1,4 @@
-"""The answers to a commit or a store: when the blocks are published, and again when their durability is decided.
+"""The answers to a store: when the blocks are published, and again when their durability is decided.
 
 Never stores: it waits for what the intake and the write-back do. Invariant: the last answer has nothing pending.
 """
@@ -16,7 +16,7 @@ Settling = dict[int, asyncio.Future[bool]]
 
 async def answers(
     taking: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: int
-) -> AsyncGenerator[pb.CommitReply, None]:
+) -> AsyncGenerator[pb.StoreReply, None]:
     """One reply when the blocks are published; a second, final one when pending ones have settled. `durability` and
     `present` say what is known, and what will be, of blocks that were stored before."""
     settling = await asyncio.shield(taking)
@@ -26,12 +26,12 @@ async def answers(
     for position, settled in settling.items():
         durability[position] = durability_of(settled)
     final = pb.DURABILITY_PENDING not in durability
-    yield pb.CommitReply(statuses=bytes(statuses), durability=bytes(durability), final=final)
+    yield pb.StoreReply(statuses=bytes(statuses), durability=bytes(durability), final=final)
     if not final:
         await all_settled(settling.values())
         for position, settled in settling.items():
             durability[position] = durability_of(settled)
-        yield pb.CommitReply(statuses=bytes(statuses), durability=bytes(durability), final=True)
+        yield pb.StoreReply(statuses=bytes(statuses), durability=bytes(durability), final=True)
 
 
 async def all_settled(futures: Iterable[asyncio.Future[bool]]) -> None:

@@ -45,7 +45,7 @@ def payload_size(session: Session, group_id: int, payload_bytes: int, max_block_
 
 
 def claimed_blocks(
-    session: Session, request: pb.Reserve | pb.Store, max_keys: int, max_block_bytes: int
+    session: Session, request: pb.Store, max_keys: int, max_block_bytes: int
 ) -> tuple[list[bytes], list[bytes], list[bytes]]:
     """Key, parent and extra of each block that a client wants to store."""
     keys = keys_of(request.keys, max_keys)

@@ -62,7 +62,6 @@ class StatusReply(google.protobuf.message.Message):
     CLIENTS_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
-    RESERVATIONS_FIELD_NUMBER: builtins.int
     LIMBO_BYTES_FIELD_NUMBER: builtins.int
     PREFAULT_DONE_BYTES_FIELD_NUMBER: builtins.int
     PREFAULT_TOTAL_BYTES_FIELD_NUMBER: builtins.int
@@ -87,7 +86,6 @@ class StatusReply(google.protobuf.message.Message):
     clients: builtins.int
     blocks: builtins.int
     leases: builtins.int
-    reservations: builtins.int
     limbo_bytes: builtins.int
     prefault_done_bytes: builtins.int
     prefault_total_bytes: builtins.int
@@ -123,7 +121,6 @@ class StatusReply(google.protobuf.message.Message):
         clients: builtins.int = ...,
         blocks: builtins.int = ...,
         leases: builtins.int = ...,
-        reservations: builtins.int = ...,
         limbo_bytes: builtins.int = ...,
         prefault_done_bytes: builtins.int = ...,
         prefault_total_bytes: builtins.int = ...,
@@ -138,7 +135,7 @@ class StatusReply(google.protobuf.message.Message):
         endurance: global___EnduranceStatus | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["books", b"books", "endurance", b"endurance", "scrub", b"scrub"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "books", b"books", "clients", b"clients", "config_path", b"config_path", "counters", b"counters", "degraded", b"degraded", "endurance", b"endurance", "lanes", b"lanes", "leases", b"leases", "limbo_bytes", b"limbo_bytes", "orphaned_blocks", b"orphaned_blocks", "pid", b"pid", "prefault_done_bytes", b"prefault_done_bytes", "prefault_total_bytes", b"prefault_total_bytes", "protocol_version", b"protocol_version", "ready_after_s", b"ready_after_s", "reservations", b"reservations", "rss_bytes", b"rss_bytes", "scrub", b"scrub", "state", b"state", "uptime_s", b"uptime_s", "version", b"version", "warnings", b"warnings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "books", b"books", "clients", b"clients", "config_path", b"config_path", "counters", b"counters", "degraded", b"degraded", "endurance", b"endurance", "lanes", b"lanes", "leases", b"leases", "limbo_bytes", b"limbo_bytes", "orphaned_blocks", b"orphaned_blocks", "pid", b"pid", "prefault_done_bytes", b"prefault_done_bytes", "prefault_total_bytes", b"prefault_total_bytes", "protocol_version", b"protocol_version", "ready_after_s", b"ready_after_s", "rss_bytes", b"rss_bytes", "scrub", b"scrub", "state", b"state", "uptime_s", b"uptime_s", "version", b"version", "warnings", b"warnings"]) -> None: ...
 
 global___StatusReply = StatusReply
 
@@ -434,7 +431,7 @@ class TierStatus(google.protobuf.message.Message):
     policy: builtins.str
     @property
     def used_by(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """blocks, staging, reservations, limbo, quarantine, index, in_flight"""
+        """blocks, free, staging, ledger, limbo, quarantine, index, damaged"""
 
     @property
     def residency(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:

@@ -153,37 +153,6 @@ MATCH_EXACT: Match.ValueType  # 2
 """recurrent snapshot: the last key alone, latest one present"""
 global___Match = Match
 
-class _ReserveStatus:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _ReserveStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ReserveStatus.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    RESERVE_STATUS_REFUSED: _ReserveStatus.ValueType  # 0
-    RESERVE_STATUS_RESERVED: _ReserveStatus.ValueType  # 1
-    RESERVE_STATUS_PRESENT: _ReserveStatus.ValueType  # 2
-    """already stored: nothing to write"""
-    RESERVE_STATUS_THROTTLED: _ReserveStatus.ValueType  # 3
-    """staging or quota full: retry later"""
-    RESERVE_STATUS_TOO_LARGE: _ReserveStatus.ValueType  # 4
-    """larger than a block may be"""
-    RESERVE_STATUS_PENDING: _ReserveStatus.ValueType  # 5
-    """another reservation for this key is being written"""
-
-class ReserveStatus(_ReserveStatus, metaclass=_ReserveStatusEnumTypeWrapper): ...
-
-RESERVE_STATUS_REFUSED: ReserveStatus.ValueType  # 0
-RESERVE_STATUS_RESERVED: ReserveStatus.ValueType  # 1
-RESERVE_STATUS_PRESENT: ReserveStatus.ValueType  # 2
-"""already stored: nothing to write"""
-RESERVE_STATUS_THROTTLED: ReserveStatus.ValueType  # 3
-"""staging or quota full: retry later"""
-RESERVE_STATUS_TOO_LARGE: ReserveStatus.ValueType  # 4
-"""larger than a block may be"""
-RESERVE_STATUS_PENDING: ReserveStatus.ValueType  # 5
-"""another reservation for this key is being written"""
-global___ReserveStatus = ReserveStatus
-
 class _DurabilityMode:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -200,7 +169,7 @@ class _DurabilityModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     """written and synced before the answer"""
 
 class DurabilityMode(_DurabilityMode, metaclass=_DurabilityModeEnumTypeWrapper):
-    """What a put asks for; a Store for those of its blocks, too, that are there already."""
+    """What a Store asks for, also for those of its blocks that are stored already."""
 
 DURABILITY_MODE_DEFAULT: DurabilityMode.ValueType  # 0
 """what the tenant is configured for"""
@@ -221,7 +190,7 @@ class _DurabilityEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     DURABILITY_VOLATILE: _Durability.ValueType  # 0
     """may be gone after a crash"""
     DURABILITY_PENDING: _Durability.ValueType  # 1
-    """being written; a second CommitReply with final = true will say"""
+    """being written; a second StoreReply with final = true will say"""
     DURABILITY_DURABLE: _Durability.ValueType  # 2
     """survives a crash of process and machine"""
 
@@ -230,53 +199,10 @@ class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper): ...
 DURABILITY_VOLATILE: Durability.ValueType  # 0
 """may be gone after a crash"""
 DURABILITY_PENDING: Durability.ValueType  # 1
-"""being written; a second CommitReply with final = true will say"""
+"""being written; a second StoreReply with final = true will say"""
 DURABILITY_DURABLE: Durability.ValueType  # 2
 """survives a crash of process and machine"""
 global___Durability = Durability
-
-class _CommitStatus:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _CommitStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CommitStatus.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    COMMIT_STATUS_FAILED: _CommitStatus.ValueType  # 0
-    COMMIT_STATUS_STORED: _CommitStatus.ValueType  # 1
-    COMMIT_STATUS_PRESENT: _CommitStatus.ValueType  # 2
-    """somebody else was first with the same key"""
-    COMMIT_STATUS_NO_RESERVATION: _CommitStatus.ValueType  # 3
-    """unknown, already committed, or aborted"""
-    COMMIT_STATUS_THROTTLED: _CommitStatus.ValueType  # 4
-    """no room could be made"""
-    COMMIT_STATUS_KEY_MISMATCH: _CommitStatus.ValueType  # 5
-    """the tokens in the slot do not hash to the reserved key"""
-    COMMIT_STATUS_ORPHANED: _CommitStatus.ValueType  # 6
-    """full attention: the block it continues is not stored (any more)"""
-    COMMIT_STATUS_WANTED: _CommitStatus.ValueType  # 7
-    """Store: believed present, but it is not: write it and send it"""
-    COMMIT_STATUS_AGAIN: _CommitStatus.ValueType  # 8
-    """Store: send it again, a moment later, as it is: another client is storing the"""
-
-class CommitStatus(_CommitStatus, metaclass=_CommitStatusEnumTypeWrapper): ...
-
-COMMIT_STATUS_FAILED: CommitStatus.ValueType  # 0
-COMMIT_STATUS_STORED: CommitStatus.ValueType  # 1
-COMMIT_STATUS_PRESENT: CommitStatus.ValueType  # 2
-"""somebody else was first with the same key"""
-COMMIT_STATUS_NO_RESERVATION: CommitStatus.ValueType  # 3
-"""unknown, already committed, or aborted"""
-COMMIT_STATUS_THROTTLED: CommitStatus.ValueType  # 4
-"""no room could be made"""
-COMMIT_STATUS_KEY_MISMATCH: CommitStatus.ValueType  # 5
-"""the tokens in the slot do not hash to the reserved key"""
-COMMIT_STATUS_ORPHANED: CommitStatus.ValueType  # 6
-"""full attention: the block it continues is not stored (any more)"""
-COMMIT_STATUS_WANTED: CommitStatus.ValueType  # 7
-"""Store: believed present, but it is not: write it and send it"""
-COMMIT_STATUS_AGAIN: CommitStatus.ValueType  # 8
-"""Store: send it again, a moment later, as it is: another client is storing the"""
-global___CommitStatus = CommitStatus
 
 class _NextStep:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -304,6 +230,45 @@ NEXT_STEP_CLOSED: NextStep.ValueType  # 3
 """nothing: the session is over"""
 global___NextStep = NextStep
 
+class _StoreStatus:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _StoreStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_StoreStatus.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    STORE_STATUS_FAILED: _StoreStatus.ValueType  # 0
+    STORE_STATUS_STORED: _StoreStatus.ValueType  # 1
+    STORE_STATUS_PRESENT: _StoreStatus.ValueType  # 2
+    """stored before, or another client was first with the same key"""
+    STORE_STATUS_THROTTLED: _StoreStatus.ValueType  # 4
+    """no room could be made"""
+    STORE_STATUS_KEY_MISMATCH: _StoreStatus.ValueType  # 5
+    """the tokens in the slot do not hash to the key"""
+    STORE_STATUS_ORPHANED: _StoreStatus.ValueType  # 6
+    """full attention: the block it continues is not stored (any more)"""
+    STORE_STATUS_WANTED: _StoreStatus.ValueType  # 7
+    """believed present, but it is not: write it and send it"""
+    STORE_STATUS_AGAIN: _StoreStatus.ValueType  # 8
+    """send it again, a moment later, as it is: another client is storing the same block"""
+
+class StoreStatus(_StoreStatus, metaclass=_StoreStatusEnumTypeWrapper): ...
+
+STORE_STATUS_FAILED: StoreStatus.ValueType  # 0
+STORE_STATUS_STORED: StoreStatus.ValueType  # 1
+STORE_STATUS_PRESENT: StoreStatus.ValueType  # 2
+"""stored before, or another client was first with the same key"""
+STORE_STATUS_THROTTLED: StoreStatus.ValueType  # 4
+"""no room could be made"""
+STORE_STATUS_KEY_MISMATCH: StoreStatus.ValueType  # 5
+"""the tokens in the slot do not hash to the key"""
+STORE_STATUS_ORPHANED: StoreStatus.ValueType  # 6
+"""full attention: the block it continues is not stored (any more)"""
+STORE_STATUS_WANTED: StoreStatus.ValueType  # 7
+"""believed present, but it is not: write it and send it"""
+STORE_STATUS_AGAIN: StoreStatus.ValueType  # 8
+"""send it again, a moment later, as it is: another client is storing the same block"""
+global___StoreStatus = StoreStatus
+
 @typing.final
 class Request(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -312,9 +277,6 @@ class Request(google.protobuf.message.Message):
     DEADLINE_MS_FIELD_NUMBER: builtins.int
     PING_FIELD_NUMBER: builtins.int
     LOOKUP_FIELD_NUMBER: builtins.int
-    RESERVE_FIELD_NUMBER: builtins.int
-    COMMIT_FIELD_NUMBER: builtins.int
-    ABORT_FIELD_NUMBER: builtins.int
     ACQUIRE_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
     PREFETCH_FIELD_NUMBER: builtins.int
@@ -333,12 +295,6 @@ class Request(google.protobuf.message.Message):
     @property
     def lookup(self) -> global___Lookup: ...
     @property
-    def reserve(self) -> global___Reserve: ...
-    @property
-    def commit(self) -> global___Commit: ...
-    @property
-    def abort(self) -> global___Abort: ...
-    @property
     def acquire(self) -> global___Acquire: ...
     @property
     def release(self) -> global___Release: ...
@@ -351,9 +307,7 @@ class Request(google.protobuf.message.Message):
     @property
     def lend(self) -> global___Lend: ...
     @property
-    def store(self) -> global___Store:
-        """answered by `commit`"""
-
+    def store(self) -> global___Store: ...
     @property
     def hint(self) -> global___Hint: ...
     @property
@@ -367,9 +321,6 @@ class Request(google.protobuf.message.Message):
         deadline_ms: builtins.int = ...,
         ping: global___Ping | None = ...,
         lookup: global___Lookup | None = ...,
-        reserve: global___Reserve | None = ...,
-        commit: global___Commit | None = ...,
-        abort: global___Abort | None = ...,
         acquire: global___Acquire | None = ...,
         release: global___Release | None = ...,
         prefetch: global___Prefetch | None = ...,
@@ -380,9 +331,9 @@ class Request(google.protobuf.message.Message):
         hint: global___Hint | None = ...,
         explain: kvstore_proto.v1.explain_pb2.ExplainRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "deadline_ms", b"deadline_ms", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "store", b"store", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint", "explain"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "deadline_ms", b"deadline_ms", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "store", b"store", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint", "explain"] | None: ...
 
 global___Request = Request
 
@@ -394,9 +345,7 @@ class Response(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     PING_FIELD_NUMBER: builtins.int
     LOOKUP_FIELD_NUMBER: builtins.int
-    RESERVE_FIELD_NUMBER: builtins.int
-    COMMIT_FIELD_NUMBER: builtins.int
-    ABORT_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
     ACQUIRE_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
     PREFETCH_FIELD_NUMBER: builtins.int
@@ -413,11 +362,7 @@ class Response(google.protobuf.message.Message):
     @property
     def lookup(self) -> global___LookupReply: ...
     @property
-    def reserve(self) -> global___ReserveReply: ...
-    @property
-    def commit(self) -> global___CommitReply: ...
-    @property
-    def abort(self) -> global___AbortReply: ...
+    def store(self) -> global___StoreReply: ...
     @property
     def acquire(self) -> global___AcquireReply: ...
     @property
@@ -441,9 +386,7 @@ class Response(google.protobuf.message.Message):
         error: global___Error | None = ...,
         ping: global___PingReply | None = ...,
         lookup: global___LookupReply | None = ...,
-        reserve: global___ReserveReply | None = ...,
-        commit: global___CommitReply | None = ...,
-        abort: global___AbortReply | None = ...,
+        store: global___StoreReply | None = ...,
         acquire: global___AcquireReply | None = ...,
         release: global___ReleaseReply | None = ...,
         prefetch: global___PrefetchReply | None = ...,
@@ -453,9 +396,9 @@ class Response(google.protobuf.message.Message):
         hint: global___HintReply | None = ...,
         explain: kvstore_proto.v1.explain_pb2.ExplainReply | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "acquire", b"acquire", "commit", b"commit", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "result", b"result", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "reserve", "commit", "abort", "acquire", "release", "prefetch", "touch", "delete", "lend", "hint", "explain"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "result", b"result", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "result", b"result", "store", b"store", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "store", "acquire", "release", "prefetch", "touch", "delete", "lend", "hint", "explain"] | None: ...
 
 global___Response = Response
 
@@ -598,145 +541,6 @@ class Presence(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["load_us", b"load_us", "miss_reason", b"miss_reason", "tiers", b"tiers", "usable_blocks", b"usable_blocks"]) -> None: ...
 
 global___Presence = Presence
-
-@typing.final
-class Reserve(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    GROUP_FIELD_NUMBER: builtins.int
-    KEYS_FIELD_NUMBER: builtins.int
-    PARENTS_FIELD_NUMBER: builtins.int
-    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
-    EXTRAS_FIELD_NUMBER: builtins.int
-    group: builtins.int
-    keys: builtins.bytes
-    """16 * n"""
-    parents: builtins.bytes
-    """16 * n: the key each block continues; 16 zero bytes for the first of a chain"""
-    payload_bytes: builtins.int
-    """of each block; must be what the fingerprint says for a group with fixed size"""
-    extras: builtins.bytes
-    """16 * n or empty: digest of what else the state depends on"""
-    def __init__(
-        self,
-        *,
-        group: builtins.int = ...,
-        keys: builtins.bytes = ...,
-        parents: builtins.bytes = ...,
-        payload_bytes: builtins.int = ...,
-        extras: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extras", b"extras", "group", b"group", "keys", b"keys", "parents", b"parents", "payload_bytes", b"payload_bytes"]) -> None: ...
-
-global___Reserve = Reserve
-
-@typing.final
-class ReserveReply(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STATUSES_FIELD_NUMBER: builtins.int
-    RESERVATION_IDS_FIELD_NUMBER: builtins.int
-    STAGING_OFFSETS_FIELD_NUMBER: builtins.int
-    RETRY_AFTER_MS_FIELD_NUMBER: builtins.int
-    statuses: builtins.bytes
-    """ReserveStatus, one byte a key"""
-    retry_after_ms: builtins.int
-    @property
-    def reservation_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """0 where not reserved"""
-
-    @property
-    def staging_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """byte offset of the slot in the staging memory"""
-
-    def __init__(
-        self,
-        *,
-        statuses: builtins.bytes = ...,
-        reservation_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        staging_offsets: collections.abc.Iterable[builtins.int] | None = ...,
-        retry_after_ms: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reservation_ids", b"reservation_ids", "retry_after_ms", b"retry_after_ms", "staging_offsets", b"staging_offsets", "statuses", b"statuses"]) -> None: ...
-
-global___ReserveReply = ReserveReply
-
-@typing.final
-class Commit(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    RESERVATION_IDS_FIELD_NUMBER: builtins.int
-    DURABILITY_FIELD_NUMBER: builtins.int
-    durability: global___DurabilityMode.ValueType
-    @property
-    def reservation_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        reservation_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        durability: global___DurabilityMode.ValueType = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["durability", b"durability", "reservation_ids", b"reservation_ids"]) -> None: ...
-
-global___Commit = Commit
-
-@typing.final
-class CommitReply(google.protobuf.message.Message):
-    """Sent once when the blocks are visible to every client of the tenant; if any of them is then PENDING, sent a second
-    time, with final = true, when each is either DURABLE or VOLATILE for good.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STATUSES_FIELD_NUMBER: builtins.int
-    DURABILITY_FIELD_NUMBER: builtins.int
-    FINAL_FIELD_NUMBER: builtins.int
-    statuses: builtins.bytes
-    """CommitStatus, one byte a reservation"""
-    durability: builtins.bytes
-    """Durability, one byte a reservation; of PRESENT blocks too, where a Store is answered"""
-    final: builtins.bool
-    def __init__(
-        self,
-        *,
-        statuses: builtins.bytes = ...,
-        durability: builtins.bytes = ...,
-        final: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["durability", b"durability", "final", b"final", "statuses", b"statuses"]) -> None: ...
-
-global___CommitReply = CommitReply
-
-@typing.final
-class Abort(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    RESERVATION_IDS_FIELD_NUMBER: builtins.int
-    @property
-    def reservation_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        reservation_ids: collections.abc.Iterable[builtins.int] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reservation_ids", b"reservation_ids"]) -> None: ...
-
-global___Abort = Abort
-
-@typing.final
-class AbortReply(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ABORTED_FIELD_NUMBER: builtins.int
-    aborted: builtins.int
-    def __init__(
-        self,
-        *,
-        aborted: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborted", b"aborted"]) -> None: ...
-
-global___AbortReply = AbortReply
 
 @typing.final
 class Acquire(google.protobuf.message.Message):
@@ -951,7 +755,7 @@ global___TouchReply = TouchReply
 @typing.final
 class Hint(google.protobuf.message.Message):
     """What the engine expects of a chain, for the daemon's policies: what to keep. Nothing is moved, nothing is promised, and
-    what is not known is left out. A daemon of 0.1 does not know this request and answers INVALID.
+    what is not known is left out. A daemon that does not know this request answers INVALID.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1059,22 +863,17 @@ global___DeleteReply = DeleteReply
 
 @typing.final
 class Lend(google.protobuf.message.Message):
-    """A part of the client's staging memory, to place blocks in by itself and store them with one message. It is the client's
-    until the session ends. Asked again, the daemon gives the loan a new number, by which Stores under the old one are
-    refused, and answers when it reads nothing of the loan any more: so a client whose Store was never answered gets its
-    bytes back. A daemon of the first release does not know this request and answers INVALID.
+    """The client's staging memory, to place blocks in by itself and store them with one message. It is the client's until the
+    session ends. Asked again, the daemon gives the loan a new number, by which Stores under the old one are refused, and
+    answers when it reads nothing of the staging memory any more: so a client whose Store was never answered gets its bytes
+    back.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NBYTES_FIELD_NUMBER: builtins.int
-    nbytes: builtins.int
     def __init__(
         self,
-        *,
-        nbytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["nbytes", b"nbytes"]) -> None: ...
 
 global___Lend = Lend
 
@@ -1083,29 +882,22 @@ class LendReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LOAN_FIELD_NUMBER: builtins.int
-    OFFSET_FIELD_NUMBER: builtins.int
-    NBYTES_FIELD_NUMBER: builtins.int
     loan: builtins.int
-    """its number, for Store"""
-    offset: builtins.int
-    """in the staging memory, a multiple of 4096"""
-    nbytes: builtins.int
-    """0: nothing is free"""
+    """its number, for Store; 0: this client has no staging memory"""
     def __init__(
         self,
         *,
         loan: builtins.int = ...,
-        offset: builtins.int = ...,
-        nbytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["loan", b"loan", "nbytes", b"nbytes", "offset", b"offset"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["loan", b"loan"]) -> None: ...
 
 global___LendReply = LendReply
 
 @typing.final
 class Store(google.protobuf.message.Message):
-    """Blocks that lie in the loan, whole: token ids and payload, as for Commit. From when this is sent until its (first)
-    answer the daemon may read their slots at any time. Answered by a CommitReply, or two.
+    """Blocks in the staging memory: of each a slot with a header, in which only the token ids are read, and the payload behind
+    it (docs/shm.md). From when this is sent until its (first) answer the daemon may read the slots at any time. Answered by
+    a StoreReply, or two.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1123,11 +915,11 @@ class Store(google.protobuf.message.Message):
     keys: builtins.bytes
     """16 * n, in chain order"""
     parents: builtins.bytes
-    """16 * n, as in Reserve"""
+    """16 * n: the key each block continues; 16 zero bytes for the first of a chain"""
     extras: builtins.bytes
-    """16 * n or empty, as in Reserve"""
+    """16 * n or empty: digest of what else the state depends on"""
     payload_bytes: builtins.int
-    """of each block"""
+    """of each block; must be what the fingerprint says for a group with fixed size"""
     durability: global___DurabilityMode.ValueType
     """0 = not written, the client believes the block to be present"""
     @property
@@ -1149,3 +941,30 @@ class Store(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["durability", b"durability", "extras", b"extras", "group", b"group", "keys", b"keys", "loan", b"loan", "pages", b"pages", "parents", b"parents", "payload_bytes", b"payload_bytes"]) -> None: ...
 
 global___Store = Store
+
+@typing.final
+class StoreReply(google.protobuf.message.Message):
+    """Sent once when the blocks are visible to every client of the tenant; if any of them is then PENDING, sent a second
+    time, with final = true, when each is either DURABLE or VOLATILE for good.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATUSES_FIELD_NUMBER: builtins.int
+    DURABILITY_FIELD_NUMBER: builtins.int
+    FINAL_FIELD_NUMBER: builtins.int
+    statuses: builtins.bytes
+    """StoreStatus, one byte a key"""
+    durability: builtins.bytes
+    """Durability, one byte a key; of PRESENT blocks too"""
+    final: builtins.bool
+    def __init__(
+        self,
+        *,
+        statuses: builtins.bytes = ...,
+        durability: builtins.bytes = ...,
+        final: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["durability", b"durability", "final", b"final", "statuses", b"statuses"]) -> None: ...
+
+global___StoreReply = StoreReply
