@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_proto.arena import slot_bytes
-from kvstore_tiers.base import Slot
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.wrap.faulty import Fault, hung
 from kvstored.clock import NS_PER_S
 from kvstored.residency import check
@@ -499,5 +499,58 @@ def test_one_put_evicts_no_more_than_promised_when_its_tenant_is_over_its_maximu
         lost = before - small.residency.tenant_bytes(tenant, HOST)
         promised = (1 << 20) + slot_bytes(4 * KIB)
         assert lost <= promised, f"{lost} of {promised} bytes"
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("second_sync_fails", [False, True])
+def test_a_copy_that_is_given_up_leaves_the_index_at_the_block(tmp_path: Path, second_sync_fails: bool) -> None:
+    """Blocks that are pinned, or whose sync fails, while their copies are on the medium already: the copies go, and
+    other copies are not written over them while a record names them."""
+
+    async def scenario(small: SmallStore) -> None:
+        await fill(small, NVME, 1, 15 * KIB)
+        relocation = small.store.rooms[NVME]._evacuation._relocation
+        original, given_up = relocation.copy, []
+
+        async def copy(copies):
+            outcomes = await original(copies)
+            for each, outcome in zip(copies, outcomes, strict=True):
+                if outcome.ok and len(given_up) < 20:
+                    row = small.residency.find(small.residency.tenant("tenant"), each.key)
+                    small.residency.pin(row)
+                    given_up.append((small.residency.token(row), each))
+            return outcomes
+
+        if second_sync_fails:
+            sync, syncs = relocation._sync, []
+
+            async def failing_sync():
+                syncs.append(1)
+                ended = await sync()
+                if len(syncs) == 2:
+                    given_up.append((0, None))
+                    return Outcome(OutcomeKind.FAILED, message="Input/output error", errno=5)
+                return ended
+
+            relocation._sync = failing_sync
+        else:
+            relocation.copy = copy
+        for number in range(5001, 5004):
+            await asyncio.wait_for(small.store_in(NVME, number, payload_bytes=60 * KIB), WAIT_S)
+        assert given_up, "nothing was copied"
+        for token, each in given_up:
+            row = small.residency.current(token) if each is not None else -1
+            if row >= 0:
+                small.residency.unpin(row)
+        synced = asyncio.get_running_loop().create_future()
+        small.nvme.sync(small.completions.to_loop(synced.set_result))
+        assert (await synced).ok
+        rows = small.residency.rows
+        held = [row for row in range(rows.capacity) if rows.key(row) is not None and small.residency.has(row, NVME)]
+        assert held
+        for row in held:
+            assert small.nvme.locate(small.residency.key(row)) == small.residency.slot(row, NVME)
+        assert check(small.residency) == [] and not small.nvme.check_books()
 
     run(tmp_path, scenario)
