@@ -9,9 +9,9 @@ all, measured in the same turns: the tier's own copy and checksum without a daem
 or two, whichever is faster; for arrays, with the client's copy running beside it.
 
 Expected: copy and checksum by two threads take 3 ms for memcpy's 3.7, two round trips 1 ms. Seen at first: 10.5 to 16
-ms, the daemon spending 14 ms of CPU a put, its control thread woken 39 times. With one completion a commit instead of
+ms, the daemon spending 14 ms of CPU a put, its control thread woken 39 times. With one completion a message instead of
 one a block, headers copied with the GIL held and one header object a block instead of three: 10 ms of CPU, 12 wakings.
-With larger commits where the payload is there at once (COMMIT_EVERY_S in the client): 9.6 ms instead of 11.0, and 9.2
+With larger messages where the payload is there at once: 9.6 ms instead of 11.0, and 9.2
 on a quiet machine. Of these the tier's copy and hash take 5.2 to 6 (with one thread or two; the floor, the same two
 threads without a daemon, takes 3.3), two round trips 1.2, the rest is Python on both sides. With one message (`Store`)
 instead of a reserve and commits, beside other load and in turns with what was before: 4.7 to 5.0 ms instead of 5.5 to

@@ -17,7 +17,7 @@ THROTTLED_RETRY_S = 0.01
 PENDING_PATIENCE_S = 0.25  # for a block that another client is writing just now
 REASON_PENDING: Final = "another client is storing the same block"
 REASON_NO_ROOM: Final = "no room in staging or quota before the deadline"
-REASON_TOO_LARGE: Final = "the daemon refused the block: too large"
+REASON_TOO_LARGE: Final = "too large: a block has to fit into the staging memory of this session"
 
 DURABILITY_MODES: Final = {
     "default": wire.DURABILITY_MODE_DEFAULT,

@@ -15,6 +15,7 @@ from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, TraceError
 from tests.reference.running_daemon import RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
+from tests.reference.unary_client import by_tokens, unary_client
 
 MODEL = model()
 
@@ -59,6 +60,19 @@ def test_it_holds_what_was_asked_for_and_stored(recording: Path) -> None:
     assert Counter(line["op"] for line in lines)["put"] == 6
     assert all(isinstance(line["t"], float) and line["t"] >= 0 for line in lines)
     assert recording.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_unary_put_is_written_as_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    with running_daemon(f"daemon.record={path}") as daemon:
+        with unary_client(f"unix:{daemon.socket_dir}/unary.sock") as client:
+            client.put(by_tokens(MODEL, tokens_of(1, 3)), payloads_of(1, 3, MODEL))
+        with daemon.connect() as session, session.get(tokens_of(1, 3)):
+            pass
+    put, get = (line for line in recorded(path) if "op" in line)
+    assert (put["op"], put["f"], get["op"], get["f"]) == ("put", 3, "get", 3)
+    trace = read_trace(path, "kvstored", ReadOptions(), lambda done, total: None)
+    assert [len(trace.blocks[trace.starts[at] : trace.starts[at + 1]]) for at in range(trace.requests)] == [3, 3]
 
 
 def test_a_hint_is_written_as_it_was_given(recording: Path) -> None:

@@ -36,7 +36,7 @@ def granted_bytes(daemon: RunningDaemon) -> int:
 
 
 def test_a_client_killed_between_its_writing_and_its_store() -> None:
-    """What it wrote was never said to be anything: its keys are free, its staging comes back."""
+    """It never sent the store: its keys are free, and its staging comes back."""
     with running_daemon("nvme.enabled=false") as daemon:
         before = granted_bytes(daemon)
         with RawClient(daemon.socket_dir, MODEL) as victim:  # the daemon sees the end of its connection, as of a kill

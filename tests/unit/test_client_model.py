@@ -51,7 +51,7 @@ def test_a_session_answers_as_a_dictionary_would(
                     parent = prefix[:-BLOCK_TOKENS]
                     if prefix in stored:
                         expected.append("present")
-                    elif parent and parent not in stored:  # nobody could reach it
+                    elif parent and parent not in stored:  # an orphan
                         expected.append("throttled")
                     else:
                         expected.append("stored")

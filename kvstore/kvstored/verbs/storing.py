@@ -33,7 +33,7 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Blocks that a put wants stored, in chain order, a column for each thing to know. `offsets` are places in
+    """Blocks that a put wants stored, in chain order; each sequence has one entry a block. `offsets` are places in
     `staged`; NOWHERE for a block that the client believes to be stored and has not written."""
 
     group: int
