@@ -71,6 +71,8 @@ def test_a_model_that_differs_is_another_fingerprint_and_a_new_account_is_not(da
         assert session.lookup(tokens_of(1, 1)).reason == "other_fingerprint"
     with daemon.connect(fingerprint_for(MODEL, "carl")) as session:
         assert session.lookup(tokens_of(1, 1)).reason == "never_stored"
+    with daemon.connect(replace(fingerprint_for(MODEL, "anna"), shard_index=1, shard_count=2)) as session:
+        assert session.lookup(tokens_of(1, 1)).reason == "never_stored", "another rank's"
     with daemon.connect(replace(other, model_name="another")) as session:
         assert session.lookup(tokens_of(1, 1)).reason == "never_stored"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvstored.lifecycle import Cause
 from kvstored.telemetry.caller import Caller
 
-MAX_ACCOUNTS = 1024  # clients make their names up: those beyond count under their tenant alone
+MAX_ACCOUNTS = 1024  # of a tenant; clients make their names up, and those beyond count under their tenant alone
 
 
 @dataclass(slots=True)
@@ -69,6 +69,6 @@ class Flows:
             return None
         key = caller.tenant_id, caller.account
         flow = self.accounts.get(key)
-        if flow is None and len(self.accounts) < MAX_ACCOUNTS:
+        if flow is None and sum(tenant == caller.tenant_id for tenant, _ in self.accounts) < MAX_ACCOUNTS:
             flow = self.accounts[key] = TenantFlow()
         return flow

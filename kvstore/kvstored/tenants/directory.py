@@ -53,6 +53,10 @@ def uid_of(name: str) -> int | None:
     return int(name.removeprefix("uid-")) if _UID_TENANT.match(name) else None
 
 
+def _family_of(fingerprint: Fingerprint) -> tuple[str, str, int]:
+    return fingerprint.model_name, fingerprint.account, fingerprint.shard_index
+
+
 def tenant_digest(identity: str) -> bytes:
     return hashlib.blake2b(identity.encode(), digest_size=16, person=b"kvstore tenant").digest()
 
@@ -69,7 +73,7 @@ class TenantDirectory:
         self._tenants: dict[str, Tenant] = {}
         self._fingerprint_numbers: dict[bytes, int] = {}
         self._digests: list[bytes] = []  # by number
-        self._families: dict[tuple[str, str], set[int]] = {}
+        self._families: dict[tuple[str, str, int], set[int]] = {}
         self._names = Names(state_dir / "names.json", lambda: list(self._tenants))
         for name in (*self._names.load(), *self._keyring.bound()):
             if self._keyring.identity_of(name) is not None:
@@ -209,13 +213,12 @@ class TenantDirectory:
         return number
 
     def family(self, fingerprint: Fingerprint | None) -> Set[int]:
-        """Numbers of the fingerprints of the same model's name and account: those that may be meant to be equal. The
-        set grows with them. Empty for None."""
-        key = None if fingerprint is None else (fingerprint.model_name, fingerprint.account)
-        return self._families.get(key, frozenset()) if key is not None else frozenset()
+        """Numbers of the fingerprints of the same model's name, account and shard: those that may be meant to be equal.
+        The set grows with them. Empty for None."""
+        return frozenset() if fingerprint is None else self._families.get(_family_of(fingerprint), frozenset())
 
     def _join_family(self, fingerprint: Fingerprint, number: int) -> None:
-        self._families.setdefault((fingerprint.model_name, fingerprint.account), set()).add(number)
+        self._families.setdefault(_family_of(fingerprint), set()).add(number)
 
     def known_number(self, digest: bytes) -> int:
         """The same for one that may have no number of its own: one that no block has, then."""
