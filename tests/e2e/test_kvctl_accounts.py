@@ -13,7 +13,15 @@ from kvstore_client.cli.exit_codes import OK
 from kvstore_client.cli.main import main
 from kvstore_engine.server.sessions import TenantSessions, fingerprint_for
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import RunningDaemon, holds, model, payloads_of, running_daemon, tokens_of
+from tests.reference.running_daemon import (
+    RunningDaemon,
+    eventually,
+    holds,
+    model,
+    payloads_of,
+    running_daemon,
+    tokens_of,
+)
 
 MODEL = replace(model(), model_name="tiny-llama")
 BLOCKS = {"anna": 5, "bert": 2, "": 1}
@@ -26,9 +34,10 @@ def daemon() -> Iterator[RunningDaemon]:
         sessions = TenantSessions(running.socket_dir, MODEL)
         for tenant, blocks in BLOCKS.items():
             session: Any = sessions(tenant)
+            assert eventually(lambda session=session: session.state == "connected")
             tokens, payloads = tokens_of(1, blocks), payloads_of(blocks, blocks, MODEL)
             assert session.lookup(tokens, deadline_s=20).reason == "never_stored"
-            assert session.put(tokens, payloads=payloads, wait="settled").stored_blocks == blocks
+            assert session.put(tokens, payloads=payloads, wait="settled", deadline_s=20).stored_blocks == blocks
             with session.get(tokens, deadline_s=20) as lease:
                 assert len(lease) == blocks and holds(lease, payloads), "the same tokens are other blocks"
         yield running
