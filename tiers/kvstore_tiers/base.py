@@ -272,7 +272,8 @@ class Tier(ABC):
         return []
 
     def publish_again(self, slot: Slot, header: BlockHeader) -> None:
-        """What names the verified block in `slot` on the medium is damaged: write it again with the next `sync`."""
+        """Name the verified block in `slot` on the medium again with the next `sync`: what names it is damaged, or names
+        a copy that is given up."""
         return
 
     def location(self, slot: Slot) -> str:
