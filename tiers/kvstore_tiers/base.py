@@ -272,8 +272,8 @@ class Tier(ABC):
         return []
 
     def publish_again(self, slot: Slot, header: BlockHeader) -> None:
-        """Name the verified block in `slot` on the medium again with the next `sync`: what names it is damaged, or names
-        a copy that is given up."""
+        """Name the verified block in `slot` on the medium again with the next `sync`: what names it is damaged, or
+        names a copy that is given up."""
         return
 
     def location(self, slot: Slot) -> str:
