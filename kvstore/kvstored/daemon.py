@@ -344,15 +344,15 @@ class Daemon:
         return tier
 
     def _make_views(self) -> None:
+        parts, store = self._parts(), self._store
         self._views = Views(
-            self._parts(),
+            parts,
             lambda: self._state(),
             lambda: self._ready_after_s,
             lambda: self._maintenance.prefaulted,
             lambda: self._integrity.report,
         )
-        store = self._store
-        self._explain = Explain(self._parts(), self._views, store.host, self._misses, store.promoter.estimate_us)
+        self._explain = Explain(parts, self._views, store.host, self._misses, store.promoter.estimate_us)
 
     def _make_services(self) -> None:
         config, clock, store = self.config, self._clock, self._store
@@ -463,9 +463,10 @@ class Daemon:
             store.writeback.sync if store.writeback is not None else _nothing_to_sync,
         )  # fmt: skip
         reload = self.reload = self._make_reload()
-        blocks = BlockList(self._parts(), self._views)
+        parts = self._parts()
+        blocks = BlockList(parts, self._views)
         looks = Looks(
-            self._views, Accounts(self._parts()), blocks, BlockTotals(self._parts(), blocks),
+            self._views, Accounts(parts), blocks, BlockTotals(parts, blocks),
             self._explain,
             HistoryView(self._sampler.history, store.flows, lambda: reload.config, self._clock),
             SettingsView(reload),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvstore_client import Fingerprint
 from kvstore_client.cli.exit_codes import FAILED
+from tests.reference.conversations import put_conversation
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import model, payloads_of, running_daemon, tokens_of
+from tests.reference.running_daemon import model, running_daemon, tokens_of
 
 LLAMA = replace(model(), model_name="llama-8b")
 QWEN = replace(model(), model_name="qwen-2b", weights_digest="02" * 32)
@@ -25,18 +25,13 @@ def kvctl(capfdbinary: Any) -> Iterator[Kvctl]:
         for fingerprint, conversation, blocks, durability in (
             (LLAMA, 1, 4, "always"), (LLAMA, 2, 2, "always"), (QWEN, 3, 2, "none"),
         ):  # fmt: skip
-            _put(daemon.connect(fingerprint), conversation, blocks, fingerprint, durability)
+            with daemon.connect(fingerprint) as session:
+                receipt = put_conversation(session, conversation, blocks, durability=durability, wait="settled")
+                assert receipt.stored_blocks == blocks
         with daemon.connect(LLAMA) as session:
             for _ in range(5):
                 session.touch(tokens_of(2, 2))
         yield Kvctl(daemon, capfdbinary)
-
-
-def _put(session: Any, conversation: int, blocks: int, fingerprint: Fingerprint, durability: str) -> None:
-    with session:
-        payloads = payloads_of(conversation, blocks, fingerprint)
-        receipt = session.put(tokens_of(conversation, blocks), payloads=payloads, durability=durability, wait="settled")
-        assert receipt.stored_blocks == blocks
 
 
 def test_the_listing_names_models_and_sorts_and_filters(kvctl: Kvctl) -> None:

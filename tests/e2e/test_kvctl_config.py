@@ -86,6 +86,8 @@ def test_the_printed_file_gives_the_same_daemon(
 ) -> None:
     printed = tmp_path / "printed.toml"
     printed.write_text(kvctl("config --toml" + options).out)
+    comments = [line for line in printed.read_text().splitlines() if line.startswith("#")]
+    assert len(comments) == 1 and str(file) in comments[0]
     there = load_config(printed)
     words = daemon.command()
     given = [value for option, value in pairwise(words) if option == "--set"]

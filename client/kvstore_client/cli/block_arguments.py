@@ -6,6 +6,8 @@ import argparse
 import re
 from typing import Final
 
+from kvstore_client.cli.data_arguments import whole_number
+
 TIERS: Final = ("host", "nvme")
 CLASSES: Final = ("hot", "warm", "cold")
 ORDERS: Final = ("size", "uses", "idle", "depth", "children", "leases")
@@ -57,9 +59,7 @@ def check_block_arguments(parser: argparse.ArgumentParser, arguments: argparse.N
 
 
 def positive_count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1000000, got {text!r}")
-    return int(text)
+    return whole_number(text, 1, 1_000_000)
 
 
 def _hex(text: str) -> str:

@@ -67,7 +67,6 @@ def _toml(reply: wire.ConfigReply) -> Iterator[str]:
     """A file with which the daemon starts as it runs now."""
     source = "the built-in defaults" if reply.source == "defaults" else reply.source
     yield f"# The settings of a running kvstored: those of {source}, and of its command line."
-    yield f"# The settings of a running kvstored, which were read from {reply.source}."
     table = ""
     for each in reply.settings:
         heading = "[[tenant]]" if each.tenant else f"[{each.section}]"

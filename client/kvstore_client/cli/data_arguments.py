@@ -174,22 +174,23 @@ def block_size(text: str) -> int:
     return value
 
 
-def _whole_number(text: str, lowest: int, highest: int) -> int:
+def whole_number(text: str, lowest: int, highest: int) -> int:
+    """For an option's type. Raises ArgumentTypeError for other words."""
     if not text.isdecimal() or not lowest <= int(text) <= highest:
         raise argparse.ArgumentTypeError(f"must be a whole number from {lowest} to {highest}, got {text!r}")
     return int(text)
 
 
 def _group(text: str) -> int:
-    return _whole_number(text, 0, 65535)
+    return whole_number(text, 0, 65535)
 
 
 def _recent(text: str) -> int:
-    return _whole_number(text, 1, 4096)
+    return whole_number(text, 1, 4096)
 
 
 def _rounds(text: str) -> int:
-    return _whole_number(text, 2, 100_000)
+    return whole_number(text, 2, 100_000)
 
 
 def _wait(text: str) -> float:

@@ -55,3 +55,8 @@ def show_size(nbytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError
+
+
+def show_blocks(blocks: int, nbytes: int) -> str:
+    """So many blocks for people: '1 block (1.5 KiB)'."""
+    return f"{blocks} block{'' if blocks == 1 else 's'} ({show_size(nbytes)})"

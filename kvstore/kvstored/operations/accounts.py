@@ -45,9 +45,11 @@ class Accounts:
         for session in parts.sessions.all():
             if session.account:
                 account(session.tenant_id, session.account).clients += 1
-        for (tenant, name), flow in parts.flows.accounts.items():
-            status = account(tenant, name)
-            status.lookups, status.hit_blocks, status.missed_blocks = flow.lookups, flow.hit_blocks, flow.missed_blocks
+        for tenant, flows in parts.flows.accounts.items():
+            for name, flow in flows.items():
+                status = account(tenant, name)
+                status.lookups, status.hit_blocks = flow.lookups, flow.hit_blocks
+                status.missed_blocks = flow.missed_blocks
         for (tenant, _), status in sorted(found.items(), key=lambda item: item[0]):
             if tenant < len(reply.tenants):
                 reply.tenants[tenant].accounts.append(status)

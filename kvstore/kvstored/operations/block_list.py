@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.operations.tier_name import tier_named
 from kvstored.operations.views import Parts, Views
 from kvstored.policies import ResidencyClass
-from kvstored.residency import Residency, Selection, page, select
+from kvstored.residency import Residency, Selection, column_of, page, pin_counts, select_all
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 CLASSES = tuple(kind.value for kind in ResidencyClass)
@@ -27,25 +28,17 @@ Order = Callable[[Residency, Int64Array], Int64Array]
 
 
 def _column(name: str) -> Order:
-    return lambda residency, rows: np.asarray(getattr(residency.rows, name))[rows].astype(np.int64)
-
-
-def _leases(residency: Residency, rows: Int64Array) -> Int64Array:
-    return np.fromiter(map(residency.pin_count, rows.tolist()), np.int64, len(rows))
-
-
-def _idle(residency: Residency, rows: Int64Array) -> Int64Array:
-    return -np.asarray(residency.rows.last_access_ns)[rows].astype(np.int64)
+    return lambda residency, rows: column_of(residency, name, rows)
 
 
 # The largest first: for "idle" the block that was not used for longest.
 ORDERS: Mapping[str, Order] = {
     "size": _column("payload_bytes"),
     "uses": _column("accesses"),
-    "idle": _idle,
+    "idle": lambda residency, rows: -column_of(residency, "last_access_ns", rows),
     "depth": _column("depth"),
     "children": _column("links"),
-    "leases": _leases,
+    "leases": pin_counts,
 }
 
 
@@ -83,14 +76,11 @@ class BlockList:
     def selection(self, wanted: pb.BlocksRequest) -> Selection:
         """Which blocks are asked for. Raises KVStoreError as `blocks`."""
         parts, residency = self._parts, self._parts.residency
-        if wanted.tier and wanted.tier not in residency.tiers:
-            known = ", ".join(residency.tiers)
-            raise KVStoreError(ErrorKind.INVALID, f"no tier {wanted.tier!r}; this daemon has: {known}")
         if wanted.residency and wanted.residency not in CLASSES:
             raise KVStoreError(ErrorKind.INVALID, f"no class {wanted.residency!r}; classes are {', '.join(CLASSES)}")
         return Selection(
             tenant=parts.tenants.number(wanted.tenant, residency) if wanted.tenant else None,
-            tier=residency.tier(wanted.tier) if wanted.tier else None,
+            tier=tier_named(residency, wanted.tier) if wanted.tier else None,
             prints=self._prints(wanted.model) if wanted.model else None,
             key_prefix=wanted.key_prefix.lower(),
             matches=self._is_of_class(wanted.residency) if wanted.residency else None,
@@ -129,10 +119,8 @@ class BlockList:
         ones in row order."""
         residency = self._parts.residency
         tokens, values = np.empty(0, np.uint64), np.empty(0, np.int64)
-        first = selected = 0
-        while first < residency.rows.capacity:
-            end = min(first + selection.slice_rows, residency.rows.capacity)
-            rows = select(residency, selection, first, end)
+        selected = 0
+        async for rows in select_all(residency, selection):
             selected += len(rows)
             here = order(residency, rows) * (-1 if reverse else 1)
             best = np.argsort(-here, kind="stable")[:limit]
@@ -140,8 +128,6 @@ class BlockList:
             values, tokens = np.concatenate([values, here[best]]), np.concatenate([tokens, names])
             best = np.argsort(-values, kind="stable")[:limit]
             values, tokens = values[best], tokens[best]
-            first = end
-            await asyncio.sleep(0)
         found = map(residency.current, tokens.tolist())
         return [row for row in found if row >= 0 and residency.tier_mask(row)], selected
 

@@ -19,7 +19,7 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.clock import NS_PER_S
 from kvstored.operations.block_list import BlockList
 from kvstored.operations.views import Parts
-from kvstored.residency import Residency, Selection, select
+from kvstored.residency import Residency, Selection, column_of, pin_counts, select_all
 
 DEFAULT_GROUPS, MAX_GROUPS = 50, 1000
 SLICE_ROWS = 100_000  # of parents followed between two turns of the loop
@@ -68,24 +68,19 @@ class BlockTotals:
 
     async def _sum(self, by: str, selection: Selection, heads: _Heads | None) -> dict[int, _Sums]:
         residency, groups = self._parts.residency, dict[int, _Sums]()
-        first = 0
-        while first < residency.rows.capacity:
-            end = min(first + selection.slice_rows, residency.rows.capacity)
-            rows = select(residency, selection, first, end)
+        async for rows in select_all(residency, selection):
             if heads is not None:
                 rows = rows[rows < len(heads.rows)]  # those behind came later
                 numbers = heads.rows[rows].astype(np.int64)
             else:
                 kinds = residency.kinds
                 of_kind = [kind.tenant if by == "tenant" else kind.fingerprint_id for kind in kinds]
-                numbers = np.array(of_kind, np.int64)[np.asarray(residency.rows.kind)[rows]]
+                numbers = np.array(of_kind, np.int64)[column_of(residency, "kind", rows)]
             self._add(groups, numbers, rows)
-            first = end
-            await asyncio.sleep(0)
         return groups
 
     def _add(self, groups: dict[int, _Sums], numbers: Int64Array, rows: Int64Array) -> None:
-        residency, columns = self._parts.residency, self._parts.residency.rows
+        residency = self._parts.residency
         found, place = np.unique(numbers, return_inverse=True)
         size = len(found)
 
@@ -100,12 +95,12 @@ class BlockTotals:
             return [int(value) for value in most]
 
         blocks = summed(np.ones(len(rows), np.int64))
-        payload = summed(np.asarray(columns.payload_bytes)[rows].astype(np.int64))
-        accesses = summed(np.asarray(columns.accesses)[rows].astype(np.int64))
-        last_ns = largest(np.asarray(columns.last_access_ns)[rows].astype(np.int64))
-        longest = largest(np.asarray(columns.depth)[rows].astype(np.int64) + 1)
-        leases = summed(np.fromiter(map(residency.pin_count, rows.tolist()), np.int64, len(rows)))
-        mask = np.frombuffer(columns.mask, np.uint8)[rows]
+        payload = summed(column_of(residency, "payload_bytes", rows))
+        accesses = summed(column_of(residency, "accesses", rows))
+        last_ns = largest(column_of(residency, "last_access_ns", rows))
+        longest = largest(column_of(residency, "depth", rows) + 1)
+        leases = summed(pin_counts(residency, rows))
+        mask = np.frombuffer(residency.rows.mask, np.uint8)[rows]
         slots = [
             summed(np.where(mask >> tier & 1, np.asarray(copies.nbytes)[rows].astype(np.int64), 0))
             for tier, copies in enumerate(residency.copies)

@@ -17,6 +17,7 @@ from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
 from kvstored.movement.writeback import WriteBack
 from kvstored.operations.saving import save, tokens_in_tier
+from kvstored.operations.tier_name import tier_named
 from kvstored.residency import Residency, rows_of_fingerprint
 from kvstored.tenants import TenantDirectory
 from kvstored.tiering import HOST, TIER_NAMES
@@ -47,22 +48,19 @@ class Drop:
         """Raises KVStoreError for a tier or tenant that does not exist."""
         residency = self._residency
         tier_names = residency.tiers if request.all else (request.tier,)
-        for name in tier_names:
-            if name not in residency.tiers:
-                known = ", ".join(residency.tiers)
-                raise KVStoreError(ErrorKind.INVALID, f"no tier {name!r}; this daemon has: {known}")
+        tiers = [tier_named(residency, name) for name in tier_names]
         tenant = self._tenant(request.tenant)
         reply = pb.DropReply()
         if not (request.all or request.discard) and request.tier == TIER_NAMES[HOST] and self._writeback is not None:
             saved, _ = await save(residency, self._writeback, HOST, SAVE_TIMEOUT_S, tenant)
             reply.written_back_blocks = saved
-        await self._drop_from(tier_names, tenant, reply, forget=request.discard or request.all)
+        await self._drop_from(tiers, tenant, reply, forget=request.discard or request.all)
         return reply
 
     async def empty(self, tenant: int) -> pb.DropReply:
         """All blocks of the tenant with this number in residency, whatever its name is by now."""
         reply = pb.DropReply()
-        await self._drop_from(self._residency.tiers, tenant, reply, forget=True)
+        await self._drop_from(range(len(self._residency.tiers)), tenant, reply, forget=True)
         return reply
 
     async def invalidate(self, request: pb.InvalidateRequest) -> pb.InvalidateReply:
@@ -100,11 +98,9 @@ class Drop:
         if self._writeback is not None:
             await self._writeback.sync()
 
-    async def _drop_from(
-        self, tier_names: Sequence[str], tenant: int | None, reply: pb.DropReply, *, forget: bool
-    ) -> None:
-        for name in reversed(tier_names):  # slow tiers first: with all, the block goes with its host copy
-            await self._drop_tier(self._residency.tier(name), tenant, reply, forget=forget)
+    async def _drop_from(self, tiers: Sequence[int], tenant: int | None, reply: pb.DropReply, *, forget: bool) -> None:
+        for tier in reversed(tiers):  # slow tiers first: with all, the block goes with its host copy
+            await self._drop_tier(tier, tenant, reply, forget=forget)
         await self._make_final()
 
     async def _drop_tier(self, tier: int, tenant: int | None, reply: pb.DropReply, *, forget: bool) -> None:

@@ -5,7 +5,7 @@ from kvstored.residency.check import check
 from kvstored.residency.events import PresenceListener, TierListener
 from kvstored.residency.ghost import Absence
 from kvstored.residency.index import CyclicChainError, Residency
-from kvstored.residency.listing import Page, Selection, page, rows_of_fingerprint, select
+from kvstored.residency.listing import Page, Selection, column_of, page, pin_counts, rows_of_fingerprint, select_all
 from kvstored.residency.removal import TakenCopy
 from kvstored.residency.view import Kind, ResidencyView, unpack_keys
 
@@ -22,8 +22,10 @@ __all__ = [
     "TierListener",
     "adopt",
     "check",
+    "column_of",
     "page",
+    "pin_counts",
     "rows_of_fingerprint",
-    "select",
+    "select_all",
     "unpack_keys",
 ]

@@ -4,7 +4,8 @@ path.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +69,27 @@ def select(residency: ResidencyView, selection: Selection, first: int, end: int)
     if selection.key_prefix:
         rows = _filtered(rows, lambda row: residency.key(row).hex().startswith(selection.key_prefix))
     return rows if selection.matches is None else _filtered(rows, selection.matches)
+
+
+async def select_all(residency: ResidencyView, selection: Selection) -> AsyncIterator[Int64Array]:
+    """The selected rows, part by part, with a turn of the loop after each: what changes meanwhile may be there or
+    not."""
+    first = 0
+    while first < residency.rows.capacity:
+        end = min(first + selection.slice_rows, residency.rows.capacity)
+        yield select(residency, selection, first, end)
+        first = end
+        await asyncio.sleep(0)
+
+
+def column_of(residency: ResidencyView, name: str, rows: Int64Array) -> Int64Array:
+    """What the column `name` of `residency.rows` says of each row."""
+    return np.asarray(getattr(residency.rows, name))[rows].astype(np.int64)
+
+
+def pin_counts(residency: ResidencyView, rows: Int64Array) -> Int64Array:
+    """`pin_count` of each row."""
+    return np.fromiter(map(residency.pin_count, rows.tolist()), np.int64, len(rows))
 
 
 def page(residency: ResidencyView, selection: Selection = ALL_BLOCKS, *, after: int = 0, limit: int = 100) -> Page:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvstored.config.sizes import show_size
+from kvstored.config.sizes import show_blocks
 
 log = logging.getLogger("kvstored.audit")
 CALLER_METADATA = "kvstored-caller"
@@ -21,11 +21,13 @@ MAX_CALLER_CHARACTERS = 64
 def _drop(request: Any, reply: Any) -> str:
     place = "all tiers" if request.all else request.tier
     whose = f" of {request.tenant}" if request.tenant else ""
-    return f"drop from {place}{whose}: {_amount(reply.dropped_blocks, reply.dropped_bytes)}, {reply.kept_blocks} kept"
+    return (
+        f"drop from {place}{whose}: {show_blocks(reply.dropped_blocks, reply.dropped_bytes)}, {reply.kept_blocks} kept"
+    )
 
 
 def _invalidate(request: Any, reply: Any) -> str:
-    return f"invalidate {request.fingerprint}: {_amount(reply.blocks, reply.bytes)}, {reply.kept_blocks} kept"
+    return f"invalidate {request.fingerprint}: {show_blocks(reply.blocks, reply.bytes)}, {reply.kept_blocks} kept"
 
 
 def _drain(request: Any, reply: Any) -> str:
@@ -33,8 +35,8 @@ def _drain(request: Any, reply: Any) -> str:
 
 
 def _rename(request: Any, reply: Any) -> str:
-    lost = f", {_amount(reply.replaced_blocks, reply.replaced_bytes)} replaced" if reply.replaced_blocks else ""
-    return f"tenants rename {request.old} {request.new}: {_amount(reply.blocks, reply.bytes)}{lost}"
+    lost = f", {show_blocks(reply.replaced_blocks, reply.replaced_bytes)} replaced" if reply.replaced_blocks else ""
+    return f"tenants rename {request.old} {request.new}: {show_blocks(reply.blocks, reply.bytes)}{lost}"
 
 
 def _reload(request: Any, reply: Any) -> str:
@@ -65,7 +67,3 @@ def _caller(metadata: Iterable[tuple[str, Any]] | None) -> str:
     if not isinstance(said, str):
         return "a caller that does not say who it is"
     return f"{said[:MAX_CALLER_CHARACTERS]} (claimed)"
-
-
-def _amount(blocks: int, nbytes: int) -> str:
-    return f"{blocks} block{'' if blocks == 1 else 's'} ({show_size(nbytes)})"

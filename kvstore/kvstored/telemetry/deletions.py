@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvstore_proto.printable import printable
 from kvstored.clock import NS_PER_S, Clock
-from kvstored.config.sizes import show_size
+from kvstored.config.sizes import show_blocks
 from kvstored.telemetry.caller import Caller
 
 log = logging.getLogger("kvstored.audit")
@@ -52,9 +52,7 @@ class DeletionLog:
     def close(self) -> None:
         for (tenant, uid), found in self._sums.items():
             who = f"by uid {uid}, " if uid >= 0 else "by unary call, "
-            log.info(
-                "delete of %s: %d block%s (%s) in %d call%s, %s%s%s",
-                tenant, found.blocks, "" if found.blocks == 1 else "s", show_size(found.nbytes), found.calls,
-                "" if found.calls == 1 else "s", who, "" if found.calls == 1 else "last ", printable(found.last),
-            )  # fmt: skip
+            calls, last = ("1 call", "") if found.calls == 1 else (f"{found.calls} calls", "last ")
+            amount = show_blocks(found.blocks, found.nbytes)
+            log.info("delete of %s: %s in %s, %s%s%s", tenant, amount, calls, who, last, printable(found.last))
         self._sums.clear()

@@ -31,12 +31,12 @@ class TenantFlow:
 
 class Flows:
     """One `TierFlow` a tier, by its position in the residency index; one `TenantFlow` a tenant, by its number, and one
-    for each of its accounts, by (tenant, name)."""
+    for each of its accounts, by tenant and name."""
 
     def __init__(self, tiers: int) -> None:
         self.tiers = [TierFlow() for _ in range(tiers)]
         self.tenants: defaultdict[int, TenantFlow] = defaultdict(TenantFlow)
-        self.accounts: dict[tuple[int, str], TenantFlow] = {}
+        self.accounts: defaultdict[int, dict[str, TenantFlow]] = defaultdict(dict)
         self.misses: Counter[Cause] = Counter()
 
     def hit(self, tier: int, blocks: int) -> None:
@@ -67,8 +67,8 @@ class Flows:
     def _account(self, caller: Caller) -> TenantFlow | None:
         if not caller.account:
             return None
-        key = caller.tenant_id, caller.account
-        flow = self.accounts.get(key)
-        if flow is None and sum(tenant == caller.tenant_id for tenant, _ in self.accounts) < MAX_ACCOUNTS:
-            flow = self.accounts[key] = TenantFlow()
+        accounts = self.accounts[caller.tenant_id]
+        flow = accounts.get(caller.account)
+        if flow is None and len(accounts) < MAX_ACCOUNTS:
+            flow = accounts[caller.account] = TenantFlow()
         return flow
