@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 UNKNOWN_TIER = "unknown"  # of a probe: only the daemon can tell
-TIER_NAMES = ("absent", "gpu", "host", "cxl", "nvme", "remote")  # by kvstore.v1.TierCode
+TIER_NAMES = ("absent", "gpu", "host", "memory", "nvme", "remote")  # by kvstore.v1.TierCode
 MISS_REASONS = (  # by kvstore.v1.MissReason
     "",
     "never_stored",

@@ -6,7 +6,8 @@ tiers, a clock and a completion queue gets the very movement and the very decisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.host import HostTier
@@ -16,14 +17,16 @@ from kvstored.config import Config
 from kvstored.dataplane.leases import LeaseTable
 from kvstored.degraded import DegradedModes, TierBreaker
 from kvstored.endurance import EnduranceAccount
-from kvstored.movement import promote, writeback
 from kvstored.movement.cut_off import CutOff
 from kvstored.movement.damage import Damage
+from kvstored.movement.demotion import Demotion
 from kvstored.movement.dram_check import DramCheck
 from kvstored.movement.evacuation import Evacuation
 from kvstored.movement.eviction import Demoter, Eviction, NoDemotion
 from kvstored.movement.gate import WriteGate
+from kvstored.movement.group_commit import BatchLimits
 from kvstored.movement.lane import Lane, LaneSettings, Limits, Priority
+from kvstored.movement.link import Link, lane_name
 from kvstored.movement.mover import Mover, Transfer
 from kvstored.movement.promote import Promoter
 from kvstored.movement.refusals import Refusals
@@ -35,19 +38,23 @@ from kvstored.movement.writeback import WriteBack
 from kvstored.policies import Admission, Policy, PolicySettings, create, create_admission
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows
-from kvstored.tiering import HOST, NVME, TIER_NAMES
+from kvstored.tiering import MAPPED
 
-PREFETCH_SHARE = 4  # at most one part in so many of the host tier is held for prefetches that wait
+PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
 
 def make_residency(config: Config) -> Residency:
-    """An empty index over the tiers that `config` names."""
-    names = TIER_NAMES if config.nvme.enabled else TIER_NAMES[:1]
-    return Residency(names, ghost_keys=config.limits.ghosts_per_tenant)
+    """An empty index over the tiers that `config` names, fastest first."""
+    names = ["host", *(memory.name for memory in config.memory)]
+    durable = len(names) if config.nvme.enabled else -1
+    if config.nvme.enabled:
+        names.append("nvme")
+    return Residency(names, ghost_keys=config.limits.ghosts_per_tenant, durable=durable)
 
 
 class Store:
-    """`residency` may hold recovered blocks already; policies and rooms take them over. `nvme` None: DRAM only."""
+    """`residency` may hold recovered blocks already; policies and rooms take them over. `memory`: tiers between `host`
+    and `nvme`, as in `config.memory`. `nvme` None: memory only."""
 
     def __init__(
         self,
@@ -57,18 +64,21 @@ class Store:
         residency: Residency,
         host: HostTier,
         nvme: Tier | None,
+        memory: Sequence[Tier] = (),
     ) -> None:
         self.config, self.clock, self.completions = config, clock, completions
         self.residency, self.host, self.nvme = residency, host, nvme
-        self.tiers: list[Tier] = [host] if nvme is None else [host, nvme]
+        self._in_memory: list[Tier] = [host, *memory]
+        self.tiers: list[Tier] = [*self._in_memory, *([] if nvme is None else [nvme])]
         self.counters = Counters()
         self.flows = Flows(len(self.tiers))
         self.modes = DegradedModes(clock, self.counters)
         self.breaker: TierBreaker | None = None
         if nvme is not None:
             self.breaker = TierBreaker(
-                nvme, TIER_NAMES[NVME], self.modes, completions, clock, self.counters, self._on_reads_shed
-            )
+                nvme, residency.tiers[residency.durable], self.modes, completions, clock, self.counters,
+                self._on_reads_shed,
+            )  # fmt: skip
         self.endurance = EnduranceAccount(
             config.daemon.state_dir, config.nvme.endurance_bytes_per_day if nvme is not None else 0, clock,
             self.counters,
@@ -76,41 +86,65 @@ class Store:
         self.leases = LeaseTable(
             self._unpin, host.free, host.retire, limbo_limit_bytes=config.limits.limbo_per_tenant_bytes
         )
-        self.exits: list[SlotExit] = [self.leases]
-        if nvme is not None:
-            self.exits.append(UnmappedExit(nvme))
+        self.exits: list[SlotExit] = [self.leases, *map(UnmappedExit, self.tiers[1:])]
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
         self.policies = self._make_policies()
         self.cut_off = CutOff(residency)
         self.mover = Mover(self._make_lanes(), completions, clock)
-        self.damage = Damage(residency, nvme, self.leases.retire, clock, self.counters)
+        self.damage = Damage(residency, self.tiers, self.retire, clock, self.counters)
         self.writeback: WriteBack | None = None
         below: list[Room] = []
+        demoter: Demoter = NoDemotion()
         if nvme is not None and self.breaker is not None:
-            relocation = LaneRelocation(nvme, self.mover, writeback.LANE, self.breaker, self.endurance, completions)
-            below = [self._make_room(NVME, NoDemotion(), relocation, self.damage.on_nvme)]
-            self.writeback = self._make_writeback(nvme, below[0], self.breaker)
+            below = [self._make_room(residency.durable, demoter, self._relocation_on(nvme, self.breaker))]
+            demoter = self.writeback = self._make_writeback(nvme, below[0], self.breaker)
             self.damage.rewrite = self.writeback.write_through
             self.damage.is_coming = self.writeback.is_coming
             self.damage.make_durable = self.writeback.sync
-        demoter: Demoter = self.writeback if self.writeback is not None else NoDemotion()
-        in_memory = MemoryRelocation(host, completions)
-        self.rooms = [self._make_room(HOST, demoter, in_memory, self.damage.on_host), *below]
+        self.rooms = self._make_rooms_in_memory(demoter, below)
         self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
         self.promoter = Promoter(
-            residency, host, nvme, self.rooms[HOST], self.mover, clock, self.counters, self.flows, self.breaker,
-            prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE, damage=self.damage,
+            residency, [self._link(source, MAPPED) for source in range(1, len(self.tiers))], self.rooms[MAPPED],
+            self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
+
+    def _make_rooms_in_memory(self, demoter: Demoter, below: list[Room]) -> list[Room]:
+        """The rooms of all tiers: those in memory, then `below`. What leaves the slowest goes to `demoter`, what leaves
+        another one to the next slower first."""
+        rooms = below
+        for position in reversed(range(len(self._in_memory))):
+            if position + 1 < len(self._in_memory):
+                link = self._link(position, position + 1)
+                demoter = Demotion(self.residency, link, rooms[0], demoter, self.damage, self.flows)
+            copies = MemoryRelocation(self.tiers[position], self.completions)
+            rooms = [self._make_room(position, demoter, copies), *rooms]
+        return rooms
+
+    def _link(self, source: int, destination: int) -> Link:
+        breaker = self.breaker if self.residency.durable in (source, destination) else None
+        lane = self._write_lane if destination == self.residency.durable else self._lane_name(source, destination)
+        return Link(source, destination, self.tiers, lane, self.residency, self.mover, self.clock, breaker)
+
+    def _lane_name(self, source: int, destination: int) -> str:
+        return lane_name(self.residency.tiers, source, destination)
+
+    @property
+    def _write_lane(self) -> str:
+        """Whatever tier a block comes from: the writes of one medium wait in one queue."""
+        return self._lane_name(MAPPED, self.residency.durable)
+
+    def _relocation_on(self, nvme: Tier, breaker: TierBreaker) -> Relocation:
+        return LaneRelocation(nvme, self.mover, self._write_lane, breaker, self.endurance, self.completions)
 
     def _make_policies(self) -> list[Policy]:
         return [self._make_policy(self.config, position) for position in range(len(self.tiers))]
 
     def _make_policy(self, config: Config, position: int) -> Policy:
-        host, nvme = config.host, config.nvme
-        name, ttl_s, keep_worth = (
-            (host.policy, host.ttl_s, host.keep_worth) if position == HOST else (nvme.policy, nvme.ttl_s, 0.0)
-        )
-        return create(name, self.residency, position, PolicySettings(ttl_s or None, keep_worth))
+        if position == MAPPED:
+            settings = PolicySettings(config.host.ttl_s or None, config.host.keep_worth)
+            return create(config.host.policy, self.residency, position, settings)
+        section = config.nvme if position == self.residency.durable else config.memory[position - 1]
+        return create(section.policy, self.residency, position, PolicySettings(section.ttl_s or None, 0.0))
 
     def replace_policy(self, config: Config, position: int) -> None:
         """Let the tier's policy be what `config` says. It begins with the blocks that are there, in the order of their
@@ -128,21 +162,18 @@ class Store:
             self.writeback.gate.admission = self._make_admission(config)
 
     def _make_admission(self, config: Config) -> Admission:
-        return create_admission(config.nvme.admission, self.residency, NVME, self.policies[HOST])
+        return create_admission(config.nvme.admission, self.residency, self.residency.durable, self.policies[MAPPED])
 
-    def _make_room(
-        self, position: int, demoter: Demoter, relocation: Relocation, on_damage: Callable[[int, str], None]
-    ) -> Room:
+    def _make_room(self, position: int, demoter: Demoter, relocation: Relocation) -> Room:
         tier, residency, exits = self.tiers[position], self.residency, self.exits[position]
         victims = Victims(self.policies[position], residency, self.cut_off, self.clock)
         eviction = Eviction(position, residency, exits, demoter, self.clock, self.counters, self.flows)
+        on_damage = partial(self.damage.found, position)
         evacuation = Evacuation(tier, residency, victims, eviction, exits, relocation, on_damage, self.counters)
         return Room(tier, residency, victims, eviction, evacuation)
 
     def _make_lanes(self) -> list[Lane[Transfer]]:
-        """One lane a direction. Both directions of the disk share it, so that prefetch waits for demand on either."""
-        if self.nvme is None:
-            return []
+        """One lane a direction. Lanes of one lower tier share it, so that prefetch waits for demand on any of them."""
         movement, limits = self.config.movement, self.config.limits
         settings = LaneSettings(
             max_in_flight=movement.in_flight,
@@ -159,9 +190,14 @@ class Store:
             quiet_s=movement.prefetch_quiet_ms / 1000,
             prefetch_item_bytes=limits.max_block_bytes + 8192,
         )
-        lanes: list[Lane[Transfer]] = [Lane(name, settings) for name in (promote.LANE, writeback.LANE)]
-        for lane in lanes:
-            lane.share_medium(lanes)
+        lanes: list[Lane[Transfer]] = []
+        for lower in range(1, len(self.tiers)):
+            upper = MAPPED if lower == self.residency.durable else lower - 1
+            names = (self._lane_name(lower, MAPPED), self._lane_name(upper, lower))
+            pair: list[Lane[Transfer]] = [Lane(name, settings) for name in names]
+            for lane in pair:
+                lane.share_medium(pair)
+            lanes += pair
         return lanes
 
     def tick(self) -> None:
@@ -171,7 +207,7 @@ class Store:
             self.breaker.tick()
 
     def _make_writeback(self, nvme: Tier, room: Room, breaker: TierBreaker) -> WriteBack:
-        config, lane = self.config, self.mover.lanes[writeback.LANE]
+        config, lane = self.config, self.mover.lanes[self._write_lane]
         gate = WriteGate(
             self.residency,
             self._make_admission(config),
@@ -179,16 +215,16 @@ class Store:
             lambda: lane.statistics(self.clock.monotonic_ns()).service_bytes_per_s, self.clock,
             throttle_ms=config.nvme.endurance_wait_ms,
         )  # fmt: skip
+        links = [self._link(source, self.residency.durable) for source in range(len(self._in_memory))]
         return WriteBack(
-            self.residency, self.host, nvme, room, self.mover, self.completions, self.clock,
-            self.counters, self.flows, gate,
-            delay_ms=config.durability.batch_ms, batch_blocks=config.durability.batch_blocks,
+            self.residency, links, nvme, room, self.completions, self.counters, self.flows, gate,
+            BatchLimits(config.durability.batch_ms, config.durability.batch_blocks),
         )  # fmt: skip
 
     # Small connections between parts
 
     def _on_reads_shed(self) -> None:
-        """The breaker has opened: what waits for NVMe ends now."""
+        """The breaker has opened: what waits for its tier ends now."""
         if self.writeback is not None:
             self.writeback.cancel_queued()
         self.promoter.fail_waiters()

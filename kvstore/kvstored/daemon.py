@@ -33,6 +33,7 @@ from kvstored.assembly import Store, make_residency
 from kvstored.clock import NS_PER_MS, Clock, SystemClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
+from kvstored.config.schema import MemorySection
 from kvstored.dataplane.handshake import HandshakeServer
 from kvstored.dataplane.lookup_index import LookupIndexes
 from kvstored.dataplane.reception import Reception
@@ -85,7 +86,7 @@ from kvstored.tenants import Peer, TenantDirectory
 from kvstored.tenants.keyring import Keyring
 from kvstored.tenants.reach import follow_users
 from kvstored.tenants.tokens import load_tokens, names_in
-from kvstored.tiering import HOST, NVME
+from kvstored.tiering import MAPPED
 from kvstored.verbs import Delete, Get, Hints, Intake, Lending, LookUp, Storing, Verbs
 from kvstored.verbs.inline import InlineCalls
 from kvstored.warm import Adopted, FormerClients, KeeperError, open_warm
@@ -257,7 +258,8 @@ class Daemon:
         self._nvme = self._open_nvme(residency, forget=keyring.nvme_is_lost) if config.nvme.enabled else None
         keyring.settle()  # with what `TenantDirectory` claimed
         adopted = self._adopt(host, residency)
-        self._store = Store(config, self._clock, self._completions, residency, host, self._nvme)
+        memory = [self._open_memory(section) for section in config.memory]
+        self._store = Store(config, self._clock, self._completions, residency, host, self._nvme, memory)
         self._former = self._restore_clients(adopted)
         self._stack.push_async_callback(self._store.endurance.close)
         follow_users(self._tenants, residency, self._with_tokens())
@@ -285,6 +287,14 @@ class Daemon:
             raise StartupError("host.staging does not fit host.capacity")
         if self._warm is not None and not tier.charge(LEDGER_BYTES, "ledger"):
             raise StartupError('host.capacity is too small for host.warm_restart; raise it or set warm_restart = "off"')
+        return tier
+
+    def _open_memory(self, section: MemorySection) -> HostTier:
+        tier = HostTier(
+            section.capacity_bytes, arena_bytes=section.arena_bytes, copy_threads=section.copy_threads,
+            name=section.name, numa_node=section.numa_node,
+        )  # fmt: skip
+        self._stack.callback(tier.close)
         return tier
 
     def _close_host(self, tier: HostTier) -> None:
@@ -358,7 +368,7 @@ class Daemon:
         config, clock, store = self.config, self._clock, self._store
         limits, movement, residency = config.limits, config.movement, store.residency
         intake = Intake(
-            residency, store.host, store.rooms[HOST], store.writeback, self._completions, clock, store.counters
+            residency, store.host, store.rooms[MAPPED], store.writeback, self._completions, clock, store.counters
         )  # fmt: skip
         intake.may_come_again = store.promoter.may_come_again
         storing = Storing(intake, residency, store.writeback, store.counters, default_mode=config.durability.mode)
@@ -390,7 +400,7 @@ class Daemon:
         self._streams = DirectStreams(self._answering, limits.message_bytes)
         self._sampler = Sampler(self._parts(), self._latencies)
         sizer = self._host_sizer()
-        self._host_resize = TierResize("host", store.host, store.rooms[HOST], sizer.give_back)
+        self._host_resize = TierResize("host", store.host, store.rooms[MAPPED], sizer.give_back)
         self._stack.push_async_callback(self._host_resize.close)
         self._maintenance = Maintenance(
             store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample,
@@ -440,7 +450,7 @@ class Daemon:
     def _host_sizer(self) -> HostSizer:
         store, host = self._store, self.config.host
         sizer = HostSizer(
-            store.host, store.rooms[HOST], MemoryWatch().read, store.modes, self._clock, store.counters,
+            store.host, store.rooms[MAPPED], MemoryWatch().read, store.modes, self._clock, store.counters,
             min_free_bytes=host.min_free_bytes, arena_bytes=host.arena_bytes,
         )  # fmt: skip
         self._stack.push_async_callback(sizer.close)
@@ -499,7 +509,7 @@ class Daemon:
             self._tokens = load_tokens(tokens_file, self._tenants.named)
         if self._nvme is not None:
             slabs = SlabsBack(self._nvme, self._completions)
-            nvme = TierResize("nvme", self._nvme, store.rooms[NVME], slabs.give_back)
+            nvme = TierResize("nvme", self._nvme, store.rooms[store.residency.durable], slabs.give_back)
             self._stack.push_async_callback(nvme.close)
         tenants = LiveTenants(self._tenants, store.residency, self._reception, self._handshake, self._tokens)
         return Reload(self.config, self._read, LiveSettings(store, self._host_resize, nvme, tenants))
@@ -548,7 +558,8 @@ class Daemon:
 
     def _parts(self) -> Parts:
         store = self._store
-        paths = ["memfd arenas"] + ([str(self.config.nvme.path)] if store.nvme is not None else [])
+        paths = ["memfd arenas", *(_where(section) for section in self.config.memory)]
+        paths += [str(self.config.nvme.path)] if store.nvme is not None else []
         return Parts(
             self.config, self._clock, store.residency, store.tiers, store.policies, paths, self._sessions,
             store.leases, self._tenants, store.mover, store.writeback, store.counters, store.flows, store.modes,
@@ -575,6 +586,10 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 def _report_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("%s ended", task.get_name(), exc_info=task.exception())
+
+
+def _where(section: MemorySection) -> str:
+    return f"memory of NUMA node {section.numa_node}" if section.numa_node >= 0 else "memory"
 
 
 async def _nothing_to_sync() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvstored.assembly import Store
@@ -65,7 +66,13 @@ class Integrity:
             rate_bytes=scrub.rate_bytes,
             interval_s=scrub.interval_s,
         )
-        verification = Verification(store.residency, store.nvme, store.mover, store.breaker, store.damage.on_nvme)
+        verification = Verification(
+            store.residency,
+            store.nvme,
+            store.mover,
+            store.breaker,
+            partial(store.damage.found, store.residency.durable),
+        )
         return Scrubber(
             settings, store.residency, store.nvme, verification, store.writeback.sync, store.clock, store.counters,
             start_s=scrub.start_s,

@@ -14,7 +14,6 @@ from kvstored.clock import Clock
 from kvstored.config.sizes import show_size
 from kvstored.residency import CyclicChainError, Kind, Residency, adopt
 from kvstored.tenants import TenantDirectory
-from kvstored.tiering import NVME
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, c
         Kind(residency.tenant(origin.tenant.hex()), tenants.fingerprint_number(origin.fingerprint), origin.group)
         for origin in blocks.origins
     ]
-    left_out = adopt(residency, NVME, blocks, kinds, now_ns)
+    left_out = adopt(residency, residency.durable, blocks, kinds, now_ns)
     recovered = len(blocks) - len(left_out)
     for block in left_out:
         recovered += _recover_one(nvme, residency, blocks, block, kinds[int(blocks.origin[block])], now_ns)
@@ -58,7 +57,7 @@ def _recover_one(
     """
     key, slot = blocks.key_of(block), blocks.slot_of(block)
     row = residency.find_any(kind.tenant, key)
-    if row >= 0 and residency.state(row, NVME):
+    if row >= 0 and residency.state(row, residency.durable):
         nvme.free(slot)
         return False
     if row < 0 or not residency.tier_mask(row):
@@ -76,5 +75,5 @@ def _recover_one(
         except CyclicChainError as error:
             nvme.quarantine(slot, str(error))
             return False
-    residency.attach(row, NVME, slot, now_ns)
+    residency.attach(row, residency.durable, slot, now_ns)
     return True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvstore_client import Session
 from kvstored.movement.refusals import Refusal
-from kvstored.tiering import HOST, NVME
 from tests.reference.clocked_daemon import ClockedDaemon, clocked_daemon
 from tests.reference.running_daemon import eventually, model, payloads_of, tokens_of
+from tests.reference.tiers import HOST, NVME
 
 MODEL = model()
 REQUESTS = 30  # the policy believes itself from 24 on, and once two chains have been continued

@@ -17,9 +17,9 @@ from kvstored.lifecycle import Cause
 from kvstored.maintenance import TICK_S, Maintenance
 from kvstored.residency import check
 from kvstored.telemetry import Counters
-from kvstored.tiering import HOST, NVME
 from tests.faults.test_degraded_nvme import over_a_store
 from tests.reference.small_store import FAR_S, SLOT_BYTES, SmallStore
+from tests.reference.tiers import HOST, NVME
 
 
 def lease(small: SmallStore, *rows: int) -> int:
@@ -36,7 +36,7 @@ async def test_a_lease_lapses_though_one_of_its_blocks_was_taken(small: SmallSto
         assert not await small.is_durable(number), "in DRAM alone"
     row, other = small.find(1), small.find(2)
     lease(small, row, other)
-    small.store.damage.on_host(row, "flipped")
+    small.store.damage.found(HOST, row, "flipped")
     again = small.residency.insert(
         0, b"k" * 16, bytes(16), fingerprint_id=1, group=0, depth=0, payload_bytes=1, now_ns=1
     )
@@ -54,7 +54,7 @@ async def test_a_lease_lapses_though_one_of_its_blocks_was_taken(small: SmallSto
 async def test_a_bad_dram_copy_that_waits_to_be_written_stays_until_it_is_found_again(small: SmallStore) -> None:
     settled = await small.put(1)
     assert settled is not None and small.writeback.is_coming(small.find(1))
-    small.store.damage.on_host(small.find(1), "flipped")
+    small.store.damage.found(HOST, small.find(1), "flipped")
     assert small.residency.has(small.find(1), HOST), "write-back reads it in a moment"
     assert await small.writeback.flush(FAR_S) == 0
     assert await asyncio.wait_for(settled, FAR_S) is True, "whoever waits is answered"

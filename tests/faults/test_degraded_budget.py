@@ -10,8 +10,8 @@ from kvstored.endurance.budget import DAY_S
 from kvstored.endurance.cost import COMMIT_BYTES, medium_bytes
 from kvstored.lifecycle import Cause
 from kvstored.movement.refusals import Refusal
-from kvstored.tiering import NVME
 from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
+from tests.reference.tiers import NVME
 
 BLOCK_COST = medium_bytes(SLOT_BYTES)
 COST = BLOCK_COST + COMMIT_BYTES  # of a block that is committed alone

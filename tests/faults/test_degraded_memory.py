@@ -13,8 +13,8 @@ from kvstore_tiers.base import TierState
 from kvstored.degraded import Mode
 from kvstored.degraded.memory import MemoryReading, MemoryWatch
 from kvstored.movement.pressure import CALM_S, HostSizer
-from kvstored.tiering import HOST, NVME
 from tests.reference.small_store import SmallStore, small_store
+from tests.reference.tiers import HOST, NVME
 
 MIB = 1 << 20
 MIN_FREE = 64 * MIB

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from kvstore_tiers.base import TierState
@@ -17,8 +18,8 @@ from kvstored.lifecycle import Cause
 from kvstored.movement.promote import LEAST_PATIENCE_MS, PATIENCE
 from kvstored.movement.refusals import Refusal
 from kvstored.scrub.verification import Verification
-from kvstored.tiering import HOST, NVME
 from tests.reference.small_store import FAR_S, SmallStore, small_store
+from tests.reference.tiers import HOST, NVME
 
 Scenario = Callable[[SmallStore], Awaitable[None]]
 
@@ -421,7 +422,9 @@ async def test_syncs_that_nobody_writes_for_count_too(small: SmallStore) -> None
 async def test_what_verifies_a_suspect_counts_and_is_shed_like_any_read(small: SmallStore) -> None:
     await stored_on_nvme_alone(small, 1)
     store = small.store
-    verification = Verification(small.residency, small.disk, store.mover, small.breaker, store.damage.on_nvme)
+    verification = Verification(
+        small.residency, small.disk, store.mover, small.breaker, partial(store.damage.found, NVME)
+    )
     small.disk.plan(Fault("read", "fail"), Fault("probe", "fail"))
     for _ in range(ERRORS_IN_A_ROW):
         assert await verification.verify(small.find(1)) is None

@@ -12,8 +12,8 @@ from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.wrap.faulty import Fault, hung
 from kvstored.clock import NS_PER_S
 from kvstored.residency import check
-from kvstored.tiering import HOST, NVME
 from tests.reference.small_store import SmallStore, small_store
+from tests.reference.tiers import HOST, NVME
 
 KIB = 1024
 SMALL = (
@@ -184,7 +184,7 @@ def test_a_block_taken_by_force_while_a_batch_is_copied_leaves_no_pin_and_no_slo
                 pinned = list(small.residency.pins)
                 victim = pinned[-1]  # of the last batch
                 taken.append(small.residency.key(victim))
-                asyncio.get_running_loop().call_soon(small.store.damage.on_host, victim, "flipped")
+                asyncio.get_running_loop().call_soon(small.store.damage.found, HOST, victim, "flipped")
             return original(copy)
 
         relocation._start = start
@@ -360,7 +360,7 @@ def test_a_slot_freed_while_its_copy_is_queued_does_not_break_the_lane(tmp_path:
             if len(taken) == 0:
                 taken.append(copy.key)
                 row = small.residency.find(small.residency.tenant("tenant"), copy.key)
-                small.store.damage.on_nvme(row, "flipped")
+                small.store.damage.found(NVME, row, "flipped")
             return future
 
         evacuation._relocation._start = start

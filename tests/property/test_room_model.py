@@ -19,8 +19,8 @@ from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.driving import block, finish
 from kvstored.clock import NS_PER_S
 from kvstored.residency.check import check
-from kvstored.tiering import HOST, NVME
 from tests.reference.small_store import SmallStore, small_store
+from tests.reference.tiers import HOST, NVME
 
 KIB = 1024
 CONTAINER_BYTES = 1024 * KIB

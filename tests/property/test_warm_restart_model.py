@@ -30,11 +30,11 @@ from kvstored.lifecycle import Cause
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
 from kvstored.tenants import TenantDirectory
-from kvstored.tiering import HOST
 from kvstored.warm.clients import FormerClients, start_ticks
 from kvstored.warm.keeper import Keeper
 from kvstored.warm.ledger import Ledger
 from kvstored.warm.restart import LEDGER_NAME, WarmRestart
+from tests.reference.tiers import HOST
 
 ARENA = 128 << 10
 CAPACITY = 8 * ARENA

@@ -29,8 +29,8 @@ from kvstored.recovery import recover_blocks
 from kvstored.residency import Residency
 from kvstored.tenants import TenantDirectory
 from kvstored.tenants.keyring import Keyring
-from kvstored.tiering import NVME, TIER_NAMES
 from tests.reference.running_daemon import RunningDaemon, model, payloads_of, tokens_of
+from tests.reference.tiers import NVME, TIER_NAMES
 
 MODEL = model()
 CAPACITY_BYTES = 8 << 20

@@ -25,7 +25,7 @@ from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
 from kvstored.movement.lane import Priority
-from kvstored.tiering import HOST, NVME
+from tests.reference.tiers import HOST, NVME
 
 PAYLOAD_BYTES = 10_000
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)

@@ -20,7 +20,7 @@ from kvstored.clock import SystemClock
 from kvstored.lifecycle import Cause
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
-from kvstored.tiering import NVME
+from tests.reference.tiers import NVME
 
 PAYLOAD_BYTES = 10_000
 

@@ -13,8 +13,8 @@ import pytest
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.wrap.faulty import Fault
 from kvstored.operations.drop import Drop
-from kvstored.tiering import HOST, NVME
 from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
+from tests.reference.tiers import HOST, NVME
 
 DIGEST = bytes(range(32))
 DIRECTORY: Any = SimpleNamespace(fingerprints=lambda: [DIGEST], known_number=lambda _: 1)

@@ -20,9 +20,9 @@ from kvstored.dataplane.staging import Staging
 from kvstored.residency import Residency
 from kvstored.residency.check import check
 from kvstored.tenants import Peer, Tenant
-from kvstored.tiering import HOST
 from kvstored.verbs import Intake, Lending, Storing, intake
 from tests.reference.small_store import SmallStore, small_store
+from tests.reference.tiers import HOST
 
 PAYLOAD_BYTES = 5000
 SLOT = slot_bytes(PAYLOAD_BYTES)

@@ -17,9 +17,9 @@ from kvstored.degraded import Mode
 from kvstored.endurance import Verdict
 from kvstored.movement import group_commit
 from kvstored.movement.refusals import Refusal
-from kvstored.tiering import HOST, NVME
 from kvstored.verbs.present import Present
 from tests.reference.small_store import FAR_S, small_store
+from tests.reference.tiers import HOST, NVME
 from tests.unit.test_daemon_intake import BLOCKS, KEYS, PAYLOAD_BYTES, SLOT, Store
 
 NONE, BATCH, ALWAYS = pb.DURABILITY_MODE_NONE, pb.DURABILITY_MODE_BATCH, pb.DURABILITY_MODE_ALWAYS

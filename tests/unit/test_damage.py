@@ -18,8 +18,8 @@ from kvstored.policies import Share, create
 from kvstored.residency import check
 from kvstored.residency.orphans import find, snapshot
 from kvstored.telemetry import Counters
-from kvstored.tiering import HOST, NVME
 from tests.reference.blocks import Shelf, key
+from tests.reference.tiers import HOST, NVME
 
 
 class Quarantining(MemoryTier):
@@ -57,7 +57,11 @@ class Scene:
         self.retired: list[Slot] = []
         self.rewritten: list[int] = []
         self.damage = Damage(
-            self.residency, self.nvme, lambda slot, tenant: self.retired.append(slot), self.clock, self.counters
+            self.residency,
+            [self.nvme, self.nvme],
+            [lambda slot, tenant: self.retired.append(slot)] * 2,
+            self.clock,
+            self.counters,
         )
         self.damage.rewrite = self.rewritten.append
         self.damage.make_durable = lambda: self.nvme.sync(lambda outcome: None)
@@ -72,7 +76,7 @@ def test_a_bad_nvme_copy_goes_and_is_written_again_from_dram() -> None:
     scene = Scene()
     row = scene.in_both(1)
     slot = scene.residency.slot(row, NVME)
-    scene.damage.on_nvme(row, "flipped")
+    scene.damage.found(NVME, row, "flipped")
     assert scene.nvme.bad == {slot: "flipped"} and scene.nvme.syncs == 1
     assert scene.residency.has(row, HOST) and not scene.residency.has(row, NVME)
     assert scene.rewritten == [row] and scene.retired == []
@@ -84,7 +88,7 @@ def test_a_bad_dram_copy_goes_and_nvme_serves() -> None:
     row = scene.in_both(1)
     slot = scene.residency.slot(row, HOST)
     scene.residency.pin(row)  # somebody holds a lease: the slot goes to limbo, which is `retire`'s business
-    scene.damage.on_host(row, "flipped")
+    scene.damage.found(HOST, row, "flipped")
     assert scene.retired == [slot] and scene.nvme.bad == {}
     assert scene.residency.has(row, NVME) and not scene.residency.has(row, HOST)
     assert scene.residency.pin_count(row) == 1 and check(scene.residency) == []
@@ -95,7 +99,7 @@ def test_the_last_copy_takes_the_block_with_it_and_says_why(tier: int) -> None:
     scene = Scene()
     scene.shelf.chain(1, 2, 3, tier=tier)
     row = scene.residency.find(0, key(1))
-    (scene.damage.on_host if tier == HOST else scene.damage.on_nvme)(row, "flipped")
+    scene.damage.found(tier, row, "flipped")
     assert scene.residency.find(0, key(1)) == -1
     assert scene.residency.why_missing(0, key(1), 7).cause is Cause.CORRUPT
     assert (len(scene.retired), len(scene.nvme.bad)) == ((1, 0) if tier == HOST else (0, 1))
@@ -109,7 +113,7 @@ def test_a_dram_copy_that_is_being_written_down_stays() -> None:
     scene = Scene()
     row = scene.shelf.store(1, tier=HOST)
     scene.residency.attach(row, NVME, scene.shelf.slot(), 1, filling=True)
-    scene.damage.on_host(row, "flipped")
+    scene.damage.found(HOST, row, "flipped")
     assert scene.residency.has(row, HOST) and scene.retired == [] and scene.counters["corrupt_blocks"] == 0
 
 
@@ -121,7 +125,7 @@ def test_a_slot_is_told_of_once_an_hour(caplog: pytest.LogCaptureFixture) -> Non
         scene.clock.now_ns = (10 + after_s) * NS_PER_S
         row = scene.shelf.insert(number)
         scene.residency.attach(row, NVME, place._replace(generation=number), 1)
-        scene.damage.on_nvme(row, "flipped")
+        scene.damage.found(NVME, row, "flipped")
     assert len(caplog.records) == 2 and scene.counters["corrupt_blocks"] == 3
 
 

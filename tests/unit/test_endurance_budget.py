@@ -20,8 +20,8 @@ from kvstored.endurance.shares import FairShares
 from kvstored.movement.gate import WriteGate
 from kvstored.movement.refusals import Refusal, Refusals
 from kvstored.telemetry import Counters
-from kvstored.tiering import NVME
 from tests.reference.blocks import BLOCK_BYTES, Shelf
+from tests.reference.tiers import NVME
 
 DAY_BYTES = 256 * MIN_CHUNK_BYTES
 

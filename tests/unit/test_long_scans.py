@@ -20,8 +20,8 @@ from kvstored.operations.block_list import BlockList
 from kvstored.operations.block_totals import BlockTotals
 from kvstored.operations.saving import save, tokens_in_tier
 from kvstored.residency import listing
-from kvstored.tiering import HOST, NVME
 from tests.reference.blocks import Shelf, key
+from tests.reference.tiers import HOST, NVME
 
 T = TypeVar("T")
 BLOCKS = 500

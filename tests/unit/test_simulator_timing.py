@@ -20,7 +20,7 @@ from kvstored.simulator.timing import TimingStudy
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
 from kvstored.simulator.visit import Visit
 from kvstored.simulator.worth import Model, worth_of_served
-from kvstored.tiering import HOST, NVME
+from tests.reference.tiers import HOST, NVME
 from tests.reference.traces import Requests, sessions, trace_of
 
 BLOCK = 512

@@ -16,10 +16,10 @@ from kvstore_proto.v1 import unary_pb2 as unary
 from kvstored.dataplane.inline import InlineBlocks
 from kvstored.residency import Residency
 from kvstored.rpc.unary import CallLimit
-from kvstored.tiering import HOST
 from kvstored.verbs import Verbs
 from kvstored.verbs.inline import InlineCalls
 from kvstored.verbs.naming import NamedBlocks
+from tests.reference.tiers import HOST
 from tests.reference.unary_client import names
 from tests.unit.test_daemon_intake import STORED, Store, fail_once, key_of, run
 

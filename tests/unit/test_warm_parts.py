@@ -21,12 +21,12 @@ from kvstore_tiers.host import HostTier
 from kvstored.dataplane.reception import Reception
 from kvstored.residency import Residency
 from kvstored.tenants import TenantDirectory
-from kvstored.tiering import HOST
 from kvstored.warm import restart
 from kvstored.warm.entering import Entering
 from kvstored.warm.keeper import Keeper
 from kvstored.warm.ledger import Ledger
 from kvstored.warm.restart import WarmRestart
+from tests.reference.tiers import HOST
 
 MIB = 1 << 20
 SLOT = 16 << 10

@@ -29,6 +29,7 @@ from typing import Literal, Protocol
 
 from kvstore_tiers.base import Segment, Slot
 from kvstore_tiers.image import erase_header, mark_retired
+from kvstore_tiers.numa import bind_to_node
 from kvstore_tiers.segments import Bytes, view_at
 
 ArenaMode = Literal["owned", "sealed"]
@@ -99,6 +100,7 @@ class Arena:
         donor: Arena | None = None,
         witness: ArenaWitness | None = None,
         descriptor: int = -1,
+        numa_node: int = -1,
     ) -> None:
         self.number = number
         self.nbytes = nbytes
@@ -121,6 +123,8 @@ class Arena:
         try:
             self._mapping = mmap.mmap(self.fd, nbytes)
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+            if numa_node >= 0:
+                bind_to_node(self.address, nbytes, numa_node)
             if is_new:
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | (F_SEAL_FUTURE_WRITE if mode == "sealed" else 0))
         except OSError:

@@ -199,6 +199,11 @@ class Tier(ABC):
         CORRUPT says the destination holds garbage. Segments shorter than the payload end in FAILED.
         """
 
+    def slot_segment(self, slot: Slot) -> Segment:
+        """The slot's memory, for another tier's `move_in` and `move_out`. Raises RuntimeError when the slot is not
+        allocated, and in a tier that is not in this process's memory."""
+        raise RuntimeError(f"the tier {self.info.name} is not in memory")
+
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
         """Store a whole slot image (header and payload) that lies in another tier's memory.
 

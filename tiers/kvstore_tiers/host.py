@@ -40,12 +40,14 @@ from kvstore_tiers.sizes import aligned_down, require_slot_size
 from kvstore_tiers.threads import ResidentThreads, Transfer
 
 DEFAULT_ARENA_BYTES = 64 * 2**20
+MAPPED_NAME = "host"
 MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second thread and its GIL takes
 Write = tuple[Slot, BlockHeader, Sequence[Segment]]
 
 
 class HostTier(Tier):
-    """`capacity_bytes` of DRAM in arenas of `arena_bytes`, filled and emptied by `copy_threads` resident threads."""
+    """`capacity_bytes` of DRAM in arenas of `arena_bytes`, filled and emptied by `copy_threads` resident threads.
+    `numa_node` >= 0: all of it from that node. Of several, clients map the one called `MAPPED_NAME`."""
 
     def __init__(
         self,
@@ -54,15 +56,17 @@ class HostTier(Tier):
         arena_bytes: int = DEFAULT_ARENA_BYTES,
         mode: ArenaMode = "owned",
         copy_threads: int = 2,
-        verify_reads: bool = True,
-        name: str = "host",
+        name: str = MAPPED_NAME,
         witness: ArenaWitness | None = None,
         first_number: int = 1,
+        numa_node: int = -1,
     ) -> None:
+        kind = "host" if name == MAPPED_NAME else "memory"
         self.info = TierInfo(
-            name, "host", MemoryKind.HOST, Durability.VOLATILE, ALIGNMENT_BYTES, capacity_bytes, verify_reads,
+            name, kind, MemoryKind.HOST, Durability.VOLATILE, ALIGNMENT_BYTES, capacity_bytes, True,
             aligned_down(arena_bytes),
         )  # fmt: skip
+        self._numa_node = numa_node
         self._capacity_bytes = capacity_bytes
         self.ceiling_bytes = capacity_bytes
         self._refused = ""  # why the system gave no memory, the last time
@@ -79,7 +83,7 @@ class HostTier(Tier):
         self._blocks_bytes = 0
         self._charges: defaultdict[str, int] = defaultdict(int)
         self._counters = TransferCounters()
-        self._copies = ImageCopies(self._counters, verify_reads)
+        self._copies = ImageCopies(self._counters)
         self._reshaping = threading.Lock()  # between the control thread and whoever prefaults
         self._threads = ResidentThreads(f"{name}-copy", copy_threads)
         self._closed = False
@@ -221,7 +225,6 @@ class HostTier(Tier):
         return self._arena_of(slot).view(slot)
 
     def slot_segment(self, slot: Slot) -> Segment:
-        """The slot's memory, for another tier's `move_in` and `move_out`. RuntimeError when it is not allocated."""
         arena = self._arena_of(slot)
         arena.require_out(slot)
         return arena.segment(slot)
@@ -295,6 +298,10 @@ class HostTier(Tier):
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         source = self.slot_segment(slot)
         self._threads.submit(lambda: self._copies.load(source, expect_key, segments), done)
+
+    def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
+        target = self.slot_segment(slot)
+        self._threads.submit(lambda: self._copies.relocate(source, target, expect_key), done)
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
         image, copy = self.slot_segment(source), self.slot_segment(target)
@@ -413,7 +420,10 @@ class HostTier(Tier):
             return arena
 
     def _add(self, nbytes: int, owner: str, donor: Arena | None = None) -> Arena:
-        arena = Arena(self._next_number, nbytes, owner, mode=self._mode, donor=donor, witness=self._witness)
+        arena = Arena(
+            self._next_number, nbytes, owner, mode=self._mode, donor=donor, witness=self._witness,
+            numa_node=self._numa_node,
+        )  # fmt: skip
         self._next_number += 1
         self._list(arena)
         if self._witness is not None:

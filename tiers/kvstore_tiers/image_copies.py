@@ -18,11 +18,10 @@ from kvstore_tiers.segments import checksum_at, gather, gather_and_checksum, sca
 
 
 class ImageCopies:
-    """Transfers over slots; `verifies`: whether what is read is checked against its checksum."""
+    """Transfers over slots, counted in `counters`."""
 
-    def __init__(self, counters: TransferCounters, verifies: bool) -> None:
+    def __init__(self, counters: TransferCounters) -> None:
         self._counters = counters
-        self._verifies = verifies
 
     def store(self, target: Segment, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
         with self._counters.watch() as count:
@@ -67,6 +66,6 @@ class ImageCopies:
                 return count.read(Outcome(OutcomeKind.FAILED, message=message))
             payload = source.address + HEADER_BYTES
             scatter(payload, header.payload_bytes, segments)
-            if self._verifies and checksum_at(payload, header.payload_bytes) != header.checksum:
+            if checksum_at(payload, header.payload_bytes) != header.checksum:
                 return count.read(Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold"))
             return count.read(Outcome(OutcomeKind.DONE, header, header.payload_bytes))

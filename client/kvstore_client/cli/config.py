@@ -69,7 +69,7 @@ def _toml(reply: wire.ConfigReply) -> Iterator[str]:
     yield f"# The settings of a running kvstored: those of {source}, and of its command line."
     table = ""
     for each in reply.settings:
-        heading = "[[tenant]]" if each.tenant else f"[{each.section}]"
+        heading = f"[[{each.section}]]" if each.tenant else f"[{each.section}]"
         if f"{heading}{each.tenant}" != table:
             table = f"{heading}{each.tenant}"
             yield f"\n{heading}"

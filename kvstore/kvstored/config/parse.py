@@ -32,8 +32,9 @@ from kvstored.config.schema import (
 )
 from kvstored.config.sizes import is_size_text, parse_size, show_size
 from kvstored.config.tenant_sections import tenant_sections
+from kvstored.config.tier_sections import memory_sections
 from kvstored.config.unknown import did_you_mean
-from kvstored.config.written import names_in, written
+from kvstored.config.written import LISTS, names_in, written
 from kvstored.policy_names import ADMISSIONS, POLICIES, WITH_WORTH
 
 Table = dict[str, Any]
@@ -58,7 +59,8 @@ def reference_text() -> str:
 def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
     """Raises ConfigError with one line that names the key."""
     merged = tomllib.loads(reference_text())
-    merged.setdefault("tenant", [])
+    for name in LISTS:
+        merged.setdefault(name, [])
     our_staging = merged["host"]["staging"]
     origins: dict[tuple[str, str], str] = {}
     source = "defaults"
@@ -97,8 +99,8 @@ def _parse_override(text: str) -> Table:
 
 def _merge(into: Table, other: Table, source: str) -> None:
     for section, table in other.items():
-        if section == "tenant":
-            into["tenant"] = table
+        if section in LISTS:
+            into[section] = table
             continue
         if section not in into:
             raise ConfigError(f"{source}: unknown section [{section}]{did_you_mean(section, into)}")
@@ -134,9 +136,15 @@ def _build(raw: Table, source: str, our_staging: str) -> Config:
             raise ConfigError(f"{section}.{key}: {error}") from None
 
     def container(section: str, key: str, capacity_bytes: int, most_bytes: int) -> int:
-        """An arena or slab: `auto` is small enough that a block of a new size takes little of the tier."""
         if raw[section][key] != AUTO:
             return size(section, key)
+        return auto_container(capacity_bytes, most_bytes)
+
+    def arena(value: Any, capacity_bytes: int) -> int:
+        return auto_container(capacity_bytes, MAX_AUTO_ARENA_BYTES) if value == AUTO else parse_size(value)
+
+    def auto_container(capacity_bytes: int, most_bytes: int) -> int:
+        """An arena or slab: `auto` is small enough that a block of a new size takes little of the tier."""
         least_bytes = min(MIN_AUTO_CONTAINER_BYTES, capacity_bytes // 8)  # large blocks fill small containers badly
         chosen_bytes = max(least_bytes, min(most_bytes, capacity_bytes // AUTO_CONTAINERS))
         return max(MIN_CONTAINER_BYTES, chosen_bytes & -MIN_CONTAINER_BYTES)
@@ -163,6 +171,7 @@ def _build(raw: Table, source: str, our_staging: str) -> Config:
             float(host["keep_worth"]),
             host["warm_restart"], host["warm_linger_s"],
         ),
+        memory=memory_sections(raw["tier"], memory_bytes, arena),
         nvme=NvmeSection(
             nvme["enabled"], nvme_path, nvme_bytes,
             container("nvme", "slab", nvme_bytes, MAX_AUTO_SLAB_BYTES),

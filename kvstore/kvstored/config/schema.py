@@ -59,6 +59,20 @@ class NvmeSection:
 
 
 @dataclass(frozen=True)
+class MemorySection:
+    """One `[[tier]]` of kind "memory": volatile memory between the host tier and NVMe, which clients do not map.
+    `numa_node` -1: wherever the system puts it."""
+
+    name: str
+    capacity_bytes: int
+    arena_bytes: int
+    copy_threads: int
+    policy: str
+    ttl_s: float
+    numa_node: int
+
+
+@dataclass(frozen=True)
 class ScrubSection:
     enabled: bool
     rate_bytes: int
@@ -137,7 +151,7 @@ class TenantSection:
 
 class Written(NamedTuple):
     """A setting as it was written: `value` as TOML reads it, and `origin`, "default", "--set" or the file's path. For
-    one of a `[[tenant]]`, `section` is "tenant" and `tenant` its name."""
+    one of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; a `[[tier]]` is named in the same way."""
 
     section: str
     key: str
@@ -156,6 +170,7 @@ class Config:
 
     daemon: DaemonSection
     host: HostSection
+    memory: tuple[MemorySection, ...]
     nvme: NvmeSection
     durability: DurabilitySection
     limits: LimitsSection

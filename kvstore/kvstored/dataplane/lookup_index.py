@@ -20,10 +20,10 @@ from collections.abc import Callable
 from kvstore_proto import lookup_index as layout
 from kvstore_proto.lookup_index import IndexLayout, IndexState
 from kvstore_proto.v1 import handshake_pb2 as hs
-from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.arena import F_SEAL_FUTURE_WRITE
 from kvstored.dataplane.sessions import Session
 from kvstored.residency import Residency
+from kvstored.tiering import codes_by_mask
 
 log = logging.getLogger(__name__)
 FEWEST_TABLES = 4  # the memory is enough for so many tenants at least
@@ -151,7 +151,7 @@ class LookupIndexes:
         self.used_bytes = 0
         self._tables: dict[int, IndexTable] = {}
         self._holders: dict[int, set[int]] = {}  # tenant -> sessions that were granted its table
-        self._code_of_mask = bytes(self._code(mask) for mask in range(1 << len(residency.tiers)))
+        self._code_of_mask = codes_by_mask(residency)
 
     @property
     def offered(self) -> bool:
@@ -237,9 +237,3 @@ class LookupIndexes:
         if table is not None:
             table.close()
             self.used_bytes -= table.layout.size_bytes
-
-    def _code(self, mask: int) -> int:
-        fastest = (mask & -mask).bit_length() - 1
-        if fastest < 0:
-            return layout.ABSENT
-        return pb.TierCode.Value(f"TIER_CODE_{self._residency.tiers[fastest].upper()}")

@@ -25,7 +25,7 @@ from kvstored.policies import Policy, Share
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
 from kvstored.tenants import Peer, Tenant, TenantDirectory
-from kvstored.tiering import HOST, NVME
+from kvstored.tiering import MAPPED
 
 log = logging.getLogger(__name__)
 
@@ -247,11 +247,12 @@ class Reception:
     def _set_shares(self, tenant: Tenant, tenant_id: int) -> None:
         limits = tenant.limits
         shares = {
-            HOST: Share(limits.host_min_bytes, limits.host_max_bytes or None),
-            NVME: Share(0, limits.nvme_max_bytes or None),
+            MAPPED: Share(limits.host_min_bytes, limits.host_max_bytes or None),
+            self._residency.durable: Share(0, limits.nvme_max_bytes or None),
         }
         for policy in self._policies:
-            policy.set_share(tenant_id, shares[policy.tier])
+            if policy.tier in shares:
+                policy.set_share(tenant_id, shares[policy.tier])
 
 
 def _printable(name: str) -> str:

@@ -20,7 +20,7 @@ from kvstored.completions import CompletionQueue
 from kvstored.movement.damage import Damage
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
-from kvstored.tiering import HOST
+from kvstored.tiering import MAPPED
 
 _NOWHERE = 0xFFFFFFFFFFFFFFFF
 
@@ -75,10 +75,10 @@ class DramCheck:
         if self._mode == "off":
             return []
         residency = self._residency
-        mapped = [row for row in rows if residency.has(row, HOST)]
+        mapped = [row for row in rows if residency.has(row, MAPPED)]
         if self._mode == "always":
             return mapped
-        return [row for row in mapped if not self._verified.has(row, residency.slot(row, HOST))]
+        return [row for row in mapped if not self._verified.has(row, residency.slot(row, MAPPED))]
 
     async def verify(self, rows: Sequence[int]) -> set[int]:
         """The tokens of those of `rows` whose DRAM copy is damaged. Each is dealt with already."""
@@ -93,19 +93,19 @@ class DramCheck:
             nonlocal left
             left -= 1
             self._counters.add("verified_reads")
-            still_there = self._residency.current(token) == row and self._residency.has(row, HOST)
+            still_there = self._residency.current(token) == row and self._residency.has(row, MAPPED)
             if outcome.ok:
                 if self._mode == "first" and still_there:
                     self._verified.note(row, slot)
             elif outcome.kind is OutcomeKind.CORRUPT:
                 bad.add(token)
-                if still_there and self._residency.slot(row, HOST) == slot:
-                    self._damage.on_host(row, outcome.message)
+                if still_there and self._residency.slot(row, MAPPED) == slot:
+                    self._damage.found(MAPPED, row, outcome.message)
             if not left and not ended.done():
                 ended.set_result(None)
 
         for row in wanted:
-            slot = self._residency.slot(row, HOST)
+            slot = self._residency.slot(row, MAPPED)
             done = self._completions.to_loop(partial(judge, row, self._residency.token(row), slot))
             self._host.verify(slot, self._residency.key(row), done)
         await asyncio.shield(ended)

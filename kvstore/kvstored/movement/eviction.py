@@ -21,7 +21,7 @@ class Demoter(Protocol):
     """Gives a block a copy in the tier below."""
 
     def wants(self, row: int) -> bool:
-        """Whether the block's last copy is worth a write, or has to be kept for its children's sake."""
+        """Whether the copy that leaves is worth one below, or has to be kept for its children's sake."""
         ...
 
     def write_back(self, row: int) -> Awaitable[bool]: ...
@@ -77,7 +77,7 @@ class Eviction:
         residency, position = self._residency, self.position
         if not self.may_go(row):
             return False
-        if residency.tier_mask(row) == 1 << position and self.demoter.wants(row):
+        if self.demoter.wants(row):
             token = residency.token(row)
             written = await self.demoter.write_back(row)
             row = residency.current(token)
@@ -85,7 +85,8 @@ class Eviction:
                 return True
             if not self.may_go(row):
                 return False
-            if not written and not residency.may_forget(row):
+            is_last = residency.tier_mask(row) == 1 << position
+            if not written and is_last and not residency.may_forget(row):
                 return False  # below is no room for it; a leaf is given up then, so that new blocks find room
         self.take(row, cause)
         return residency.has(row, position) is False

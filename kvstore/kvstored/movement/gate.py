@@ -17,7 +17,6 @@ from kvstored.movement.prefix import MAX_CHAIN_BLOCKS, MAX_PATH_BLOCKS, missing_
 from kvstored.movement.refusals import Refusal, Refusals
 from kvstored.policies import Admission
 from kvstored.residency import Residency
-from kvstored.tiering import HOST, NVME
 
 MAX_BEHIND_S = 10.0  # of writing that waits; beyond it the disk is too slow for what is put
 LEASE_WAIT_S = 2.0  # a lease of the budget is a small write and a sync; a medium that takes longer takes no blocks
@@ -73,7 +72,10 @@ class WriteGate:
 
     def _is_proven(self, row: int) -> bool:
         """While the budget is scarce a block has to have been used again, or be what a chain on NVMe hangs on."""
-        return self._residency.accesses(row) >= _USES_WHEN_SCARCE or self._residency.children(row, NVME) > 0
+        return (
+            self._residency.accesses(row) >= _USES_WHEN_SCARCE
+            or self._residency.children(row, self._residency.durable) > 0
+        )
 
     # Paying
 
@@ -84,9 +86,9 @@ class WriteGate:
 
     def _affordable_blocks(self, row: int) -> int:
         left_bytes = self.endurance.left_bytes
-        if left_bytes is None or not self._residency.has(row, HOST):
+        if left_bytes is None or self._residency.fastest_in_memory(row) < 0:
             return MAX_CHAIN_BLOCKS
-        blocks = left_bytes // medium_bytes(self._residency.slot(row, HOST).nbytes)
+        blocks = left_bytes // medium_bytes(self._slot_bytes(row))
         return blocks if blocks < MAX_PATH_BLOCKS else MAX_CHAIN_BLOCKS  # a longer path is cut to what can be paid for
 
     def pay(self, row: int) -> list[int] | Verdict:
@@ -111,7 +113,7 @@ class WriteGate:
 
         def cost() -> int | None:
             current = residency.current(token)
-            if current < 0 or not residency.has(current, HOST) or not self.breaker.takes_writes:
+            if current < 0 or residency.fastest_in_memory(current) < 0 or not self.breaker.takes_writes:
                 return None
             whole = self.path(current)
             path[:] = whole or ()
@@ -139,8 +141,11 @@ class WriteGate:
         """With the commit that they will need, where nobody has paid for it yet."""
         if not path:
             return 0
-        blocks = sum(medium_bytes(self._residency.slot(row, HOST).nbytes) for row in path)
+        blocks = sum(medium_bytes(self._slot_bytes(row)) for row in path)
         return blocks + (0 if self._is_commit_paid else COMMIT_BYTES)
+
+    def _slot_bytes(self, row: int) -> int:
+        return self._residency.slot(row, self._residency.fastest_in_memory(row)).nbytes
 
     # Saying no
 

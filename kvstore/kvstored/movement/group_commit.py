@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore_tiers.base import Outcome, Tier
 from kvstored.completions import CompletionQueue
@@ -20,6 +21,13 @@ from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
 RETRY_S, LAST_RETRY_S = 1.0, 60.0  # after a sync that failed; longer each time, unless somebody waits
+
+
+class BatchLimits(NamedTuple):
+    """How long a write waits for company, and how much of it."""
+
+    delay_ms: int
+    blocks: int
 
 
 @dataclass(slots=True)
@@ -37,8 +45,7 @@ class _Unsynced:
 
 
 class GroupCommit:
-    """`is_writing()`: writes are under way, whose end asks for a sync; `more_to_come()`: those that gather count too.
-    `delay_ms` and `batch_blocks` bound how long a copy waits for company, and how much of it."""
+    """`is_writing()`: writes are under way, whose end asks for a sync; `more_to_come()`: those that gather, too."""
 
     def __init__(
         self,
@@ -49,9 +56,7 @@ class GroupCommit:
         gate: WriteGate,
         is_writing: Callable[[], bool],
         more_to_come: Callable[[], bool],
-        *,
-        delay_ms: int,
-        batch_blocks: int,
+        batch: BatchLimits,
     ) -> None:
         self._nvme = nvme
         self._residency = residency
@@ -60,8 +65,8 @@ class GroupCommit:
         self._gate = gate
         self._is_writing = is_writing
         self._more_to_come = more_to_come
-        self._delay_s = delay_ms / 1000
-        self._batch_blocks = batch_blocks
+        self._delay_s = batch.delay_ms / 1000
+        self._batch_blocks = batch.blocks
         self._unsynced = _Unsynced()
         self._is_running = False
         self._timer: asyncio.TimerHandle | None = None

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstored.residency import ResidencyView
-from kvstored.tiering import HOST, NVME
 
 MAX_PATH_BLOCKS = 1024
 MAX_CHAIN_BLOCKS = 1 << 32
+
+
+def _is_missing(residency: ResidencyView, row: int) -> bool:
+    """Whether the block is in memory alone."""
+    return residency.fastest_in_memory(row) >= 0 and not residency.has(row, residency.durable)
 
 
 def missing_path(
@@ -26,7 +30,7 @@ def missing_path(
     to the end of a long chain.
     """
     path: list[int] = []
-    while row >= 0 and residency.has(row, HOST) and not residency.has(row, NVME) and not is_coming(row):
+    while row >= 0 and _is_missing(residency, row) and not is_coming(row):
         if len(path) >= most:
             return None
         path.append(row)

@@ -1,10 +1,11 @@
-"""Write-back: give blocks of the host tier a copy on NVMe, behind the client's back or before its answer.
+"""Write-back: give blocks in memory a copy in the durable tier, behind the client's back or before its answer.
 
 Owns the blocks that wait to be written: writes of a batch run side by side, and group_commit.py makes them durable
 together. Used for write-through (modes batch and always) and for demotion of victims. What is written is charged to the
-endurance budget first (throttle.py waits for it), and goes with those of its ancestors that NVMe lacks.
-Invariants: a block is written once however many ask; a pinned host copy is read from, never copied first; nothing is
-written that was not charged. Damage takes blocks by force, pinned or not: after each wait the token is asked again.
+endurance budget first (throttle.py waits for it), and goes with those of its ancestors that are in memory alone.
+Invariants: a block is written once however many ask; a pinned copy in memory is read from, never copied first;
+nothing is written that was not charged. Damage takes blocks by force, pinned or not: after each wait the token is asked
+again.
 """
 
 from __future__ import annotations
@@ -14,29 +15,25 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
-from kvstore_tiers.host import HostTier
-from kvstored.clock import Clock
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot, Tier
 from kvstored.completions import CompletionQueue
 from kvstored.endurance import Verdict
 from kvstored.movement.gate import WriteGate
-from kvstored.movement.group_commit import GroupCommit
-from kvstored.movement.lane import Priority, Refused
-from kvstored.movement.mover import Mover, Transfer
+from kvstored.movement.group_commit import BatchLimits, GroupCommit
+from kvstored.movement.lane import Priority
+from kvstored.movement.link import Link
 from kvstored.movement.refusals import Refusal
 from kvstored.movement.room import Room
 from kvstored.movement.throttle import Throttle
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows
-from kvstored.tiering import HOST, NVME
 
 log = logging.getLogger(__name__)
-LANE = "host→nvme"
 
 
 @dataclass(slots=True)
 class _Write:
-    """`written` resolves when a copy exists on NVMe, `settled` when it is durable, or both to False."""
+    """`written` resolves when a durable tier has a copy, `settled` when it is durable, or both to False."""
 
     token: int
     tenant: int
@@ -44,48 +41,41 @@ class _Write:
     nbytes: int  # of its slot
     written: asyncio.Future[bool]
     settled: asyncio.Future[bool]
+    link: Link | None = None
     ticket: int = 0
-    number: int = 0  # of the transfer, for the breaker
 
 
 class WriteBack:
-    """See the module. `delay_ms` and `batch_blocks` bound how long and how many blocks a background batch gathers."""
+    """Along `links`, one from each tier in memory, to `durable`, whose room is `room`."""
 
     def __init__(
         self,
         residency: Residency,
-        host: HostTier,
-        nvme: Tier,
+        links: Sequence[Link],
+        durable: Tier,
         room: Room,
-        mover: Mover,
         completions: CompletionQueue,
-        clock: Clock,
         counters: Counters,
         flows: Flows,
         gate: WriteGate,
-        *,
-        delay_ms: int,
-        batch_blocks: int,
+        batch: BatchLimits,
     ) -> None:
         self._residency = residency
-        self._host = host
-        self._nvme = nvme
+        self._links = {link.source: link for link in links}
+        self._position = residency.durable
+        self._durable = durable
         self._room = room
-        self._mover = mover
-        self._clock = clock
         self._counters = counters
         self._flows = flows
         self.gate = gate
         gate.is_coming = self.is_coming
-        self._delay_ms = delay_ms
-        self._batch_blocks = batch_blocks
+        self._batch = batch
         self._waiting: dict[int, _Write] = {}  # not started: the next batch
         self._running: dict[int, _Write] = {}
         self._throttle = Throttle(gate, counters, self._write_paid)
         self._commit = GroupCommit(
-            nvme, residency, completions, counters, gate,
-            lambda: bool(self._running), lambda: bool(self._running or self._waiting),
-            delay_ms=delay_ms, batch_blocks=batch_blocks,
+            durable, residency, completions, counters, gate,
+            lambda: bool(self._running), lambda: bool(self._running or self._waiting), batch,
         )  # fmt: skip
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,7 +88,10 @@ class WriteBack:
         return self.gate.admits(row)
 
     def wants(self, row: int) -> bool:
-        """Demotion: worth a write, or the chain would get a hole without it."""
+        """Demotion: the last copy, and worth a write, or the chain would get a hole without it."""
+        mask = self._residency.tier_mask(row)
+        if mask & (mask - 1):
+            return False
         return self.gate.breaker.takes_writes and (self._residency.children(row) > 0 or self.gate.admits(row))
 
     def why_volatile(self, row: int) -> Refusal | None:
@@ -106,7 +99,7 @@ class WriteBack:
         return self.gate.refusals.of(self._residency.token(row))
 
     def is_durable(self, row: int) -> bool:
-        return self._residency.has(row, NVME) and self._residency.token(row) not in self._commit.pending
+        return self._residency.has(row, self._position) and self._residency.token(row) not in self._commit.pending
 
     def are_durable(self, rows: Sequence[int]) -> list[bool]:
         """What may be promised of each: as `is_durable`, and nothing of a medium that is gone."""
@@ -114,8 +107,8 @@ class WriteBack:
             return [False] * len(rows)
         has, pending = self._residency.has, self._commit.pending
         if not pending:
-            return [has(row, NVME) for row in rows]
-        return [has(row, NVME) and self._residency.token(row) not in pending for row in rows]
+            return [has(row, self._position) for row in rows]
+        return [has(row, self._position) and self._residency.token(row) not in pending for row in rows]
 
     def settled(self, row: int) -> asyncio.Future[bool] | None:
         """What says whether a block that is on its way becomes durable; None when it is not. Hurries nothing."""
@@ -137,7 +130,7 @@ class WriteBack:
     def write_through(self, row: int, *, at_once: bool = False) -> asyncio.Future[bool]:
         """Resolves to whether the block is durable. `at_once`: a client waits, at the priority of demand."""
         loop = asyncio.get_running_loop()
-        if self._residency.has(row, NVME):
+        if self._residency.has(row, self._position):
             if not self.is_durable(row):
                 return self._commit.when_synced()
             durable: asyncio.Future[bool] = loop.create_future()
@@ -155,16 +148,16 @@ class WriteBack:
             self.gate.refuse(row, self.gate.breaker_or(paid))
             settled = loop.create_future()
             settled.set_result(False)
-        if at_once or len(self._waiting) >= self._batch_blocks:
+        if at_once or len(self._waiting) >= self._batch.blocks:
             self._start_batch()
         elif self._timer is None and self._waiting:
-            self._timer = loop.call_later(self._delay_ms / 1000 / 2, self._start_batch)
+            self._timer = loop.call_later(self._batch.delay_ms / 1000 / 2, self._start_batch)
         return settled
 
     async def write_back(self, row: int) -> bool:
         """Demotion for room that somebody waits for, so at the priority of demand. Resolves once the block has a copy
         on NVMe; that it is durable comes a little later. A budget that is spent is not waited for."""
-        if self._residency.has(row, NVME):
+        if self._residency.has(row, self._position):
             return True
         token = self._residency.token(row)
         if not self.is_coming(row):
@@ -174,7 +167,7 @@ class WriteBack:
                 return False
             self._enqueue_paid(paid, row, Priority.DEMAND)
             if not self.is_coming(row):
-                return self._residency.has(row, NVME)
+                return self._residency.has(row, self._position)
         write = self._enqueue(row, Priority.DEMAND)
         self._start_batch()
         return await asyncio.shield(write.written)
@@ -184,7 +177,7 @@ class WriteBack:
         row = self._residency.current(token)
         if row < 0:
             return None
-        if self._residency.has(row, NVME):
+        if self._residency.has(row, self._position):
             return self._commit.when_synced()
         settled = self._enqueue_paid(path, row, Priority.DEMAND if insists else Priority.DEMOTION)
         self._start_batch()
@@ -238,7 +231,7 @@ class WriteBack:
         if write is None:
             loop = asyncio.get_running_loop()
             write = _Write(
-                token, self._residency.tenant_of(row), priority, self._residency.slot(row, HOST).nbytes,
+                token, self._residency.tenant_of(row), priority, self._source(row).nbytes,
                 loop.create_future(), loop.create_future(),
             )  # fmt: skip
             self._waiting[token] = write
@@ -247,9 +240,12 @@ class WriteBack:
             self._residency.pin(row)
         elif priority < write.priority:
             write.priority = priority
-            if write.ticket:
-                self._mover.raise_priority(LANE, write.ticket, priority)
+            if write.link is not None:
+                write.link.raise_priority(write.ticket, priority)
         return write
+
+    def _source(self, row: int) -> Slot:
+        return self._residency.slot(row, self._residency.fastest_in_memory(row))
 
     def _start_batch(self) -> None:
         if self._timer is not None:
@@ -278,7 +274,7 @@ class WriteBack:
         if slot is None:
             self._give_up(write, Refusal.ROOM)
         elif not self._residency.is_current(write.token):
-            self._nvme.free(slot)
+            self._durable.free(slot)
             self._abandon(write)
         else:
             self._begin(write, slot)
@@ -297,43 +293,33 @@ class WriteBack:
         """Queue the write; the row is pinned, so its host copy stays until the end."""
         residency = self._residency
         row = residency.current(write.token)
-        if residency.is_held_by_another(row, NVME):
+        if residency.is_held_by_another(row, self._position):
             # Only keys that clients chose can be equal between tenants, and NVMe knows blocks by key alone: it keeps
             # the first, and whoever comes second is told that his is volatile.
-            self._nvme.free(slot)
+            self._durable.free(slot)
             self._give_up(write, Refusal.OTHER_TENANT)
             return
         if not self.gate.breaker.takes_writes:
-            self._nvme.free(slot)
+            self._durable.free(slot)
             self._give_up(write, Refusal.TIER)
             return
-        source, key = self._host.slot_segment(residency.slot(row, HOST)), residency.key(row)
-        residency.attach(row, NVME, slot, self._clock.monotonic_ns(), filling=True)
-
-        def start(done: Completion) -> None:
-            write.number = self.gate.breaker.began()
-            self._nvme.move_in(slot, source, key, done)
-
-        transfer = Transfer(start, lambda outcome: self._written(write, row, slot, outcome))
-        ticket = self._mover.submit(LANE, write.priority, slot.nbytes, transfer)
-        if isinstance(ticket, Refused):
-            self._nvme.free(residency.detach(row, NVME))
+        link = self._links[residency.fastest_in_memory(row)]
+        ticket = link.begin(row, slot, write.priority, lambda outcome: self._written(write, row, slot, outcome))
+        if ticket is None:
             self._give_up(write, Refusal.BEHIND)
             return
-        write.ticket = ticket
+        write.link, write.ticket = link, ticket
 
     def _written(self, write: _Write, row: int, slot: Slot, outcome: Outcome) -> None:
         residency = self._residency
-        self.gate.breaker.ended(write.number, "write", outcome)
         if outcome.ok:
-            residency.publish(row, NVME, self._clock.monotonic_ns())
             self._commit.note(write.token, write.settled)
             self._counters.add("written_back_blocks")
             self._counters.add("written_back_bytes", slot.nbytes)
-            self._flows.tiers[HOST].demoted_blocks += 1
+            if write.link is not None:
+                self._flows.tiers[write.link.source].demoted_blocks += 1
             self._finish(write, True)
         else:
-            self._nvme.free(residency.detach(row, NVME))
             if outcome.kind is not OutcomeKind.CANCELLED:
                 self._counters.add("write_failures")
                 log.warning("block %s cannot be written: %s", residency.key(row).hex(), outcome.message)
@@ -347,7 +333,8 @@ class WriteBack:
     def cancel_queued(self) -> None:
         """NVMe is shed: what has not begun is not waited for, and its DRAM copies may leave again."""
         for write in list(self._running.values()):
-            self._mover.cancel(LANE, write.ticket)
+            if write.link is not None:
+                write.link.cancel(write.ticket)
 
     def _finish(self, write: _Write, written: bool) -> None:
         del self._running[write.token]

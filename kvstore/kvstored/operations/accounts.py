@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.operations.views import Parts
 from kvstored.residency import Residency
-from kvstored.tiering import HOST, NVME
+from kvstored.tiering import MAPPED
 
 SLICE_ROWS = 100_000  # about 1 ms
 Sums = npt.NDArray[np.float64]
@@ -34,14 +34,14 @@ class Accounts:
         def account(tenant: int, name: str) -> pb.AccountStatus:
             return found.setdefault((tenant, name), pb.AccountStatus(name=name))
 
-        of_kind = self._accounts_of_kinds()
+        of_kind, durable = self._accounts_of_kinds(), parts.residency.durable
         if of_kind:
             blocks, tier_bytes = await _count_kinds(parts.residency)
             for kind, (tenant, name) in of_kind.items():
                 status = account(tenant, name)
                 status.blocks += int(blocks[kind])
-                status.host_bytes += int(tier_bytes[HOST][kind])
-                status.nvme_bytes += int(tier_bytes[NVME][kind]) if len(tier_bytes) > NVME else 0
+                status.host_bytes += int(tier_bytes[MAPPED][kind])
+                status.nvme_bytes += int(tier_bytes[durable][kind]) if durable >= 0 else 0
         for session in parts.sessions.all():
             if session.account:
                 account(session.tenant_id, session.account).clients += 1

@@ -20,7 +20,6 @@ from kvstored.operations.saving import save, tokens_in_tier
 from kvstored.operations.tier_name import tier_named
 from kvstored.residency import Residency, rows_of_fingerprint
 from kvstored.tenants import TenantDirectory
-from kvstored.tiering import HOST, TIER_NAMES
 
 SLICE_ROWS = 64
 SAVE_TIMEOUT_S = 60.0
@@ -51,8 +50,9 @@ class Drop:
         tiers = [tier_named(residency, name) for name in tier_names]
         tenant = self._tenant(request.tenant)
         reply = pb.DropReply()
-        if not (request.all or request.discard) and request.tier == TIER_NAMES[HOST] and self._writeback is not None:
-            saved, _ = await save(residency, self._writeback, HOST, SAVE_TIMEOUT_S, tenant)
+        keeps = not (request.all or request.discard)
+        if keeps and tiers != [residency.durable] and self._writeback is not None:
+            saved, _ = await save(residency, self._writeback, tiers, SAVE_TIMEOUT_S, tenant)
             reply.written_back_blocks = saved
         await self._drop_from(tiers, tenant, reply, forget=request.discard or request.all)
         return reply
@@ -126,7 +126,7 @@ class Drop:
         if residency.pin_count(row):
             return False
         if not is_only_copy:
-            if tier != HOST and not forget and residency.children(row, tier):
+            if tier == residency.durable and not forget and residency.children(row, tier):
                 return False  # what is kept behind it would be out of reach after a crash
             tenant = residency.tenant_of(row)
             self._retire[tier](residency.detach(row, tier), tenant)

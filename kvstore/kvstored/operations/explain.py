@@ -19,7 +19,7 @@ from kvstored.lifecycle import Cause
 from kvstored.operations.views import Parts, Views
 from kvstored.residency import Selection, page
 from kvstored.telemetry import RecentMisses
-from kvstored.tiering import HOST
+from kvstored.tiering import MAPPED
 
 KEY_DIGITS = 2 * KEY_BYTES
 MIN_KEY_DIGITS = 6
@@ -127,8 +127,8 @@ class Explain:
                 refusal.value if refusal is not None else "pending" if (writeback.is_on_its_way(row)) else "not-asked"
             )
         self._describe_copies(row, block)
-        if self._parts.residency.has(row, HOST):
-            slot = self._parts.residency.slot(row, HOST)
+        if self._parts.residency.has(row, MAPPED):
+            slot = self._parts.residency.slot(row, MAPPED)
             created_ns = int.from_bytes(self._host.view(slot)[_CREATED].tobytes(), "little")
             block.has_age = True
             block.age_s = max(0.0, (self._parts.clock.wall_ns() - created_ns) / NS_PER_S)

@@ -17,7 +17,6 @@ from kvstored.dataplane.sessions import SessionTable
 from kvstored.movement.writeback import WriteBack
 from kvstored.operations.saving import save
 from kvstored.residency import Residency
-from kvstored.tiering import HOST
 
 _DEFAULT_TIMEOUT_S = 30.0
 _SHUTDOWN_DRAIN_MS = 10_000
@@ -70,7 +69,8 @@ class Lifetime:
         if self._writeback is None:
             return pb.FlushReply()
         timeout_s = (request.timeout_ms / 1000) or _DEFAULT_TIMEOUT_S
-        saved, left = await save(self._residency, self._writeback, HOST, timeout_s)
+        in_memory = [tier for tier in range(len(self._residency.tiers)) if tier != self._residency.durable]
+        saved, left = await save(self._residency, self._writeback, in_memory, timeout_s)
         return pb.FlushReply(written_blocks=saved, pending_blocks=left)
 
     async def drain(self, request: pb.DrainRequest) -> pb.DrainReply:

@@ -12,7 +12,7 @@ from kvstored.config import Config, ConfigError
 from kvstored.config.sizes import show_size
 from kvstored.movement.resize import TierResize
 from kvstored.operations.live_tenants import LiveTenants
-from kvstored.tiering import HOST, NVME
+from kvstored.tiering import MAPPED
 
 HOST_POLICY = frozenset({"host.policy", "host.ttl_s", "host.keep_worth"})
 NVME_POLICY = frozenset({"nvme.policy", "nvme.ttl_s"})
@@ -52,7 +52,7 @@ class LiveSettings:
             self._host.resize(config.host.capacity_bytes)
             applied.add("host.capacity")
         if names & HOST_POLICY:
-            self._store.replace_policy(config, HOST)
+            self._store.replace_policy(config, MAPPED)
             applied |= names & HOST_POLICY
         if self._nvme is not None:
             applied |= self._apply_nvme(config, names, self._nvme)
@@ -63,7 +63,7 @@ class LiveSettings:
         if "nvme.capacity" in applied:
             resize.resize(config.nvme.capacity_bytes)
         if applied & NVME_POLICY:
-            self._store.replace_policy(config, NVME)
+            self._store.replace_policy(config, self._store.residency.durable)
         if "nvme.admission" in applied:
             self._store.replace_admission(config)
         return applied

@@ -14,7 +14,6 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Slot, Tier
 from kvstored.residency import Residency
 from kvstored.tenants import TenantDirectory
-from kvstored.tiering import NVME
 
 
 class Quarantine:
@@ -40,7 +39,8 @@ class Quarantine:
             return reply
         for slot, reason in sorted(self._nvme.quarantined().items()):
             entry = pb.QuarantinedSlot(
-                tier=self._residency.tiers[NVME], slab=slot.container, offset=slot.offset, generation=slot.generation,
+                tier=self._residency.tiers[self._residency.durable],
+                slab=slot.container, offset=slot.offset, generation=slot.generation,
                 bytes=slot.nbytes, reason=reason, location=self._nvme.location(slot),
             )  # fmt: skip
             await self._name(slot, entry)

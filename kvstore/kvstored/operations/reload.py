@@ -15,7 +15,9 @@ from typing import Any, Protocol
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.config import Config, ConfigError, TenantSection, Written
+from kvstored.config.schema import MemorySection
 from kvstored.config.sizes import show_size
+from kvstored.config.written import LISTS
 from kvstored.notify import notify
 
 log = logging.getLogger(__name__)
@@ -100,6 +102,9 @@ def differences(before: Config, after: Config) -> Iterator[Difference]:
             if old != new:
                 name = "[[tenant]]" if section.name == "tenants" else "tenants.default"
                 yield Difference(name, _shown(old), _shown(new))
+        elif section.name == "memory":
+            if old != new:
+                yield Difference("[[tier]]", _shown_tiers(old), _shown_tiers(new))
         elif section.name not in ("source", "written"):
             yield from _in_section(section.name, old, new)
 
@@ -120,6 +125,10 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(_shown_tenant, value)) or "none"
     return str(value)
+
+
+def _shown_tiers(sections: tuple[MemorySection, ...]) -> str:
+    return ", ".join(f"{each.name} ({show_size(each.capacity_bytes)})" for each in sections) or "none"
 
 
 def _shown_tenant(section: TenantSection) -> str:
@@ -148,6 +157,8 @@ def _merged(old: Config, new: Config, applied: set[str]) -> Config:
             chosen["tenant_default"] = after if "tenants.default" in applied else before
         elif section.name == "source":
             chosen["source"] = after
+        elif section.name == "memory":
+            chosen["memory"] = before
         elif section.name == "written":
             chosen["written"] = tuple(_written(before, after, applied))
         else:
@@ -164,8 +175,9 @@ def _written(before: tuple[Written, ...], after: tuple[Written, ...], applied: s
     """What was written of the settings in force: a setting that waits for a restart is as it was."""
     former = {each.name: each for each in before}
     for each in after:
-        if each.tenant:
+        if each.section in LISTS:
             continue
         old = former.get(each.name, each)
         yield each if each.name in applied or each.value == old.value else old
-    yield from (each for each in (after if "[[tenant]]" in applied else before) if each.tenant)
+    yield from (each for each in before if each.section == "tier")
+    yield from (each for each in (after if "[[tenant]]" in applied else before) if each.section == "tenant")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from kvstored.operations.views import Parts, resident_bytes
 from kvstored.telemetry import History, Latencies
 from kvstored.telemetry.history import Reading, SeriesKey
-from kvstored.tiering import HOST, NVME
+from kvstored.tiering import MAPPED
 
 NAMED_TENANTS = 7
 OTHER_TENANTS = "(others)"
@@ -91,7 +91,7 @@ class Sampler:
 
     def _tenants(self) -> _Total:
         parts, residency = self._parts, self._parts.residency
-        tiers = [("host_bytes", HOST), ("nvme_bytes", NVME)][: len(parts.tiers)]
+        tiers = [("host_bytes", MAPPED), *([("nvme_bytes", residency.durable)] if residency.durable >= 0 else [])]
         for number, index in enumerate(residency.tenants):
             name = parts.tenants.name_of_index(index.name) if number < NAMED_TENANTS else OTHER_TENANTS
             for what, position in tiers:

@@ -48,18 +48,21 @@ def _deepest_first(parts: list[Tokens], depths: list[npt.NDArray[np.uint32]]) ->
 
 
 async def save(
-    residency: Residency, writeback: WriteBack, tier: int, timeout_s: float, tenant: int | None = None
+    residency: Residency, writeback: WriteBack, tiers: Sequence[int], timeout_s: float, tenant: int | None = None
 ) -> tuple[int, int]:
-    """Write every block of `tier` that is not durable; (blocks that now are, blocks that are still not).
+    """Write every block of `tiers`, which are in memory, that is not durable; (blocks that are by now, those that are
+    not).
 
     A block whose write the medium refuses stays where it is and counts among the second.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
-    wanted = await _unsafe(residency, writeback, await tokens_in_tier(residency, tier, tenant))
+    wanted = array("Q")
+    for tier in tiers:
+        wanted += await _unsafe(residency, writeback, await tokens_in_tier(residency, tier, tenant))
     for start in range(0, len(wanted), PORTION_BLOCKS):
         for token in wanted[start : start + PORTION_BLOCKS]:
             row = residency.current(token)
-            if row >= 0 and residency.has(row, tier):
+            if row >= 0 and residency.fastest_in_memory(row) >= 0:
                 writeback.write_through(row)
         await writeback.flush(max(0.0, deadline - asyncio.get_running_loop().time()))
     left = len(await _unsafe(residency, writeback, wanted))

@@ -26,7 +26,7 @@ from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows
 from kvstored.tenants import TenantDirectory
 from kvstored.tenants.reach import out_of_reach
-from kvstored.tiering import HOST, NVME
+from kvstored.tiering import MAPPED
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Views:
             reply.degraded.add(
                 part=item.part, mode=item.mode.value, reason=item.reason, for_s=(now_ns - item.since_ns) / NS_PER_S
             )
-        if len(parts.tiers) > NVME:
+        if parts.writeback is not None:
             budget = parts.endurance.report()
             reply.endurance.CopyFrom(
                 pb.EnduranceStatus(
@@ -145,7 +145,7 @@ class Views:
         for position, (tier, policy) in enumerate(zip(parts.tiers, parts.policies, strict=True)):
             report, flow = tier.statistics(), parts.flows.tiers[position]
             used_by = dict(report.used_by)
-            if position == HOST:
+            if position == MAPPED:
                 used_by["limbo"] = parts.leases.limbo_bytes()  # slots that the tier still counts as blocks
                 used_by["blocks"] -= used_by["limbo"]
             reply.tiers.add(
@@ -181,8 +181,8 @@ class Views:
             reply.tenants.add(
                 name=parts.tenants.name_of_index(index.name),
                 blocks=residency.tenant_blocks(number),
-                host_bytes=residency.tenant_bytes(number, HOST),
-                nvme_bytes=residency.tenant_bytes(number, NVME) if len(parts.tiers) > NVME else 0,
+                host_bytes=residency.tenant_bytes(number, MAPPED),
+                nvme_bytes=residency.tenant_bytes(number, residency.durable) if residency.durable >= 0 else 0,
                 clients=len(sessions),
                 lookups=flow.lookups,
                 hit_blocks=flow.hit_blocks,

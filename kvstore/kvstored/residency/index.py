@@ -41,8 +41,10 @@ class CyclicChainError(ValueError):
 class Residency(Removal):
     """The index over `tiers`, fastest first. See the module for the invariants."""
 
-    def __init__(self, tiers: Sequence[str], *, ghost_keys: int = DEFAULT_GHOST_KEYS) -> None:
-        super().__init__(tiers)
+    def __init__(
+        self, tiers: Sequence[str], *, ghost_keys: int = DEFAULT_GHOST_KEYS, durable: int | None = None
+    ) -> None:
+        super().__init__(tiers, durable)
         self._ghost_keys = ghost_keys
         self._tenant_numbers: dict[str, int] = {}
         self._kind_numbers: dict[Kind, int] = {}

@@ -26,7 +26,6 @@ from kvstored.scrub.position import load
 from kvstored.scrub.verification import Verification
 from kvstored.scrub.worker import Settings
 from kvstored.telemetry import Counters
-from kvstored.tiering import NVME
 
 log = logging.getLogger(__name__)
 RESTARTS, RESTARTS_IN_S = 5, 3600
@@ -142,21 +141,21 @@ class Scrubber:
 
     async def _judge(self, suspect: dict[str, Any]) -> None:
         residency = self._residency
-        row = residency.row_at(NVME, int(suspect["slab"]), int(suspect["offset"]))
-        if row < 0 or not residency.has(row, NVME):
+        row = residency.row_at(residency.durable, int(suspect["slab"]), int(suspect["offset"]))
+        if row < 0 or not residency.has(row, residency.durable):
             return
         if suspect["key"]:
             named = (suspect["key"], int(suspect["generation"]))
-            if named != (residency.key(row).hex(), residency.slot(row, NVME).generation):
+            if named != (residency.key(row).hex(), residency.slot(row, residency.durable).generation):
                 return  # another block lies there by now
-        token, slot = residency.token(row), residency.slot(row, NVME)
+        token, slot = residency.token(row), residency.slot(row, residency.durable)
         outcome = await self._verification.verify(row)
         if outcome is None or (outcome.ok and suspect["key"]):
             return
         self.report.corrupt += 1
         self._counters.add("scrub_corrupt")
-        still_there = residency.current(token) == row and residency.has(row, NVME)
-        if outcome.header is not None and still_there and residency.slot(row, NVME) == slot:
+        still_there = residency.current(token) == row and residency.has(row, residency.durable)
+        if outcome.header is not None and still_there and residency.slot(row, residency.durable) == slot:
             key = residency.key(row).hex()
             self._nvme.publish_again(slot, outcome.header)
             if await self._sync():

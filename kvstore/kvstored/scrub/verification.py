@@ -13,10 +13,10 @@ from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Tier
 from kvstore_tiers.segments import AlignedBuffer
 from kvstored.degraded import TierBreaker
 from kvstored.movement.lane import Priority, Refused
+from kvstored.movement.link import lane_name
 from kvstored.movement.mover import Mover, Transfer
-from kvstored.movement.promote import LANE
 from kvstored.residency import Residency
-from kvstored.tiering import NVME
+from kvstored.tiering import MAPPED
 
 
 class Verification:
@@ -41,7 +41,9 @@ class Verification:
         residency, breaker = self._residency, self._breaker
         if not breaker.serves_reads:
             return None
-        slot, key, token = residency.slot(row, NVME), residency.key(row), residency.token(row)
+        durable = residency.durable
+        lane = lane_name(residency.tiers, durable, MAPPED)
+        slot, key, token = residency.slot(row, durable), residency.key(row), residency.token(row)
         buffer = AlignedBuffer(slot.nbytes)
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         number = 0
@@ -57,7 +59,7 @@ class Verification:
 
         residency.pin(row)
         try:
-            ticket = self._mover.submit(LANE, Priority.MAINTENANCE, slot.nbytes, Transfer(start, done))
+            ticket = self._mover.submit(lane, Priority.MAINTENANCE, slot.nbytes, Transfer(start, done))
             if isinstance(ticket, Refused):
                 return None
             outcome = await asyncio.shield(ended)
@@ -66,7 +68,7 @@ class Verification:
                 residency.unpin(row)
         if outcome.kind is not OutcomeKind.CORRUPT:
             return outcome if outcome.ok else None
-        if residency.current(token) == row and residency.has(row, NVME) and residency.slot(row, NVME) == slot:
+        if residency.current(token) == row and residency.has(row, durable) and residency.slot(row, durable) == slot:
             if residency.being_filled(row):
                 return None  # it is being promoted: that read finds it out, and deals with it
             self._on_damage(row, outcome.message)

@@ -29,7 +29,7 @@ from kvstored.simulator.media import Lane, Medium
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.virtual_time import VirtualLoop
 from kvstored.simulator.visit import Visit
-from kvstored.tiering import HOST
+from kvstored.tiering import MAPPED
 
 PART_BLOCKS = 32  # of a put are copied together, as in the daemon
 _LEASE_NS = 30 * NS_PER_S
@@ -114,7 +114,7 @@ class NodeStore:
         """Let what lies below move up; nobody waits for it. The first `in_pool` blocks are with the engine."""
         store = self.store
         for row in reversed(self._run(visit)[in_pool:]):
-            if not store.residency.has(row, HOST):
+            if not store.residency.has(row, MAPPED):
                 if not store.promoter.prefetch(row):
                     break
                 visit.fetched.add(store.residency.token(row))
@@ -131,8 +131,8 @@ class NodeStore:
         rows = found[visit.in_pool :]
         residency.pin_run(rows)
         visit.pinned = [residency.token(row) for row in rows]
-        mapped = [row for row in rows if residency.has(row, HOST)]
-        visit.ready += [residency.has(row, HOST) for row in rows]
+        mapped = [row for row in rows if residency.has(row, MAPPED)]
+        visit.ready += [residency.has(row, MAPPED) for row in rows]
         visit.mapped = sum(residency.token(row) not in visit.fetched for row in mapped)
         visit.below = len(rows) - visit.mapped
         if mapped:
@@ -157,7 +157,7 @@ class NodeStore:
     def patience_s(self, visit: Visit) -> float:
         """How long a get waits: what the daemon's get waits at most."""
         residency = self.store.residency
-        rows = [row for row in map(residency.current, visit.pinned) if row >= 0 and not residency.has(row, HOST)]
+        rows = [row for row in map(residency.current, visit.pinned) if row >= 0 and not residency.has(row, MAPPED)]
         return min(self.wait_s, self.store.promoter.patience_ms(rows) / 1000)
 
     def answered(self, visit: Visit) -> None:
@@ -181,7 +181,7 @@ class NodeStore:
         store.residency.pin_run(rows)
         store.leases.grant(
             visit.number, self._tenants[visit.tenant], [store.residency.token(row) for row in rows],
-            store.residency.slots(rows, HOST), self._clock.monotonic_ns() + _LEASE_NS,
+            store.residency.slots(rows, MAPPED), self._clock.monotonic_ns() + _LEASE_NS,
         )  # fmt: skip
 
     def _run(self, visit: Visit) -> list[int]:
@@ -203,7 +203,7 @@ class NodeStore:
         rows = residency.find_keys(tenant, visit.keys)
         at = len(rows)
         if at < visit.blocks and not self._is_there(tenant, visit.keys[at]):
-            self.store.rooms[HOST].announce(tenant, rows[-1] if rows else -1, visit.keys[at:])
+            self.store.rooms[MAPPED].announce(tenant, rows[-1] if rows else -1, visit.keys[at:])
         while at < visit.blocks:
             end = min(at + PART_BLOCKS, visit.blocks)
             tokens, began = await self._begin(tenant, visit.keys, at, end, writes_behind)
@@ -219,7 +219,7 @@ class NodeStore:
         self, tenant: int, keys: Sequence[bytes], at: int, end: int, writes_behind: bool
     ) -> tuple[list[int], int]:
         """Slots and unreadable rows for blocks `at` up to `end`; the rows' tokens, and where it had to stop."""
-        room = self.store.rooms[HOST]
+        room = self.store.rooms[MAPPED]
         tokens: list[int] = []
         while at < end:
             if self._is_there(tenant, keys[at]):
@@ -262,7 +262,7 @@ class NodeStore:
             tenant, key, parent_key, fingerprint_id=0, group=0, depth=depth, payload_bytes=self._block_bytes,
             now_ns=now_ns,
         )  # fmt: skip
-        residency.attach(row, HOST, slot, now_ns, filling=True)
+        residency.attach(row, MAPPED, slot, now_ns, filling=True)
         return residency.token(row)
 
     def _is_there(self, tenant: int, key: bytes) -> bool:
@@ -273,7 +273,7 @@ class NodeStore:
         residency, writeback, now_ns = self.store.residency, self.store.writeback, self._clock.monotonic_ns()
         rows = [residency.current(token) for token in tokens]
         for row in rows:
-            residency.publish(row, HOST, now_ns)
+            residency.publish(row, MAPPED, now_ns)
         self.stored_blocks += len(rows)
         residency.touch_run(rows, now_ns)
         if writeback is None or not writes_behind:

@@ -27,7 +27,7 @@ from kvstored.simulator.retelling import retell, told_before
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.trace import Op, Trace
 from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
-from kvstored.tiering import HOST
+from kvstored.tiering import MAPPED
 
 _FAST = 1e15  # bytes a second
 _SETTLE_S = 60.0
@@ -86,11 +86,11 @@ class _RecordedStore:
         store, residency = self._store, self._store.residency
         rows = residency.find_keys(tenant, keys)
         residency.pin_run(rows)
-        wanted = [row for row in rows if not residency.has(row, HOST)]
+        wanted = [row for row in rows if not residency.has(row, MAPPED)]
         promotions = [store.promoter.promote(row, Priority.DEMAND) for row in wanted]
         if promotions:
             await asyncio.wait(promotions)
-        held = next((at for at, row in enumerate(rows) if not residency.has(row, HOST)), len(rows))
+        held = next((at for at, row in enumerate(rows) if not residency.has(row, MAPPED)), len(rows))
         for row in rows[held:]:
             residency.unpin(row)
         for policy in store.policies if prompt_tokens else ():
@@ -101,7 +101,7 @@ class _RecordedStore:
         return held
 
     async def _put(self, tenant: int, keys: Sequence[bytes]) -> None:
-        store, residency, room = self._store, self._store.residency, self._store.rooms[HOST]
+        store, residency, room = self._store, self._store.residency, self._store.rooms[MAPPED]
         rows = residency.find_keys(tenant, keys)
         if len(rows) == len(keys):
             return
@@ -128,14 +128,14 @@ class _RecordedStore:
                 tenant, keys[depth], keys[depth - 1] if depth else NO_PARENT, fingerprint_id=0, group=0, depth=depth,
                 payload_bytes=self._slot_bytes, now_ns=self._clock.monotonic_ns(),
             )  # fmt: skip
-            residency.attach(row, HOST, slot, self._clock.monotonic_ns(), filling=True)
+            residency.attach(row, MAPPED, slot, self._clock.monotonic_ns(), filling=True)
             begun.append(row)
         self._publish(begun)
 
     def _publish(self, rows: Sequence[int]) -> None:
         store, now_ns = self._store, self._clock.monotonic_ns()
         for row in rows:
-            store.residency.publish(row, HOST, now_ns)
+            store.residency.publish(row, MAPPED, now_ns)
         store.counters.add("stored_blocks", len(rows))
         if rows:
             store.residency.touch_run(rows, now_ns)

@@ -24,7 +24,7 @@ from kvstored.dataplane.sessions import Session, StagedBlock
 from kvstored.lifecycle import CopyState
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
-from kvstored.tiering import HOST
+from kvstored.tiering import MAPPED
 from kvstored.verbs.validate import tokens_hash_to_key
 
 log = logging.getLogger(__name__)
@@ -107,13 +107,13 @@ class Filler:
             outcome = filling.outcome
             assert row >= 0 and outcome is not None, "a block went away while it was being filled"
             if not outcome.ok:
-                self._host.free(residency.detach(row, HOST))
+                self._host.free(residency.detach(row, MAPPED))
                 if outcome.kind is OutcomeKind.CORRUPT:
                     statuses[filling.position] = pb.STORE_STATUS_KEY_MISMATCH
                 else:
                     log.warning("a block could not be stored: %s", outcome.message)
                 continue
-            residency.publish(row, HOST, now_ns)
+            residency.publish(row, MAPPED, now_ns)
             statuses[filling.position] = pb.STORE_STATUS_STORED
             published[filling.position] = row
             stored_bytes += filling.block.payload_bytes
@@ -131,5 +131,5 @@ class Filler:
         for part in parts:
             for filling in part.fillings:
                 row = self._residency.current(filling.token)
-                if row >= 0 and self._residency.state(row, HOST) is CopyState.FILLING:
-                    self._host.free(self._residency.detach(row, HOST))
+                if row >= 0 and self._residency.state(row, MAPPED) is CopyState.FILLING:
+                    self._host.free(self._residency.detach(row, MAPPED))

@@ -7,7 +7,8 @@ wait; a reply that nobody can receive any more leaves no lease behind.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, split_keys
@@ -22,7 +23,7 @@ from kvstored.movement.promote import Promoter
 from kvstored.policies import Policy, RequestContext
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows, RecentMisses
-from kvstored.tiering import HOST, NVME
+from kvstored.tiering import MAPPED
 from kvstored.verbs.validate import keys_of, known_group
 
 MISSING_MAX = 1024  # keys that policies are told of; they take up to a microsecond for each
@@ -69,7 +70,7 @@ class Get:
         be promoted or verified first."""
         resident = rows = self._run(session, request)
         mask = self._residency.rows.mask
-        mapped = next((position for position, row in enumerate(rows) if not mask[row] >> HOST & 1), len(rows))
+        mapped = next((position for position, row in enumerate(rows) if not mask[row] >> MAPPED & 1), len(rows))
         if mapped < len(rows):
             if not request.mapped_only:
                 return None
@@ -77,7 +78,7 @@ class Get:
         if self._dram_check.wanted(rows):
             return None
         self._residency.pin_run(rows)
-        return self._told_rest(request, self._grant(session, request, rows, promoted=()), resident)
+        return self._told_rest(request, self._grant(session, request, rows, promoted={}), resident)
 
     def _told_rest(self, request: pb.Acquire, reply: pb.AcquireReply, resident: Sequence[int]) -> pb.AcquireReply:
         """Who asked for mapped blocks alone is told what loading all of them would take."""
@@ -94,11 +95,13 @@ class Get:
         tokens = [residency.token(row) for row in rows]
         residency.pin_run(rows)
         wanted: list[int] = []
+        sources: dict[int, int] = {}  # by row: the tier that it is read from
         held = 0
         try:
             intact = await self._verify(rows, tokens)
             if not request.mapped_only:
-                wanted = [row for row in rows[:intact] if not residency.has(row, HOST)]
+                wanted = [row for row in rows[:intact] if not residency.has(row, MAPPED)]
+                sources = {row: residency.fastest(row) for row in wanted}
             patience_ms = self._promoter.patience_ms(wanted)
             promotions = [self._promoter.promote(row, Priority.DEMAND) for row in wanted]
             if promotions:
@@ -114,7 +117,8 @@ class Get:
                 if row >= 0:
                     residency.unpin(row)
         leased = set(rows[:held])
-        reply = self._grant(session, request, rows[:held], promoted=[row for row in wanted if row in leased])
+        promoted = {row: source for row, source in sources.items() if row in leased}
+        reply = self._grant(session, request, rows[:held], promoted)
         return self._told_rest(request, reply, rows[:intact])
 
     async def _verify(self, rows: Sequence[int], tokens: Sequence[int]) -> int:
@@ -125,7 +129,7 @@ class Get:
         bad = await self._dram_check.verify(rows)
         for position, token in enumerate(tokens):
             row = self._residency.current(token)
-            if row < 0 or (token in bad and self._residency.has(row, HOST)):
+            if row < 0 or (token in bad and self._residency.has(row, MAPPED)):
                 return position
         return len(rows)
 
@@ -167,14 +171,14 @@ class Get:
         """How many leading blocks are (still) there and mapped."""
         for position, token in enumerate(tokens):
             row = self._residency.current(token)
-            if row < 0 or not self._residency.has(row, HOST):
+            if row < 0 or not self._residency.has(row, MAPPED):
                 return position
         return len(tokens)
 
     def _grant(
-        self, session: Session, request: pb.Acquire, rows: list[int], promoted: Sequence[int]
+        self, session: Session, request: pb.Acquire, rows: list[int], promoted: Mapping[int, int]
     ) -> pb.AcquireReply:
-        """The reply, with a lease over `rows`, which are pinned."""
+        """The reply, with a lease over `rows`, which are pinned. `promoted`: the tier from which a row was read."""
         residency = self._residency
         keys = len(request.set.keys) // 16
         reply = pb.AcquireReply(blocks=len(rows))
@@ -197,7 +201,7 @@ class Get:
         )
         if not rows:
             return reply
-        slots = residency.slots(rows, HOST)
+        slots = residency.slots(rows, MAPPED)
         lease = self._leases.grant(
             session.session_id, session.tenant_id, tokens, slots, now_ns + self._lease_ttl_ms * NS_PER_MS
         )
@@ -209,9 +213,10 @@ class Get:
         payload_bytes = residency.rows.payload_bytes
         reply.payload_bytes.extend([payload_bytes[row] for row in rows])
         reply.promoted_blocks = len(promoted)
-        reply.promoted_bytes = sum(residency.slot(row, HOST).nbytes for row in promoted)
+        reply.promoted_bytes = sum(residency.slot(row, MAPPED).nbytes for row in promoted)
         self._counters.add("acquired_blocks", len(rows))
         self._flows.found(session, len(rows))
-        self._flows.hit(HOST, len(rows) - len(promoted))
-        self._flows.hit(NVME, len(promoted))
+        self._flows.hit(MAPPED, len(rows) - len(promoted))
+        for position, blocks in Counter(promoted.values()).items():
+            self._flows.hit(position, blocks)
         return reply

@@ -14,7 +14,7 @@ from kvstored.dataplane.sessions import Session
 from kvstored.movement.promote import Promoter
 from kvstored.policies import ChainHint, Policy, known_step, tell
 from kvstored.residency import Residency
-from kvstored.tiering import HOST
+from kvstored.tiering import MAPPED
 from kvstored.verbs.validate import keys_of, known_group
 
 DUE_MAX_MS = 24 * 3600 * 1000
@@ -58,7 +58,7 @@ class Hints:
             told = ChainHint(due_ns=now_ns + min(request.in_ms, DUE_MAX_MS) * NS_PER_MS)
             tell(self._policies, residency, session.tenant_id, residency.key(rows[-1]), rows, told, now_ns)
         for row in rows:
-            if residency.has(row, HOST):
+            if residency.has(row, MAPPED):
                 reply.resident_blocks += 1
                 continue
             budget_bytes -= residency.payload_bytes(row)

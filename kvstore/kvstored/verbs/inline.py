@@ -28,7 +28,7 @@ from kvstored.dataplane.sessions import Session
 from kvstored.lifecycle import miss_reason
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
-from kvstored.tiering import HOST
+from kvstored.tiering import MAPPED
 from kvstored.verbs import Verbs
 from kvstored.verbs.delete import Delete, Fate
 from kvstored.verbs.naming import NamedBlocks
@@ -164,7 +164,7 @@ class InlineCalls:
     ) -> unary.UnaryPrefetchReply:
         residency = self._residency
         run = residency.find_run(session.tenant_id, blocks.packed)
-        mapped = [residency.has(row, HOST) for row in run]
+        mapped = [residency.has(row, MAPPED) for row in run]
         key_set = pb.KeySet(group=blocks.group, keys=blocks.packed)
         asked = pb.Prefetch(set=key_set, budget_bytes=request.budget_bytes)
         left = self._quick(session, prefetch=asked).prefetch.scheduled_blocks

@@ -22,7 +22,7 @@ from kvstored.movement.room import BYPASSED, Room
 from kvstored.movement.writeback import WriteBack
 from kvstored.residency import CyclicChainError, Residency
 from kvstored.telemetry import Counters
-from kvstored.tiering import HOST
+from kvstored.tiering import MAPPED
 from kvstored.verbs.filling import Filler, Filling, Part
 from kvstored.verbs.settling import Settling
 
@@ -245,7 +245,7 @@ class Intake:
                     log.warning("client %s of %s: %s", session.client_name, session.tenant.name, error)
                     continue
                 key, depth = block.key, depth + 1
-                residency.attach(row, HOST, slot, now_ns, filling=True)
+                residency.attach(row, MAPPED, slot, now_ns, filling=True)
                 part.fillings.append(Filling(position, block, residency.token(row), slot, depth))
                 slot = None
         finally:

@@ -17,15 +17,8 @@ from kvstored.lifecycle import Cause, miss_reason
 from kvstored.movement.promote import Promoter
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters, Flows, RecentMisses
+from kvstored.tiering import codes_by_mask
 from kvstored.verbs.validate import keys_of, known_group
-
-# The wire's tier of each combination of readable copies: the fastest one counts.
-_CODES = {
-    "gpu": pb.TIER_CODE_GPU,
-    "host": pb.TIER_CODE_HOST,
-    "cxl": pb.TIER_CODE_CXL,
-    "nvme": pb.TIER_CODE_NVME,
-}
 
 
 class LookUp:
@@ -46,7 +39,7 @@ class LookUp:
         self._flows = flows
         self._misses = misses
         self._max_keys = max_keys
-        self._code_of_mask = bytes(self._code(mask) for mask in range(1 << len(residency.tiers)))
+        self._code_of_mask = codes_by_mask(residency)
 
     def look_up(self, session: Session, request: pb.Lookup) -> pb.LookupReply:
         count = sum(len(key_set.keys) for key_set in request.sets) // KEY_BYTES
@@ -82,10 +75,6 @@ class LookUp:
             self._misses.note("lookup", session, keys[usable], cause, usable, len(keys))
         self._counters.add("lookup_keys", len(keys))
         self._counters.add("lookup_hit_keys", usable)
-
-    def _code(self, mask: int) -> int:
-        fastest = (mask & -mask).bit_length() - 1
-        return 0 if fastest < 0 else _CODES[self._residency.tiers[fastest]]
 
 
 def usable_blocks(rows: Sequence[int], match: int, window_blocks: int) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.movement.writeback import WriteBack
 from kvstored.residency import ResidencyView
-from kvstored.tiering import NVME
 from kvstored.verbs.settling import Settling
 
 Found = Sequence[tuple[int, int]]
@@ -39,7 +38,7 @@ class Present:
         for (position, row), is_durable in zip(found, writeback.are_durable([row for _, row in found]), strict=True):
             if is_durable:
                 durability[position] = pb.DURABILITY_DURABLE
-            elif mode == pb.DURABILITY_MODE_ALWAYS and self._residency.has(row, NVME):
+            elif mode == pb.DURABILITY_MODE_ALWAYS and self._residency.has(row, self._residency.durable):
                 synced = synced or writeback.write_through(row, at_once=True)
                 settling[position] = synced
             else:
@@ -52,7 +51,7 @@ class Present:
         if mode == pb.DURABILITY_MODE_ALWAYS:
             return writeback.write_through(row, at_once=True)
         settled = writeback.settled(row)
-        if settled is not None or self._residency.has(row, NVME):
+        if settled is not None or self._residency.has(row, self._residency.durable):
             return settled
         if mode == pb.DURABILITY_MODE_BATCH and writeback.admits(row):
             return writeback.write_through(row)

@@ -19,7 +19,7 @@ from kvstored.dataplane.leases import LeaseTable
 from kvstored.dataplane.sessions import Session
 from kvstored.residency import Residency
 from kvstored.telemetry import Counters
-from kvstored.tiering import HOST
+from kvstored.tiering import MAPPED
 from kvstored.warm.ledger import FormerSession, Ledger
 from kvstored.warm.restart import Adopted, Place
 
@@ -109,7 +109,7 @@ class FormerClients:
             row = adopted.rows.get(place, -1)
             if row >= 0:
                 rows.append(row)
-                slots.append(residency.slot(row, HOST))
+                slots.append(residency.slot(row, MAPPED))
                 tenant = residency.tenant_of(row)
             elif place in adopted.retired:
                 slot, tenant = adopted.retired[place]

@@ -82,7 +82,8 @@ class _TierCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     TIER_CODE_ABSENT: _TierCode.ValueType  # 0
     TIER_CODE_GPU: _TierCode.ValueType  # 1
     TIER_CODE_HOST: _TierCode.ValueType  # 2
-    TIER_CODE_CXL: _TierCode.ValueType  # 3
+    TIER_CODE_MEMORY: _TierCode.ValueType  # 3
+    """slower memory than the host tier's: another NUMA node, CXL; not mapped by clients"""
     TIER_CODE_NVME: _TierCode.ValueType  # 4
     TIER_CODE_REMOTE: _TierCode.ValueType  # 5
 
@@ -92,7 +93,8 @@ class TierCode(_TierCode, metaclass=_TierCodeEnumTypeWrapper):
 TIER_CODE_ABSENT: TierCode.ValueType  # 0
 TIER_CODE_GPU: TierCode.ValueType  # 1
 TIER_CODE_HOST: TierCode.ValueType  # 2
-TIER_CODE_CXL: TierCode.ValueType  # 3
+TIER_CODE_MEMORY: TierCode.ValueType  # 3
+"""slower memory than the host tier's: another NUMA node, CXL; not mapped by clients"""
 TIER_CODE_NVME: TierCode.ValueType  # 4
 TIER_CODE_REMOTE: TierCode.ValueType  # 5
 global___TierCode = TierCode

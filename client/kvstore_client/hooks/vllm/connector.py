@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvstored")  # below "vllm", so that vLLM's log settings hold for it
 
 _CLOSE_PATIENCE_S = 5.0
-_SOURCES = {"host": CacheHitSource.HOST, "cxl": CacheHitSource.HOST, "nvme": CacheHitSource.DISK}
+_SOURCES = {"host": CacheHitSource.HOST, "memory": CacheHitSource.HOST, "nvme": CacheHitSource.DISK}
 
 
 @dataclass

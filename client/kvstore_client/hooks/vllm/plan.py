@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvstore_client.results import Lookup
 
-_READY_TIERS = frozenset({"host", "cxl", "gpu"})
+_READY_TIERS = frozenset({"host", "gpu"})
 _SHARE_OF_DEADLINE = 0.5  # the estimate is one, and the copy needs time too
 
 
