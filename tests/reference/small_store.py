@@ -25,7 +25,7 @@ from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
 from kvstored.movement.lane import Priority
-from tests.reference.tiers import HOST, NVME
+from tests.reference.tiers import HOST
 
 PAYLOAD_BYTES = 10_000
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
@@ -59,7 +59,12 @@ class SmallStore:
         )
         self.disk = FaultyTier(self.nvme)
         host = HostTier(self.config.host.capacity_bytes, arena_bytes=self.config.host.arena_bytes)
-        self.store = Store(self.config, clock, self.completions, make_residency(self.config), host, self.disk)
+        self.memory = [
+            HostTier(section.capacity_bytes, arena_bytes=section.arena_bytes, name=section.name)
+            for section in self.config.memory
+        ]
+        residency = make_residency(self.config)
+        self.store = Store(self.config, clock, self.completions, residency, host, self.disk, self.memory)
         self.residency = self.store.residency
         assert self.store.writeback is not None and self.store.breaker is not None
         self.writeback, self.breaker = self.store.writeback, self.store.breaker
@@ -74,7 +79,8 @@ class SmallStore:
         await self.completions.drained()
         await self.store.endurance.close()
         self.disk.close()
-        self.store.host.close()
+        for tier in (self.store.host, *self.memory):
+            tier.close()
 
     def key(self, number: int) -> bytes:
         return block(number, PAYLOAD_BYTES)[0].key
@@ -148,13 +154,13 @@ class SmallStore:
         """Leave blocks that are on NVMe too there alone."""
         for number in numbers:
             row = self.find(number)
-            assert self.residency.has(row, NVME)
+            assert self.residency.tier_mask(row) > 1 << HOST
             self.store.retire[HOST](self.residency.detach(row, HOST), self.residency.tenant_of(row))
 
     async def fetch(self, number: int) -> bool:
         """Promote a block, as a get does."""
         row = self.find(number)
-        assert row >= 0 and self.residency.has(row, NVME)
+        assert row >= 0
         return await asyncio.wait_for(asyncio.shield(self.store.promoter.promote(row, Priority.DEMAND)), FAR_S)
 
     async def pass_time(self, seconds: float, step_s: float = 0.5) -> None:

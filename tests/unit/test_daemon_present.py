@@ -241,6 +241,8 @@ class Word:
 
 
 class NothingOnNvme:
+    durable = 1
+
     def has(self, row: int, tier: int) -> bool:
         return False
 

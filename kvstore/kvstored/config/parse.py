@@ -71,6 +71,8 @@ def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
         origins = dict.fromkeys(names_in(table), source)
     for override in overrides:
         table = _parse_override(override)
+        if "tier" in table:
+            table["tier"] = _with_override(merged["tier"], table["tier"][0])
         _merge(merged, table, f"--set {override}")
         origins |= dict.fromkeys(names_in(table), "--set")
     return replace(_build(merged, source, our_staging), written=tuple(written(merged, origins)))
@@ -88,13 +90,26 @@ def _read(path: Path) -> Table:
 def _parse_override(text: str) -> Table:
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
-    if not (equals and dot):
-        raise ConfigError(f"--set {text}: write section.key=value, for instance host.capacity=4GiB")
+    tier, of_tier, tier_key = key.partition(".")
+    if not (equals and dot) or (section == "tier") != bool(of_tier):
+        raise ConfigError(
+            f"--set {text}: write section.key=value, for instance host.capacity=4GiB, or tier.NAME.key=value"
+        )
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value.strip()
-    return {section: {key: parsed}}
+    return {section: {key: parsed}} if not of_tier else {section: [{"name": tier, tier_key: parsed}]}
+
+
+def _with_override(tiers: Any, override: Table) -> list[Any]:
+    """The `[[tier]]` tables with one setting of one of them replaced; a tier that is not listed comes last."""
+    listed = list(tiers) if isinstance(tiers, list) else []
+    for at, each in enumerate(listed):
+        if isinstance(each, dict) and each.get("name") == override["name"]:
+            listed[at] = {**each, **override}
+            return listed
+    return [*listed, override]
 
 
 def _merge(into: Table, other: Table, source: str) -> None:

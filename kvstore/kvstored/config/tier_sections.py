@@ -15,7 +15,7 @@ from kvstored.policy_names import POLICIES
 
 MAX_MEMORY_TIERS = 4
 _DEFAULTS: dict[str, Any] = {
-    "name": "", "kind": "", "capacity": "", "arena": "auto", "copy_threads": 1, "policy": "lfu-ttl", "ttl_s": 0,
+    "name": "", "kind": "memory", "capacity": "", "arena": "auto", "copy_threads": 1, "policy": "lfu-ttl", "ttl_s": 0,
     "numa_node": -1,
 }  # fmt: skip
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,15}\Z")

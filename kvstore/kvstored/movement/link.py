@@ -27,7 +27,8 @@ class Link:
     """From the tier at `source` to that at `destination`, by the lane `lane`. `breaker` is of the durable one of the
     two; None where neither is.
 
-    A durable source reads into the destination's memory; else the destination copies out of the source's memory.
+    Upwards the source fills the destination's memory; downwards the destination copies out of the source's memory. The
+    tier that moves the bytes verifies them.
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class Link:
         self._residency = residency
         self._mover = mover
         self._clock = clock
-        self._reads = source == residency.durable
+        self._is_upwards = destination < source
 
     @property
     def is_open(self) -> bool:
         """Whether blocks may be moved now."""
         if self.breaker is None:
             return True
-        return self.breaker.serves_reads if self._reads else self.breaker.takes_writes
+        return self.breaker.serves_reads if self._is_upwards else self.breaker.takes_writes
 
     def begin(self, row: int, slot: Slot, priority: Priority, ended: Callable[[Outcome], None]) -> int | None:
         """Queue the copy of `row` into `slot`, which the link frees if that fails. A ticket; None when the lane is
@@ -69,14 +70,14 @@ class Link:
             nonlocal number
             if self.breaker is not None:
                 number = self.breaker.began()
-            if self._reads:
+            if self._is_upwards:
                 self._from.move_out(source, self._to.slot_segment(slot), key, done)
             else:
                 self._to.move_in(slot, self._from.slot_segment(source), key, done)
 
         def end(outcome: Outcome) -> None:
             if self.breaker is not None:
-                self.breaker.ended(number, "read" if self._reads else "write", outcome)
+                self.breaker.ended(number, "read" if self._is_upwards else "write", outcome)
             if outcome.ok:
                 residency.publish(row, self.destination, self._clock.monotonic_ns())
             else:
