@@ -27,6 +27,7 @@ from support.report import progress
 from torture_runs import ledger
 from torture_runs.figures import MUST_BE_ZERO, WHY_NULL, add_up
 from torture_runs.harnesses import HARNESSES, Harness, run_to_the_end, temporary_root
+from torture_runs.mortal_daemon import SETTINGS_ENVIRONMENT
 
 from kvstore_tiers.testing.powerloss.replay import SCRATCH_ENVIRONMENT
 
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "commit": ledger.source_state(),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": options.seed,
+        **({"settings": options.settings} if options.settings else {}),
         "seconds_asked": options.seconds,
         "seconds": 0.0,
         "seconds_by_harness": {},
@@ -69,6 +71,7 @@ def _torture(options: argparse.Namespace, result: dict[str, Any]) -> bool:
     try:
         with temporary_root(options.dir) as root, temporary_root(IN_MEMORY) as scratch:
             os.environ[SCRATCH_ENVIRONMENT] = str(scratch)
+            os.environ[SETTINGS_ENVIRONMENT] = " ".join(options.settings)
             for position, harness in enumerate(chosen):
                 left_s = options.seconds - (time.monotonic() - started)
                 seconds = _share(harness, chosen[position:], left_s)
@@ -178,6 +181,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME=N",
         help="end a harness after so many events",
     )
+    parser.add_argument(
+        "--set", action="append", default=[], dest="settings", metavar="SECTION.KEY=VALUE",
+        help="a further setting of every daemon, such as tier.far.capacity=16MiB: a third tier",
+    )  # fmt: skip
     parser.add_argument("--dir", type=Path, help="where files are made and removed (default: the temporary folder)")
     parser.add_argument("--ledger", type=Path, metavar="FILE", help=f"default {ledger.default_path()}")
     parser.add_argument("--no-ledger", action="store_true", help="write no line to the ledger")

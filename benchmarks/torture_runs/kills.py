@@ -21,10 +21,11 @@ import numpy as np
 
 from kvstore_tiers import failpoints
 from kvstore_tiers.nvme.check import Severity, check_directory
+from kvstored.config import load_config
 from torture_runs.client_processes import Client
 from torture_runs.figures import Assignment, Clock, Figures
 from torture_runs.harnesses import PREFIX
-from torture_runs.mortal_daemon import DaemonFailed, MortalDaemon, knows_setting
+from torture_runs.mortal_daemon import DaemonFailed, MortalDaemon, further_settings, knows_setting
 from torture_runs.reshaping import killed_while_reshaping
 
 MIB = 1 << 20
@@ -221,8 +222,9 @@ class Lives:
 
     def _weigh_memory(self) -> None:
         held_bytes = self._daemon.shared_memory_bytes()
-        self._figures.at_least("over_host_capacity_bytes", max(0, held_bytes - HOST_BYTES))
-        self._figures.at_least("most_of_host_capacity_used", held_bytes / HOST_BYTES)
+        most_bytes = HOST_BYTES + sum(tier.capacity_bytes for tier in load_config(None, further_settings()).memory)
+        self._figures.at_least("over_host_capacity_bytes", max(0, held_bytes - most_bytes))
+        self._figures.at_least("most_of_host_capacity_used", held_bytes / most_bytes)
 
 
 @contextmanager

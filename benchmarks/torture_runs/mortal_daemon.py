@@ -27,8 +27,14 @@ from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 from torture_runs.child_process import end_child, kill_naming, start_child
 from torture_runs.forked_daemon import ForkedDaemon
 
+SETTINGS_ENVIRONMENT = "KVSTORED_TORTURE_SETTINGS"
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
+
+
+def further_settings() -> tuple[str, ...]:
+    """What `--set` says for every daemon of this run."""
+    return tuple(os.environ.get(SETTINGS_ENVIRONMENT, "").split())
 
 
 def knows_setting(setting: str) -> bool:
@@ -51,7 +57,7 @@ class MortalDaemon:
         self.socket_dir = directory / "run"
         self.state_dir = directory / "state"
         self.nvme_dir = self.state_dir / "nvme"
-        self.settings = settings
+        self.settings = (*settings, *further_settings())
         self.process: subprocess.Popen[Any] | ForkedDaemon | None = None
         self.is_forked = False  # the next start, from a process that has imported it; else as the command
 

@@ -26,6 +26,13 @@ KIB = 1024
 CONTAINER_BYTES = 1024 * KIB
 SIZES = (4 * KIB, 15 * KIB, 60 * KIB, 250 * KIB, 400 * KIB)
 SMALL = ("host.capacity=6MiB", "host.arena=1MiB", "nvme.capacity=8MiB", "nvme.slab=1MiB")
+WITH_MEMORY = (*SMALL, "tier.far.capacity=4MiB", "tier.far.arena=1MiB")
+TIERS = [
+    pytest.param(HOST, SMALL, id="host"),
+    pytest.param(NVME, SMALL, id="nvme"),
+    pytest.param(HOST, WITH_MEMORY, id="host of three"),
+    pytest.param(1, WITH_MEMORY, id="memory of three"),
+]
 
 puts = st.tuples(st.just("put"), st.sampled_from(range(3)), st.sampled_from(SIZES), st.integers(1, 40))
 chains = st.tuples(st.just("continue"), st.integers(0, 9), st.sampled_from(SIZES), st.integers(1, 12))
@@ -144,13 +151,15 @@ class Model:
             assert outcome.ok and np.array_equal(copy, payload), outcome
 
 
-@pytest.mark.parametrize("position", [HOST, NVME], ids=["host", "nvme"])
+@pytest.mark.parametrize(("position", "chosen"), TIERS)
 @settings(max_examples=25, deadline=None)
 @given(steps=st.lists(st.one_of(puts, puts, chains, others), min_size=5, max_size=30))
-def test_one_block_costs_at_most_a_container(position: int, steps: list[tuple[object, ...]]) -> None:
+def test_one_block_costs_at_most_a_container(
+    position: int, chosen: tuple[str, ...], steps: list[tuple[object, ...]]
+) -> None:
     async def run() -> None:
         with tempfile.TemporaryDirectory() as directory:
-            async with small_store(Path(directory), *SMALL) as small:
+            async with small_store(Path(directory), *chosen) as small:
                 model = Model(small, position)
                 for step in steps:
                     match step:
@@ -169,12 +178,14 @@ def test_one_block_costs_at_most_a_container(position: int, steps: list[tuple[ob
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("position", [HOST, NVME], ids=["host", "nvme"])
-def test_one_block_of_a_new_size_leaves_a_full_tier_nearly_full(tmp_path: Path, position: int) -> None:
+@pytest.mark.parametrize(("position", "chosen"), TIERS)
+def test_one_block_of_a_new_size_leaves_a_full_tier_nearly_full(
+    tmp_path: Path, position: int, chosen: tuple[str, ...]
+) -> None:
     """Chains of a conversation's length, whose blocks are spread over all containers, as a cache in use has them."""
 
     async def run() -> None:
-        async with small_store(tmp_path, *SMALL) as small:
+        async with small_store(tmp_path, *chosen) as small:
             model = Model(small, position)
             for _ in range(4):
                 for _chain in range(8):
