@@ -108,18 +108,31 @@ def test_the_simulator_hits_what_the_daemon_hit(policy: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tiers", [2, 3])
 @pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "chain-hazard"])
-def test_what_moves_between_two_tiers_is_what_the_daemon_moved(policy: str, tmp_path: Path) -> None:
+def test_what_moves_between_tiers_is_what_the_daemon_moved(policy: str, tiers: int, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
-    chosen = (*SMALL_DRAM, "nvme.slab=1MiB", f"host.policy={policy}", f"nvme.policy={policy}", "nvme.admission=always")
+    memory = ("tier.far.capacity=4MiB", "tier.far.arena=1MiB", f"tier.far.policy={policy}") if tiers == 3 else ()
+    chosen = (
+        *SMALL_DRAM,
+        *memory,
+        "nvme.slab=1MiB",
+        f"host.policy={policy}",
+        f"nvme.policy={policy}",
+        "nvme.admission=always",
+    )
     with clocked_daemon(*chosen, "nvme.capacity=12MiB", f"daemon.record={path}") as daemon:
         lived = live(daemon, some_requests())
     trace = read_trace(path, "kvstored", ReadOptions(as_recorded=True), lambda done, total: None)
     block = slot_bytes(MODEL.payload_bytes())
-    dram, nvme = (blocks * block for blocks in lived.most_blocks)
+    dram, *far, nvme = (blocks * block for blocks in lived.most_blocks)
+    assert len(far) == tiers - 2
     config = load_config(None, chosen)
     config = replace(
-        config, host=replace(config.host, capacity_bytes=dram), nvme=replace(config.nvme, capacity_bytes=nvme)
+        config,
+        host=replace(config.host, capacity_bytes=dram),
+        nvme=replace(config.nvme, capacity_bytes=nvme),
+        memory=tuple(replace(each, capacity_bytes=most) for each, most in zip(config.memory, far, strict=True)),
     )
     simulated = replay_recorded(trace, config, block)
     assert hits_of(trace, simulated.hits) == recorded_hits(path)

@@ -117,7 +117,7 @@ def test_blocks_in_dram_come_over_the_link(plan: Plan) -> None:
     # The engine has room for one request: the third one finds its four blocks in DRAM, and computes 500 tokens.
     node = serve(LONGER, plan, machine(link_s=0.2), pool=4)
     last, copying, computing = node.served.visits[2], 4 * 0.2, seconds(node, 2048, 2548)
-    assert (last.in_pool, last.mapped, last.below, last.recomputed) == (0, 4, 0, 0)
+    assert (last.in_pool, *last.found, last.recomputed) == (0, 4, 0, 0)
     expected = copying + computing
     if plan.overlaps:  # four layers: the first one waits for its quarter, and computing is longer than copying
         expected = copying / 4 + computing
@@ -137,7 +137,7 @@ def test_a_baseline_waits_for_nvme_and_orchestration_has_begun_before() -> None:
     # DRAM has room for one request as well, so the third one's blocks lie on NVMe: 0.1 s each to read, one at a time.
     waiting = serve(LONGER, BASELINE_EAGER, pool=4, dram=4)
     last = waiting.served.visits[2]
-    assert (last.mapped, last.below) == (0, 4)
+    assert last.found == [0, 4]
     assert last.exposed_ns / NS_PER_S == near(4 * 0.1 + 4 * 0.01)
     # While the second request computes (some four seconds) the third one waits in the queue, and its blocks move.
     queued = asked(
@@ -146,7 +146,7 @@ def test_a_baseline_waits_for_nvme_and_orchestration_has_begun_before() -> None:
     )  # fmt: skip
     served = serve(queued, ORCHESTRATED, pool=8, dram=8)
     last = served.served.visits[3]
-    assert (last.below, last.recomputed) == (4, 0)
+    assert (last.found[1], last.recomputed) == (4, 0)
     assert last.exposed_ns == 0, "everything was there when its turn came"
 
 
@@ -155,7 +155,7 @@ def test_computing_again_wins_over_a_slow_medium() -> None:
     made = machine(below_s=10.0)
     node = serve(LONGER, ORCHESTRATED, made, pool=4, dram=4)
     last = node.served.visits[2]
-    assert (last.below, last.recomputed) == (4, 4) and last.hits == 0
+    assert (last.found[1], last.recomputed) == (4, 4) and last.hits == 0
     whole = made.prefill_s(MODEL, 0, 2048, least_passes=0.0)
     assert last.exposed_ns / NS_PER_S == near(whole)
     again = sum(made.streamed_bytes(MODEL, at * BLOCK, (at + 1) * BLOCK, least_passes=0.0) for at in range(4))
@@ -172,7 +172,7 @@ def test_loading_from_the_tail_and_computing_from_the_head_meet() -> None:
     ends = [made.prefill_s(MODEL, 0, blocks * BLOCK, least_passes=0.0) for blocks in (1, 2, 3)]
     assert ends[1] < 3.2
     computed = 3 if ends[2] < 3.2 else 2
-    assert (last.below, last.recomputed) == (4, computed)
+    assert (last.found[1], last.recomputed) == (4, computed)
     assert last.exposed_ns / NS_PER_S == pytest.approx(ends[2] if computed == 3 else 3.2, abs=0.02)
 
 
@@ -182,7 +182,7 @@ def test_a_get_that_is_recorded_stores_nothing_and_a_put_computes_nothing() -> N
     assert node.store is not None and node.store.stored_blocks == 2
     assert len(node.served.visits) == 2
     node = serve(asked((0, [5], Op.PUT), (10, [5], Op.GET), (20, [6], Op.GET)), ORCHESTRATED)
-    assert [visit.mapped for visit in node.served.visits] == [1, 0]
+    assert [sum(visit.found[:1]) for visit in node.served.visits] == [1, 0]
 
 
 def test_a_recorded_put_waits_for_the_requests_before_it() -> None:
@@ -222,7 +222,7 @@ def test_nothing_is_lost_or_counted_twice(plan: Plan, policy: str) -> None:
     for visit, request in zip(visits, REQUESTS, strict=True):
         assert visit.blocks == len(request)
         assert visit.arrival_ns <= visit.begin_ns <= visit.end_ns
-        assert 0 <= visit.hits <= visit.in_pool + visit.mapped + visit.below <= visit.blocks
+        assert 0 <= visit.hits <= visit.in_pool + sum(visit.found) <= visit.blocks
         assert visit.exposed_ns >= -2, "rounding apart, nothing is faster than computing what nobody had"
     assert not node.pool.residency.pins and check(node.pool.residency) == []
     assert node.pool.residency.tier_blocks(0) <= 30
@@ -244,7 +244,7 @@ def _balances(node: Node) -> None:
     assert lanes["nvme→dram"].nbytes == node.store.tiers[1].statistics().bytes_read
     for lane in lanes.values():
         assert sum(nbytes for _, nbytes in lane.moved) == lane.nbytes
-    copied = sum(visit.mapped + visit.below - visit.recomputed for visit in node.served.visits)
+    copied = sum(sum(visit.found) - visit.recomputed for visit in node.served.visits)
     assert lanes["dram→engine"].nbytes >= copied * SLOT, "what was used of the store was copied to the engine"
 
 
@@ -252,9 +252,7 @@ def _balances(node: Node) -> None:
 def test_it_is_the_same_each_time_and_knows_nothing_of_what_comes_later(plan: Plan) -> None:
     def told(visits: list[Visit], before_ns: int) -> list[tuple[int, ...]]:
         return [
-            (v.number, v.begin_ns, v.end_ns, v.in_pool, v.mapped, v.below, v.recomputed)
-            for v in visits
-            if v.end_ns < before_ns
+            (v.number, v.begin_ns, v.end_ns, v.in_pool, v.found, v.recomputed) for v in visits if v.end_ns < before_ns
         ]
 
     whole = crowded(plan)
@@ -279,7 +277,7 @@ def test_bringing_blocks_back_never_takes_longer_than_computing_them(
     made = machine(block_s=block_s, link_s=link_s, below_s=below_s)
     node = crowded(ORCHESTRATED, made, trace_of(requests))
     for visit in node.served.visits:
-        had = visit.in_pool + visit.mapped + visit.below
+        had = visit.in_pool + sum(visit.found)
         computing_s = made.prefill_s(MODEL, visit.in_pool * BLOCK, min(had * BLOCK, visit.tokens), least_passes=0.0)
         assert visit.exposed_ns <= computing_s * NS_PER_S + 1000
 
@@ -289,16 +287,16 @@ def test_without_a_second_tier_nothing_moves_below() -> None:
     assert node.store is not None
     assert [lane.name for lane in node.store.lanes] == ["dram→engine", "engine→dram"]
     assert node.store.store.writeback is None
-    assert sum(visit.mapped for visit in node.served.visits) > 0
+    assert sum(sum(visit.found[:1]) for visit in node.served.visits) > 0
 
 
 def test_a_time_to_live_ends_blocks_in_virtual_time() -> None:
     wanted = NodeSettings(machine(), MODEL, (("dram", 99 * SLOT),), 1 * BLOCK_BYTES, "lfu-ttl", ttl_s=30.0)
     trace = asked((0, [0], Op.REQUEST), (20, [1], Op.REQUEST), (100, [0], Op.REQUEST))
     node = serve_trace(trace, wanted, ORCHESTRATED, lambda done, total: None)
-    assert [visit.mapped for visit in node.served.visits] == [0, 0, 0]
+    assert [sum(visit.found[:1]) for visit in node.served.visits] == [0, 0, 0]
     longer = serve_trace(trace, replace(wanted, ttl_s=300.0), ORCHESTRATED, lambda done, total: None)
-    assert [visit.mapped for visit in longer.served.visits] == [0, 0, 1]
+    assert [sum(visit.found[:1]) for visit in longer.served.visits] == [0, 0, 1]
 
 
 def test_samples_say_what_tiers_held_over_time() -> None:
@@ -350,12 +348,12 @@ def test_what_was_computed_again_is_not_saved() -> None:
     def flops(*ends: int) -> list[float]:
         return [MODEL.flops_of(end) for end in ends]
 
-    raced = visit(10, 10 * BLOCK, in_pool=2, mapped=1, below=5, recomputed=3)
+    raced = visit(10, 10 * BLOCK, in_pool=2, found=[1, 5], recomputed=3)
     to_8, to_5, to_2, all_10 = flops(8 * BLOCK, 5 * BLOCK, 2 * BLOCK, 10 * BLOCK)
     value = worth_of_served([raced], BLOCK, MODEL)
     assert (value.hits, value.block_accesses) == (5, 10)
     assert (value.saved_flops, value.flops) == pytest.approx((to_8 - to_5 + to_2, all_10))
-    given_up = visit(10, 10 * BLOCK, in_pool=2, below=6, recomputed=3, given_up=3)
+    given_up = visit(10, 10 * BLOCK, in_pool=2, found=[0, 6], recomputed=3, given_up=3)
     assert worth_of_served([given_up], BLOCK, MODEL).saved_flops == pytest.approx(to_5)
     partial = visit(2, 700, in_pool=2)
     assert worth_of_served([partial], BLOCK, MODEL).compute_saved_ratio == 1.0

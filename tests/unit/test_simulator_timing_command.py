@@ -109,7 +109,7 @@ def test_an_engine_that_is_too_slow_is_told_of(chat: Path, capsys: pytest.Captur
         (["--speed", "0"], "--speed 0: how many times"),
         (["--speed", "nan"], "--speed nan"),
         (["--tiers", "nvme"], "the first is dram or cxl"),
-        (["--tiers", "dram,cxl,nvme"], "the daemon has one or two"),
+        (["--tiers", "dram,nvme,cxl"], "fastest first"),
         (["--tiers", "cxl,dram"], "fastest first"),
         (["--tiers", "dram=much"], "'much' is not a size"),
         (["--tiers", "tape"], "'tape': h100 has"),

@@ -29,7 +29,7 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
     timing.add_argument("--devices", type=int, metavar="N", help="so many of it side by side (default: 1)")
     timing.add_argument(
         "--tiers", metavar="LIST",
-        help="the store's one or two tiers, fastest first: dram or cxl, then cxl, nvme or remote; =SIZE instead of the "
+        help="the store's tiers, fastest first: dram or cxl, then cxl, nvme or remote; =SIZE instead of the "
         "profile's; engine=SIZE bounds the engine's own blocks (default dram,nvme)",
     )  # fmt: skip
     timing.add_argument("--speed", type=float, metavar="X", help="requests come X times as fast (default 1)")
@@ -101,7 +101,7 @@ def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], in
     from kvstored.config.sizes import parse_size
     from kvstored.simulator.machine import ENGINE, MAPPED, MEDIA
 
-    form = "--tiers takes one or two of the profile's tiers, such as dram=64GiB,nvme"
+    form = "--tiers takes some of the profile's tiers, such as dram=64GiB,cxl,nvme"
     found: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
@@ -116,11 +116,11 @@ def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], in
             raise ValueError(f"--tiers {part.strip()}: {error}") from None
     engine_bytes = found.pop(ENGINE, None)
     names = list(found)
-    if not 1 <= len(names) <= 2:
-        raise ValueError(f"--tiers {text}: {form}; the daemon has one or two")
+    if not names:
+        raise ValueError(f"--tiers {text}: {form}")
     if names[0] not in MAPPED:
         raise ValueError(f"--tiers {text}: the first is {' or '.join(MAPPED)}, which engines can read in place")
-    if any(MEDIA.index(name) <= MEDIA.index(names[0]) for name in names[1:]):
+    if names != sorted(names, key=MEDIA.index):
         raise ValueError(f"--tiers {text}: fastest first")
     return tuple(found.items()), engine_bytes
 

@@ -8,6 +8,7 @@ object's. Times come from the virtual clock alone.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from kvstored.assembly import Store, make_residency
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, load_config
+from kvstored.config.schema import MemorySection
 from kvstored.movement.lane import Priority
 from kvstored.movement.room import BYPASSED
 from kvstored.policies import RequestContext
@@ -39,8 +41,8 @@ _SETTLE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """`capacities`: bytes of the first tier and, where there is one, the second, whose policy is `policy_below`, by
-    default the daemon's.
+    """`capacities`: bytes of each tier, fastest first. The policy of the last of several is `policy_below`, by default
+    the daemon's.
     """
 
     capacities: tuple[int, ...]
@@ -57,13 +59,19 @@ def config_of(settings: StoreSettings) -> Config:
     """The daemon's defaults, at the size of the simulated machine: what it runs on has nothing to do with this one."""
     config = load_config(None, ["host.capacity=512MiB", "host.min_free=0", "nvme.capacity=1GiB"])
     ttl_s = settings.ttl_s or 0
-    below_bytes = settings.capacities[1] if len(settings.capacities) > 1 else 0
+    first_bytes, *more = settings.capacities
+    below_bytes = more.pop() if more else 0
+    memory = tuple(
+        MemorySection(f"memory-{number}", nbytes, 0, 1, config.nvme.policy, ttl_s, -1)
+        for number, nbytes in enumerate(more, 1)
+    )
     return replace(
         config,
         host=replace(
-            config.host, capacity_bytes=settings.capacities[0], policy=settings.policy, ttl_s=ttl_s,
+            config.host, capacity_bytes=first_bytes, policy=settings.policy, ttl_s=ttl_s,
             keep_worth=settings.keep_worth,
         ),
+        memory=memory,
         nvme=replace(
             config.nvme, enabled=below_bytes > 0, capacity_bytes=below_bytes, ttl_s=ttl_s,
             policy=settings.policy_below or config.nvme.policy, admission=settings.admission, endurance_bytes_per_day=0,
@@ -90,19 +98,22 @@ class NodeStore:
         self.to_engine = Lane(f"{top}→engine", first, link)
         self.from_engine = Lane(f"engine→{top}", link, first)
         self.lanes = [self.to_engine, self.from_engine]
-        below = None
-        host = SimulatedTier(first, settings.capacities[0], loop, self.from_engine, self.to_engine)
-        if rest:
-            name = rest[0].spec.name
-            up, down = Lane(f"{name}→{top}", rest[0], first), Lane(f"{top}→{name}", first, rest[0])
+        self.tiers = [SimulatedTier(first, settings.capacities[0], loop, self.from_engine, self.to_engine)]
+        above = first
+        for medium, nbytes in zip(rest, settings.capacities[1:], strict=True):
+            name, is_last = medium.spec.name, medium is rest[-1]
+            source = first if is_last else above  # blocks are written to the last one from the first, mostly
+            up, down = Lane(f"{name}→{top}", medium, first), Lane(f"{source.spec.name}→{name}", source, medium)
             self.lanes += [up, down]
-            below = SimulatedTier(rest[0], settings.capacities[1], loop, down, up)
-        self.tiers = [host] if below is None else [host, below]
+            self.tiers.append(SimulatedTier(medium, nbytes, loop, down, up))
+            above = medium
+        host, *memory = self.tiers
+        below = memory.pop() if memory else None
         config = config_of(settings)
         self.store = Store(
             config, clock, CompletionQueue(loop), make_residency(config),
             cast(HostTier, host),  # all that the store asks of it is what a simulated tier has
-            below,
+            below, memory,
         )  # fmt: skip
         self.wait_s = config.movement.acquire_wait_ms / 1000
         self._tenants = [self.store.residency.tenant(f"tenant-{number}") for number in range(tenants)]
@@ -115,9 +126,10 @@ class NodeStore:
         store = self.store
         for row in reversed(self._run(visit)[in_pool:]):
             if not store.residency.has(row, MAPPED):
+                source = store.residency.fastest(row)
                 if not store.promoter.prefetch(row):
                     break
-                visit.fetched.add(store.residency.token(row))
+                visit.fetched[store.residency.token(row)] = source
 
     def begin_get(self, visit: Visit, arrived: Callable[[int], None]) -> None:
         """Pin and lease what the store has of the chain beyond the engine's own blocks, and begin to promote what is
@@ -133,8 +145,8 @@ class NodeStore:
         visit.pinned = [residency.token(row) for row in rows]
         mapped = [row for row in rows if residency.has(row, MAPPED)]
         visit.ready += [residency.has(row, MAPPED) for row in rows]
-        visit.mapped = sum(residency.token(row) not in visit.fetched for row in mapped)
-        visit.below = len(rows) - visit.mapped
+        tiers = Counter(visit.fetched.get(residency.token(row), residency.fastest(row)) for row in rows)
+        visit.found = [tiers[position] for position in range(len(self.tiers))]
         if mapped:
             self._lease(visit, mapped)
             arrived(len(mapped))

@@ -50,17 +50,21 @@ def replay_recorded(trace: Trace, config: Config, slot_bytes: int, start_ns: int
 class _RecordedStore:
     def __init__(self, trace: Trace, config: Config, slot_bytes: int, clock: ManualClock, loop: VirtualLoop) -> None:
         self._trace, self._clock, self._slot_bytes = trace, clock, slot_bytes
-        engine, host, nvme = (Medium(_spec(name)) for name in ("engine", "host", "nvme"))
+        engine, host = Medium(_spec("engine")), Medium(_spec("host"))
+
+        def tier(name: str, capacity_bytes: int) -> SimulatedTier:
+            medium = Medium(_spec(name))
+            up, down = Lane(f"{name}→host", medium, host), Lane(f"host→{name}", host, medium)
+            return SimulatedTier(medium, capacity_bytes, loop, down, up)
+
         dram = SimulatedTier(
             host, config.host.capacity_bytes, loop, Lane("engine→host", engine, host), Lane("host→engine", host, engine)
-        )
-        disk = SimulatedTier(
-            nvme, config.nvme.capacity_bytes, loop, Lane("host→nvme", host, nvme), Lane("nvme→host", nvme, host)
         )
         self._store = Store(
             config, clock, CompletionQueue(loop), make_residency(config),
             cast(HostTier, dram),  # all that the store asks of it is what a simulated tier has
-            disk if config.nvme.enabled else None,
+            tier("nvme", config.nvme.capacity_bytes) if config.nvme.enabled else None,
+            [tier(section.name, section.capacity_bytes) for section in config.memory],
         )  # fmt: skip
 
     async def run(self) -> Recorded:

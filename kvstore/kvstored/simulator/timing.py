@@ -73,7 +73,7 @@ class TimingStudy:
     def run(self, progress: Progress) -> Iterator[Timed]:
         """Results as they are ready: the engine alone, the baselines (with one tier they are one), then what is
         compared with them."""
-        runs = [(plan, PLAIN_POLICY, "always") for plan in (ENGINE_ALONE, *BASELINES[: len(self.tiers)])]
+        runs = [(plan, PLAIN_POLICY, "always") for plan in (ENGINE_ALONE, *BASELINES[: min(2, len(self.tiers))])]
         runs += [(ORCHESTRATED, policy, admission) for policy in self.policies for admission in self.admissions]
         runs += [(ABLATIONS[part], self.policies[0], self.admissions[0]) for part in self.without]
         for plan, policy, admission in runs:
@@ -154,8 +154,8 @@ class TimingStudy:
     def _hits_by_tier(self, visits: Sequence[Visit]) -> dict[str, int]:
         """Where blocks were that somebody had, whether or not they were computed again in the end."""
         found = {ENGINE: sum(visit.in_pool for visit in visits)}
-        for (name, _), what in zip(self.tiers, ("mapped", "below"), strict=False):
-            found[name] = sum(getattr(visit, what) for visit in visits)
+        for position, (name, _) in enumerate(self.tiers):
+            found[name] = sum(visit.found[position] for visit in visits if visit.found)
         return found
 
     def _lanes(self, node: Node) -> dict[str, int]:

@@ -10,8 +10,8 @@ from kvstored.simulator.trace import Op
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """Times are the virtual clock's. Of `blocks`, `in_pool` were in the engine's memory, `mapped` in the store's first
-    tier and `below` in its second; of those in the store, `recomputed` were computed again because that was faster.
+    """Times are the virtual clock's. Of `blocks`, `in_pool` were in the engine's memory and `found[position]` in
+    each of the store's tiers; of those in the store, `recomputed` were computed again because that was faster.
     """
 
     number: int
@@ -26,8 +26,7 @@ class Visit:
     end_ns: int = -1  # -1: not served
     prefill_ns: int = 0  # computing what nobody had
     in_pool: int = 0
-    mapped: int = 0
-    below: int = 0
+    found: list[int] = field(default_factory=list)
     recomputed: int = 0
     given_up: int = 0  # of those: waited for in vain
     overhead_ns: int = 0
@@ -36,7 +35,7 @@ class Visit:
     rows: list[int] | None = None  # of the pool, held
     pinned: list[int] = field(default_factory=list)  # tokens of the store's rows
     ready: list[bool] = field(default_factory=list)  # by block that somebody had: its bytes are mapped, or computed
-    fetched: set[int] = field(default_factory=set)  # tokens of rows that it had fetched from below
+    fetched: dict[int, int] = field(default_factory=dict)  # by token of rows that were prefetched for it: the tier
     is_loading: bool = False
     raced_s: float = 0.0  # spent on computing while blocks were loaded
     copied_ns: int = 0  # when the last copy to the engine that was begun ends
@@ -50,7 +49,7 @@ class Visit:
     @property
     def hits(self) -> int:
         """Blocks that did not have to be computed."""
-        return self.in_pool + self.mapped + self.below - self.recomputed
+        return self.in_pool + sum(self.found) - self.recomputed
 
     @property
     def is_served(self) -> bool:
