@@ -33,7 +33,6 @@ from kvstored.assembly import Store, make_residency
 from kvstored.clock import NS_PER_MS, Clock, SystemClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
-from kvstored.config.schema import MemorySection
 from kvstored.dataplane.handshake import HandshakeServer
 from kvstored.dataplane.lookup_index import LookupIndexes
 from kvstored.dataplane.reception import Reception
@@ -44,6 +43,7 @@ from kvstored.fresh_directories import FreshDirectories
 from kvstored.instance import AlreadyRunning, InstanceLock, who_else_can_change
 from kvstored.integrity import Integrity
 from kvstored.maintenance import Maintenance
+from kvstored.memory_tiers import open_memory, place_of
 from kvstored.movement.pressure import HostSizer
 from kvstored.movement.resize import SlabsBack, TierResize
 from kvstored.notify import notify
@@ -258,7 +258,9 @@ class Daemon:
         self._nvme = self._open_nvme(residency, forget=keyring.nvme_is_lost) if config.nvme.enabled else None
         keyring.settle()  # with what `TenantDirectory` claimed
         adopted = self._adopt(host, residency)
-        memory = [self._open_memory(section) for section in config.memory]
+        memory = [open_memory(section) for section in config.memory]
+        for tier in memory:
+            self._stack.callback(tier.close)
         self._store = Store(config, self._clock, self._completions, residency, host, self._nvme, memory)
         self._former = self._restore_clients(adopted)
         self._stack.push_async_callback(self._store.endurance.close)
@@ -287,14 +289,6 @@ class Daemon:
             raise StartupError("host.staging does not fit host.capacity")
         if self._warm is not None and not tier.charge(LEDGER_BYTES, "ledger"):
             raise StartupError('host.capacity is too small for host.warm_restart; raise it or set warm_restart = "off"')
-        return tier
-
-    def _open_memory(self, section: MemorySection) -> HostTier:
-        tier = HostTier(
-            section.capacity_bytes, arena_bytes=section.arena_bytes, copy_threads=section.copy_threads,
-            name=section.name, numa_node=section.numa_node,
-        )  # fmt: skip
-        self._stack.callback(tier.close)
         return tier
 
     def _close_host(self, tier: HostTier) -> None:
@@ -558,7 +552,7 @@ class Daemon:
 
     def _parts(self) -> Parts:
         store = self._store
-        paths = ["memfd arenas", *(_where(section) for section in self.config.memory)]
+        paths = ["memfd arenas", *(place_of(section) for section in self.config.memory)]
         paths += [str(self.config.nvme.path)] if store.nvme is not None else []
         return Parts(
             self.config, self._clock, store.residency, store.tiers, store.policies, paths, self._sessions,
@@ -586,10 +580,6 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 def _report_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("%s ended", task.get_name(), exc_info=task.exception())
-
-
-def _where(section: MemorySection) -> str:
-    return f"memory of NUMA node {section.numa_node}" if section.numa_node >= 0 else "memory"
 
 
 async def _nothing_to_sync() -> bool:

@@ -213,7 +213,7 @@ def test_a_damaged_dram_copy_is_read_again_from_nvme(mode: str) -> None:
         status = daemon.status()
         assert (status.counters["corrupt_blocks"], status.counters["promoted_blocks"]) == (1, 1)
         assert status.counters["verified_reads"] == 4
-        assert "is damaged in DRAM" in daemon.log
+        assert "is damaged in tier host" in daemon.log
         assert fetch(daemon, 1, 4)[0] == 4
         again = daemon.status().counters["verified_reads"] - 4
         assert again == (1 if mode == "first" else 4)

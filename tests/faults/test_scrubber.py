@@ -64,7 +64,7 @@ def test_damage_is_found_before_anybody_reads(daemon: RunningDaemon) -> None:
         assert (found.blocks, found.reason) == (2, "corrupt")
     (slot,) = daemon.ask("Quarantine", pb.QuarantineRequest()).slots
     assert slot.reason == "the payload's checksum does not hold"
-    assert daemon.log.count("is damaged on NVMe") == 1
+    assert daemon.log.count("is damaged in tier nvme") == 1
     assert daemon.status().counters["corrupt_blocks"] == 1
 
 

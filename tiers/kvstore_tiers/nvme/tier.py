@@ -338,7 +338,7 @@ class NvmeTier(Tier):
         slab = self._space.slabs.get(location.slab) if location else None
         if slab is None or location is None or slab.generations[location.index] != location.generation:
             return None
-        return slab.slot(location.index)
+        return slab.slot(location.index) if slab.states[location.index] else None  # else it was freed since
 
     def statistics(self) -> TierStatistics:
         space = self._space

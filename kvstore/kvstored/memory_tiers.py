@@ -1,0 +1,22 @@
+"""The tiers of slower memory that the configuration names: opening them, and how listings name their place."""
+
+from __future__ import annotations
+
+from kvstore_tiers.host import HostTier
+from kvstored.config.schema import MemorySection
+
+
+def open_memory(section: MemorySection) -> HostTier:
+    """An empty tier; it takes memory as it is filled."""
+    return HostTier(
+        section.capacity_bytes,
+        arena_bytes=section.arena_bytes,
+        copy_threads=section.copy_threads,
+        name=section.name,
+        numa_node=section.numa_node,
+    )
+
+
+def place_of(section: MemorySection) -> str:
+    """Where its blocks are, for a listing."""
+    return f"memory of NUMA node {section.numa_node}" if section.numa_node >= 0 else "memory"
