@@ -20,10 +20,10 @@ from pathlib import Path
 from support.daemons_order import in_daemons_order, with_answers, without_prompts
 from support.report import Row, progress, table
 
-from kvstored.policies import resolve
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace
+from kvstored.store.policies import resolve
 
 
 def told(trace: Trace) -> Iterator[tuple[str, str, Trace]]:

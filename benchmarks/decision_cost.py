@@ -39,10 +39,10 @@ from support.report import Row, progress, table, within
 from support.timing import percentile
 from support.traces import write_agents, write_chat
 
-from kvstored.policies import resolve
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
+from kvstored.store.policies import resolve
 
 CAPACITY = 0.05
 LIMIT_US = 5.0

@@ -1,7 +1,7 @@
 """Fit the model file that ships with the policy chain-hazard, on traces.
 
     benchmarks/fit_chain_hazard.py --chat conversation.jsonl.gz --chat arxiv.jsonl.gz --agent claude_code.jsonl.gz \
-        --write kvstore/kvstored/policies/chains/chain_hazard.json
+        --write kvstore/kvstored/store/policies/chains/chain_hazard.json
 
 Each trace is replayed once with the production policy, learning without forgetting, in a tier so large that little is
 evicted; the counts of its hazard tables are the model. Chat traces are Mooncake's format; of agent traces (Claude
@@ -14,14 +14,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvstored.policies.chain_hazard import ChainHazard
-from kvstored.policies.chains.following import COLD_ORDERS, PRIOR_ORDERS
-from kvstored.policies.chains.hazards import Ladder
-from kvstored.policies.chains.prior import Prior, write
 from kvstored.policy_names import POLICIES
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace
+from kvstored.store.policies.chain_hazard import ChainHazard
+from kvstored.store.policies.chains.following import COLD_ORDERS, PRIOR_ORDERS
+from kvstored.store.policies.chains.hazards import Ladder
+from kvstored.store.policies.chains.prior import Prior, write
 
 _ROOMY = 0.2
 _LEAST_USES = 4

@@ -40,9 +40,9 @@ from study.tables import CLAIRVOYANT, LRU, Book, Line, compute_lines, gain_lines
 from study.words import as_csv, hits_text, lines_text
 from support.report import progress
 
-from kvstored.policies import POLICIES
 from kvstored.simulator.hints import parse_hints
 from kvstored.simulator.trace import TraceError
+from kvstored.store.policies import POLICIES
 
 HITS, COMPUTE, HINTED, ORACLE, REFERENCE = SECTIONS = ("hits", "compute", "hints", "oracle", "reference")
 CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.25)

@@ -29,10 +29,10 @@ from support.report import AT_LEAST, Row, progress, table, within
 from support.timing import percentile
 from support.traces import write_agents, write_chat
 
-from kvstored.policies import resolve
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace
+from kvstored.store.policies import resolve
 
 CAPACITY = 0.05
 WANTED = {"lru": 250_000.0, "best": 100_000.0}

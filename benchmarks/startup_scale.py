@@ -48,7 +48,7 @@ from support.timing import median, time_once
 
 from kvstore_client import BlockKeys
 from kvstore_tiers.nvme import NvmeTier
-from kvstored.tenants.directory import tenant_digest
+from kvstored.clients.tenants.directory import tenant_digest
 
 BLOCKS = 1_000_000
 QUICK_BLOCKS = 100_000

@@ -32,7 +32,7 @@ MODULES = {  # module -> its public names, in the order of the page
     ),
     "kvstore_client.aio": ("connect", "AsyncSession"),
     "kvstore_tiers.base": ("Tier", "Slot", "Segment", "Outcome"),
-    "kvstored.policies.base": ("Policy",),
+    "kvstored.store.policies.base": ("Policy",),
 }
 _HEAD = """# API reference
 

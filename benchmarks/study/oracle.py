@@ -15,13 +15,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvstored.policies import ChainHint, RequestContext
-from kvstored.policies.chain_hazard import ChainHazard
-from kvstored.policies.chains.following import COLD_ORDERS
-from kvstored.policies.chains.hazards import Ladder
 from kvstored.policy_names import POLICIES
 from kvstored.simulator.future import next_uses
 from kvstored.simulator.trace import Trace
+from kvstored.store.policies import ChainHint, RequestContext
+from kvstored.store.policies.chain_hazard import ChainHazard
+from kvstored.store.policies.chains.following import COLD_ORDERS
+from kvstored.store.policies.chains.hazards import Ladder
 
 # Each by what it tells: whether, when (in classes), the very time, the answer.
 UNPRIMED = "no shipped tables"  # not an oracle: what is learnt on site alone

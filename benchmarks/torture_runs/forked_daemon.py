@@ -34,8 +34,8 @@ from torture_runs.child_process import end_with_parent, start_child
 
 PROGRAM = "kvstored"
 PREPARED = (
-    "kvstored.cli", "kvstored.daemon", "kvstore_tiers.nvme.tier", "kvstored.policies.chain_hazard",
-    "kvstored.policies.lfu_ttl", "kvstored.policies.lru",
+    "kvstored.cli", "kvstored.daemon", "kvstore_tiers.nvme.tier", "kvstored.store.policies.chain_hazard",
+    "kvstored.store.policies.lfu_ttl", "kvstored.store.policies.lru",
 )  # fmt: skip
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_ORDER = 1 << 18

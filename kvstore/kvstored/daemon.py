@@ -29,42 +29,42 @@ from kvstore_tiers.nvme.directory import TierDirectory, make_directory
 from kvstore_tiers.nvme.errors import DirectoryError
 from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstored import __version__
-from kvstored.assembly import Store, make_residency
+from kvstored.admin.accounts import Accounts
+from kvstored.admin.block_list import BlockList
+from kvstored.admin.block_totals import BlockTotals
+from kvstored.admin.drop import Drop
+from kvstored.admin.explain import Explain
+from kvstored.admin.history import HistoryView
+from kvstored.admin.lifetime import Lifetime, State
+from kvstored.admin.live_settings import LiveSettings
+from kvstored.admin.live_tenants import LiveTenants
+from kvstored.admin.quarantine import Quarantine
+from kvstored.admin.reload import Reload
+from kvstored.admin.rename import RenameTenant
+from kvstored.admin.sampling import Sampler
+from kvstored.admin.settings import SettingsView
+from kvstored.admin.views import Parts, Views
+from kvstored.clients.handshake import HandshakeServer
+from kvstored.clients.lookup_index import LookupIndexes
+from kvstored.clients.reception import Reception
+from kvstored.clients.sessions import Session, SessionTable
+from kvstored.clients.staging import StagingPool
+from kvstored.clients.tenants import Peer, TenantDirectory
+from kvstored.clients.tenants.keyring import Keyring
+from kvstored.clients.tenants.reach import follow_users
+from kvstored.clients.tenants.tokens import load_tokens, names_in
 from kvstored.clock import NS_PER_MS, Clock, SystemClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
-from kvstored.dataplane.handshake import HandshakeServer
-from kvstored.dataplane.lookup_index import LookupIndexes
-from kvstored.dataplane.reception import Reception
-from kvstored.dataplane.sessions import Session, SessionTable
-from kvstored.dataplane.staging import StagingPool
-from kvstored.degraded.memory import MemoryWatch
-from kvstored.fresh_directories import FreshDirectories
-from kvstored.instance import AlreadyRunning, InstanceLock, who_else_can_change
-from kvstored.integrity import Integrity
-from kvstored.maintenance import Maintenance
-from kvstored.memory_tiers import open_memory, place_of
-from kvstored.movement.pressure import HostSizer
-from kvstored.movement.resize import SlabsBack, TierResize
-from kvstored.notify import notify
-from kvstored.operations.accounts import Accounts
-from kvstored.operations.block_list import BlockList
-from kvstored.operations.block_totals import BlockTotals
-from kvstored.operations.drop import Drop
-from kvstored.operations.explain import Explain
-from kvstored.operations.history import HistoryView
-from kvstored.operations.lifetime import Lifetime, State
-from kvstored.operations.live_settings import LiveSettings
-from kvstored.operations.live_tenants import LiveTenants
-from kvstored.operations.quarantine import Quarantine
-from kvstored.operations.reload import Reload
-from kvstored.operations.rename import RenameTenant
-from kvstored.operations.sampling import Sampler
-from kvstored.operations.settings import SettingsView
-from kvstored.operations.views import Parts, Views
+from kvstored.health.integrity import Integrity
+from kvstored.health.maintenance import Maintenance
+from kvstored.lifetime.fresh_directories import FreshDirectories
+from kvstored.lifetime.instance import AlreadyRunning, InstanceLock, who_else_can_change
+from kvstored.lifetime.notify import notify
+from kvstored.lifetime.recovery import drop_blocks, recover_blocks
+from kvstored.lifetime.warm import Adopted, FormerClients, KeeperError, open_warm
+from kvstored.lifetime.warm.ledger import LEDGER_BYTES
 from kvstored.process import end_without_order, raise_descriptor_limit, since_process_start_s
-from kvstored.recovery import drop_blocks, recover_blocks
-from kvstored.residency import Residency
 from kvstored.rpc import unary
 from kvstored.rpc.admin import AdminService, Looks
 from kvstored.rpc.direct_stream import DirectStreams
@@ -81,16 +81,16 @@ from kvstored.sockets import (
     prepare_directory,
     restrict_to_admins,
 )
+from kvstored.store.assembly import Store, make_residency
+from kvstored.store.blocks import Residency
+from kvstored.store.degraded.memory import MemoryWatch
+from kvstored.store.memory_tiers import open_memory, place_of
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.pressure import HostSizer
+from kvstored.store.transfer.resize import SlabsBack, TierResize
 from kvstored.telemetry import DeletionLog, Latencies, RecentMisses
-from kvstored.tenants import Peer, TenantDirectory
-from kvstored.tenants.keyring import Keyring
-from kvstored.tenants.reach import follow_users
-from kvstored.tenants.tokens import load_tokens, names_in
-from kvstored.tiering import MAPPED
 from kvstored.verbs import Delete, Get, Hints, Intake, Lending, LookUp, Storing, Verbs
 from kvstored.verbs.inline import InlineCalls
-from kvstored.warm import Adopted, FormerClients, KeeperError, open_warm
-from kvstored.warm.ledger import LEDGER_BYTES
 
 if TYPE_CHECKING:
     from kvstore_tiers.nvme.tier import NvmeTier

@@ -1,9 +1,9 @@
-"""What every eviction policy must do, whatever its order. See kvstored.policies.base for the obligations."""
+"""What every eviction policy must do, whatever its order. See kvstored.store.policies.base for the obligations."""
 
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import POLICIES, WITH_WORTH, Policy, PolicySettings, ResidencyClass, Share, create
+from kvstored.store.policies import POLICIES, WITH_WORTH, Policy, PolicySettings, ResidencyClass, Share, create
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 
 S = 1_000_000_000
@@ -269,7 +269,7 @@ def test_what_is_kept_by_worth_leaves_leaves_first(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["policy", "admission"])
 def test_an_unknown_name_is_refused_with_the_known_ones(kind: str) -> None:
-    from kvstored.policies import create_admission
+    from kvstored.store.policies import create_admission
 
     make = create if kind == "policy" else create_admission
     wrong = "lruu" if kind == "policy" else "alway"

@@ -32,7 +32,7 @@ BLOCKS = 8
 def holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     """The service, which daemons that are started from here on use. NOTIFY_SOCKET stands for a unit."""
     path = tmp_path / "holder-service.sock"
-    process = subprocess.Popen([sys.executable, "-m", "kvstored.holder", "--stay", "--path", str(path)])
+    process = subprocess.Popen([sys.executable, "-m", "kvstored.lifetime.holder", "--stay", "--path", str(path)])
     assert eventually(path.is_socket)
     monkeypatch.setenv("KVSTORED_HOLDER", str(path))
     yield process

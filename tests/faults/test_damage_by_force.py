@@ -12,10 +12,10 @@ import pytest
 from kvstore_tiers.base import Slot
 from kvstore_tiers.wrap.faulty import Fault
 from kvstored.clock import SystemClock
-from kvstored.dataplane.leases import LeaseTable
+from kvstored.health.maintenance import TICK_S, Maintenance
 from kvstored.lifecycle import Cause
-from kvstored.maintenance import TICK_S, Maintenance
-from kvstored.residency import check
+from kvstored.store.blocks import check
+from kvstored.store.leases import LeaseTable
 from kvstored.telemetry import Counters
 from tests.faults.test_degraded_nvme import over_a_store
 from tests.reference.small_store import FAR_S, SLOT_BYTES, SmallStore

@@ -12,12 +12,12 @@ from pathlib import Path
 from kvstore_tiers.base import TierState
 from kvstore_tiers.failures import ERRORS_IN_A_ROW
 from kvstore_tiers.wrap.faulty import Fault, gone, hung
-from kvstored.degraded import Mode
-from kvstored.degraded.breaker import LAST_PROBE_S, STALL_S, SYNC_ERRORS_IN_A_ROW
+from kvstored.health.scrub.verification import Verification
 from kvstored.lifecycle import Cause
-from kvstored.movement.promote import LEAST_PATIENCE_MS, PATIENCE
-from kvstored.movement.refusals import Refusal
-from kvstored.scrub.verification import Verification
+from kvstored.store.degraded import Mode
+from kvstored.store.degraded.breaker import LAST_PROBE_S, STALL_S, SYNC_ERRORS_IN_A_ROW
+from kvstored.store.transfer.promote import LEAST_PATIENCE_MS, PATIENCE
+from kvstored.store.transfer.refusals import Refusal
 from tests.reference.small_store import FAR_S, SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 
@@ -273,7 +273,7 @@ async def test_each_transition_is_said_once(small: SmallStore) -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("kvstored.degraded.modes")
+    logger = logging.getLogger("kvstored.store.degraded.modes")
     logger.addHandler(handler)
     told: list[str] = []
     small.store.modes.on_change.append(told.append)

@@ -11,7 +11,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.wrap.faulty import Fault, hung
 from kvstored.clock import NS_PER_S
-from kvstored.residency import check
+from kvstored.store.blocks import check
 from tests.reference.small_store import SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 
@@ -399,10 +399,10 @@ def test_one_question_within_containers_takes_no_longer_than_a_piece(name: str) 
     import time
 
     from kvstored.clock import ManualClock
-    from kvstored.movement.cut_off import CutOff
-    from kvstored.movement.victims import AllBut, Victims
-    from kvstored.policies import create
-    from kvstored.residency import Residency
+    from kvstored.store.blocks import Residency
+    from kvstored.store.policies import create
+    from kvstored.store.transfer.cut_off import CutOff
+    from kvstored.store.transfer.victims import AllBut, Victims
 
     residency, rows = Residency(["host"]), 4000
     policy, tenant = create(name, residency, 0), residency.tenant("t")
@@ -487,7 +487,7 @@ def test_an_orphan_goes_without_asking_whether_it_is_worth_more_than_the_newcome
 
 
 def test_one_put_evicts_no_more_than_promised_when_its_tenant_is_over_its_maximum(tmp_path: Path) -> None:
-    from kvstored.policies.base import Share
+    from kvstored.store.policies.base import Share
 
     async def scenario(small: SmallStore) -> None:
         small.disk.plan(Fault("write", "fail"))

@@ -12,9 +12,9 @@ import pytest
 
 from kvstored import daemon
 from kvstored.exits import EXIT_HANGS
-from kvstored.scrub import scrubber
-from kvstored.scrub.scrubber import Scrubber
-from kvstored.scrub.worker import Settings
+from kvstored.health.scrub import scrubber
+from kvstored.health.scrub.scrubber import Scrubber
+from kvstored.health.scrub.worker import Settings
 from tests.reference.hanging_daemon import LIMIT_VARIABLE, HangingDaemon
 from tests.reference.running_daemon import ended_with, model, payloads_of, tokens_of
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.operations.block_list import ORDERS, BlockList
-from kvstored.operations.block_totals import BlockTotals
-from kvstored.residency import listing
+from kvstored.admin.block_list import ORDERS, BlockList
+from kvstored.admin.block_totals import BlockTotals
+from kvstored.store.blocks import listing
 from tests.reference.blocks import Shelf, key
 
 NOW_NS = 10**12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from kvstored.policies.chain_hazard import ChainHazard
+from kvstored.store.policies.chain_hazard import ChainHazard
 from tests.property.test_policies_model import HOST, AnyPolicy
 from tests.reference.examples import examples
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstored.clock import NS_PER_S
-from kvstored.endurance.budget import DAY_S, BurstBudget, Moment, SavedBudget, Verdict
+from kvstored.store.endurance.budget import DAY_S, BurstBudget, Moment, SavedBudget, Verdict
 from tests.reference.examples import examples
 
 RATES = st.sampled_from([1 << 20, 16 << 20, 1 << 30])

@@ -18,7 +18,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.driving import block, finish
 from kvstored.clock import NS_PER_S
-from kvstored.residency.check import check
+from kvstored.store.blocks.check import check
 from tests.reference.small_store import SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 

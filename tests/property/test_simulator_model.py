@@ -7,11 +7,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstored.policies import ADMISSIONS, POLICIES
-from kvstored.residency import check
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.reuse import NEVER, curves, reuse_distances
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
+from kvstored.store.blocks import check
+from kvstored.store.policies import ADMISSIONS, POLICIES
 from tests.reference.traces import Requests, plain_hits, sessions, trace_of
 
 seeds = st.integers(0, 10**6)

@@ -24,16 +24,16 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.driving import finish, get
+from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import SystemClock
-from kvstored.dataplane.leases import LeaseTable
 from kvstored.lifecycle import Cause
-from kvstored.residency import Residency
+from kvstored.lifetime.warm.clients import FormerClients, start_ticks
+from kvstored.lifetime.warm.keeper import Keeper
+from kvstored.lifetime.warm.ledger import Ledger
+from kvstored.lifetime.warm.restart import LEDGER_NAME, WarmRestart
+from kvstored.store.blocks import Residency
+from kvstored.store.leases import LeaseTable
 from kvstored.telemetry import Counters
-from kvstored.tenants import TenantDirectory
-from kvstored.warm.clients import FormerClients, start_ticks
-from kvstored.warm.keeper import Keeper
-from kvstored.warm.ledger import Ledger
-from kvstored.warm.restart import LEDGER_NAME, WarmRestart
 from tests.reference.tiers import HOST
 
 ARENA = 128 << 10

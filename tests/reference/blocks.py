@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
-from kvstored.residency import Residency
+from kvstored.store.blocks import Residency
 
 BLOCK_BYTES = 8192
 

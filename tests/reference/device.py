@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from kvstored.movement.lane import Accepted, Lane, Priority
+from kvstored.store.transfer.lane import Accepted, Lane, Priority
 
 NS = 1_000_000_000
 

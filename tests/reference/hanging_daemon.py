@@ -12,7 +12,7 @@ from kvstore_tiers.base import Tier
 from kvstore_tiers.wrap.faulty import FaultyTier, hung
 from kvstored import daemon
 from kvstored.cli import main
-from kvstored.residency import Residency
+from kvstored.store.blocks import Residency
 from tests.reference.running_daemon import RunningDaemon
 
 LIMIT_VARIABLE = "KVSTORED_TEST_STOP_LIMIT_S"

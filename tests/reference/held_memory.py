@@ -33,6 +33,6 @@ def holder_pid(state_dir: Path) -> int:
             arguments = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"kvstored.holder" in arguments and wanted in arguments:
+        if b"kvstored.lifetime.holder" in arguments and wanted in arguments:
             return int(process.name)
     return 0

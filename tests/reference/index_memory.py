@@ -11,7 +11,7 @@ from kvstore_client.handshake import GrantedIndex
 from kvstore_client.lookup_index import LookupIndex, map_index
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.lookup_index import IndexLayout, IndexState
-from kvstored.dataplane.lookup_index import IndexTable
+from kvstored.clients.lookup_index import IndexTable
 
 TENANT = bytes(range(16))
 

@@ -24,11 +24,11 @@ from kvstore_tiers.testing.driving import finish
 from kvstore_tiers.testing.powerloss import Recording
 from kvstore_tiers.testing.powerloss.judge import Verdict
 from kvstore_tiers.testing.powerloss.promises import Promises
+from kvstored.clients.tenants import TenantDirectory
+from kvstored.clients.tenants.keyring import Keyring
 from kvstored.clock import SystemClock
-from kvstored.recovery import recover_blocks
-from kvstored.residency import Residency
-from kvstored.tenants import TenantDirectory
-from kvstored.tenants.keyring import Keyring
+from kvstored.lifetime.recovery import recover_blocks
+from kvstored.store.blocks import Residency
 from tests.reference.running_daemon import RunningDaemon, model, payloads_of, tokens_of
 from tests.reference.tiers import NVME, TIER_NAMES
 

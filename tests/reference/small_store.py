@@ -20,11 +20,11 @@ from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.driving import block
 from kvstore_tiers.wrap.faulty import FaultyTier
-from kvstored.assembly import Store, make_residency
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
-from kvstored.movement.lane import Priority
+from kvstored.store.assembly import Store, make_residency
+from kvstored.store.transfer.lane import Priority
 from tests.reference.tiers import HOST
 
 PAYLOAD_BYTES = 10_000

@@ -14,7 +14,7 @@ import pytest
 
 from kvstored.config import ConfigError, load_config, reference_text
 from kvstored.config.schema import Config
-from kvstored.policies import ADMISSIONS, BEST, POLICIES, resolve
+from kvstored.store.policies import ADMISSIONS, BEST, POLICIES, resolve
 from tests.tidy.tree import PACKAGES, ROOT, modules
 
 _SETTINGS = [

@@ -18,7 +18,7 @@ from kvstore_proto.identity import BlockKeys
 from kvstore_proto.lookup_index import BUCKET_BYTES, HEADER_BYTES, LIVE, LIVE_OFFSET, IndexState
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.dataplane.lookup_index import IndexTable
+from kvstored.clients.lookup_index import IndexTable
 from tests.reference.fake_daemon import FakeDaemon
 from tests.reference.index_memory import image_of, index_over, key_of, reader_of, run_of, table_of
 

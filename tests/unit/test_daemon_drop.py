@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.wrap.faulty import Fault
-from kvstored.operations.drop import Drop
+from kvstored.admin.drop import Drop
 from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvstored.admin.sampling import NAMED_TENANTS, OTHER_TENANTS, Sampler
 from kvstored.clock import ManualClock
-from kvstored.operations.sampling import NAMED_TENANTS, OTHER_TENANTS, Sampler
 from kvstored.telemetry import Flows
 from kvstored.telemetry.history import (
     MAX_SERIES,

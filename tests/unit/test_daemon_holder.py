@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstored.lifetime.warm import holder_keeper
+from kvstored.lifetime.warm.holder_keeper import HolderKeeper
+from kvstored.lifetime.warm.keeper import KeeperError
+from kvstored.lifetime.warm.keepers import choose_keeper
 from kvstored.passing import receive_packet, send_packet
-from kvstored.warm import holder_keeper
-from kvstored.warm.holder_keeper import HolderKeeper
-from kvstored.warm.keeper import KeeperError
-from kvstored.warm.keepers import choose_keeper
 from tests.reference.held_memory import held_memory, holder_pid
 from tests.reference.running_daemon import eventually
 
@@ -283,7 +283,7 @@ def test_it_outlives_the_process_that_started_it(place: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from kvstored.warm.holder_keeper import HolderKeeper
+from kvstored.lifetime.warm.holder_keeper import HolderKeeper
 keeper = HolderKeeper(Path({str(place)!r}), 60.0)
 descriptor = os.memfd_create("test")
 os.write(descriptor, b"kept")

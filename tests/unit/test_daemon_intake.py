@@ -14,12 +14,12 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.sessions import Session
+from kvstored.clients.staging import Staging
+from kvstored.clients.tenants import Peer, Tenant
 from kvstored.config.schema import TenantSection
-from kvstored.dataplane.sessions import Session
-from kvstored.dataplane.staging import Staging
-from kvstored.residency import Residency
-from kvstored.residency.check import check
-from kvstored.tenants import Peer, Tenant
+from kvstored.store.blocks import Residency
+from kvstored.store.blocks.check import check
 from kvstored.verbs import Intake, Lending, Storing, intake
 from tests.reference.small_store import SmallStore, small_store
 from tests.reference.tiers import HOST

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore_tiers.base import Slot
 from kvstored.clock import ManualClock
-from kvstored.dataplane.leases import LeaseTable
+from kvstored.store.leases import LeaseTable
 from tests.reference.examples import examples
 
 SLOT_BYTES = 8192

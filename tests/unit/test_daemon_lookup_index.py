@@ -15,8 +15,8 @@ from kvstore_client.lookup_index import LookupIndex, map_index
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.lookup_index import ABSENT, BUCKET_BYTES, HEADER_BYTES, UNKNOWN
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.dataplane import lookup_index
-from kvstored.dataplane.lookup_index import LookupIndexes
+from kvstored.clients import lookup_index
+from kvstored.clients.lookup_index import LookupIndexes
 from kvstored.lifecycle import Cause
 from tests.reference.blocks import Shelf, pack
 from tests.reference.index_memory import image_of, key_of, reader_of, run_of, table_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
-from kvstored.residency.ghost import Ghost
+from kvstored.store.blocks.ghost import Ghost
 from kvstored.telemetry import RecentMisses
 
 

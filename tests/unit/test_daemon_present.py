@@ -13,10 +13,10 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.failures import ERRORS_IN_A_ROW
 from kvstore_tiers.wrap.faulty import Fault, gone
-from kvstored.degraded import Mode
-from kvstored.endurance import Verdict
-from kvstored.movement import group_commit
-from kvstored.movement.refusals import Refusal
+from kvstored.store.degraded import Mode
+from kvstored.store.endurance import Verdict
+from kvstored.store.transfer import group_commit
+from kvstored.store.transfer.refusals import Refusal
 from kvstored.verbs.present import Present
 from tests.reference.small_store import FAR_S, small_store
 from tests.reference.tiers import HOST, NVME

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstored.instance import AlreadyRunning, InstanceLock, who_else_can_change
-from kvstored.notify import notify, watchdog_interval_s
+from kvstored.lifetime.instance import AlreadyRunning, InstanceLock, who_else_can_change
+from kvstored.lifetime.notify import notify, watchdog_interval_s
 from kvstored.sockets import SocketError, clear_stale, listen_seqpacket, prepare_directory
 
 

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from kvstored.dataplane.staging import Staging, StagingPool
+from kvstored.clients.staging import Staging, StagingPool
 
 PAGE = 4096
 PAGES = 16

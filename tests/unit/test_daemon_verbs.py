@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.dataplane.sessions import SessionTable
+from kvstored.clients.sessions import SessionTable
 from kvstored.verbs.lookup import usable_blocks
 from kvstored.verbs.validate import keys_of, known_group, payload_size
 

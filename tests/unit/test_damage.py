@@ -12,11 +12,11 @@ from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot
 from kvstore_tiers.memory import MemoryTier
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
-from kvstored.movement.cut_off import CutOff
-from kvstored.movement.damage import QUIET_S, Damage
-from kvstored.policies import Share, create
-from kvstored.residency import check
-from kvstored.residency.orphans import find, snapshot
+from kvstored.store.blocks import check
+from kvstored.store.blocks.orphans import find, snapshot
+from kvstored.store.policies import Share, create
+from kvstored.store.transfer.cut_off import CutOff
+from kvstored.store.transfer.damage import QUIET_S, Damage
 from kvstored.telemetry import Counters
 from tests.reference.blocks import Shelf, key
 from tests.reference.tiers import HOST, NVME

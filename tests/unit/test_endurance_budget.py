@@ -12,13 +12,13 @@ import pytest
 
 from kvstore_tiers import failpoints
 from kvstored.clock import NS_PER_S, ManualClock
-from kvstored.endurance import BurstBudget, EnduranceAccount, SavedBudget, Verdict
-from kvstored.endurance.budget import DAY_S, MIN_CHUNK_BYTES, Moment
-from kvstored.endurance.cost import OVERHEAD_BYTES, medium_bytes
-from kvstored.endurance.file import FILE_NAME, BudgetFile
-from kvstored.endurance.shares import FairShares
-from kvstored.movement.gate import WriteGate
-from kvstored.movement.refusals import Refusal, Refusals
+from kvstored.store.endurance import BurstBudget, EnduranceAccount, SavedBudget, Verdict
+from kvstored.store.endurance.budget import DAY_S, MIN_CHUNK_BYTES, Moment
+from kvstored.store.endurance.cost import OVERHEAD_BYTES, medium_bytes
+from kvstored.store.endurance.file import FILE_NAME, BudgetFile
+from kvstored.store.endurance.shares import FairShares
+from kvstored.store.transfer.gate import WriteGate
+from kvstored.store.transfer.refusals import Refusal, Refusals
 from kvstored.telemetry import Counters
 from tests.reference.blocks import BLOCK_BYTES, Shelf
 from tests.reference.tiers import NVME

@@ -12,8 +12,8 @@ import pytest
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
 from kvstore_tiers.memory import MemoryTier
 from kvstored.completions import CompletionQueue
-from kvstored.movement import group_commit
-from kvstored.movement.group_commit import GroupCommit
+from kvstored.store.transfer import group_commit
+from kvstored.store.transfer.group_commit import GroupCommit
 from kvstored.telemetry import Counters
 
 DONE, FAILED = Outcome(OutcomeKind.DONE), Outcome(OutcomeKind.FAILED, message="refused")

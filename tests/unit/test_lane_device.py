@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstored.movement.lane import Lane, LaneSettings, Limits, Priority
+from kvstored.store.transfer.lane import Lane, LaneSettings, Limits, Priority
 from tests.reference.device import NS, Device, drive
 
 MIB = 1 << 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstored.movement.lane import (
+from kvstored.store.transfer.lane import (
     Accepted,
     Dispatch,
     Lane,

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Slot
-from kvstored.movement.dram_check import _Verified
-from kvstored.operations import saving
-from kvstored.operations.block_list import BlockList
-from kvstored.operations.block_totals import BlockTotals
-from kvstored.operations.saving import save, tokens_in_tier
-from kvstored.residency import listing
+from kvstored.admin import saving
+from kvstored.admin.block_list import BlockList
+from kvstored.admin.block_totals import BlockTotals
+from kvstored.admin.saving import save, tokens_in_tier
+from kvstored.store.blocks import listing
+from kvstored.store.transfer.dram_check import _Verified
 from tests.reference.blocks import Shelf, key
 from tests.reference.tiers import HOST, NVME
 

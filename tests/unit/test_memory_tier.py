@@ -10,7 +10,7 @@ import pytest
 
 from kvstore_tiers.testing.driving import block
 from kvstored.lifecycle import Cause
-from kvstored.residency.check import check
+from kvstored.store.blocks.check import check
 from tests.reference.small_store import PAYLOAD_BYTES, SLOT_BYTES, SmallStore, small_store
 from tests.reference.tiers import HOST
 

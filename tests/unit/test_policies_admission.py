@@ -1,10 +1,10 @@
 """Admission: what may enter a tier."""
 
 from kvstored.lifecycle import Cause
-from kvstored.movement.prefix import MAX_PATH_BLOCKS, missing_path
-from kvstored.policies import Policy, PolicySettings, create, create_admission
-from kvstored.policies.base import WARM_WORTH
-from kvstored.policies.chain_hazard import ChainHazard
+from kvstored.store.policies import Policy, PolicySettings, create, create_admission
+from kvstored.store.policies.base import WARM_WORTH
+from kvstored.store.policies.chain_hazard import ChainHazard
+from kvstored.store.transfer.prefix import MAX_PATH_BLOCKS, missing_path
 from tests.reference.blocks import Shelf
 
 

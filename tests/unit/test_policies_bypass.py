@@ -16,10 +16,10 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
-from kvstored.policies import ChainHint, RequestContext
-from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
+from kvstored.store.policies import ChainHint, RequestContext
+from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.verbs.get import MISSING_MAX, Get
 from kvstored.verbs.hints import DUE_MAX_MS, Hints
 from tests.reference.blocks import Shelf, key

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import ChainHint, RequestContext, ResidencyClass, Share, create
-from kvstored.policies.chain_hazard import ChainHazard
-from kvstored.policies.chains import prior
-from kvstored.policies.chains.candidates import _DRAW_US
-from kvstored.policies.chains.features import features_of, with_answer
-from kvstored.policies.chains.ghost import SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit
-from kvstored.policies.chains.gittins import EDGES_S
-from kvstored.policies.chains.guard import LruGuard
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace, TraceBuilder
+from kvstored.store.policies import ChainHint, RequestContext, ResidencyClass, Share, create
+from kvstored.store.policies.chain_hazard import ChainHazard
+from kvstored.store.policies.chains import prior
+from kvstored.store.policies.chains.candidates import _DRAW_US
+from kvstored.store.policies.chains.features import features_of, with_answer
+from kvstored.store.policies.chains.ghost import SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit
+from kvstored.store.policies.chains.gittins import EDGES_S
+from kvstored.store.policies.chains.guard import LruGuard
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 
 S = 1_000_000_000
@@ -80,8 +80,8 @@ def test_it_is_deterministic() -> None:
 
 
 def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstored.policies.chains.ghost._GHOST_MIN", 100)
-    monkeypatch.setattr("kvstored.policies.chains.collector._SLACK", 50)
+    monkeypatch.setattr("kvstored.store.policies.chains.ghost._GHOST_MIN", 100)
+    monkeypatch.setattr("kvstored.store.policies.chains.collector._SLACK", 50)
     replay, _ = replayed(mixed_trace(3000), 100)
     assert isinstance(replay.policy, ChainHazard)
     book = replay.policy._book
@@ -133,7 +133,7 @@ def test_a_branch_is_told_from_a_new_chain_and_from_a_continued_one() -> None:
 
 def test_learning_does_not_wait_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is room nobody asks for a victim: what was seen still comes to count, step by step."""
-    monkeypatch.setattr("kvstored.policies.chains.upkeep._LATE", 4)
+    monkeypatch.setattr("kvstored.store.policies.chains.upkeep._LATE", 4)
     shelf = Shelf()
     policy = in_force(shelf)
     book = policy._book

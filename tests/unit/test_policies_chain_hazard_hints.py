@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from kvstore_proto.v1.kvstore_pb2 import NextStep
-from kvstored.policies import ChainHint
-from kvstored.policies.chain_hazard import ChainHazard
-from kvstored.policies.chains.features import CHANCES, NEXT_STEPS, Features, features_of, with_hint
-from kvstored.policies.chains.hazards import HazardTables, Ladder
-from kvstored.policies.chains.hinting import Word
 from kvstored.simulator.hints import Hints
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace, TraceBuilder
+from kvstored.store.policies import ChainHint
+from kvstored.store.policies.chain_hazard import ChainHazard
+from kvstored.store.policies.chains.features import CHANCES, NEXT_STEPS, Features, features_of, with_hint
+from kvstored.store.policies.chains.hazards import HazardTables, Ladder
+from kvstored.store.policies.chains.hinting import Word
 
 
 def agents(sessions: int) -> Trace:

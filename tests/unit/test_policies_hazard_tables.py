@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstored.policies.chains import hazards
-from kvstored.policies.chains.features import Features, features_of
-from kvstored.policies.chains.gittins import (
+from kvstored.store.policies.chains import hazards
+from kvstored.store.policies.chains.features import Features, features_of
+from kvstored.store.policies.chains.gittins import (
     BINS,
     EDGES_S,
     WIDTHS_S,
@@ -18,7 +18,7 @@ from kvstored.policies.chains.gittins import (
     places_of,
     ranks,
 )
-from kvstored.policies.chains.hazards import HazardTables, Ladder
+from kvstored.store.policies.chains.hazards import HazardTables, Ladder
 
 
 def cell_features(turn: int) -> Features:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import ChainHint, Policy, PolicySettings, ResidencyClass, create
-from kvstored.policies.base import WARM_WORTH
-from kvstored.policies.chain_hazard import ChainHazard
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import TraceBuilder
+from kvstored.store.policies import ChainHint, Policy, PolicySettings, ResidencyClass, create
+from kvstored.store.policies.base import WARM_WORTH
+from kvstored.store.policies.chain_hazard import ChainHazard
 from tests.reference.blocks import Shelf, key
 from tests.reference.traces import sessions, trace_of
 
@@ -71,7 +71,7 @@ def test_it_names_no_more_than_was_asked_for_and_the_least_worth_first() -> None
 
 
 def test_all_leave_though_few_are_listed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstored.policies.chains.keeping._LISTED", 5)
+    monkeypatch.setattr("kvstored.store.policies.chains.keeping._LISTED", 5)
     shelf = Shelf()
     policy = knowing(shelf, WARM_WORTH)
     rows = [row for number in range(30) for row in shelf.chain(10 * number, 10 * number + 1)]

@@ -3,7 +3,7 @@
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import PolicySettings, Share, create
+from kvstored.store.policies import PolicySettings, Share, create
 from tests.reference.blocks import Shelf
 
 S = 1_000_000_000

@@ -15,7 +15,7 @@ from importlib import import_module
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import POLICIES, create
+from kvstored.store.policies import POLICIES, create
 from tests.reference.blocks import Shelf, key
 
 Evictions = list[tuple[int, ...]]  # what each request made leave

@@ -13,8 +13,8 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.recovered import as_columns, as_words
-from kvstored.residency import Kind, Residency, adopt, check
-from kvstored.residency.cold import KeyTable
+from kvstored.store.blocks import Kind, Residency, adopt, check
+from kvstored.store.blocks.cold import KeyTable
 
 NVME = 1
 ALIKE = st.builds(  # few first words, fewer low halves of them

@@ -3,7 +3,7 @@
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.residency import CyclicChainError, Selection, check, page, rows_of_fingerprint, unpack_keys
+from kvstored.store.blocks import CyclicChainError, Selection, check, page, rows_of_fingerprint, unpack_keys
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 
 HOST, NVME = 0, 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.policies import create
-from kvstored.residency import check
+from kvstored.store.blocks import check
+from kvstored.store.policies import create
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 
 

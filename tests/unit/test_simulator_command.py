@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from kvstored.cli import main
-from kvstored.policies import POLICIES
 from kvstored.simulator.progress import ProgressBar
+from kvstored.store.policies import POLICIES
 from tests.reference.traces import plain_hits, sessions, write_claude_code, write_mooncake
 
 REQUESTS = sessions(5, 200)
@@ -65,7 +65,7 @@ def test_rows_begin_with_the_bounds_and_name_what_was_asked_for(chat: Path, caps
 
 def test_what_ships_is_what_best_means() -> None:
     from kvstored.config import load_config
-    from kvstored.policies import resolve
+    from kvstored.store.policies import resolve
 
     assert resolve("best") == load_config(None).host.policy
     assert resolve("lru") == "lru"

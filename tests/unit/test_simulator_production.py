@@ -11,18 +11,18 @@ import pytest
 
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.tier import NvmeTier
-from kvstored import assembly
-from kvstored.assembly import Store, make_residency
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
-from kvstored.policies import POLICIES, resolve
 from kvstored.simulator import replay
 from kvstored.simulator.machine import load_machine
 from kvstored.simulator.node import NodeSettings, serve_trace
 from kvstored.simulator.plan import BASELINE, ORCHESTRATED, Plan
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.worth import models
+from kvstored.store import assembly
+from kvstored.store.assembly import Store, make_residency
+from kvstored.store.policies import POLICIES, resolve
 from tests.reference.traces import sessions, trace_of
 
 TRACE = trace_of(sessions(1, 30))

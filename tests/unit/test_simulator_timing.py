@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvstored.clock import NS_PER_S
 from kvstored.config import load_config
-from kvstored.residency.check import check
 from kvstored.simulator.machine import Compute, Machine, MediumSpec
 from kvstored.simulator.node import Node, NodeSettings, overlapped_s, serve_trace
 from kvstored.simulator.node_store import NodeStore
@@ -20,6 +19,7 @@ from kvstored.simulator.timing import TimingStudy
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
 from kvstored.simulator.visit import Visit
 from kvstored.simulator.worth import Model, worth_of_served
+from kvstored.store.blocks.check import check
 from tests.reference.tiers import HOST, NVME
 from tests.reference.traces import Requests, sessions, trace_of
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstored.clients.tenants import Peer, TenantDirectory
+from kvstored.clients.tenants.keyring import Keyring
+from kvstored.clients.tenants.reach import follow_users
 from kvstored.config import TenantSection
-from kvstored.residency import Residency
-from kvstored.tenants import Peer, TenantDirectory
-from kvstored.tenants.keyring import Keyring
-from kvstored.tenants.reach import follow_users
+from kvstored.store.blocks import Residency
 
 
 def test_two_names_never_stand_for_one_identity(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_what_cannot_be_written_down_is_not_so(tmp_path: Path, monkeypatch: pyte
     keyring.bind("alice", "uid-7")
     directory = TenantDirectory(tmp_path, (TenantSection("alice", uids=(8,)),), "by-uid", keyring)
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
-        patched.setattr("kvstored.tenants.keyring.write_private", full)
+        patched.setattr("kvstored.clients.tenants.keyring.write_private", full)
         follow_users(directory, Residency(("host",)))
     assert keyring.bound() == {"alice": "uid-7"} and directory.resolve(Peer(1, 8, 8)) is None
     follow_users(directory, Residency(("host",)))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_proto.fingerprint import Fingerprint
-from kvstored.tenants import Peer, TenantDirectory, directory, names
+from kvstored.clients.tenants import Peer, TenantDirectory, directory, names
 
 PEER = Peer(0, 1234, 1234)
 

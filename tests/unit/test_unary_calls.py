@@ -13,9 +13,9 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import unary_pb2 as unary
-from kvstored.dataplane.inline import InlineBlocks
-from kvstored.residency import Residency
+from kvstored.clients.inline import InlineBlocks
 from kvstored.rpc.unary import CallLimit
+from kvstored.store.blocks import Residency
 from kvstored.verbs import Verbs
 from kvstored.verbs.inline import InlineCalls
 from kvstored.verbs.naming import NamedBlocks

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstored.clients.tenants import Peer, TenantDirectory
+from kvstored.clients.tenants.tokens import MAX_FILE_BYTES, load_tokens
 from kvstored.config import ConfigError, TenantSection
-from kvstored.tenants import Peer, TenantDirectory
-from kvstored.tenants.tokens import MAX_FILE_BYTES, load_tokens
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore_tiers.arena import ArenaRecord
 from kvstore_tiers.base import Slot
-from kvstored.warm.ledger import LEASE_ROWS, SLOTS_A_ROW, ForeignLedger, Ledger
+from kvstored.lifetime.warm.ledger import LEASE_ROWS, SLOTS_A_ROW, ForeignLedger, Ledger
 
 OWNER = "ab" * 16
 TOKEN, LATER = b"t" * 16, b"u" * 16

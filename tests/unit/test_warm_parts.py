@@ -18,14 +18,14 @@ from kvstore_proto.errors import KVStoreError
 from kvstore_tiers.arena_walk import HEADER
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
-from kvstored.dataplane.reception import Reception
-from kvstored.residency import Residency
-from kvstored.tenants import TenantDirectory
-from kvstored.warm import restart
-from kvstored.warm.entering import Entering
-from kvstored.warm.keeper import Keeper
-from kvstored.warm.ledger import Ledger
-from kvstored.warm.restart import WarmRestart
+from kvstored.clients.reception import Reception
+from kvstored.clients.tenants import TenantDirectory
+from kvstored.lifetime.warm import restart
+from kvstored.lifetime.warm.entering import Entering
+from kvstored.lifetime.warm.keeper import Keeper
+from kvstored.lifetime.warm.ledger import Ledger
+from kvstored.lifetime.warm.restart import WarmRestart
+from kvstored.store.blocks import Residency
 from tests.reference.tiers import HOST
 
 MIB = 1 << 20

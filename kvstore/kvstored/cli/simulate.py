@@ -170,7 +170,7 @@ def _policies(
     arguments: argparse.Namespace, default: str, more: tuple[str, ...] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Policies and admissions that were asked for. Raises ValueError with one line."""
-    from kvstored.policies import ADMISSIONS, BEST, POLICIES, WITH_WORTH, resolve
+    from kvstored.store.policies import ADMISSIONS, BEST, POLICIES, WITH_WORTH, resolve
 
     policies = some_of(
         "--policy",

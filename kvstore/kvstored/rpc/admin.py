@@ -11,18 +11,18 @@ import grpc
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_proto.v1 import admin_pb2_grpc
-from kvstored.operations.accounts import Accounts
-from kvstored.operations.block_list import BlockList
-from kvstored.operations.block_totals import BlockTotals
-from kvstored.operations.drop import Drop
-from kvstored.operations.explain import Explain
-from kvstored.operations.history import HistoryView
-from kvstored.operations.lifetime import Lifetime
-from kvstored.operations.quarantine import Quarantine
-from kvstored.operations.reload import Reload
-from kvstored.operations.rename import RenameTenant
-from kvstored.operations.settings import SettingsView
-from kvstored.operations.views import Views
+from kvstored.admin.accounts import Accounts
+from kvstored.admin.block_list import BlockList
+from kvstored.admin.block_totals import BlockTotals
+from kvstored.admin.drop import Drop
+from kvstored.admin.explain import Explain
+from kvstored.admin.history import HistoryView
+from kvstored.admin.lifetime import Lifetime
+from kvstored.admin.quarantine import Quarantine
+from kvstored.admin.reload import Reload
+from kvstored.admin.rename import RenameTenant
+from kvstored.admin.settings import SettingsView
+from kvstored.admin.views import Views
 from kvstored.rpc.audit import audit
 
 Handler = Callable[[Any, Any, Any], Awaitable[Any]]

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstored.clients.tenants import Tenant
+from kvstored.clients.tenants.tokens import Tokens
 from kvstored.rpc import health
-from kvstored.tenants import Tenant
-from kvstored.tenants.tokens import Tokens
 
 KIND_METADATA = "kvstored-error-kind"
 RETRY_METADATA = "kvstored-retry-after-ms"

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.framing import Frames, FrameTooLarge, frame
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.dataplane.sessions import Session
+from kvstored.clients.sessions import Session
 from kvstored.rpc.requests import LAST_REPLY_S, Answering, Requests, StreamOver, error_reply
 
 log = logging.getLogger(__name__)

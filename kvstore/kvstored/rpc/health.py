@@ -14,9 +14,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
-from kvstored.degraded import DegradedModes
-from kvstored.degraded.modes import SHEDDING
-from kvstored.operations.lifetime import Lifetime, State
+from kvstored.admin.lifetime import Lifetime, State
+from kvstored.store.degraded import DegradedModes
+from kvstored.store.degraded.modes import SHEDDING
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.sessions import Session
 from kvstored.clock import Clock
-from kvstored.dataplane.sessions import Session
 from kvstored.telemetry import Latencies
 from kvstored.verbs import Verbs
 

@@ -14,7 +14,7 @@ import grpc
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2_grpc
-from kvstored.dataplane.sessions import Session, SessionTable
+from kvstored.clients.sessions import Session, SessionTable
 from kvstored.rpc.requests import LAST_REPLY_S, Answering, Requests, StreamOver
 
 TOKEN_METADATA = "kvstored-session-bin"

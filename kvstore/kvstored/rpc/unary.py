@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
-from kvstored.dataplane.reception import Reception
-from kvstored.dataplane.sessions import Session
-from kvstored.operations.lifetime import Lifetime, State
+from kvstored.admin.lifetime import Lifetime, State
+from kvstored.clients.reception import Reception
+from kvstored.clients.sessions import Session
+from kvstored.clients.tenants import Tenant
 from kvstored.rpc.callers import Callers, end_with
-from kvstored.tenants import Tenant
 from kvstored.verbs.inline import InlineCalls
 from kvstored.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
 

@@ -15,14 +15,14 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore_proto.v1 import unary_pb2_grpc
+from kvstored.clients.tenants import Tenant
+from kvstored.clients.tenants.tokens import Tokens
 from kvstored.config import ConfigError
 from kvstored.config.schema import UnarySection
 from kvstored.rpc import health, unary
 from kvstored.rpc.callers import Callers, Guard
 from kvstored.rpc.health import Health
 from kvstored.rpc.unary import UnaryService
-from kvstored.tenants import Tenant
-from kvstored.tenants.tokens import Tokens
 
 CALLS_BESIDE = 16  # health checks and reflection, which unary.calls does not count
 _ANSWER_SLACK_BYTES = 64 << 10

@@ -15,9 +15,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.policies import Policy, PolicySettings, ResidencyClass
-from kvstored.residency import ResidencyView
 from kvstored.simulator.trace import Op, Trace
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies import Policy, PolicySettings, ResidencyClass
 
 _DEPTH_BITS = 24
 _ROW_BITS = 32

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.v1.kvstore_pb2 import NextStep
-from kvstored.policies import ChainHint
 from kvstored.simulator.future import next_uses
 from kvstored.simulator.trace import Trace
+from kvstored.store.policies import ChainHint
 
 _STEPS = (-0.9, -0.3, 0.3, 0.9)  # around the middle between the two means
 _TOOL_STEPS = (-0.6, 0.6)

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstored.clock import NS_PER_S, ManualClock
-from kvstored.policies import Policy
-from kvstored.residency.index import DEFAULT_GHOST_KEYS
 from kvstored.simulator.machine import ENGINE, Machine
 from kvstored.simulator.media import Medium
 from kvstored.simulator.node_store import NodeStore, StoreSettings
@@ -27,6 +25,8 @@ from kvstored.simulator.trace import Op, Trace
 from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
 from kvstored.simulator.visit import Visit
 from kvstored.simulator.worth import Model
+from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
+from kvstored.store.policies import Policy
 
 RACE_TOKENS = 512  # computed at once before looking again what has been loaded meanwhile
 TICK_S = 0.5  # the daemon's maintenance looks five times as often; nothing that it watches needs that here

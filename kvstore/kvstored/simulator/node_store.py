@@ -18,20 +18,20 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
-from kvstored.assembly import Store, make_residency
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, load_config
 from kvstored.config.schema import MemorySection
-from kvstored.movement.lane import Priority
-from kvstored.movement.room import BYPASSED
-from kvstored.policies import RequestContext
-from kvstored.residency.index import DEFAULT_GHOST_KEYS
 from kvstored.simulator.media import Lane, Medium
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.virtual_time import VirtualLoop
 from kvstored.simulator.visit import Visit
-from kvstored.tiering import MAPPED
+from kvstored.store.assembly import Store, make_residency
+from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
+from kvstored.store.policies import RequestContext
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.room import BYPASSED
 
 PART_BLOCKS = 32  # of a put are copied together, as in the daemon
 _LEASE_NS = 30 * NS_PER_S

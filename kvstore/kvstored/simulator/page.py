@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvstored.policies import BEST, resolve
 from kvstored.simulator.charts import Axis, Line, line_chart, page, table
 from kvstored.simulator.future import Clairvoyant
 from kvstored.simulator.reuse import Curve
 from kvstored.simulator.study import UNBOUNDED, Row
 from kvstored.simulator.text import name_of, table_lines
+from kvstored.store.policies import BEST, resolve
 
 _BOUNDS = (UNBOUNDED, Clairvoyant.name)
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import Cause
-from kvstored.policies import create
-from kvstored.residency import Residency
+from kvstored.store.blocks import Residency
+from kvstored.store.policies import create
 
 POOL = 0
 POLICY = "lru"

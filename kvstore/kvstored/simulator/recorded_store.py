@@ -14,20 +14,20 @@ from typing import cast
 
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.host import HostTier
-from kvstored.assembly import Store, make_residency
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
-from kvstored.movement.lane import Priority
-from kvstored.movement.room import BYPASSED
-from kvstored.policies import RequestContext
 from kvstored.simulator.machine import MediumSpec
 from kvstored.simulator.media import Lane, Medium
 from kvstored.simulator.retelling import retell, told_before
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.trace import Op, Trace
 from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
-from kvstored.tiering import MAPPED
+from kvstored.store.assembly import Store, make_residency
+from kvstored.store.policies import RequestContext
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.room import BYPASSED
 
 _FAST = 1e15  # bytes a second
 _SETTLE_S = 60.0

@@ -21,14 +21,14 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
-from kvstored.policies import Policy, PolicySettings, RequestContext, create, create_admission
-from kvstored.residency import Residency
-from kvstored.residency.index import DEFAULT_GHOST_KEYS
 from kvstored.simulator.future import Clairvoyant, next_uses
 from kvstored.simulator.hints import NO_HINTS, Hints
 from kvstored.simulator.retelling import retell, told_before
 from kvstored.simulator.telling import Telling
 from kvstored.simulator.trace import Op, Trace
+from kvstored.store.blocks import Residency
+from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
+from kvstored.store.policies import Policy, PolicySettings, RequestContext, create, create_admission
 
 TIER = 0
 _PROGRESS_EVERY = 512  # requests

@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from operator import attrgetter
 
-from kvstored.policies import ChainHint, Policy, tell
-from kvstored.residency import ResidencyView
 from kvstored.simulator.trace import Told, Trace
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies import ChainHint, Policy, tell
 
 
 def told_before(trace: Trace, request: int) -> Sequence[Told]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvstored.clock import NS_PER_S
-from kvstored.policies import Policy, ResidencyClass
 from kvstored.simulator.visit import Visit
+from kvstored.store.policies import Policy, ResidencyClass
 
 
 @dataclass(slots=True)

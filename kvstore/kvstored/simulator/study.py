@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvstored.policies import resolve
 from kvstored.simulator.future import Clairvoyant
 from kvstored.simulator.hints import NO_HINTS, Hints
 from kvstored.simulator.replay import Replay, ReplayResult, ReplaySettings
 from kvstored.simulator.trace import Trace
 from kvstored.simulator.worth import Model, Prices, money, worth
+from kvstored.store.policies import resolve
 
 UNBOUNDED = "unbounded"
 _NS_PER_HOUR = 3600 * 1_000_000_000

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from heapq import heappop, heappush
 
-from kvstored.policies import ChainHint, Policy, RequestContext, tell
-from kvstored.residency import ResidencyView
 from kvstored.simulator.hints import Hints, made_up
 from kvstored.simulator.trace import Op, Trace
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies import ChainHint, Policy, RequestContext, tell
 
 FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
 ANSWER_TOKEN_NS = 20_000_000

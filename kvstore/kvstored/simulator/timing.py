@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 
 from kvstored.clock import NS_PER_S
-from kvstored.policies import BEST, resolve
-from kvstored.residency.index import DEFAULT_GHOST_KEYS
 from kvstored.simulator.machine import ENGINE, Machine
 from kvstored.simulator.node import Node, NodeSettings, serve_trace
 from kvstored.simulator.plan import ABLATIONS, BASELINES, ENGINE_ALONE, ORCHESTRATED, Plan
@@ -22,6 +20,8 @@ from kvstored.simulator.served import Sample
 from kvstored.simulator.trace import Trace
 from kvstored.simulator.visit import Visit
 from kvstored.simulator.worth import Model, worth_of_served
+from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
+from kvstored.store.policies import BEST, resolve
 
 PERCENTILES = (50, 90, 99)
 PLAIN_POLICY = "lru"

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvstored.tenants import Peer, Tenant
+
+class Process(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def uid(self) -> int: ...
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
 
 
 class Caller(Protocol):
@@ -17,10 +28,10 @@ class Caller(Protocol):
     def client_name(self) -> str: ...
 
     @property
-    def peer(self) -> Peer: ...
+    def peer(self) -> Process: ...
 
     @property
-    def tenant(self) -> Tenant: ...
+    def tenant(self) -> Named: ...
 
     @property
     def tenant_id(self) -> int:

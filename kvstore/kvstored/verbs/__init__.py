@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
-from kvstored.dataplane.sessions import Session
+from kvstored.clients.sessions import Session
 from kvstored.verbs.delete import Delete
 from kvstored.verbs.get import Get
 from kvstored.verbs.hints import Hints

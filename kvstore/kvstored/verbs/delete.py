@@ -14,11 +14,11 @@ from enum import Enum
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
+from kvstored.clients.sessions import Session
 from kvstored.clock import Clock
-from kvstored.dataplane.sessions import Session
 from kvstored.lifecycle import Cause
-from kvstored.movement.writeback import WriteBack
-from kvstored.residency import Residency
+from kvstored.store.blocks import Residency
+from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import DeletionLog
 from kvstored.verbs.validate import keys_of
 

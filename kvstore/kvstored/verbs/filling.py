@@ -18,13 +18,13 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment
+from kvstored.clients.sessions import Session, StagedBlock
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
-from kvstored.dataplane.sessions import Session, StagedBlock
 from kvstored.lifecycle import CopyState
-from kvstored.residency import Residency
+from kvstored.store.blocks import Residency
+from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters
-from kvstored.tiering import MAPPED
 from kvstored.verbs.validate import tokens_hash_to_key
 
 log = logging.getLogger(__name__)

@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.sessions import Session
 from kvstored.clock import NS_PER_MS, Clock
-from kvstored.dataplane.leases import LeaseTable
-from kvstored.dataplane.sessions import Session
 from kvstored.lifecycle import Cause, miss_reason
-from kvstored.movement.dram_check import DramCheck
-from kvstored.movement.lane import Priority
-from kvstored.movement.promote import Promoter
-from kvstored.policies import Policy, RequestContext
-from kvstored.residency import Residency
+from kvstored.store.blocks import Residency
+from kvstored.store.leases import LeaseTable
+from kvstored.store.policies import Policy, RequestContext
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.dram_check import DramCheck
+from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.promote import Promoter
 from kvstored.telemetry import Counters, Flows, RecentMisses
-from kvstored.tiering import MAPPED
 from kvstored.verbs.validate import keys_of, known_group
 
 MISSING_MAX = 1024  # keys that policies are told of; they take up to a microsecond for each

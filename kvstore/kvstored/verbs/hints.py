@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.sessions import Session
 from kvstored.clock import NS_PER_MS, Clock
-from kvstored.dataplane.leases import LeaseTable
-from kvstored.dataplane.sessions import Session
-from kvstored.movement.promote import Promoter
-from kvstored.policies import ChainHint, Policy, known_step, tell
-from kvstored.residency import Residency
-from kvstored.tiering import MAPPED
+from kvstored.store.blocks import Residency
+from kvstored.store.leases import LeaseTable
+from kvstored.store.policies import ChainHint, Policy, known_step, tell
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.promote import Promoter
 from kvstored.verbs.validate import keys_of, known_group
 
 DUE_MAX_MS = 24 * 3600 * 1000

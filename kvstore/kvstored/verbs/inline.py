@@ -22,13 +22,13 @@ from kvstore_proto.v1 import unary_pb2 as unary
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment
+from kvstored.clients.inline import InlineBlocks
+from kvstored.clients.sessions import Session
 from kvstored.completions import CompletionQueue
-from kvstored.dataplane.inline import InlineBlocks
-from kvstored.dataplane.sessions import Session
 from kvstored.lifecycle import miss_reason
-from kvstored.residency import Residency
+from kvstored.store.blocks import Residency
+from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters
-from kvstored.tiering import MAPPED
 from kvstored.verbs import Verbs
 from kvstored.verbs.delete import Delete, Fate
 from kvstored.verbs.naming import NamedBlocks

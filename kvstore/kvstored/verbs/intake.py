@@ -15,14 +15,14 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
+from kvstored.clients.sessions import Session, StagedBlock
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
-from kvstored.dataplane.sessions import Session, StagedBlock
-from kvstored.movement.room import BYPASSED, Room
-from kvstored.movement.writeback import WriteBack
-from kvstored.residency import CyclicChainError, Residency
+from kvstored.store.blocks import CyclicChainError, Residency
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.room import BYPASSED, Room
+from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters
-from kvstored.tiering import MAPPED
 from kvstored.verbs.filling import Filler, Filling, Part
 from kvstored.verbs.settling import Settling
 

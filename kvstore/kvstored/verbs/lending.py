@@ -16,7 +16,7 @@ from itertools import pairwise
 from kvstore_proto.arena import ALIGNMENT_BYTES, slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.dataplane.sessions import Session
+from kvstored.clients.sessions import Session
 from kvstored.verbs.storing import NOWHERE, Offer, Storing
 from kvstored.verbs.validate import claimed_blocks
 

@@ -12,12 +12,12 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES
 from kvstore_proto.matching import restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.dataplane.sessions import Session
+from kvstored.clients.sessions import Session
 from kvstored.lifecycle import Cause, miss_reason
-from kvstored.movement.promote import Promoter
-from kvstored.residency import Residency
+from kvstored.store.blocks import Residency
+from kvstored.store.tiering import codes_by_mask
+from kvstored.store.transfer.promote import Promoter
 from kvstored.telemetry import Counters, Flows, RecentMisses
-from kvstored.tiering import codes_by_mask
 from kvstored.verbs.validate import keys_of, known_group
 
 

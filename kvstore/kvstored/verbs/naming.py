@@ -16,7 +16,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, FingerprintError, LayerGroup, parse_fingerprint
 from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, chain, pack_tokens, split_keys
 from kvstore_proto.v1 import unary_pb2 as pb
-from kvstored.dataplane.sessions import Session
+from kvstored.clients.sessions import Session
 from kvstored.verbs.validate import keys_of, known_group
 
 OPAQUE = Fingerprint(

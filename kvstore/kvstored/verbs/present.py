@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Sequence
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.movement.writeback import WriteBack
-from kvstored.residency import ResidencyView
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.transfer.writeback import WriteBack
 from kvstored.verbs.settling import Settling
 
 Found = Sequence[tuple[int, int]]

@@ -10,9 +10,9 @@ from contextlib import aclosing
 
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.sessions import Session
 from kvstored.clock import Clock
-from kvstored.dataplane.sessions import Session
-from kvstored.policies import known_step
+from kvstored.store.policies import known_step
 from kvstored.telemetry.recorder import Event, Hinted, Recorder
 from kvstored.verbs import Offer, Verbs
 

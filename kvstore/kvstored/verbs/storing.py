@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.dataplane.sessions import Session, StagedBlock
-from kvstored.dataplane.staging import Staged
-from kvstored.movement.writeback import WriteBack
-from kvstored.residency import Residency
+from kvstored.clients.sessions import Session, StagedBlock
+from kvstored.clients.staging import Staged
+from kvstored.store.blocks import Residency
+from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters
 from kvstored.verbs.intake import Intake
 from kvstored.verbs.present import Present

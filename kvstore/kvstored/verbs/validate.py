@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, chain, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.dataplane.sessions import Session, StagedBlock
+from kvstored.clients.sessions import Session, StagedBlock
 
 _NO_EXTRA_FIELD = bytes(KEY_BYTES)
 

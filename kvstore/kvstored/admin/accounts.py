@@ -1,0 +1,87 @@
+"""What each account of a tenant holds and was served.
+
+An account is for whom an engine that serves several users stores and asks: a name in its fingerprints. Quotas are the
+tenant's. Looks and changes nothing, in slices, so that lookups go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.admin.views import Parts
+from kvstored.store.blocks import Residency
+from kvstored.store.tiering import MAPPED
+
+SLICE_ROWS = 100_000  # about 1 ms
+Sums = npt.NDArray[np.float64]
+
+
+class Accounts:
+    """Adds accounts to the report of tenants."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def add_to(self, reply: pb.TenantsReply) -> pb.TenantsReply:
+        """`reply.tenants` must be in the order of the residency's tenants."""
+        parts = self._parts
+        found: dict[tuple[int, str], pb.AccountStatus] = {}
+
+        def account(tenant: int, name: str) -> pb.AccountStatus:
+            return found.setdefault((tenant, name), pb.AccountStatus(name=name))
+
+        of_kind, durable = self._accounts_of_kinds(), parts.residency.durable
+        if of_kind:
+            blocks, tier_bytes = await _count_kinds(parts.residency)
+            for kind, (tenant, name) in of_kind.items():
+                status = account(tenant, name)
+                status.blocks += int(blocks[kind])
+                status.host_bytes += int(tier_bytes[MAPPED][kind])
+                status.nvme_bytes += int(tier_bytes[durable][kind]) if durable >= 0 else 0
+        for session in parts.sessions.all():
+            if session.account:
+                account(session.tenant_id, session.account).clients += 1
+        for tenant, flows in parts.flows.accounts.items():
+            for name, flow in flows.items():
+                status = account(tenant, name)
+                status.lookups, status.hit_blocks = flow.lookups, flow.hit_blocks
+                status.missed_blocks = flow.missed_blocks
+        for (tenant, _), status in sorted(found.items(), key=lambda item: item[0]):
+            if tenant < len(reply.tenants):
+                reply.tenants[tenant].accounts.append(status)
+        return reply
+
+    def _accounts_of_kinds(self) -> dict[int, tuple[int, str]]:
+        """(tenant, account) of each kind of rows that has one."""
+        tenants = self._parts.tenants
+        found: dict[int, tuple[int, str]] = {}
+        for number, kind in enumerate(self._parts.residency.kinds):
+            fingerprint = tenants.fingerprint(tenants.fingerprint_digest(kind.fingerprint_id))
+            if fingerprint is not None and fingerprint.account:
+                found[number] = kind.tenant, fingerprint.account
+        return found
+
+
+async def _count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:
+    """Readable blocks of each kind of rows, and the bytes of their slots in each tier."""
+    kinds, columns = len(residency.kinds), residency.rows
+    blocks, tier_bytes = np.zeros(kinds), [np.zeros(kinds) for _ in residency.tiers]
+    first = 0
+    while first < columns.capacity:
+        part = slice(first, first + SLICE_ROWS)
+        mask = np.frombuffer(columns.mask, np.uint8)[part]
+        of_row = np.frombuffer(columns.kind, np.uint32)[part]
+        blocks += np.bincount(of_row[mask != 0], minlength=kinds)[:kinds]
+        for tier, copies in enumerate(residency.copies):
+            has_copy = mask >> tier & 1 != 0
+            if has_copy.any():
+                nbytes = np.frombuffer(copies.nbytes, np.uint32)[part][has_copy]
+                tier_bytes[tier] += np.bincount(of_row[has_copy], weights=nbytes, minlength=kinds)[:kinds]
+        del mask, of_row  # as long as somebody looks into a column it cannot grow
+        first += SLICE_ROWS
+        await asyncio.sleep(0)
+    return blocks, tier_bytes

@@ -1,0 +1,177 @@
+"""Sums over stored blocks for operators: by tenant, by model, or by prefix.
+
+A prefix is the first `prefix_blocks` blocks of a chain. Chains that begin alike for so long count together, under the
+key of the last of those blocks; what comes before that block counts under the chain's first one, and so do chains that
+are shorter. Looks and changes nothing, in slices, as `BlockList`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.admin.block_list import BlockList
+from kvstored.admin.views import Parts
+from kvstored.clock import NS_PER_S
+from kvstored.store.blocks import Residency, Selection, column_of, pin_counts, select_all
+
+DEFAULT_GROUPS, MAX_GROUPS = 50, 1000
+SLICE_ROWS = 100_000  # of parents followed between two turns of the loop
+GROUPINGS = ("tenant", "model", "prefix")
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass
+class _Sums:
+    """Of one group. `slot_bytes` by tier; `last_ns` is the latest use."""
+
+    blocks: int = 0
+    payload_bytes: int = 0
+    accesses: int = 0
+    last_ns: int = 0
+    longest: int = 0
+    leases: int = 0
+    slot_bytes: list[int] = field(default_factory=list)
+
+
+class BlockTotals:
+    """See the module."""
+
+    def __init__(self, parts: Parts, blocks: BlockList) -> None:
+        self._parts = parts
+        self._blocks = blocks
+
+    async def totals(self, request: pb.BlockTotalsRequest) -> pb.BlockTotalsReply:
+        """The groups with the most bytes first. Raises KVStoreError for an unknown grouping, or as `BlockList`."""
+        if request.by not in GROUPINGS:
+            raise KVStoreError(ErrorKind.INVALID, f"no totals by {request.by!r}; there are {', '.join(GROUPINGS)}")
+        selection = self._blocks.selection(request.of)
+        limit = min(request.limit or DEFAULT_GROUPS, MAX_GROUPS)
+        heads: _Heads | None = None
+        if request.by == "prefix":
+            heads = await _Heads.find(self._parts.residency, request.prefix_blocks or 1)
+        groups = await self._sum(request.by, selection, heads)
+        reply = pb.BlockTotalsReply(groups=len(groups))
+        # In a thread: there may be a million groups, and the loop has its turns meanwhile.
+        largest, reply.blocks, reply.payload_bytes = await asyncio.to_thread(_largest, groups, limit)
+        for number, sums in largest:
+            if heads is None or heads.is_current(self._parts.residency, number):
+                self._describe(request.by, number, sums, reply.totals.add())
+        return reply
+
+    async def _sum(self, by: str, selection: Selection, heads: _Heads | None) -> dict[int, _Sums]:
+        residency, groups = self._parts.residency, dict[int, _Sums]()
+        async for rows in select_all(residency, selection):
+            if heads is not None:
+                rows = rows[rows < len(heads.rows)]  # those behind came later
+                numbers = heads.rows[rows].astype(np.int64)
+            else:
+                kinds = residency.kinds
+                of_kind = [kind.tenant if by == "tenant" else kind.fingerprint_id for kind in kinds]
+                numbers = np.array(of_kind, np.int64)[column_of(residency, "kind", rows)]
+            self._add(groups, numbers, rows)
+        return groups
+
+    def _add(self, groups: dict[int, _Sums], numbers: Int64Array, rows: Int64Array) -> None:
+        residency = self._parts.residency
+        found, place = np.unique(numbers, return_inverse=True)
+        size = len(found)
+
+        def summed(values: npt.NDArray[np.int64]) -> list[int]:
+            sums = np.zeros(size, np.int64)
+            np.add.at(sums, place, values)
+            return [int(value) for value in sums]
+
+        def largest(values: npt.NDArray[np.int64]) -> list[int]:
+            most = np.zeros(size, np.int64)
+            np.maximum.at(most, place, values)
+            return [int(value) for value in most]
+
+        blocks = summed(np.ones(len(rows), np.int64))
+        payload = summed(column_of(residency, "payload_bytes", rows))
+        accesses = summed(column_of(residency, "accesses", rows))
+        last_ns = largest(column_of(residency, "last_access_ns", rows))
+        longest = largest(column_of(residency, "depth", rows) + 1)
+        leases = summed(pin_counts(residency, rows))
+        mask = np.frombuffer(residency.rows.mask, np.uint8)[rows]
+        slots = [
+            summed(np.where(mask >> tier & 1, np.asarray(copies.nbytes)[rows].astype(np.int64), 0))
+            for tier, copies in enumerate(residency.copies)
+        ]
+        for position, number in enumerate(found.tolist()):
+            sums = groups.get(number)
+            if sums is None:
+                sums = groups[number] = _Sums(slot_bytes=[0] * len(slots))
+            sums.blocks += blocks[position]
+            sums.payload_bytes += payload[position]
+            sums.accesses += accesses[position]
+            sums.leases += leases[position]
+            sums.last_ns = max(sums.last_ns, last_ns[position])
+            sums.longest = max(sums.longest, longest[position])
+            for tier, nbytes in enumerate(slots):
+                sums.slot_bytes[tier] += nbytes[position]
+
+    def _describe(self, by: str, number: int, sums: _Sums, total: pb.BlockTotal) -> None:
+        parts, residency, tenants = self._parts, self._parts.residency, self._parts.tenants
+        if by == "tenant":
+            total.tenant = tenants.name_of_index(residency.tenants[number].name)
+        elif by == "model":
+            total.fingerprint = tenants.fingerprint_label(tenants.fingerprint_digest(number))
+        else:
+            kind = residency.kind(number)
+            total.key = residency.key(number).hex()
+            total.tenant = tenants.name_of_index(residency.tenants[kind.tenant].name)
+            total.fingerprint = tenants.fingerprint_label(tenants.fingerprint_digest(kind.fingerprint_id))
+        total.blocks = sums.blocks
+        total.payload_bytes = sums.payload_bytes
+        total.accesses = sums.accesses
+        total.leases = sums.leases
+        total.longest_blocks = sums.longest
+        total.idle_s = max(0.0, (parts.clock.monotonic_ns() - sums.last_ns) / NS_PER_S)
+        for tier, name in enumerate(residency.tiers):
+            total.tier_bytes[name] = sums.slot_bytes[tier]
+
+
+class _Heads:
+    """The row that stands for each row's prefix, at one moment: `rows[row]`."""
+
+    def __init__(self, rows: npt.NDArray[np.int32], generation: npt.NDArray[np.uint32]) -> None:
+        self.rows = rows
+        self._generation = generation
+
+    @classmethod
+    async def find(cls, residency: Residency, prefix_blocks: int) -> _Heads:
+        columns = residency.rows
+        depth, heads = np.array(columns.depth), np.array(columns.parent, np.int32)
+        generation = np.array(columns.generation)
+        own = np.arange(len(heads), dtype=np.int32)
+        is_head = (depth == prefix_blocks - 1) | (heads < 0)
+        heads[is_head] = own[is_head]
+        changed = True
+        while changed:  # each round doubles how far a row looks up its chain
+            changed = False
+            for first in range(0, len(heads), SLICE_ROWS):
+                part = heads[first : first + SLICE_ROWS]
+                further = heads[part]
+                changed = changed or bool((further != part).any())
+                heads[first : first + SLICE_ROWS] = further
+                await asyncio.sleep(0)
+        return cls(heads, generation)
+
+    def is_current(self, residency: Residency, row: int) -> bool:
+        """Whether the row is still what it was."""
+        return bool(residency.rows.generation[row] == self._generation[row]) and residency.rows.key(row) is not None
+
+
+def _largest(groups: dict[int, _Sums], limit: int) -> tuple[list[tuple[int, _Sums]], int, int]:
+    """The groups with the most bytes, and the blocks and bytes of all."""
+    found = heapq.nsmallest(limit, groups.items(), key=lambda item: (-item[1].payload_bytes, item[0]))
+    blocks = sum(sums.blocks for sums in groups.values())
+    return found, blocks, sum(sums.payload_bytes for sums in groups.values())

@@ -1,0 +1,149 @@
+"""Taking blocks away on an operator's word: drop a tier's copies, or everything of a fingerprint.
+
+Leased blocks, blocks in transfer and their ancestors stay and are counted as kept. So does a block whose only copy is
+in the tier, unless `discard` or `all` is set: what no slower tier takes is lost only when the operator says so.
+Works in slices, so that lookups go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_tiers.base import Slot
+from kvstored.admin.saving import save, tokens_in_tier
+from kvstored.admin.tier_name import tier_named
+from kvstored.clients.tenants import TenantDirectory
+from kvstored.clock import Clock
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks import Residency, rows_of_fingerprint
+from kvstored.store.transfer.writeback import WriteBack
+
+SLICE_ROWS = 64
+SAVE_TIMEOUT_S = 60.0
+MIN_PREFIX = 8
+
+
+class Drop:
+    """`retire[tier](slot, tenant)` takes the slots. See the module."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        tenants: TenantDirectory,
+        writeback: WriteBack | None,
+        retire: list[Callable[[Slot, int], None]],
+        clock: Clock,
+    ) -> None:
+        self._residency = residency
+        self._tenants = tenants
+        self._writeback = writeback
+        self._retire = retire
+        self._clock = clock
+
+    async def drop(self, request: pb.DropRequest) -> pb.DropReply:
+        """Raises KVStoreError for a tier or tenant that does not exist."""
+        residency = self._residency
+        tier_names = residency.tiers if request.all else (request.tier,)
+        tiers = [tier_named(residency, name) for name in tier_names]
+        tenant = self._tenant(request.tenant)
+        reply = pb.DropReply()
+        keeps = not (request.all or request.discard)
+        if keeps and tiers != [residency.durable] and self._writeback is not None:
+            saved, _ = await save(residency, self._writeback, tiers, SAVE_TIMEOUT_S, tenant)
+            reply.written_back_blocks = saved
+        await self._drop_from(tiers, tenant, reply, forget=request.discard or request.all)
+        return reply
+
+    async def empty(self, tenant: int) -> pb.DropReply:
+        """All blocks of the tenant with this number in residency, whatever its name is by now."""
+        reply = pb.DropReply()
+        await self._drop_from(range(len(self._residency.tiers)), tenant, reply, forget=True)
+        return reply
+
+    async def invalidate(self, request: pb.InvalidateRequest) -> pb.InvalidateReply:
+        """Everything stored under fingerprints whose digest starts with the given hex."""
+        wanted = request.fingerprint.lower()
+        if len(wanted) < MIN_PREFIX or any(char not in "0123456789abcdef" for char in wanted):
+            raise KVStoreError(
+                ErrorKind.INVALID,
+                f"give at least {MIN_PREFIX} hex digits of a fingerprint (see: kvctl tenants)",
+            )
+        digests = [digest for digest in self._tenants.fingerprints() if digest.hex().startswith(wanted)]
+        if not digests:
+            raise KVStoreError(ErrorKind.NOT_FOUND, f"no fingerprint begins with {wanted}")
+        tenant = self._tenant(request.tenant)
+        reply = pb.InvalidateReply(fingerprints=[digest.hex() for digest in digests])
+        for digest in digests:
+            rows = rows_of_fingerprint(self._residency, self._tenants.known_number(digest), tenant)
+            tokens = [self._residency.token(row) for row in rows]
+            for number, token in enumerate(tokens):
+                row = self._residency.current(token)
+                if row >= 0:
+                    nbytes = self._residency.payload_bytes(row)
+                    if self._forget(row, Cause.INVALIDATED):
+                        reply.blocks += 1
+                        reply.bytes += nbytes
+                    else:
+                        reply.kept_blocks += 1
+                if number % SLICE_ROWS == SLICE_ROWS - 1:
+                    await asyncio.sleep(0)
+        await self._make_final()
+        return reply
+
+    async def _make_final(self) -> None:
+        """What was taken away must not come back after a crash."""
+        if self._writeback is not None:
+            await self._writeback.sync()
+
+    async def _drop_from(self, tiers: Sequence[int], tenant: int | None, reply: pb.DropReply, *, forget: bool) -> None:
+        for tier in reversed(tiers):  # slow tiers first: with all, the block goes with its host copy
+            await self._drop_tier(tier, tenant, reply, forget=forget)
+        await self._make_final()
+
+    async def _drop_tier(self, tier: int, tenant: int | None, reply: pb.DropReply, *, forget: bool) -> None:
+        residency = self._residency
+        for number, token in enumerate(await tokens_in_tier(residency, tier, tenant)):
+            row = residency.current(token)
+            if row >= 0 and residency.has(row, tier):
+                nbytes = residency.slot(row, tier).nbytes
+                is_only_copy = not residency.tier_mask(row) & ~(1 << tier)
+                if self._drop_copy(row, tier, is_only_copy=is_only_copy, forget=forget):
+                    reply.dropped_blocks += 1
+                    reply.dropped_bytes += nbytes
+                else:
+                    reply.kept_blocks += 1
+                    if is_only_copy and not forget and not residency.pin_count(row):
+                        reply.only_copy_blocks += 1
+                        reply.only_copy_bytes += nbytes
+            if number % SLICE_ROWS == SLICE_ROWS - 1:
+                await asyncio.sleep(0)
+
+    def _drop_copy(self, row: int, tier: int, *, is_only_copy: bool, forget: bool) -> bool:
+        residency = self._residency
+        if residency.pin_count(row):
+            return False
+        if not is_only_copy:
+            if tier == residency.durable and not forget and residency.children(row, tier):
+                return False  # what is kept behind it would be out of reach after a crash
+            tenant = residency.tenant_of(row)
+            self._retire[tier](residency.detach(row, tier), tenant)
+            return True
+        # Deepest first, so a child that is still there was kept: without its parent it would be of no use.
+        return forget and not residency.children(row) and self._forget(row, Cause.DROPPED)
+
+    def _forget(self, row: int, cause: Cause) -> bool:
+        residency = self._residency
+        if residency.pin_count(row) or residency.being_filled(row):
+            return False
+        tenant = residency.tenant_of(row)
+        for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
+            self._retire[taken.tier](taken.slot, tenant)
+        return True
+
+    def _tenant(self, name: str) -> int | None:
+        if not name:
+            return None
+        return self._tenants.number(name, self._residency)

@@ -1,0 +1,276 @@
+"""Explain: where each block of a chain is and what getting it would cost, or why it is not there.
+
+Reads residency, the ghosts and the miss log; changes nothing, counts no access. Shows keys and sizes, never token ids.
+Works in slices where it has to search, so that lookups go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence, Set
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.identity import KEY_BYTES
+from kvstore_proto.v1 import explain_pb2 as pb
+from kvstore_tiers.host import HostTier
+from kvstored.admin.views import Parts, Views
+from kvstored.clients.sessions import Session
+from kvstored.clock import NS_PER_S
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks import Selection, page
+from kvstored.store.tiering import MAPPED
+from kvstored.telemetry import RecentMisses
+
+KEY_DIGITS = 2 * KEY_BYTES
+MIN_KEY_DIGITS = 6
+MIN_FINGERPRINT_DIGITS = 8
+MAX_KEYS = 4096
+MAX_ANCESTORS = 4096
+SLICE_KEYS = 64
+_CREATED = slice(136, 144)  # of a slot's header: ns since the epoch (kvstore_proto.arena)
+_NOT_KNOWN = -1
+
+
+class Explain:
+    """`estimate_us(rows)` is `Promoter.estimate_us`: what each row adds to the load time of all."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        views: Views,
+        host: HostTier,
+        misses: RecentMisses,
+        estimate_us: Callable[[Sequence[int]], list[int]],
+    ) -> None:
+        self._parts = parts
+        self._views = views
+        self._host = host
+        self._misses = misses
+        self._estimate_us = estimate_us
+        self._one_client = asyncio.Lock()  # clients take turns: walks of many would add up to a long pause
+
+    async def explain(self, request: pb.ExplainRequest) -> pb.ExplainReply:
+        """Raises KVStoreError for what cannot be a key, for a prefix of several keys, and for unknown names."""
+        parts = self._parts
+        tenant = parts.tenants.number(request.tenant, parts.residency) if request.tenant else None
+        return await self._answer(request, tenant, set(parts.tenants.fingerprints()))
+
+    async def own(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainReply:
+        """`explain` for a client: of its own tenant's blocks and misses, without the places of copies. Raises as
+        `explain`, and FORBIDDEN for another tenant."""
+        if request.tenant not in ("", session.tenant.name):
+            raise KVStoreError(ErrorKind.FORBIDDEN, f"a client may ask for its own tenant, {session.tenant.name}, only")
+        if sum(len(key) < KEY_DIGITS for key in request.keys) > 1:  # each is a walk over the whole index
+            raise KVStoreError(
+                ErrorKind.INVALID, f"one key may be cut short; of several each needs {KEY_DIGITS} digits"
+            )
+        async with self._one_client:
+            reply = await self._answer(request, session.tenant_id, {session.fingerprint_digest})
+        for block in reply.blocks:
+            block.block.ClearField("location")
+            for copy in block.copies:
+                copy.ClearField("location")
+        return reply
+
+    async def _answer(self, request: pb.ExplainRequest, tenant: int | None, known: set[bytes]) -> pb.ExplainReply:
+        """`known` are digests of fingerprints that may be named although nothing is stored under them."""
+        if len(request.keys) > MAX_KEYS:
+            raise KVStoreError(ErrorKind.TOO_LARGE, f"{len(request.keys)} keys, at most {MAX_KEYS} at once: split them")
+        reply = pb.ExplainReply(fingerprints=self._fingerprints(request.fingerprint.lower(), tenant, known))
+        if request.fingerprint and len(reply.fingerprints) > 1:
+            found = ", ".join(item.label for item in reply.fingerprints)
+            raise KVStoreError(ErrorKind.INVALID, f"{request.fingerprint} begins several fingerprints: {found}")
+        chain = [await self._resolve(text.lower(), tenant) for text in request.keys]
+        if request.ancestors and chain:
+            chain = self._ancestors(*chain[0]) + chain
+        await self._explain_chain(chain, request.fingerprint.lower(), reply)
+        if request.recent_misses:
+            self._add_misses(request.recent_misses, tenant, reply)
+        return reply
+
+    # Blocks
+
+    async def _explain_chain(self, chain: list[tuple[int, bytes]], fingerprint: str, reply: pb.ExplainReply) -> None:
+        parts, residency = self._parts, self._parts.residency
+        digest = bytes.fromhex(reply.fingerprints[0].digest) if fingerprint and reply.fingerprints else b""
+        fingerprint_id = parts.tenants.known_number(digest) if digest else _NOT_KNOWN
+        family = parts.tenants.family(parts.tenants.fingerprint(digest)) if digest else frozenset[int]()
+        rows = [residency.find(tenant, key) if tenant >= 0 else -1 for tenant, key in chain]
+        load_us = self._estimate_us(rows)
+        previous, broken = b"", ""  # the block before this one, and the nearest missing one up to there
+        for position, (tenant, key) in enumerate(chain):
+            block = reply.blocks.add(key=key.hex(), missing_ancestor=broken)
+            if tenant >= 0:
+                block.tenant = parts.tenants.name_of_index(residency.tenants[tenant].name)
+            row = residency.find_any(tenant, key) if tenant >= 0 else -1  # looked up again: there were pauses
+            if row >= 0 and residency.tier_mask(row):
+                block.state, block.load_us = "stored", load_us[position]
+                if residency.parent_key(row) != previous:  # walked only where the chain does not tell: walks are long
+                    block.missing_ancestor = self._missing_ancestor(row)
+                self._describe(row, block)
+            elif row >= 0 and residency.being_filled(row):
+                block.state = "filling"
+                self._describe_copies(row, block)
+            else:
+                block.state, block.continued = "missing", row >= 0
+                self._say_why(tenant, key, fingerprint_id, family, block)
+            previous, broken = key, block.missing_ancestor if block.state == "stored" else key.hex()
+            if position % SLICE_KEYS == SLICE_KEYS - 1:
+                await asyncio.sleep(0)
+
+    def _describe(self, row: int, block: pb.BlockExplanation) -> None:
+        self._views.describe(row, block.block)
+        writeback = self._parts.writeback
+        if writeback is not None and not writeback.is_durable(row):
+            refusal = writeback.why_volatile(row)
+            block.volatile_because = (
+                refusal.value if refusal is not None else "pending" if (writeback.is_on_its_way(row)) else "not-asked"
+            )
+        self._describe_copies(row, block)
+        if self._parts.residency.has(row, MAPPED):
+            slot = self._parts.residency.slot(row, MAPPED)
+            created_ns = int.from_bytes(self._host.view(slot)[_CREATED].tobytes(), "little")
+            block.has_age = True
+            block.age_s = max(0.0, (self._parts.clock.wall_ns() - created_ns) / NS_PER_S)
+
+    def _describe_copies(self, row: int, block: pb.BlockExplanation) -> None:
+        parts, residency = self._parts, self._parts.residency
+        now_ns = parts.clock.monotonic_ns()
+        for tier, name in enumerate(residency.tiers):
+            state = residency.state(row, tier)
+            if not state:  # ABSENT
+                continue
+            slot = residency.slot(row, tier)
+            block.copies.add(
+                tier=name,
+                state=state.name.lower(),
+                residency=parts.policies[tier].residency_class(row, now_ns).value if residency.has(row, tier) else "",
+                bytes=slot.nbytes,
+                location=parts.tiers[tier].location(slot),
+            )
+
+    def _say_why(
+        self, tenant: int, key: bytes, fingerprint_id: int, family: Set[int], block: pb.BlockExplanation
+    ) -> None:
+        cause = Cause.NEVER_STORED
+        if tenant >= 0:
+            absence = self._parts.residency.why_missing(tenant, key, fingerprint_id, family)
+            cause = absence.cause
+            block.accesses_before = absence.accesses
+            if absence.at_ns:
+                block.gone_s = max(0.0, (self._parts.clock.monotonic_ns() - absence.at_ns) / NS_PER_S)
+        block.cause = cause.name.lower()
+
+    def _missing_ancestor(self, row: int) -> str:
+        """The nearest block before `row` that is not readable; empty when a get can come this far."""
+        residency = self._parts.residency
+        for _ in range(MAX_ANCESTORS):
+            row = residency.parent(row)
+            if row < 0:
+                return ""
+            if not residency.tier_mask(row):
+                return residency.key(row).hex()
+        return ""
+
+    def _ancestors(self, tenant: int, key: bytes) -> list[tuple[int, bytes]]:
+        """The blocks that `key` continues, head first, as far as they are known."""
+        residency = self._parts.residency
+        row = residency.find_any(tenant, key) if tenant >= 0 else -1
+        found: list[tuple[int, bytes]] = []
+        while row >= 0 and len(found) < MAX_ANCESTORS:
+            row = residency.parent(row)
+            if row >= 0:
+                found.append((tenant, residency.key(row)))
+        return found[::-1]
+
+    # Names
+
+    async def _resolve(self, text: str, only: int | None) -> tuple[int, bytes]:
+        """(tenant, key) of a whole key or of the only one that begins so; tenant -1 for a key that nobody knows."""
+        if not MIN_KEY_DIGITS <= len(text) <= KEY_DIGITS or any(char not in "0123456789abcdef" for char in text):
+            raise KVStoreError(
+                ErrorKind.INVALID,
+                f"a key is {KEY_DIGITS} hex digits, or its first {MIN_KEY_DIGITS} or more, got {text!r}",
+            )
+        tenants = range(len(self._parts.residency.tenants)) if only is None else (only,)
+        if len(text) == KEY_DIGITS:
+            key = bytes.fromhex(text)
+            owner = next((number for number in tenants if self._knows(number, key)), _NOT_KNOWN)
+            return (only if owner < 0 and only is not None else owner), key
+        found = await self._search(text, tenants)
+        if not found:
+            raise KVStoreError(
+                ErrorKind.NOT_FOUND, f"no block begins with {text}, stored or remembered; `kvctl blocks` lists keys"
+            )
+        if len(found) > 1:
+            keys = ", ".join(sorted(key.hex() for _, key in found)[:4])
+            raise KVStoreError(ErrorKind.INVALID, f"{text} begins several keys ({keys}): give more digits")
+        return found.pop()
+
+    def _knows(self, tenant: int, key: bytes) -> bool:
+        index = self._parts.residency.tenants[tenant]
+        return index.row(key) >= 0 or index.ghost.recall(key) is not None
+
+    async def _search(self, text: str, tenants: Sequence[int]) -> set[tuple[int, bytes]]:
+        residency = self._parts.residency
+        found: set[tuple[int, bytes]] = set()
+        cursor = 0
+        while len(found) < 2:
+            chosen = Selection(key_prefix=text, tenant=tenants[0] if len(tenants) == 1 else None)
+            listed = page(residency, chosen, after=cursor, limit=2)
+            found.update((residency.tenant_of(row), residency.key(row)) for row in listed.rows)
+            cursor = listed.next
+            if not cursor:
+                break
+            await asyncio.sleep(0)
+        for tenant in tenants:
+            found.update((tenant, key) for key in residency.tenants[tenant].ghost.beginning_with(text))
+            await asyncio.sleep(0)
+        return {(tenant, key) for tenant, key in found if tenant in tenants}
+
+    def _fingerprints(self, prefix: str, tenant: int | None, known: set[bytes]) -> list[pb.FingerprintStatus]:
+        """Those whose digest begins with `prefix`; without one, those under which the tenant (or any) has stored."""
+        parts, residency = self._parts, self._parts.residency
+        if prefix and (len(prefix) < MIN_FINGERPRINT_DIGITS or any(char not in "0123456789abcdef" for char in prefix)):
+            raise KVStoreError(
+                ErrorKind.INVALID,
+                f"a fingerprint is its hex digest or the first {MIN_FINGERPRINT_DIGITS} digits or more",
+            )
+        stored: dict[bytes, list[str]] = {}
+        for number, index in enumerate(residency.tenants):
+            if tenant is None or number == tenant:
+                for fingerprint_id in index.fingerprints:
+                    digest = parts.tenants.fingerprint_digest(fingerprint_id)
+                    stored.setdefault(digest, []).append(parts.tenants.name_of_index(index.name))
+        named = parts.tenants.fingerprints()
+        digests = {*known, *stored} if prefix else set(stored)
+        return [
+            pb.FingerprintStatus(
+                digest=digest.hex(),
+                label=parts.tenants.fingerprint_label(digest),
+                canonical=named[digest].canonical().decode() if digest in named else "",
+                tenants=sorted(stored.get(digest, ())),
+            )
+            for digest in sorted(digests)
+            if digest.hex().startswith(prefix)
+        ]
+
+    # Misses
+
+    def _add_misses(self, limit: int, tenant: int | None, reply: pb.ExplainReply) -> None:
+        parts = self._parts
+        now_ns = parts.clock.monotonic_ns()
+        for number, miss in self._misses.newest(limit, tenant):
+            reply.misses.add(
+                tenant=parts.tenants.name_of_index(parts.residency.tenants[number].name),
+                key=miss.key.hex(),
+                cause=miss.cause.name.lower(),
+                ago_s=(now_ns - miss.at_ns) / NS_PER_S,
+                times=miss.times,
+                client=miss.client_name,
+                pid=miss.pid,
+                request=miss.request,
+                found_blocks=miss.found_blocks,
+                asked_blocks=miss.asked_blocks,
+                fingerprint=parts.tenants.fingerprint_label(miss.fingerprint),
+            )

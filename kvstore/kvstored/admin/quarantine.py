@@ -1,0 +1,86 @@
+"""Quarantine for an operator: which slots are in it and why, and giving them back.
+
+Owns no slot: the tier does. Never shows a byte of a block. Records are read on a thread, since that may wait for a
+device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_tiers.base import Slot, Tier
+from kvstored.clients.tenants import TenantDirectory
+from kvstored.store.blocks import Residency
+
+
+class Quarantine:
+    """`nvme` None: a daemon without NVMe has no quarantine. `sync` makes final what was released."""
+
+    def __init__(
+        self,
+        nvme: Tier | None,
+        residency: Residency,
+        tenants: TenantDirectory,
+        limit: int,
+        sync: Callable[[], Awaitable[bool]],
+    ) -> None:
+        self._nvme = nvme
+        self._residency = residency
+        self._tenants = tenants
+        self._limit = limit
+        self._sync = sync
+
+    async def list(self) -> pb.QuarantineReply:
+        reply = pb.QuarantineReply(limit=self._limit if self._nvme is not None else 0)
+        if self._nvme is None:
+            return reply
+        for slot, reason in sorted(self._nvme.quarantined().items()):
+            entry = pb.QuarantinedSlot(
+                tier=self._residency.tiers[self._residency.durable],
+                slab=slot.container, offset=slot.offset, generation=slot.generation,
+                bytes=slot.nbytes, reason=reason, location=self._nvme.location(slot),
+            )  # fmt: skip
+            await self._name(slot, entry)
+            reply.slots.append(entry)
+        return reply
+
+    async def release(self, request: pb.ReleaseQuarantineRequest) -> pb.ReleaseQuarantineReply:
+        """Raises KVStoreError for a place that is not in quarantine; then nothing is released."""
+        if request.all == bool(request.locations):
+            raise KVStoreError(ErrorKind.INVALID, "give the places to release, or all")
+        held = self._nvme.quarantined() if self._nvme is not None else {}
+        named = {}
+        for slot in held:
+            assert self._nvme is not None
+            named[self._nvme.location(slot)] = named[f"{slot.container}:{slot.offset}"] = slot
+        unknown = [place for place in request.locations if place not in named]
+        if unknown:
+            raise KVStoreError(
+                ErrorKind.NOT_FOUND, f"{unknown[0]} is not in quarantine; `kvctl quarantine list` shows what is"
+            )
+        slots = set(held) if request.all else {named[place] for place in request.locations}
+        for slot in slots:
+            assert self._nvme is not None
+            self._nvme.free(slot)
+        if slots:
+            await self._sync()
+        return pb.ReleaseQuarantineReply(released=len(slots), released_bytes=sum(slot.nbytes for slot in slots))
+
+    async def _name(self, slot: Slot, entry: pb.QuarantinedSlot) -> None:
+        """Which block it was, as far as its record still says."""
+        assert self._nvme is not None
+        try:
+            header = await asyncio.to_thread(self._nvme.describe_quarantined, slot)
+        except (OSError, RuntimeError):  # the medium refused, or the slot was released meanwhile
+            return
+        if header is None:
+            return
+        entry.key = header.key.hex()
+        entry.tenant = self._tenants.name_of_index(header.tenant.hex())
+        entry.fingerprint = self._tenants.fingerprint_label(header.fingerprint)
+        names = [index.name for index in self._residency.tenants]
+        if header.tenant.hex() in names:
+            entry.stored_again = self._residency.find(names.index(header.tenant.hex()), header.key) >= 0

@@ -1,0 +1,183 @@
+"""Reading the configuration again while the daemon serves, at SIGHUP or `kvctl reload`.
+
+Owns what has to hold: a configuration that cannot be used changes nothing; of one that can, the settings that
+`LiveSettings` knows take effect at once, and every other that differs is named as one that waits for a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.config import Config, ConfigError, TenantSection, Written
+from kvstored.config.schema import MemorySection
+from kvstored.config.sizes import show_size
+from kvstored.config.written import LISTS
+from kvstored.lifetime.notify import notify
+
+log = logging.getLogger(__name__)
+_FOLLOW_CAPACITY = {"host.staging", "host.arena", "nvme.slab"}  # "auto", or a part of the capacity at most
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting, by its name in the file, with its values for people."""
+
+    name: str
+    before: str
+    after: str
+
+
+class Live(Protocol):
+    """What can change while the daemon serves."""
+
+    def prepare(self, config: Config) -> None:
+        """Everything that can fail, done without changing anything. Raises ConfigError."""
+        ...
+
+    def apply(self, config: Config, names: set[str]) -> set[str]:
+        """Let the settings `names` be as in `config`; those that took effect. Raises ConfigError, with everything as it
+        was."""
+        ...
+
+
+class Reload:
+    """`read()` reads the configuration as at the start; ConfigError when it cannot be used."""
+
+    def __init__(self, config: Config, read: Callable[[], Config], live: Live) -> None:
+        self.config = config  # what is in force
+        self.waiting: tuple[Difference, ...] = ()  # what the file says by now, and waits for a restart
+        self._read = read
+        self._live = live
+
+    def reload(self) -> pb.ReloadReply:
+        """Raises KVStoreError, with everything as it was, when the configuration cannot be used."""
+        notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            return self._reload()
+        finally:
+            notify("READY=1")
+
+    def on_signal(self) -> None:
+        """The same for a caller that hears no answer but the log."""
+        try:
+            self.reload()
+        except KVStoreError:
+            return  # it is in the log
+
+    def _reload(self) -> pb.ReloadReply:
+        try:
+            config = self._read()
+            self._live.prepare(config)
+            changed = {each.name: each for each in differences(self.config, config)}
+            applied = self._live.apply(config, set(changed))
+        except ConfigError as error:
+            log.error("reload: nothing was changed: %s", error)
+            raise KVStoreError(ErrorKind.INVALID, f"nothing was changed: {error}") from None
+        reply = pb.ReloadReply(source=config.source)
+        for name, each in changed.items():
+            listed = reply.applied if name in applied else reply.after_restart
+            listed.add(name=name, before=each.before, after=each.after)
+            log.info(
+                "reload: %s: %s -> %s%s",
+                name, each.before, each.after, "" if name in applied else " (after a restart)",
+            )  # fmt: skip
+        self.waiting = tuple(each for name, each in changed.items() if name not in applied)
+        if not changed:
+            log.info("reload: the settings are as they were")
+        self.config = _merged(self.config, config, applied)
+        return reply
+
+
+def differences(before: Config, after: Config) -> Iterator[Difference]:
+    """The settings in which two configurations differ, in the order of the file."""
+    for section in fields(Config):
+        old, new = getattr(before, section.name), getattr(after, section.name)
+        if section.name in ("tenants", "tenant_default"):
+            if old != new:
+                name = "[[tenant]]" if section.name == "tenants" else "tenants.default"
+                yield Difference(name, _shown(old), _shown(new))
+        elif section.name == "memory":
+            if old != new:
+                yield Difference("[[tier]]", _shown_tiers(old), _shown_tiers(new))
+        elif section.name not in ("source", "written"):
+            yield from _in_section(section.name, old, new)
+
+
+def _in_section(section: str, old: Any, new: Any) -> Iterator[Difference]:
+    follows = section in ("host", "nvme") and old.capacity_bytes != new.capacity_bytes
+    for field in fields(old):
+        name = f"{section}.{field.name.removesuffix('_bytes')}"
+        if follows and name in _FOLLOW_CAPACITY:
+            continue
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        if before != after:
+            show = show_size if field.name.endswith("_bytes") else str
+            yield Difference(name, show(before), show(after))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown_tenant, value)) or "none"
+    return str(value)
+
+
+def _shown_tiers(sections: tuple[MemorySection, ...]) -> str:
+    return ", ".join(f"{each.name} ({show_size(each.capacity_bytes)})" for each in sections) or "none"
+
+
+def _shown_tenant(section: TenantSection) -> str:
+    """Its name and what the file says of it."""
+    said = {
+        "host_max": show_size(section.host_max_bytes) if section.host_max_bytes else "",
+        "host_min": show_size(section.host_min_bytes) if section.host_min_bytes else "",
+        "nvme_max": show_size(section.nvme_max_bytes) if section.nvme_max_bytes else "",
+        "uids": " ".join(map(str, section.uids)),
+        "gids": " ".join(map(str, section.gids)),
+        "durability": section.durability,
+    }
+    words = ", ".join(f"{key} {value}" for key, value in said.items() if value)
+    return f"{section.name} ({words})" if words else section.name
+
+
+def _merged(old: Config, new: Config, applied: set[str]) -> Config:
+    """What is in force: the new settings that were applied, the old ones elsewhere. A setting that waits for a restart
+    is so named again at the next reload."""
+    chosen: dict[str, Any] = {}
+    for section in fields(Config):
+        before, after = getattr(old, section.name), getattr(new, section.name)
+        if section.name == "tenants":
+            chosen["tenants"] = after if "[[tenant]]" in applied else before
+        elif section.name == "tenant_default":
+            chosen["tenant_default"] = after if "tenants.default" in applied else before
+        elif section.name == "source":
+            chosen["source"] = after
+        elif section.name == "memory":
+            chosen["memory"] = before
+        elif section.name == "written":
+            chosen["written"] = tuple(_written(before, after, applied))
+        else:
+            live = {
+                field.name: getattr(after, field.name)
+                for field in fields(before)
+                if f"{section.name}.{field.name.removesuffix('_bytes')}" in applied
+            }
+            chosen[section.name] = replace(before, **live)
+    return Config(**chosen)
+
+
+def _written(before: tuple[Written, ...], after: tuple[Written, ...], applied: set[str]) -> Iterator[Written]:
+    """What was written of the settings in force: a setting that waits for a restart is as it was."""
+    former = {each.name: each for each in before}
+    for each in after:
+        if each.section in LISTS:
+            continue
+        old = former.get(each.name, each)
+        yield each if each.name in applied or each.value == old.value else old
+    yield from (each for each in before if each.section == "tier")
+    yield from (each for each in (after if "[[tenant]]" in applied else before) if each.section == "tenant")

@@ -1,0 +1,113 @@
+"""What was stored under one tenant's name becomes another's: the operator's word, where the daemon must not decide.
+
+The former name must be out of use and the new one listed. Clients of both names have to connect again, since their keys
+start from other roots afterwards. What the new name has stored of its own goes, if the operator says so.
+Never gives what user N stored as tenant uid-N to a tenant that does not list N.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.admin.drop import Drop
+from kvstored.clients.handshake import HandshakeServer
+from kvstored.clients.tenants import TenantDirectory
+from kvstored.clients.tenants.directory import uid_of
+from kvstored.clients.tenants.reach import Stored
+from kvstored.store.blocks import Residency
+
+log = logging.getLogger(__name__)
+
+
+class RenameTenant:
+    """See the module. One at a time. `with_tokens()` are the tenants that the tokens file names."""
+
+    def __init__(
+        self,
+        tenants: TenantDirectory,
+        residency: Residency,
+        drop: Drop,
+        handshake: HandshakeServer,
+        with_tokens: Callable[[], frozenset[str]],
+    ) -> None:
+        self._with_tokens = with_tokens
+        self._tenants = tenants
+        self._residency = residency
+        self._drop = drop
+        self._handshake = handshake
+        self._turn = asyncio.Lock()
+
+    async def rename(self, request: pb.RenameTenantRequest) -> pb.RenameTenantReply:
+        """Raises KVStoreError; then nothing has changed, or what `replace` drops has gone."""
+        async with self._turn:
+            identity = self._check(request.old, request.new)
+            stored, former = Stored(self._residency), self._tenants.keyring.identity_of(request.new) or request.new
+            if stored.blocks(former) and not request.replace:
+                raise KVStoreError(
+                    ErrorKind.INVALID,
+                    f"{request.new} has stored {stored.show(former)} of its own, which would be lost: drop them with "
+                    "--replace",
+                )
+            reply = pb.RenameTenantReply(clients=self._hang_up(request))
+            await self._empty(former, reply)
+            await self._bind(request.new, identity)
+            reply.clients += self._hang_up(request)  # who came meanwhile had the former roots
+            await self._empty(former, reply)
+            stored = Stored(self._residency)
+            reply.blocks, reply.bytes = stored.blocks(identity), stored.nbytes(identity)
+            log.warning("tenant %s is %s now: %s", request.old, request.new, stored.show(identity))
+            return reply
+
+    def _check(self, old: str, new: str) -> str:
+        """The identity that changes its name. Raises KVStoreError."""
+        tenants, keyring = self._tenants, self._tenants.keyring
+        identity, section = keyring.identity_of(old), tenants.section(new)
+        if old == new:
+            raise KVStoreError(ErrorKind.INVALID, "give two names: the former one and the new one")
+        if identity is None or not Stored(self._residency).blocks(identity):
+            raise KVStoreError(ErrorKind.NOT_FOUND, f"nothing is stored as tenant {old!r}; see: kvctl tenants")
+        if section is None:
+            raise KVStoreError(
+                ErrorKind.NOT_FOUND, f"no tenant {new!r} is listed: give it a [[tenant]] section, and restart first"
+            )
+        uid = uid_of(old)
+        if uid is None and tenants.is_reachable(old):
+            raise KVStoreError(
+                ErrorKind.INVALID,
+                f"tenant {old!r} is listed and in use: give it the name {new!r} in the configuration and restart first",
+            )
+        if uid is not None and uid not in section.uids:
+            raise KVStoreError(
+                ErrorKind.FORBIDDEN,
+                f"{new} does not list uid {uid}, who stored these blocks: add it to uids of {new} and restart first",
+            )
+        if old in self._with_tokens():
+            raise KVStoreError(
+                ErrorKind.INVALID, f"unary.tokens_file has tokens for {old!r}: write {new!r} there and restart first"
+            )
+        return identity
+
+    def _hang_up(self, request: pb.RenameTenantRequest) -> int:
+        return self._handshake.hang_up(lambda session: session.tenant.name in (request.old, request.new))
+
+    async def _empty(self, identity: str, reply: pb.RenameTenantReply) -> None:
+        number = Stored(self._residency).number(identity)
+        if number is None:
+            return
+        dropped = await self._drop.empty(number)
+        reply.replaced_blocks += dropped.dropped_blocks
+        reply.replaced_bytes += dropped.dropped_bytes
+
+    async def _bind(self, name: str, identity: str) -> None:
+        keyring = self._tenants.keyring
+        identities = keyring.bound_so(name, identity)
+        try:
+            await asyncio.to_thread(keyring.write, identities)
+        except OSError as error:
+            raise KVStoreError(ErrorKind.UNAVAILABLE, f"it cannot be written down: {error.strerror}") from None
+        keyring.adopt(identities)
+        self._tenants.refresh()

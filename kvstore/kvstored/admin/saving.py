@@ -1,0 +1,81 @@
+"""Saving: give blocks that are only in DRAM a durable copy on NVMe, before an operator takes the DRAM copy away.
+
+Asks write-back in portions, because a lane's queue is bounded and refuses what is over it. Never drops anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstored.store.blocks import Residency
+from kvstored.store.blocks.orphans import Tokens
+from kvstored.store.blocks.rows import ROW_BITS
+from kvstored.store.transfer.writeback import WriteBack
+
+PORTION_BLOCKS = 512
+SLICE_ROWS = 20_000  # looked at between two looks at the loop: about 0.2 ms
+SLICE_TOKENS = 1000  # ... and one by one
+
+
+async def tokens_in_tier(residency: Residency, tier: int, tenant: int | None = None) -> Sequence[int]:
+    """Names of the rows with a readable copy in a tier, deepest first. The loop goes on meanwhile: what changes then
+    may be there or not."""
+    columns = residency.rows
+    found, depths = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]
+    first = 0
+    while first < columns.capacity:
+        mask = np.frombuffer(columns.mask, np.uint8)[first : first + SLICE_ROWS]
+        rows = first + np.flatnonzero(mask >> tier & 1)
+        if tenant is not None:
+            rows = rows[residency.tenants_of(rows) == tenant]
+        generation = np.frombuffer(columns.generation, np.uint32)[rows].astype(np.uint64)
+        found.append(generation << np.uint64(ROW_BITS) | rows.astype(np.uint64))
+        depths.append(np.frombuffer(columns.depth, np.uint32)[rows])
+        del mask  # as long as somebody looks into a column it cannot grow
+        first += SLICE_ROWS
+        await asyncio.sleep(0)
+    return await asyncio.to_thread(_deepest_first, found, depths)
+
+
+def _deepest_first(parts: list[Tokens], depths: list[npt.NDArray[np.uint32]]) -> array[int]:
+    order = np.argsort(np.concatenate(depths), kind="stable")[::-1]
+    return array("Q", np.concatenate(parts)[order].tobytes())  # whose numbers are made when they are asked for
+
+
+async def save(
+    residency: Residency, writeback: WriteBack, tiers: Sequence[int], timeout_s: float, tenant: int | None = None
+) -> tuple[int, int]:
+    """Write every block of `tiers`, which are in memory, that is not durable; (blocks that are by now, those that are
+    not).
+
+    A block whose write the medium refuses stays where it is and counts among the second.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    wanted = array("Q")
+    for tier in tiers:
+        wanted += await _unsafe(residency, writeback, await tokens_in_tier(residency, tier, tenant))
+    for start in range(0, len(wanted), PORTION_BLOCKS):
+        for token in wanted[start : start + PORTION_BLOCKS]:
+            row = residency.current(token)
+            if row >= 0 and residency.fastest_in_memory(row) >= 0:
+                writeback.write_through(row)
+        await writeback.flush(max(0.0, deadline - asyncio.get_running_loop().time()))
+    left = len(await _unsafe(residency, writeback, wanted))
+    return len(wanted) - left, left
+
+
+async def _unsafe(residency: Residency, writeback: WriteBack, tokens: Sequence[int]) -> array[int]:
+    """Those that are neither durable nor gone by policy meanwhile."""
+    left = array("Q")
+    for position, token in enumerate(tokens):
+        row = residency.current(token)
+        if row >= 0 and not writeback.is_durable(row):
+            left.append(token)
+        if position % SLICE_TOKENS == SLICE_TOKENS - 1:
+            await asyncio.sleep(0)
+    return left

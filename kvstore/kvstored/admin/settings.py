@@ -1,0 +1,69 @@
+"""The settings for an operator: what each was written as, what became of it, and where it comes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.admin.reload import Reload
+from kvstored.config import Config, Written
+from kvstored.config.sizes import parse_size, show_size
+
+
+class SettingsView:
+    """Answers the Config call. Shows the names of files with secrets and never what they hold."""
+
+    def __init__(self, reload: Reload) -> None:
+        self._reload = reload
+
+    def settings(self) -> pb.ConfigReply:
+        config = self._reload.config
+        waiting = {each.name: each.after for each in self._reload.waiting}
+        reply = pb.ConfigReply(source=config.source, tenants_waiting=waiting.get("[[tenant]]", ""))
+        for each in config.written:
+            reply.settings.add(
+                section=each.section,
+                key=each.key,
+                tenant=each.tenant,
+                written=toml_value(each.value),
+                in_force=in_force(config, each),
+                origin=each.origin,
+                waiting=waiting.get(each.name, ""),
+            )
+        return reply
+
+
+def in_force(config: Config, setting: Written) -> str:
+    """What became of a setting, where its text does not say it: a share, "auto", a relative path, a size that was cut.
+    Empty elsewhere."""
+    section: Any = getattr(config, setting.section, None)
+    if setting.section == "tier":
+        section = next((tier for tier in config.memory if tier.name == setting.tenant), None)
+    elif setting.tenant:
+        section = next((tenant for tenant in config.tenants if tenant.name == setting.tenant), None)
+    nbytes = getattr(section, f"{setting.key}_bytes", None)
+    if nbytes is not None:
+        return "" if _bytes_of(setting.value) == nbytes else show_size(nbytes)
+    value = getattr(section, setting.key, None)
+    return str(value) if isinstance(value, Path) and str(value) != setting.value else ""
+
+
+def toml_value(value: Any) -> str:
+    """A value of a setting as TOML reads it again."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # all else JSON and TOML escape alike
+    return str(value)
+
+
+def _bytes_of(value: Any) -> int | None:
+    """None for a share and for "auto", which say no number of bytes by themselves."""
+    try:
+        return parse_size(value)
+    except ValueError:
+        return None

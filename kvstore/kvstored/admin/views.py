@@ -1,0 +1,228 @@
+"""What an operator sees: status, tiers, tenants, blocks. Asks every part for its report; keeps nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_tiers.base import Tier
+from kvstored import __version__
+from kvstored.admin.integrity import describe_integrity
+from kvstored.clients.handshake import PROTOCOL_VERSION
+from kvstored.clients.sessions import SessionTable
+from kvstored.clients.tenants import TenantDirectory
+from kvstored.clients.tenants.reach import out_of_reach
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.config import Config
+from kvstored.health.integrity import IntegrityReport
+from kvstored.store.blocks import Residency
+from kvstored.store.degraded import DegradedModes, Mode
+from kvstored.store.endurance import EnduranceAccount
+from kvstored.store.leases import LeaseTable
+from kvstored.store.policies import Policy
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.mover import Mover
+from kvstored.store.transfer.writeback import WriteBack
+from kvstored.telemetry import Counters, Flows
+
+
+@dataclass
+class Parts:
+    """What the views look at. `tiers`, `policies` and `paths` are in the order of the residency index."""
+
+    config: Config
+    clock: Clock
+    residency: Residency
+    tiers: list[Tier]
+    policies: list[Policy]
+    paths: list[str]
+    sessions: SessionTable
+    leases: LeaseTable
+    tenants: TenantDirectory
+    mover: Mover
+    writeback: WriteBack | None
+    counters: Counters
+    flows: Flows
+    modes: DegradedModes
+    endurance: EnduranceAccount
+
+
+class Views:
+    """`state()`, `ready_after_s()`, `prefault()` and `integrity()` come from the daemon, which alone knows them."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        state: Callable[[], str],
+        ready_after_s: Callable[[], float],
+        prefault: Callable[[], tuple[int, int]],
+        integrity: Callable[[], IntegrityReport],
+    ) -> None:
+        self._parts = parts
+        self._state = state
+        self._ready_after_s = ready_after_s
+        self._prefault = prefault
+        self._integrity = integrity
+        self._started_ns = parts.clock.monotonic_ns()
+
+    def status(self) -> pb.StatusReply:
+        parts = self._parts
+        now_ns = parts.clock.monotonic_ns()
+        done_bytes, total_bytes = self._prefault()
+        reply = pb.StatusReply(
+            version=__version__,
+            protocol_version=PROTOCOL_VERSION,
+            pid=os.getpid(),
+            uptime_s=(now_ns - self._started_ns) / NS_PER_S,
+            ready_after_s=self._ready_after_s(),
+            state=self._state(),
+            rss_bytes=resident_bytes(),
+            clients=len(parts.sessions),
+            blocks=len(parts.residency),
+            leases=len(parts.leases),
+            limbo_bytes=parts.leases.limbo_bytes(),
+            prefault_done_bytes=done_bytes,
+            prefault_total_bytes=total_bytes,
+            counters=parts.counters.snapshot(),
+            config_path=parts.config.source,
+            warnings=[
+                *parts.modes.sentences(),
+                *self._other_tier_messages(),
+                *out_of_reach(parts.tenants, parts.residency),
+            ],
+        )
+        for item in parts.modes.all():
+            reply.degraded.add(
+                part=item.part, mode=item.mode.value, reason=item.reason, for_s=(now_ns - item.since_ns) / NS_PER_S
+            )
+        if parts.writeback is not None:
+            budget = parts.endurance.report()
+            reply.endurance.CopyFrom(
+                pb.EnduranceStatus(
+                    bytes_per_day=budget.bytes_per_day,
+                    left_bytes=budget.left_bytes,
+                    spent_bytes=budget.spent_bytes,
+                    scarce=budget.scarce,
+                    trouble=budget.trouble,
+                )
+            )
+            if budget.trouble:
+                reply.warnings.append(budget.trouble)
+        describe_integrity(self._integrity(), reply)
+        for lane in parts.mover.lanes.values():
+            report = lane.statistics(now_ns)
+            reply.lanes.add(
+                name=report.name,
+                queued=sum(report.queued),
+                in_flight=sum(report.in_flight),
+                moved_blocks=sum(report.moved_blocks),
+                moved_bytes=sum(report.moved_bytes),
+                refused=sum(report.refused),
+                bytes_per_s=report.bytes_per_s,
+                queued_by_priority=list(report.queued),
+            )
+        return reply
+
+    def _other_tier_messages(self) -> list[str]:
+        """What tiers say of themselves, where no degraded mode says it already."""
+        parts = self._parts
+        told = {item.part for item in parts.modes.all()}
+        reports = [(name, tier.statistics()) for name, tier in zip(parts.residency.tiers, parts.tiers, strict=True)]
+        return [f"{name}: {report.message}" for name, report in reports if report.message and name not in told]
+
+    def _state_of(self, position: int) -> str:
+        """What the daemon makes of a tier, where that is worse than what the tier says itself."""
+        mode = self._parts.modes.mode(self._parts.residency.tiers[position])
+        return self._parts.tiers[position].statistics().state.value if mode is Mode.OK else mode.value
+
+    def tiers(self) -> pb.TiersReply:
+        parts = self._parts
+        now_ns = parts.clock.monotonic_ns()
+        reply = pb.TiersReply()
+        for position, (tier, policy) in enumerate(zip(parts.tiers, parts.policies, strict=True)):
+            report, flow = tier.statistics(), parts.flows.tiers[position]
+            used_by = dict(report.used_by)
+            if position == MAPPED:
+                used_by["limbo"] = parts.leases.limbo_bytes()  # slots that the tier still counts as blocks
+                used_by["blocks"] -= used_by["limbo"]
+            reply.tiers.add(
+                name=parts.residency.tiers[position],
+                kind=tier.info.kind,
+                path=parts.paths[position],
+                state=self._state_of(position),
+                capacity_bytes=report.capacity_bytes,
+                used_bytes=report.used_bytes,
+                blocks=parts.residency.tier_blocks(position),
+                hits=flow.hits,
+                bytes_read=report.bytes_read,
+                bytes_written=report.bytes_written,
+                evicted_blocks=flow.evicted_blocks,
+                promoted_blocks=flow.promoted_blocks,
+                demoted_blocks=flow.demoted_blocks,
+                quarantined_blocks=report.quarantined_slots,
+                errors=report.errors,
+                used_by=used_by,
+                residency={kind.value: count for kind, count in policy.class_counts(now_ns).items()},
+                residency_bytes={kind.value: nbytes for kind, nbytes in policy.class_bytes(now_ns).items()},
+                policy=policy.name,
+            )
+        return reply
+
+    def tenants(self) -> pb.TenantsReply:
+        parts, residency = self._parts, self._parts.residency
+        reply = pb.TenantsReply()
+        for number, index in enumerate(residency.tenants):
+            sessions = [session for session in parts.sessions.all() if session.tenant_id == number]
+            tenant = parts.tenants.by_digest(bytes.fromhex(index.name))
+            flow = parts.flows.tenants[number]
+            reply.tenants.add(
+                name=parts.tenants.name_of_index(index.name),
+                blocks=residency.tenant_blocks(number),
+                host_bytes=residency.tenant_bytes(number, MAPPED),
+                nvme_bytes=residency.tenant_bytes(number, residency.durable) if residency.durable >= 0 else 0,
+                clients=len(sessions),
+                lookups=flow.lookups,
+                hit_blocks=flow.hit_blocks,
+                missed_blocks=flow.missed_blocks,
+                quota_bytes=tenant.limits.host_max_bytes if tenant is not None else 0,
+                limbo_bytes=parts.leases.limbo_bytes(number),
+                fingerprints=sorted(
+                    parts.tenants.fingerprint_label(parts.tenants.fingerprint_digest(fingerprint))
+                    for fingerprint in index.fingerprints
+                ),
+            )
+        return reply
+
+    def describe(self, row: int, block: pb.BlockStatus) -> None:
+        """What there is to say of a readable block."""
+        parts, residency = self._parts, self._parts.residency
+        now_ns = parts.clock.monotonic_ns()
+        kind = residency.kind(row)
+        here = [position for position in range(len(residency.tiers)) if residency.has(row, position)]
+        block.key = residency.key(row).hex()
+        block.parent = residency.parent_key(row).hex()
+        block.tenant = parts.tenants.name_of_index(residency.tenants[kind.tenant].name)
+        block.fingerprint = parts.tenants.fingerprint_label(parts.tenants.fingerprint_digest(kind.fingerprint_id))
+        block.group = kind.group
+        block.depth = residency.depth(row)
+        block.payload_bytes = residency.payload_bytes(row)
+        block.tiers.extend(residency.tiers[position] for position in here)
+        block.state = residency.state(row, here[0]).name.lower()
+        durable = parts.writeback is not None and parts.writeback.is_durable(row)
+        block.durability = "durable" if durable else "volatile"
+        block.accesses = residency.accesses(row)
+        block.idle_s = (now_ns - residency.last_access_ns(row)) / NS_PER_S
+        block.leases = residency.pin_count(row)
+        block.children = residency.children(row)
+        block.residency = parts.policies[here[0]].residency_class(row, now_ns).value
+        slot = residency.slot(row, here[-1])
+        block.location = parts.tiers[here[-1]].location(slot)
+
+
+def resident_bytes() -> int:
+    """This process's resident set without touched arena pages, which `kvctl tiers` shows: the daemon's own cost."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))

@@ -1,0 +1,254 @@
+"""The handshake socket: where the kernel tells who calls, descriptors travel, and a client's life is watched.
+
+One SOCK_SEQPACKET connection a client, open for its whole life; its end (the last holder of the descriptor exits or
+closes) ends the session and everything it held. gRPC cannot do this: it knows no peer and its streams break for other
+reasons. Runs on the control loop, never blocks: packets are small and a client that does not read them is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from google.protobuf.message import DecodeError, Message
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import handshake_pb2 as hs
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.sessions import Session
+from kvstored.clients.tenants import Peer, read_peer
+
+log = logging.getLogger(__name__)
+PROTOCOL_VERSION = 1
+MAX_PACKET_BYTES = 128 * 1024
+ACCEPT_PAUSE_S = 0.5
+HELLO_PATIENCE_S = 10.0  # a connection that says nothing must not keep a place for ever
+MAX_TURNED_AWAY = 64
+
+
+class Welcomer(Protocol):
+    """What the daemon does for a caller. Refusals are KVStoreError."""
+
+    def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
+        """Open a session; the answer and the staging descriptor to send, if any."""
+        ...
+
+    def grant_arena(self, session: Session, arena_id: int) -> tuple[hs.ArenaGrant, int]:
+        """The answer and a read-only descriptor, which is closed after it was sent."""
+        ...
+
+    def grant_lookup_index(self, session: Session) -> tuple[hs.LookupIndexGrant, int | None]:
+        """The answer and a read-only descriptor, which is closed after it was sent; none with a reason why."""
+        ...
+
+    def grant_stream(self, session: Session) -> int:
+        """The client's end of a direct stream, which is closed after it was sent."""
+        ...
+
+    def farewell(self, session: Session) -> None: ...
+
+
+class HandshakeServer:
+    """Listens on `path`. `start` binds and returns; `close` ends every connection and with it every session."""
+
+    def __init__(self, path: Path, welcomer: Welcomer, max_clients: int) -> None:
+        self.path = path
+        self._welcomer = welcomer
+        self._max_clients = max_clients
+        self._listener: socket.socket | None = None
+        self._connections: set[_Connection] = set()
+        self._turned_away: set[_Connection] = set()  # to be told so when they have said hello
+        self.accepting = True
+
+    def start(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        for connection in [*self._connections, *self._turned_away]:
+            connection.end()
+
+    def hang_up(self, is_meant: Callable[[Session], bool]) -> int:
+        """End the sessions that are meant; how many. Their clients find out, and may come back."""
+        meant = [connection for connection in self._connections if connection.is_of(is_meant)]
+        for connection in meant:
+            connection.end()
+        return len(meant)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # out of descriptors: look again later instead of spinning on a readable socket
+                log.warning("cannot accept a client: %s", error)
+                self._pause()
+                return
+            accepted.setblocking(False)
+            refusal = self._refusal()
+            group = self._connections if refusal is None else self._turned_away
+            if refusal is not None and len(group) >= MAX_TURNED_AWAY:
+                accepted.close()
+                continue
+            connection = _Connection(accepted, self._welcomer, group.discard, refusal)
+            group.add(connection)
+            connection.start()
+
+    def _refusal(self) -> KVStoreError | None:
+        """Why a new client is not taken now, if so."""
+        if not self.accepting:
+            return KVStoreError(
+                ErrorKind.UNAVAILABLE, "the daemon is draining and takes no new clients (kvctl drain --undo ends that)"
+            )
+        if len(self._connections) >= self._max_clients:
+            return KVStoreError(ErrorKind.THROTTLED, f"{self._max_clients} clients are connected already")
+        return None
+
+    def _pause(self) -> None:
+        loop, listener = asyncio.get_running_loop(), self._listener
+        assert listener is not None
+        loop.remove_reader(listener.fileno())
+
+        def resume() -> None:
+            if self._listener is not None:
+                loop.add_reader(listener.fileno(), self._accept)
+
+        loop.call_later(ACCEPT_PAUSE_S, resume)
+
+
+class _Connection:
+    """One client: first a hello, then requests for memory to map or a stream, then the end.
+
+    `refusal` is the answer to the hello of a client that is not taken. It waits for the hello, because closing a socket
+    with an unread packet in it would take the refusal away from the client.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        welcomer: Welcomer,
+        on_end: Callable[[_Connection], None],
+        refusal: KVStoreError | None,
+    ) -> None:
+        self._socket = sock
+        self._welcomer = welcomer
+        self._on_end = on_end
+        self._refusal = refusal
+        self._session: Session | None = None
+        self._patience: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.fileno(), self._readable)
+        self._patience = loop.call_later(HELLO_PATIENCE_S, self.end)
+
+    def end(self) -> None:
+        if self._socket.fileno() < 0:
+            return
+        self._be_patient()
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._on_end(self)
+        if self._session is not None:
+            self._welcomer.farewell(self._session)
+
+    def is_of(self, is_meant: Callable[[Session], bool]) -> bool:
+        return self._session is not None and is_meant(self._session)
+
+    def _be_patient(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def refuse(self, kind: ErrorKind, message: str) -> None:
+        self._send(_refusal(kind, message), None)
+        self.end()
+
+    def _readable(self) -> None:
+        try:
+            data = self._socket.recv(MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.end()
+            return
+        try:
+            self._answer(hs.ClientPacket.FromString(data))
+        except DecodeError:
+            self.refuse(ErrorKind.INVALID, "not a handshake packet")
+        except KVStoreError as error:
+            if self._session is None:
+                self.refuse(error.kind, error.message)
+            else:  # a wrong question does not cost a client its session
+                self._send(_refusal(error.kind, error.message), None)
+        except Exception:
+            log.exception("a handshake failed")
+            self.refuse(ErrorKind.INTERNAL, "the handshake failed inside the daemon; its log has the details")
+
+    def _answer(self, packet: hs.ClientPacket) -> None:
+        kind = packet.WhichOneof("packet")
+        reply = hs.DaemonPacket()
+        if self._refusal is not None:
+            raise self._refusal
+        if kind == "hello":
+            if self._session is not None:
+                raise KVStoreError(ErrorKind.INVALID, "a connection says hello once")
+            session, welcome, descriptor = self._welcomer.welcome(read_peer(self._socket), packet.hello)
+            self._session = session
+            self._be_patient()
+            reply.welcome.CopyFrom(welcome)
+            self._send(reply, descriptor)
+            if session.staging is not None:
+                session.staging.forget_fd()
+        elif kind not in ("arena", "lookup_index", "direct_stream"):
+            raise KVStoreError(ErrorKind.INVALID, "a packet of a kind this daemon does not know")
+        elif self._session is None:
+            raise KVStoreError(ErrorKind.UNAUTHENTICATED, "say hello first")
+        else:
+            descriptor = self._grant(self._session, kind, packet, reply)
+            self._send(reply, descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _grant(self, session: Session, kind: str, packet: hs.ClientPacket, reply: hs.DaemonPacket) -> int | None:
+        """Fill the reply in; the descriptor that goes with it."""
+        if kind == "arena":
+            arena, descriptor = self._welcomer.grant_arena(session, packet.arena.arena_id)
+            reply.arena.CopyFrom(arena)
+            return descriptor
+        if kind == "lookup_index":
+            index, index_fd = self._welcomer.grant_lookup_index(session)
+            reply.lookup_index.CopyFrom(index)
+            return index_fd
+        reply.direct_stream.SetInParent()
+        return self._welcomer.grant_stream(session)
+
+    def _send(self, packet: Message, descriptor: int | None) -> None:
+        descriptors = [] if descriptor is None else [descriptor]
+        try:
+            socket.send_fds(self._socket, [packet.SerializeToString()], descriptors)
+        except OSError as error:  # gone, or does not read its packets: both mean the end
+            level = logging.DEBUG if isinstance(error, ConnectionError) else logging.INFO  # gone is no news
+            log.log(level, "client cut off: %s", error)
+            self.end()
+
+
+def _refusal(kind: ErrorKind, message: str) -> hs.DaemonPacket:
+    packet = hs.DaemonPacket()
+    packet.refused.kind = pb.ErrorKind.ValueType(kind)
+    packet.refused.message = message
+    return packet

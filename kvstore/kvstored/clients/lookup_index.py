@@ -1,0 +1,239 @@
+"""The lookup indexes: for each tenant that asks, a table in shared memory that says where its blocks are.
+
+Owns one memfd a tenant, from the first session that asks for it to the end of the last, and the memory that all of
+them together may take. Follows residency by its presence events, so a stored block is in the table before its
+put is answered. Never does: serve bytes, or know what a client makes of an answer. A tenant gets the descriptor of
+its own table only, read-only; the memfd is sealed, so that not even root opens it writable.
+
+Invariants: a table in state SERVING holds every readable block of its tenant, in a slot or in an overflow count; only
+this process writes it, on the control thread; a table that nobody follows any more says CLOSED.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Callable
+
+from kvstore_proto import lookup_index as layout
+from kvstore_proto.lookup_index import IndexLayout, IndexState
+from kvstore_proto.v1 import handshake_pb2 as hs
+from kvstore_tiers.arena import F_SEAL_FUTURE_WRITE
+from kvstored.clients.sessions import Session
+from kvstored.store.blocks import Residency
+from kvstored.store.tiering import codes_by_mask
+
+log = logging.getLogger(__name__)
+FEWEST_TABLES = 4  # the memory is enough for so many tenants at least
+KEYS_A_SLICE, ROWS_A_SLICE = 200, 2000  # each some 0.4 ms of the control thread; most rows may be free
+
+
+class IndexTable:
+    """The writer's side of one table. `slots` of the layout hold tags; what overflows is remembered here."""
+
+    def __init__(self, fixed: IndexLayout) -> None:
+        self.layout = fixed
+        self.keys = 0
+        self._seed, self._buckets = fixed.seed, fixed.buckets
+        self._overflow: dict[int, dict[int, int]] = {}  # bucket offset -> tag -> tier code
+        self._overflowed = 0
+        self._changes = 0
+        self._state = IndexState.BUILDING
+        self._fd = os.memfd_create("kvstored-lookup-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(self._fd, 0o600)
+            os.ftruncate(self._fd, fixed.size_bytes)
+            os.pwrite(self._fd, fixed.pack(), 0)  # before the seals, which forbid it for ever
+            self._memory = mmap.mmap(self._fd, fixed.size_bytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | F_SEAL_FUTURE_WRITE
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+        except OSError:
+            os.close(self._fd)
+            raise
+        self._tell()
+
+    @property
+    def state(self) -> IndexState:
+        return self._state
+
+    def set_state(self, state: IndexState) -> None:
+        self._state = state
+        self._tell()
+
+    def put(self, key: bytes, code: int) -> None:
+        """The fastest readable copy of `key` is in the tier `code` now."""
+        tag = layout.key_tag(key, self._seed)
+        offset = layout.bucket_offset(tag, self._buckets)
+        tags, tiers = self._read(offset)
+        if tag in tags:
+            slot = tags.index(tag)
+            if tiers[slot] == code:
+                return
+        elif 0 in tags:
+            slot = tags.index(0)
+            self.keys += 1
+        else:
+            waiting = self._overflow.setdefault(offset, {})
+            self._overflowed += tag not in waiting
+            waiting[tag] = code
+            self._write(offset, tags, tiers)
+            return
+        tags[slot], tiers[slot] = tag, code
+        self._write(offset, tags, tiers)
+
+    def remove(self, key: bytes) -> None:
+        """`key` can be read nowhere. Its slot goes to a key that found the bucket full, if there is one."""
+        tag = layout.key_tag(key, self._seed)
+        offset = layout.bucket_offset(tag, self._buckets)
+        tags, tiers = self._read(offset)
+        waiting = self._overflow.get(offset, {})
+        if tag in tags:
+            slot = tags.index(tag)
+            if waiting:
+                tags[slot], tiers[slot] = waiting.popitem()
+                self._overflowed -= 1
+            else:
+                tags[slot] = tiers[slot] = 0
+                self.keys -= 1
+        elif waiting.pop(tag, None) is not None:
+            self._overflowed -= 1
+        else:
+            return
+        if not waiting:
+            self._overflow.pop(offset, None)
+        self._write(offset, tags, tiers)
+
+    def readonly_fd(self) -> int:
+        """A new O_RDONLY descriptor for a client; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Say so to whoever still maps it, and give it up. Idempotent."""
+        if self._fd >= 0:
+            self.set_state(IndexState.CLOSED)
+            self._memory.close()
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read(self, offset: int) -> tuple[list[int], bytearray]:
+        _, body = layout.BUCKET.unpack_from(self._memory, offset)
+        return list(layout.BODY.unpack(body)[1:]), bytearray(body[: layout.SLOTS_A_BUCKET])
+
+    def _write(self, offset: int, tags: list[int], tiers: bytearray) -> None:
+        overflow = len(self._overflow.get(offset, ()))
+        layout.BUCKET.pack_into(self._memory, offset, *layout.pack_bucket(tags, tiers, overflow))
+        self._changes += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        layout.LIVE.pack_into(self._memory, layout.LIVE_OFFSET, self._state, self.keys, self._overflowed, self._changes)
+
+
+class LookupIndexes:
+    """All tenants' tables, `total_bytes` together, each with room for `slots` keys as far as its share allows.
+
+    `schedule` runs a slice of work soon, on the control thread. `used_bytes` never exceeds `total_bytes`.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        total_bytes: int,
+        residency: Residency,
+        schedule: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self._residency = residency
+        self._schedule = schedule
+        self._buckets = layout.buckets_for(slots, total_bytes // FEWEST_TABLES)
+        self.total_bytes = total_bytes
+        self.used_bytes = 0
+        self._tables: dict[int, IndexTable] = {}
+        self._holders: dict[int, set[int]] = {}  # tenant -> sessions that were granted its table
+        self._code_of_mask = codes_by_mask(residency)
+
+    @property
+    def offered(self) -> bool:
+        return self._buckets > 0
+
+    def changed(self, tenant: int, key: bytes, mask: int) -> None:
+        """See `PresenceListener`."""
+        table = self._tables.get(tenant)
+        if table is None:
+            return
+        if mask:
+            table.put(key, self._code_of_mask[mask])
+        else:
+            table.remove(key)
+
+    def grant(self, session: Session) -> tuple[hs.LookupIndexGrant, int | None]:
+        """The session's tenant's table, made if this is the first to ask; without a descriptor, the reason why not."""
+        if not self.offered:
+            return hs.LookupIndexGrant(reason="this daemon keeps no lookup index (index.slots = 0)"), None
+        tenant = session.tenant_id
+        table = self._tables.get(tenant)
+        if table is None:
+            made = self._make(tenant, session.tenant.digest)
+            if isinstance(made, str):
+                return hs.LookupIndexGrant(reason=made), None
+            table = made
+        try:
+            descriptor = table.readonly_fd()
+        except OSError as error:
+            return hs.LookupIndexGrant(reason=f"no descriptor to spare: {error.strerror}"), None
+        finally:
+            self._hold(tenant, session)
+        return hs.LookupIndexGrant(size_bytes=table.layout.size_bytes), descriptor
+
+    def _make(self, tenant: int, digest: bytes) -> IndexTable | str:
+        fixed = IndexLayout(self._buckets, int.from_bytes(os.urandom(8), "little"), digest)
+        if self.used_bytes + fixed.size_bytes > self.total_bytes:
+            return f"lookup indexes of {len(self._tables)} tenants take all the memory that is set aside for them"
+        try:
+            table = IndexTable(fixed)
+        except OSError as error:
+            return f"no memory for a lookup index: {error.strerror}"
+        self._tables[tenant] = table
+        self.used_bytes += fixed.size_bytes
+        self._build(tenant, table, 0)
+        return table
+
+    def _build(self, tenant: int, table: IndexTable, first_row: int) -> None:
+        """Enter what is stored already, a slice at a time. What changes meanwhile comes by `changed`."""
+        if self._tables.get(tenant) is not table:
+            return
+        rows = self._residency.rows
+        entered, row = 0, first_row
+        end = min(first_row + ROWS_A_SLICE, rows.capacity)
+        while row < end and entered < KEYS_A_SLICE:
+            key, mask = rows.key(row), rows.mask[row]
+            if key is not None and mask and self._residency.tenant_of(row) == tenant:
+                table.put(key, self._code_of_mask[mask])
+                entered += 1
+            row += 1
+        if row < rows.capacity:
+            self._schedule(lambda: self._build(tenant, table, row))
+        else:
+            table.set_state(IndexState.SERVING)
+            log.info("lookup index of tenant %d: %d keys, %d bytes", tenant, table.keys, table.layout.size_bytes)
+
+    def _hold(self, tenant: int, session: Session) -> None:
+        holders = self._holders.setdefault(tenant, set())
+        if session.session_id in holders:
+            return
+        holders.add(session.session_id)
+
+        def let_go() -> None:
+            holders.discard(session.session_id)
+            if not holders:
+                self._drop(tenant)
+
+        session.on_close.append(let_go)
+
+    def _drop(self, tenant: int) -> None:
+        self._holders.pop(tenant, None)
+        table = self._tables.pop(tenant, None)
+        if table is not None:
+            table.close()
+            self.used_bytes -= table.layout.size_bytes

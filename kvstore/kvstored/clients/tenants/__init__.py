@@ -1,0 +1,6 @@
+"""Who a caller is, and which secret its keys start from."""
+
+from kvstored.clients.tenants.directory import Tenant, TenantDirectory
+from kvstored.clients.tenants.peer import Peer, read_peer
+
+__all__ = ["Peer", "Tenant", "TenantDirectory", "read_peer"]

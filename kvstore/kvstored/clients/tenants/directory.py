@@ -1,0 +1,257 @@
+"""Tenants and fingerprints by name and digest.
+
+Blocks on disk carry digests only; `Names` turns them back into names after a restart. Never does: decide what a tenant
+may hold, or hold the secret that keys are made of (`Keyring` does).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Set
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.identity import root_key
+from kvstored.clients.tenants.keyring import Keyring
+from kvstored.clients.tenants.names import Names
+from kvstored.clients.tenants.peer import Peer
+from kvstored.config import TenantSection
+from kvstored.store.blocks import Residency
+
+MAX_NUMBERED_FINGERPRINTS = 65_536
+UNKNOWN_FINGERPRINT = 1 << 40  # a number that no block has
+UNNUMBERED_FINGERPRINT = UNKNOWN_FINGERPRINT + 1  # the number of all that came too late for one of their own
+_NO_DIGEST = bytes(32)
+_UID_TENANT = re.compile(r"uid-(0|[1-9]\d{0,9})\Z")
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """`digest` (16 bytes) stands in block headers and in the index; `secret` never leaves the daemon."""
+
+    name: str
+    digest: bytes
+    secret: bytes = field(repr=False)
+    limits: TenantSection
+
+    @property
+    def index_name(self) -> str:
+        """The tenant's name in the residency index and as an owner of arenas: its digest, which outlives labels."""
+        return self.digest.hex()
+
+    def roots(self, fingerprint: Fingerprint) -> list[bytes]:
+        digest = fingerprint.digest()
+        return [root_key(self.secret, digest, group.group_id) for group in fingerprint.groups]
+
+
+def uid_of(name: str) -> int | None:
+    """The user that a tenant which nobody listed is called after; None for another name."""
+    return int(name.removeprefix("uid-")) if _UID_TENANT.match(name) else None
+
+
+def _family_of(fingerprint: Fingerprint) -> tuple[str, str, int]:
+    return fingerprint.model_name, fingerprint.account, fingerprint.shard_index
+
+
+def tenant_digest(identity: str) -> bytes:
+    return hashlib.blake2b(identity.encode(), digest_size=16, person=b"kvstore tenant").digest()
+
+
+class TenantDirectory:
+    """Resolves callers to tenants; remembers the names behind digests."""
+
+    def __init__(
+        self, state_dir: Path, listed: tuple[TenantSection, ...], default: str, keyring: Keyring | None = None
+    ) -> None:
+        self._keyring = Keyring(state_dir) if keyring is None else keyring
+        self._listed = listed
+        self._default = default
+        self._tenants: dict[str, Tenant] = {}
+        self._fingerprint_numbers: dict[bytes, int] = {}
+        self._digests: list[bytes] = []  # by number
+        self._families: dict[tuple[str, str, int], set[int]] = {}
+        self._names = Names(state_dir / "names.json", lambda: list(self._tenants))
+        for name in (*self._names.load(), *self._keyring.bound()):
+            if self._keyring.identity_of(name) is not None:
+                self._tenant(TenantSection(name))
+        for section in listed:
+            self._keyring.claim(section.name)
+            self._tenant(section)
+        self._names.save()
+
+    async def run(self) -> None:
+        """A task: new names are saved as they come."""
+        await self._names.run()
+
+    def close(self) -> None:
+        self._names.close()
+
+    def relist(self, listed: tuple[TenantSection, ...], default: str) -> None:
+        """Let the configuration's tenants be these. Sessions are the caller's."""
+        left = {section.name for section in self._listed} - {section.name for section in listed}
+        self._listed, self._default = listed, default
+        for section in (*listed, *map(TenantSection, sorted(left))):
+            self._tenant(section)
+        self._names.changed()
+
+    def resolve(self, peer: Peer) -> Tenant | None:
+        """The tenant of a caller: listed by uid, else by gid, else the default; None = refused."""
+        for section in self._listed:
+            if peer.uid in section.uids:
+                return self._callable(section)
+        for section in self._listed:
+            if peer.gid in section.gids:
+                return self._callable(section)
+        if self._default == "refuse":
+            return None
+        name = f"uid-{peer.uid}"
+        if self._keyring.identity_of(name) is None:
+            return None  # its blocks are those of another name
+        known = self._tenants.get(name)
+        if known is None:
+            known = self._tenant(TenantSection(name, uids=(peer.uid,)))
+            self._names.changed()
+        return known
+
+    def named(self, name: str) -> Tenant | None:
+        """The tenant that an operator may hand a token to: a listed one, or, where users are tenants, "uid-N"."""
+        if (section := self.section(name)) is not None:
+            return self._callable(section)
+        uid = uid_of(name)
+        if self._default == "refuse" or uid is None or self._keyring.identity_of(name) is None:
+            return None
+        return self._tenant(TenantSection(name, uids=(uid,)))
+
+    @property
+    def keyring(self) -> Keyring:
+        return self._keyring
+
+    @property
+    def default(self) -> str:
+        """`tenants.default`."""
+        return self._default
+
+    @property
+    def listed(self) -> tuple[TenantSection, ...]:
+        return self._listed
+
+    def section(self, name: str) -> TenantSection | None:
+        """What the configuration says of a tenant; None for one that it does not list."""
+        return next((section for section in self._listed if section.name == name), None)
+
+    def lister(self, uid: int) -> TenantSection | None:
+        """The tenant that lists a user."""
+        return next((section for section in self._listed if uid in section.uids), None)
+
+    def is_reachable(self, name: str) -> bool:
+        """Whether somebody who calls can be this tenant: a listed one, or a user that no tenant lists."""
+        uid = uid_of(name)
+        if uid is None:
+            return self.section(name) is not None
+        return self._default != "refuse" and self.lister(uid) is None
+
+    def refresh(self, *names: str) -> None:
+        """Names stand for other identities than before; `names` are to be known from now on."""
+        for name, tenant in list(self._tenants.items()):
+            if self._keyring.identity_of(name) is None:
+                del self._tenants[name]
+            else:
+                self._tenant(tenant.limits)
+        for name in (*names, *self._keyring.bound()):
+            if name not in self._tenants and self._keyring.identity_of(name) is not None:
+                self._tenant(self.section(name) or TenantSection(name))
+        self._names.changed()
+
+    def by_digest(self, digest: bytes) -> Tenant | None:
+        return next((tenant for tenant in self._tenants.values() if tenant.digest == digest), None)
+
+    def number(self, name: str, residency: Residency) -> int:
+        """The residency's number of a tenant by name. Raises KVStoreError when there is no such tenant."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            known = ", ".join(sorted(self._tenants)) or "none yet"
+            raise KVStoreError(ErrorKind.NOT_FOUND, f"no tenant {name!r}; known: {known}")
+        return residency.tenant(tenant.index_name)
+
+    def name_of_index(self, index_name: str) -> str:
+        """What people call the tenant that the residency index knows by `index_name`."""
+        return self.name_of(bytes.fromhex(index_name))
+
+    def name_of(self, digest: bytes) -> str:
+        tenant = self.by_digest(digest)
+        return tenant.name if tenant else f"unknown-{digest.hex()[:8]}"
+
+    def all(self) -> list[Tenant]:
+        return list(self._tenants.values())
+
+    def remember(self, fingerprint: Fingerprint) -> bytes:
+        """Note a fingerprint so that listings can name it; returns its digest."""
+        digest = fingerprint.digest()
+        self._names.remember(digest, fingerprint)
+        number = self._fingerprint_numbers.get(digest)
+        if number is not None:
+            self._join_family(fingerprint, number)
+        return digest
+
+    def fingerprint_number(self, digest: bytes) -> int:
+        """A small number for a fingerprint digest, stable while the daemon runs. There are so many and no more: who
+        makes up others still stores and finds blocks under them, but listings cannot tell those apart."""
+        number = self._fingerprint_numbers.get(digest)
+        if number is None:
+            number = len(self._digests)
+            if number >= MAX_NUMBERED_FINGERPRINTS:
+                return UNNUMBERED_FINGERPRINT
+            self._fingerprint_numbers[digest] = number
+            self._digests.append(digest)
+            known = self.fingerprint(digest)
+            if known is not None:
+                self._join_family(known, number)
+        return number
+
+    def family(self, fingerprint: Fingerprint | None) -> Set[int]:
+        """Numbers of the fingerprints of the same model's name, account and shard: those that may be meant to be equal.
+        The set grows with them. Empty for None."""
+        return frozenset() if fingerprint is None else self._families.get(_family_of(fingerprint), frozenset())
+
+    def _join_family(self, fingerprint: Fingerprint, number: int) -> None:
+        self._families.setdefault(_family_of(fingerprint), set()).add(number)
+
+    def known_number(self, digest: bytes) -> int:
+        """The same for one that may have no number of its own: one that no block has, then."""
+        return self._fingerprint_numbers.get(digest, UNKNOWN_FINGERPRINT)
+
+    def fingerprint_digest(self, number: int) -> bytes:
+        """The inverse of `fingerprint_number`; zeros for what has none of its own."""
+        return self._digests[number] if number < len(self._digests) else _NO_DIGEST
+
+    def fingerprint(self, digest: bytes) -> Fingerprint | None:
+        return self._names.fingerprints.get(digest)
+
+    def fingerprint_label(self, digest: bytes) -> str:
+        known = self._names.fingerprints.get(digest)
+        if known is None:
+            return digest.hex()[:12]
+        return f"{known.model_name}:{digest.hex()[:12]}" + (f" for {known.account}" if known.account else "")
+
+    def fingerprints(self) -> dict[bytes, Fingerprint]:
+        return dict(self._names.fingerprints)
+
+    def _callable(self, section: TenantSection) -> Tenant | None:
+        """A listed tenant for its callers; None as long as its name stands for what a user stored whom it does not
+        list: `follow_users` ends that."""
+        uid = uid_of(self._keyring.claim(section.name))
+        return self._tenant(section) if uid is None or uid in section.uids else None
+
+    def _tenant(self, section: TenantSection) -> Tenant:
+        known = self._tenants.get(section.name)
+        identity = self._keyring.claim(section.name)
+        digest = tenant_digest(identity)
+        if known is None or known.limits != section or known.digest != digest:
+            secret = hmac.new(self._keyring.secret, b"tenant\0" + identity.encode(), hashlib.sha256).digest()
+            known = Tenant(section.name, digest, secret, section)
+            self._tenants[section.name] = known
+        return known

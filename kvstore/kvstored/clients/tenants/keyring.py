@@ -1,0 +1,119 @@
+"""The secret behind all root keys, and which identity each tenant's name stands for.
+
+Owns STATE/secret, STATE/identity.json and its copy in the NVMe directory (see kvstore_proto.state_identity). An
+identity is what digests and keys of a tenant are made of: mostly its name, but data follows a tenant that gets another.
+Refuses a secret that is not the one that blocks were stored under. Never drops a block: says what is out of reach.
+Invariants: no two names stand for one identity; what a name stands for is on the medium before anything is stored under
+it; a new secret is on the medium before a check value of it, and the state's own check value is written last, so that a
+crash in between ends in a refusal or in what was before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from kvstore_proto.state_identity import (
+    IDENTITY_FILE,
+    SECRET_BYTES,
+    SECRET_FILE,
+    Identity,
+    read_ownership,
+    secret_check,
+)
+from kvstore_tiers import failpoints
+from kvstored.clients.tenants.private_file import write_private
+from kvstored.config import ConfigError
+
+log = logging.getLogger(__name__)
+failpoints.declare("keyring.secret-written", "a new secret is in place, no check value of it is")
+failpoints.declare("keyring.nvme-marked", "the NVMe directory has the check value of the secret, the state has not")
+
+
+class Keyring:
+    """`dram_is_lost`, `nvme_is_lost`: nothing reaches what is there, and the caller drops it before `settle`. Raises
+    ConfigError for a secret that is not the one of the blocks, unless `new_secret`; OSError."""
+
+    def __init__(self, state_dir: Path, nvme_dir: Path | None = None, *, new_secret: bool = False) -> None:
+        found = read_ownership(state_dir, nvme_dir)
+        if found.problem and not new_secret:
+            raise ConfigError(found.problem)
+        if new_secret and not found.problem:
+            log.info("--new-secret: %s is the secret of the blocks, nothing is dropped", state_dir / SECRET_FILE)
+        self._directories = [path for path in (nvme_dir, state_dir) if path is not None]  # in the order of writing
+        self.dram_is_lost, self.nvme_is_lost = found.dram_is_lost, found.nvme_is_lost
+        self._identities = found.tenants
+        self._names = {identity: name for name, identity in found.tenants.items()}
+        if found.secret is not None:
+            self.secret = found.secret
+        else:
+            self.secret = os.urandom(SECRET_BYTES)
+            write_private(state_dir / SECRET_FILE, self.secret)
+            failpoints.hit("keyring.secret-written")
+
+    def identity_of(self, name: str) -> str | None:
+        """What a tenant's name stands for; None where its own name is another tenant's identity."""
+        bound = self._identities.get(name)
+        if bound is not None:
+            return bound
+        return None if name in self._names else name
+
+    def holder(self, identity: str) -> str | None:
+        """The name that stands for an identity which is not its own."""
+        return self._names.get(identity)
+
+    def bound(self) -> dict[str, str]:
+        """The identities of the names that stand for another than their own."""
+        return dict(self._identities)
+
+    def claim(self, name: str) -> str:
+        """`identity_of`, or a new one that nothing was ever stored under. `settle` before it is used."""
+        found = self.identity_of(name)
+        if found is None:
+            found = f"{name}/{os.urandom(8).hex()}"  # no name has a slash in it
+            self.bind(name, found)
+        return found
+
+    def bind(self, name: str, identity: str) -> None:
+        """`name` stands for `identity` from now on, and for nothing else. `settle` before it is used. Raises
+        RuntimeError where another name stands for it."""
+        if self._names.get(identity, name) != name:
+            raise RuntimeError(f"{identity!r} is the identity of {self._names[identity]!r}")
+        self.adopt(self.bound_so(name, identity))
+
+    def release(self, name: str) -> None:
+        """`name` stands for its own identity again, if that is no other's by now. `settle` before it is used."""
+        self.adopt({other: identity for other, identity in self._identities.items() if other != name})
+
+    def bound_so(self, name: str, identity: str) -> dict[str, str]:
+        """`bound` as it is when `name` alone stands for `identity`: to be written, then adopted."""
+        kept = {other: its for other, its in self._identities.items() if other != name and its != identity}
+        return kept if identity == name else {**kept, name: identity}
+
+    def adopt(self, identities: dict[str, str]) -> None:
+        self._identities = identities
+        self._names = {identity: name for name, identity in identities.items()}
+
+    def settle(self) -> None:
+        """Say on the medium whose blocks these are. Raises OSError."""
+        self.write(self._identities)
+
+    def write(self, identities: dict[str, str]) -> None:
+        """`settle` with identities that are yet to be adopted. Waits for a device. Raises OSError: then what was there
+        stands."""
+        content = Identity(secret_check(self.secret), identities).to_bytes()
+        for directory in self._directories:
+            path = directory / IDENTITY_FILE
+            is_copy = directory != self._directories[-1]
+            try:
+                if not path.exists() or path.read_bytes() != content:
+                    write_private(path, content)
+                else:
+                    path.with_name(f"{path.name}.new").unlink(missing_ok=True)  # of a process that was killed
+            except OSError as error:
+                if not is_copy:
+                    raise
+                log.warning("%s cannot be written: %s", path, error.strerror)
+            if is_copy:
+                failpoints.hit("keyring.nvme-marked")

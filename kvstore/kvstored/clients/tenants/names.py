@@ -1,0 +1,109 @@
+"""The names behind digests, for people: of tenants and of fingerprints, in STATE_DIR/names.json.
+
+Owns that file and the fingerprints that have names. Never decides anything: what is not here has a digest for a label,
+and blocks, keys and leases do not depend on it. So the file may lag behind, and what a crash takes of it comes back
+with the next client that says hello.
+Invariants: what is kept is bounded in number and in bytes; after the start the control thread never writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from kvstore_proto.fingerprint import Fingerprint, parse_fingerprint
+from kvstored.clients.tenants.private_file import write_private
+
+MAX_NAMED_FINGERPRINTS = 4096  # labels only; a client that makes up more of them still stores and finds its blocks
+MAX_NAMED_BYTES = 4 << 20  # of all of them, in canonical form
+PAUSE_S = 0.1  # between two writes of the file
+log = logging.getLogger(__name__)
+
+
+def is_plain(name: str) -> bool:
+    """Whether it can be a tenant's name, listed or made of a user's number."""
+    return name.isascii() and name.isprintable()
+
+
+class Names:
+    """`tenants()` tells the tenants' names of the moment. `run` is a task."""
+
+    def __init__(self, path: Path, tenants: Callable[[], Iterable[str]]) -> None:
+        self._path = path
+        self._tenants = tenants
+        self.fingerprints: dict[bytes, Fingerprint] = {}
+        self._texts: list[str] = []  # of the same, canonical
+        self._nbytes = 0
+        self._changed = asyncio.Event()
+        self._writing = threading.Lock()
+
+    def load(self) -> list[str]:
+        """The tenants in the file; its fingerprints are kept. A lost or damaged file costs labels, never blocks."""
+        tenants: list[str] = []
+        try:
+            raw = json.loads(self._path.read_bytes())
+            tenants = [name for name in raw["tenants"] if isinstance(name, str) and is_plain(name)]
+            for text in raw["fingerprints"]:
+                fingerprint = parse_fingerprint(str(text).encode())
+                self._keep(fingerprint.digest(), fingerprint)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            log.warning("%s cannot be read: %s", self._path, error.strerror)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            log.warning("%s is damaged: names are not known until their clients come back", self._path)
+        return tenants
+
+    def remember(self, digest: bytes, fingerprint: Fingerprint) -> None:
+        if digest not in self.fingerprints and self._keep(digest, fingerprint):
+            self.changed()
+
+    def changed(self) -> None:
+        """Something is to be saved, soon."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Save what changes, on another thread."""
+        while True:
+            await self._changed.wait()
+            await asyncio.to_thread(self._save_if_possible)
+            await asyncio.sleep(PAUSE_S)
+
+    def close(self) -> None:
+        """Save what is not saved yet, after a write that is under way."""
+        with self._writing:
+            is_behind = self._changed.is_set()
+        if is_behind:
+            self._save_if_possible()
+
+    def save(self) -> None:
+        """Raises OSError."""
+        with self._writing:
+            self._changed.clear()  # first: what comes from now on may be too late for this time
+            tenants = ",\n".join(map(json.dumps, sorted(self._tenants())))
+            fingerprints = ",\n".join(map(json.dumps, list(self._texts)))  # piece by piece: others want the GIL too
+            content = f'{{"tenants": [\n{tenants}\n],\n"fingerprints": [\n{fingerprints}\n]}}\n'
+            write_private(self._path, content.encode())
+
+    def _save_if_possible(self) -> None:
+        """A full disk costs labels after the next start, not a client's session."""
+        try:
+            self.save()
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self._path, error.strerror)
+
+    def _keep(self, digest: bytes, fingerprint: Fingerprint) -> bool:
+        """False when there is no room for it."""
+        if len(self.fingerprints) >= MAX_NAMED_FINGERPRINTS:
+            return False
+        text = fingerprint.canonical().decode()
+        if self._nbytes + len(text) > MAX_NAMED_BYTES:
+            return False
+        self.fingerprints[digest] = fingerprint
+        self._texts.append(text)
+        self._nbytes += len(text)
+        return True

@@ -1,0 +1,112 @@
+"""Bearer tokens: the identity of callers that the kernel cannot name, over TCP.
+
+Owns what the tokens file says: SHA-256 digests, never tokens. A token is looked for among all digests in a time that
+tells nothing about how near it came. Never decides what a tenant may do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstored.clients.tenants.directory import Tenant
+from kvstored.config import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+_DIGEST = re.compile(r"[0-9A-Fa-f]{64}\Z")
+
+
+class Tokens:
+    """Digests and the names of whose they are. `tenant_of` is given the token as the caller sent it."""
+
+    def __init__(self, entries: list[tuple[bytes, str]], find_tenant: Callable[[str], Tenant | None]) -> None:
+        self._entries = entries
+        self._find_tenant = find_tenant  # each time: what a name stands for can change
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def replace(self, entries: list[tuple[bytes, str]]) -> None:
+        """From now on these are the tokens."""
+        self._entries = entries
+
+    def tenant_of(self, token: str) -> Tenant | None:
+        digest = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+        found = None
+        for known, name in self._entries:  # all of them, whichever fits
+            if hmac.compare_digest(known, digest):
+                found = name
+        return None if found is None else self._find_tenant(found)
+
+
+def load_tokens(path: Path, find_tenant: Callable[[str], Tenant | None]) -> Tokens:
+    """Raises ConfigError as `read_tokens` does."""
+    return Tokens(read_tokens(path, lambda name: find_tenant(name) is not None), find_tenant)
+
+
+def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[bytes, str]]:
+    """Digests of tokens and the tenants' names. Raises ConfigError that names the line: who can read the file, its
+    form, a tenant that there is not."""
+    try:
+        text = _read_private(path).decode()
+    except OSError as error:
+        raise ConfigError(f"unary.tokens_file: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"unary.tokens_file: {path} is not text") from None
+    entries: list[tuple[bytes, str]] = []
+    seen: dict[bytes, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"unary.tokens_file: {path} line {number}"
+        if len(words) != 2 or not _DIGEST.match(words[1]):
+            raise ConfigError(
+                f"{where}: write a tenant's name and the SHA-256 of its token in hex (printf %s TOKEN | sha256sum)"
+            )
+        if not is_tenant(words[0]):
+            raise ConfigError(
+                f"{where}: there is no tenant {words[0]!r}; list it under [[tenant]], or write the tenant that lists it"
+            )
+        digest = bytes.fromhex(words[1])
+        if digest in seen:
+            raise ConfigError(f"{where}: the same token as in line {seen[digest]}")
+        seen[digest] = number
+        entries.append((digest, words[0]))
+    if not entries:
+        raise ConfigError(f"unary.tokens_file: {path} lists no token")
+    return entries
+
+
+def names_in(path: Path | None) -> frozenset[str]:
+    """The tenants that a tokens file names, before it is looked at closely; none where it cannot be read."""
+    try:
+        lines = path.read_text(errors="replace").splitlines() if path is not None else []
+    except OSError:
+        return frozenset()
+    return frozenset(words[0] for line in lines if (words := line.partition("#")[0].split()))
+
+
+def _read_private(path: Path) -> bytes:
+    """The file's bytes, if nobody but its owner can read or change it, and that owner is us or root."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"unary.tokens_file: {path} is not a regular file")
+        if status.st_uid not in (0, os.geteuid()):
+            raise ConfigError(f"unary.tokens_file: {path} belongs to uid {status.st_uid}: it must be ours or root's")
+        if status.st_mode & 0o077:
+            raise ConfigError(
+                f"unary.tokens_file: {path} has mode {stat.S_IMODE(status.st_mode):04o}; others must not reach it: "
+                f"chmod 600 {path}"
+            )
+        raw = file.read(MAX_FILE_BYTES + 1)
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(f"unary.tokens_file: {path} is larger than {MAX_FILE_BYTES} bytes")
+    return raw

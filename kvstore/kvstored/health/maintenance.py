@@ -1,0 +1,98 @@
+"""What has to happen by itself: leases lapse, blocks expire, arenas are prefaulted, systemd is told,
+the history is written.
+
+One tick a tenth of a second, each bounded; prefaulting runs in a thread of its own without the GIL.
+Invariant: no mistake of a part ends the ticking, on which leases and the service manager's watchdog hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvstore_tiers.host import HostTier
+from kvstored.clock import Clock
+from kvstored.lifetime.notify import notify, watchdog_interval_s
+from kvstored.store.leases import LeaseTable
+from kvstored.store.policies import Policy
+from kvstored.store.transfer.room import Room
+from kvstored.telemetry import Counters
+
+log = logging.getLogger(__name__)
+TICK_S = 0.1
+EXPIRED_A_TICK = 64
+PREFAULT_SLICE_BYTES = 8 << 20
+
+
+class Maintenance:
+    """`run` and `prefault` are tasks until they are cancelled."""
+
+    def __init__(
+        self,
+        leases: LeaseTable,
+        policies: Sequence[Policy],
+        rooms: Sequence[Room],
+        host: HostTier,
+        clock: Clock,
+        counters: Counters,
+        sample: Callable[[], None],
+        watches: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self._leases = leases
+        self._policies = policies
+        self._rooms = rooms
+        self._host = host
+        self._clock = clock
+        self._counters = counters
+        self._sample = sample
+        self._watches = watches  # over media and memory: whether anything has to be shed
+        self._failed: set[str] = set()  # what was told of already
+        self.prefaulted = (0, 0)  # bytes done, bytes in all
+
+    def tick(self) -> None:
+        """Each part by itself: one that fails takes none of the others with it."""
+        for part in (
+            self._expire_leases, self._expire_blocks, *self._watches, self._sample
+        ):  # fmt: skip
+            try:
+                part()
+            except Exception as error:  # ours, whatever it is; it may come again each tick, so it is told once
+                failure = f"{type(error).__name__} in {getattr(part, '__qualname__', part)}"
+                if failure not in self._failed:
+                    self._failed.add(failure)
+                    log.exception("maintenance failed (%s); it goes on", failure)
+
+    def _expire_leases(self) -> None:
+        self._counters.add("expired_leases", self._leases.expire(self._clock.monotonic_ns()))
+
+    def _expire_blocks(self) -> None:
+        now_ns = self._clock.monotonic_ns()
+        for policy, room in zip(self._policies, self._rooms, strict=True):
+            for row in policy.expired(now_ns, EXPIRED_A_TICK):
+                room.expire(row)
+
+    async def run(self) -> None:
+        interval_s = watchdog_interval_s()
+        next_ping_s = 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            self.tick()
+            if interval_s is not None and loop.time() >= next_ping_s:
+                notify("WATCHDOG=1")
+                next_ping_s = loop.time() + interval_s
+            await asyncio.sleep(TICK_S)
+
+    async def prefault(self, still_wanted: Callable[[], bool]) -> None:
+        """Touch arena pages ahead of puts, a slice at a time."""
+        loop = asyncio.get_running_loop()
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="prefault") as thread,
+            contextlib.suppress(RuntimeError),
+        ):
+            while still_wanted():
+                self.prefaulted = await loop.run_in_executor(thread, self._host.prefault_slice, PREFAULT_SLICE_BYTES)
+                done_bytes, total_bytes = self.prefaulted
+                await asyncio.sleep(TICK_S if done_bytes == total_bytes else 0)

@@ -1,0 +1,174 @@
+"""The scrubber's process: `python -m kvstored.health.scrub.worker SETTINGS`, started by the daemon alone.
+
+Reads slots and says what it sees on standard output, one JSON object a line; ends when standard input ends, or with its
+parent. Owns the pass and its position file. Never writes to the tier's directory, never decides that a block is bad.
+Messages: {"read": {bytes, slots, slab, slot}}, {"suspect": {...}}, {"unreadable": {slab, error}},
+{"pass": {began_s, ended_s, bytes, slots}}.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvstore_tiers.nvme.slab_names import slab_numbers
+from kvstored.health.scrub.pace import Pace
+from kvstored.health.scrub.position import load, save
+from kvstored.health.scrub.reading import SlabReader, Visit
+
+TOLD_EVERY_S = 1.0
+SAVED_EVERY_S = 5.0
+LONGEST_WAIT_S = 60.0
+NICE = 19
+_PR_SET_PDEATHSIG = 1
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # glibc has no wrapper
+_IOPRIO_IDLE = 3 << 13
+
+
+class Ended(Exception):
+    """The daemon let go of us."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    directory: str
+    position: str
+    rate_bytes: int
+    interval_s: float
+
+
+class Worker:
+    """Passes over the slabs until `Ended`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._slabs = Path(settings.directory) / "slabs"
+        self._position_path = Path(settings.position)
+        self._interval_s = settings.interval_s
+        self._pace = Pace(settings.rate_bytes)
+        self._position = load(self._position_path)
+        self._told_s = self._saved_s = time.monotonic()
+        self._untold_bytes = self._untold_slots = 0
+
+    def run(self) -> None:
+        while True:
+            due_s = self._position.due_in_s(self._interval_s, time.time())
+            if due_s:
+                pause(min(due_s, LONGEST_WAIT_S))
+                continue
+            self._pass()
+
+    def _pass(self) -> None:
+        position = self._position
+        position.begin(time.time())
+        for number in self._numbers():
+            if number < position.slab:
+                continue
+            first = position.slot if number == position.slab else 0
+            reader = SlabReader(self._slabs / f"{number:08d}.slab", number, self._wait)
+            try:
+                for visit in reader.visits(first):
+                    self._note(visit)
+            except OSError as error:
+                say("unreadable", {"slab": number, "error": str(error)})
+        position.end(time.time())
+        self._tell()
+        self._save()
+        say(
+            "pass",
+            {
+                "began_s": position.last_pass_began_s,
+                "ended_s": position.last_pass_s,
+                "bytes": position.pass_bytes,
+                "slots": position.pass_slots,
+            },
+        )
+
+    def _note(self, visit: Visit) -> None:
+        position = self._position
+        position.slab, position.slot = visit.slab, visit.next_slot
+        position.pass_bytes += visit.nbytes
+        position.pass_slots += 1
+        self._untold_bytes += visit.nbytes
+        self._untold_slots += 1
+        if visit.suspect is not None:
+            self._tell()
+            say("suspect", asdict(visit.suspect))
+        self._now_and_then()
+
+    def _numbers(self) -> list[int]:
+        return slab_numbers(self._slabs)
+
+    def _wait(self, nbytes: int) -> None:
+        pause(self._pace.take(nbytes, time.monotonic()))
+
+    def _now_and_then(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= TOLD_EVERY_S:
+            self._tell()
+        if now_s - self._saved_s >= SAVED_EVERY_S:
+            self._save()
+
+    def _tell(self) -> None:
+        self._told_s = time.monotonic()
+        if self._untold_slots:
+            at = {"slab": self._position.slab, "slot": self._position.slot}
+            say("read", {"bytes": self._untold_bytes, "slots": self._untold_slots, **at})
+            self._untold_bytes = self._untold_slots = 0
+
+    def _save(self) -> None:
+        self._saved_s = time.monotonic()
+        with suppress(OSError):  # no room: the next pass begins at the front
+            save(self._position_path, self._position)
+
+
+def say(what: str, fields: dict[str, object]) -> None:
+    try:
+        os.write(sys.stdout.fileno(), json.dumps({what: fields}).encode() + b"\n")
+    except BrokenPipeError:
+        raise Ended from None
+
+
+def pause(seconds: float) -> None:
+    """Sleep, unless the daemon lets go of us. Raises Ended."""
+    readable, _, _ = select.select([sys.stdin.fileno()], [], [], max(0.0, seconds))
+    if readable and not os.read(sys.stdin.fileno(), 64):
+        raise Ended
+
+
+def step_back() -> None:
+    """Everything else on the machine comes first, and the daemon's end is ours."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        libc.syscall(number, 1, 0, _IOPRIO_IDLE)
+
+
+def main(argv: list[str]) -> int:
+    parent = os.getppid()
+    step_back()
+    if os.getppid() != parent:
+        return 0  # it died before we were tied to it
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the daemon too, whose end is ours
+        signal.signal(number, signal.SIG_IGN)
+    settings = Settings(**json.loads(argv[1]))
+    try:
+        Worker(settings).run()
+    except Ended:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,225 @@
+"""The holder: a small process that keeps the descriptors of a daemon's memory while there is no daemon.
+
+`python -m kvstored.lifetime.holder --listen FD --path SOCKET`; the daemon starts it and hands it a listening
+SOCK_SEQPACKET socket of mode 0600. As a service of its own (`--stay --path SOCKET`,
+deploy/systemd/kvstored-holder.service) it makes the socket itself and holds on until it is stopped, so that it outlives
+the daemon's unit. A packet is an operation
+letter and a name, with the descriptor where there is one:
+
+    K name + descriptor   keep it, in place of what had that name
+    D name                drop it
+    S seconds             how long to hold on without a daemon, from now on
+    L                     list: answered by one "F name" + descriptor for each, then by "E"
+    Q                     quit: drop everything and exit; a service stays
+
+Owns the descriptors and nothing else: it never maps or reads them, and imports little, to stay small. It
+outlives the daemon's death (own session, no inherited pipe), and ends by itself: told to, when it holds nothing and
+nobody is connected, when nobody has been connected for the time it was told, or when its socket's file is gone.
+Invariants: only this user (and root) is listened to; what a daemon sent before it died is taken in before any other is
+answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+
+from kvstored.lifetime.notify import notify
+from kvstored.passing import is_of_our_user, receive_packet, send_packet
+
+LOOK_S = 1.0  # between two looks at whether there is still reason to live
+DEFAULT_LINGER_S = 600.0
+ANSWER_TIMEOUT_S = 10.0
+MAX_NAME_BYTES = 64
+_BACKLOG = 4
+MAX_DESCRIPTORS = 65_536
+
+
+class Holder:
+    """See the module. `path` is the file of `listener`."""
+
+    def __init__(self, listener: socket.socket, path: str, *, stays: bool = False) -> None:
+        self._listener = listener
+        self._path = path
+        self._stays = stays
+        self._inode = _inode(path)
+        self._held: dict[bytes, int] = {}
+        self._connections: set[socket.socket] = set()
+        self._selector = selectors.DefaultSelector()
+        self._linger_s = DEFAULT_LINGER_S
+        self._alone_since_s = time.monotonic()
+        self._told_to_quit = False
+
+    def run(self) -> None:
+        """Returns when there is no reason left to hold anything."""
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        look_at_s = 0.0
+        while not self._told_to_quit:
+            for key, _ in self._selector.select(LOOK_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._connections:
+                    self._take_in(key.fileobj)
+            if time.monotonic() >= look_at_s:
+                look_at_s = time.monotonic() + LOOK_S
+                if self._has_no_reason():
+                    return
+
+    def close(self) -> None:
+        self._drop_all()
+        if self._can_be_found():
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+    def _has_no_reason(self) -> bool:
+        if self._stays or self._connections:
+            return False
+        alone_s = time.monotonic() - self._alone_since_s
+        if alone_s < LOOK_S:  # whoever started us is about to connect
+            return False
+        return not self._held or alone_s >= self._linger_s or not self._can_be_found()
+
+    def _can_be_found(self) -> bool:
+        return self._inode is not None and _inode(self._path) == self._inode
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                if not is_of_our_user(connection):
+                    connection.close()
+                    continue
+                self._connections.add(connection)
+                self._selector.register(connection, selectors.EVENT_READ)
+
+    def _take_in(self, connection: socket.socket) -> None:
+        """All that a connection has sent by now."""
+        while connection in self._connections:
+            try:
+                packet, descriptors = receive_packet(connection, 1 + MAX_NAME_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet, descriptors = b"", []
+            if not packet:
+                self._end(connection)
+                return
+            self._obey(connection, packet[:1], packet[1:], descriptors)
+
+    def _obey(self, connection: socket.socket, operation: bytes, name: bytes, descriptors: list[int]) -> None:
+        if operation == b"K" and descriptors and (name in self._held or len(self._held) < MAX_DESCRIPTORS):
+            self._drop(name)
+            self._held[name] = descriptors.pop(0)
+        elif operation == b"D":
+            self._drop(name)
+        elif operation == b"S":
+            with contextlib.suppress(ValueError):
+                self._linger_s = float(name)
+        elif operation == b"L":
+            self._accept()
+            for other in self._connections - {connection}:
+                self._take_in(other)
+            self._list(connection)
+        elif operation == b"Q":
+            self._drop_all()
+            self._told_to_quit = not self._stays
+        for stray in descriptors:
+            os.close(stray)
+
+    def _list(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(ANSWER_TIMEOUT_S)
+            for name, descriptor in self._held.items():
+                send_packet(connection, b"F" + name, [descriptor])
+            connection.send(b"E")
+            connection.settimeout(None)  # with one, a call that is not to wait would wait for it
+        except OSError:
+            self._end(connection)
+
+    def _drop_all(self) -> None:
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
+
+    def _drop(self, name: bytes) -> None:
+        descriptor = self._held.pop(name, -1)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _end(self, connection: socket.socket) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection)
+        connection.close()
+        if not self._connections:
+            self._alone_since_s = time.monotonic()
+
+
+def _inode(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _listening(path: str) -> socket.socket:
+    """A new socket of mode 0600, in the place of one that a process before left. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    before = os.umask(0o177)
+    try:
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run until there is nothing to hold, or as a service until it is stopped."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvstored.lifetime.holder",
+        description="Keeps the memory of a kvstored daemon over its restart. The daemon starts it by itself, "
+        "where host.warm_restart says so. With --stay it is a service: kvstored-holder.service.",
+    )
+    parser.add_argument("--listen", type=int, metavar="FD", help="an inherited listening socket")
+    parser.add_argument("--path", required=True, metavar="SOCKET", help="the file of that socket")
+    parser.add_argument("--stay", action="store_true", help="make the socket, and hold on until SIGTERM")
+    chosen = parser.parse_args(arguments)
+    if chosen.stay == (chosen.listen is not None):
+        parser.error("give --listen FD or --stay")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the daemon, which will tell us
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor over the limit would vanish unseen
+    try:
+        listener = _listening(chosen.path) if chosen.stay else socket.socket(fileno=chosen.listen)
+    except OSError as error:
+        print(f"kvstored.lifetime.holder: cannot listen on {chosen.path}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    with listener:
+        holder = Holder(listener, chosen.path, stays=chosen.stay)
+        notify("READY=1")
+        try:
+            holder.run()
+        finally:
+            holder.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

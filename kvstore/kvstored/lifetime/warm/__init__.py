@@ -1,0 +1,7 @@
+"""Warm restart: DRAM blocks and their readers' leases outlive the daemon. See docs/warm-restart.md."""
+
+from kvstored.lifetime.warm.clients import FormerClients
+from kvstored.lifetime.warm.keeper import KeeperError
+from kvstored.lifetime.warm.restart import Adopted, WarmRestart, open_warm
+
+__all__ = ["Adopted", "FormerClients", "KeeperError", "WarmRestart", "open_warm"]

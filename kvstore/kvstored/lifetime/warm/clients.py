@@ -1,0 +1,176 @@
+"""Clients of the daemon before: whose leases still stand, until each comes back or its process has ended.
+
+Owns what is known of them (from the ledger) and the watch over their processes. A client that comes back names its last
+token and gets its session and its leases again, under their old numbers. Never decides what a lease means: that is the
+lease table's.
+Invariants: a slot that a former client may be reading is not recycled before that client has come back and released it,
+or has ended; a lease is given back whole, over the very same bytes, or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstored.clients.sessions import Session
+from kvstored.lifetime.warm.ledger import FormerSession, Ledger
+from kvstored.lifetime.warm.restart import Adopted, Place
+from kvstored.store.blocks import Residency
+from kvstored.store.leases import LeaseTable
+from kvstored.store.tiering import MAPPED
+from kvstored.telemetry import Counters
+
+log = logging.getLogger(__name__)
+UNSEEN_PATIENCE_S = 60.0  # for a client whose process we cannot see: in another pid namespace
+_NO_TOKEN = bytes(16)
+
+
+@dataclass(slots=True)
+class _Absent:
+    """A former client that has not come back. `pidfd` tells of its end; -1 where it cannot be seen."""
+
+    former: FormerSession
+    pidfd: int
+    patience: asyncio.TimerHandle | None = None
+
+
+class FormerClients:
+    """See the module. On the control loop; `restore` once, before anybody is served."""
+
+    def __init__(self, ledger: Ledger, leases: LeaseTable, counters: Counters) -> None:
+        self._ledger = ledger
+        self._leases = leases
+        self._counters = counters
+        self._absent: dict[int, _Absent] = {}
+        self._by_token: dict[bytes, int] = {}
+
+    @property
+    def epoch(self) -> bytes:
+        """Names the numbering of arenas: while it stays, a client may go on using what it has mapped."""
+        return self._ledger.epoch
+
+    def restore(self, adopted: Adopted, residency: Residency, expires_ns: int) -> None:
+        """Put former leases back in force, limbo too; slots that nobody reads are freed."""
+        for former in self._ledger.sessions():
+            pidfd = _watch(former)
+            if pidfd is None:
+                self._forget(former)
+                continue
+            absent = self._absent[former.session_id] = _Absent(former, pidfd)
+            self._wait_for(absent)
+            for token in former.tokens:
+                if token != _NO_TOKEN:
+                    self._by_token[token] = former.session_id
+            for lease in former.leases:
+                if not self._restore(former.session_id, lease.lease_id, lease.places, adopted, residency, expires_ns):
+                    self._ledger.end_lease(lease.lease_id)
+        for slot, tenant in adopted.retired.values():
+            self._leases.retire(slot, tenant)
+        self._leases.record_in(self._ledger, self._ledger.last_lease_id)
+
+    def arrived(self, session: Session, token: bytes) -> list[int]:
+        """A client has come. If it is one of before, that is the same session; the leases that it has again."""
+        former_id = self._by_token.get(token) if token else None
+        absent = self._absent.get(former_id) if former_id is not None else None
+        start = start_ticks(session.peer.pid) or 0
+        if absent is None or not self._leases.belong_to(absent.former.session_id, session.tenant_id):
+            self._ledger.open_session(session.session_id, session.peer.pid, start, session.token)
+            return []
+        session.session_id = absent.former.session_id
+        self._no_longer_absent(absent)
+        self._ledger.open_session(session.session_id, session.peer.pid, start, session.token, token)
+        found = self._leases.of_session(session.session_id)
+        self._counters.add("warm_leases", len(found))
+        return found
+
+    def left(self, session: Session) -> None:
+        self._ledger.close_session(session.session_id)
+
+    def close(self) -> None:
+        """Stop watching; what is not over stays in the ledger, for the next process to watch."""
+        for absent in list(self._absent.values()):
+            self._no_longer_absent(absent)
+
+    def _restore(
+        self,
+        session_id: int,
+        lease_id: int,
+        places: list[Place],
+        adopted: Adopted,
+        residency: Residency,
+        expires_ns: int,
+    ) -> bool:
+        """False when a slot of it was not taken over."""
+        rows, slots, tenant = [], [], -1
+        for place in places:
+            row = adopted.rows.get(place, -1)
+            if row >= 0:
+                rows.append(row)
+                slots.append(residency.slot(row, MAPPED))
+                tenant = residency.tenant_of(row)
+            elif place in adopted.retired:
+                slot, tenant = adopted.retired[place]
+                slots.append(slot)
+            else:
+                return False
+        residency.pin_run(rows)
+        self._leases.restore(lease_id, session_id, tenant, [residency.token(row) for row in rows], slots, expires_ns)
+        return True
+
+    def _wait_for(self, absent: _Absent) -> None:
+        loop = asyncio.get_running_loop()
+        if absent.pidfd >= 0:
+            loop.add_reader(absent.pidfd, self._ended, absent)
+        else:
+            absent.patience = loop.call_later(UNSEEN_PATIENCE_S, self._ended, absent)
+
+    def _ended(self, absent: _Absent) -> None:
+        """Its process is gone: whatever it could read may be recycled."""
+        self._no_longer_absent(absent)
+        ended = self._leases.release_session(absent.former.session_id)
+        self._ledger.close_session(absent.former.session_id)
+        log.info("a client of the daemon before (pid %d) has ended, with %d leases", absent.former.pid, ended)
+
+    def _no_longer_absent(self, absent: _Absent) -> None:
+        del self._absent[absent.former.session_id]
+        for token in absent.former.tokens:
+            self._by_token.pop(token, None)
+        if absent.patience is not None:
+            absent.patience.cancel()
+        if absent.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(absent.pidfd)
+            os.close(absent.pidfd)
+
+    def _forget(self, former: FormerSession) -> None:
+        for lease in former.leases:
+            self._ledger.end_lease(lease.lease_id)
+        self._ledger.close_session(former.session_id)
+
+
+def _watch(former: FormerSession) -> int | None:
+    """A descriptor that becomes readable when the process ends; -1 if it cannot be seen; None if it has ended."""
+    if not former.pid:
+        return -1
+    try:
+        pidfd = os.pidfd_open(former.pid)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        return -1
+    if former.start_ticks and start_ticks(former.pid) != former.start_ticks:
+        os.close(pidfd)
+        return None  # another process has that number now
+    return pidfd
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process was started, which tells it from a later one of the same number; None if that cannot be seen."""
+    if not pid:
+        return None
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,226 @@
+"""Warm restart: what lay in DRAM when the daemon before ended is there for this one.
+
+Owns which descriptors are kept and what becomes of those that were: arenas that are whole and fit are taken over, the
+rest is given back to the system at once. Tells the ledger what the host tier does. Never reads a payload: a header that
+holds vouches for its block (`kvstore_tiers.arena_walk`).
+Invariants: an arena is kept before the ledger names it, and named before a block is in it; nothing that was not taken
+over stays in memory, even while former clients map it; the host tier's capacity holds throughout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore_tiers import failpoints
+from kvstore_tiers.arena import Arena, ForeignMemory, empty_memory
+from kvstore_tiers.base import Slot
+from kvstore_tiers.host import HostTier
+from kvstored.clients.tenants import TenantDirectory
+from kvstored.clock import Clock
+from kvstored.config.schema import HostSection
+from kvstored.config.sizes import show_size
+from kvstored.lifetime.warm.entering import Entering
+from kvstored.lifetime.warm.keeper import Keeper, KeeperError, nobody_waits
+from kvstored.lifetime.warm.keepers import choose_keeper, dismiss_others
+from kvstored.lifetime.warm.ledger import ForeignLedger, Ledger
+from kvstored.store.blocks import Residency
+from kvstored.telemetry import Counters
+
+log = logging.getLogger(__name__)
+failpoints.declare("warm.arena-taken-over", "an arena of the process before is taken over, others are not yet")
+LEDGER_NAME = "ledger"
+LOOK_S = 1.0
+SOON_S = 0.05  # between two tries to have kept what is not kept yet: a kill would lose it
+Place = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Adopted:
+    """What was taken over. `rows`: the block in each slot; `retired`: slots of blocks that are gone, with tenants."""
+
+    rows: dict[Place, int] = field(default_factory=dict)
+    retired: dict[Place, tuple[Slot, int]] = field(default_factory=dict)
+    dropped_arenas: int = 0
+    dropped_slots: int = 0
+
+
+class WarmRestart:
+    """The witness of the host tier. Made by `open_warm`; `adopt` once, before anybody is served; `run` is a task."""
+
+    def __init__(self, keeper: Keeper, ledger: Ledger, kept: dict[str, int]) -> None:
+        self.keeper = keeper
+        self.ledger = ledger
+        self._kept = kept  # descriptors of the process before, by name
+        self._arenas: dict[int, Arena] = {}
+        self._unlisted: dict[str, Arena] = {}  # not kept yet, so not in the ledger
+
+    def adopt(self, host: HostTier, residency: Residency, tenants: TenantDirectory, clock: Clock) -> Adopted:
+        """Make the arenas that were kept the host tier's and their blocks residency's, as far as the capacity goes.
+        Blocks that NVMe has too must be in `residency` already."""
+        entering = Entering(host, residency, tenants, clock.monotonic_ns())
+        adopted = Adopted(entering.rows)
+        records = self.ledger.arenas()
+        for record in sorted(records, key=lambda record: -record.handed_out * record.slot_bytes):
+            descriptor = self._kept.pop(_name(record.number), -1)
+            found = None
+            if descriptor >= 0:
+                try:
+                    found = host.adopt(record, descriptor)
+                    why = "host.capacity has no room for it"
+                except (ForeignMemory, OSError) as error:
+                    why = str(error)
+            else:
+                why = "its descriptor was not kept"
+            if found is None:
+                log.warning("arena %d of the process before is dropped: %s", record.number, why)
+                adopted.dropped_arenas += 1
+                self.ledger.forget_arena(record.number)
+                self._part_with(_name(record.number), descriptor)
+                continue
+            self._arenas[found.container] = host.arena(found.container)
+            tenant = residency.tenant(record.owner)
+            adopted.dropped_slots += found.damaged_slots
+            adopted.retired |= {(slot.container, slot.offset): (slot, tenant) for slot in found.retired}
+            entering.enter(found, tenant)
+            failpoints.hit("warm.arena-taken-over")
+        adopted.dropped_slots += entering.dropped_slots
+        for name, descriptor in self._kept.items():
+            self._part_with(name, descriptor)
+        self._kept.clear()
+        return adopted
+
+    def count(self, adopted: Adopted, counters: Counters) -> None:
+        counters.add("warm_blocks", len(adopted.rows))
+        counters.add("warm_dropped_arenas", adopted.dropped_arenas)
+        counters.add("warm_dropped_slots", adopted.dropped_slots)
+
+    async def run(self) -> None:
+        """See to it that what could not be kept is kept later, and by somebody else if its keeper is gone."""
+        loop, behind = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(behind.set)
+
+        self.keeper.on_behind = wake
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await behind.wait()
+                behind.clear()
+                self.look()
+                while self.keeper.is_behind:
+                    await asyncio.sleep(SOON_S)
+                    self.look()
+        finally:
+            self.keeper.on_behind = nobody_waits
+
+    def look(self) -> None:
+        for name in self.keeper.retry():
+            self._list(name)
+        if not self.keeper.lost:
+            return
+        try:
+            self.keeper.reopen()
+        except KeeperError as error:
+            log.warning("what is in DRAM would not survive a restart now: %s", error)
+            return
+        log.warning("the %s that keeps our memory had gone; a new one keeps it now", self.keeper.name)
+        self.keeper.keep(LEDGER_NAME, self.ledger.fd)
+        for arena in list(self._arenas.values()):
+            if self.keeper.keep(_name(arena.number), arena.fd):
+                self._list(_name(arena.number))
+
+    def settle(self) -> None:
+        """The host tier is about to leave its arenas: what is not kept yet is kept now or lost."""
+        for name in self.keeper.settle():
+            self._list(name)
+
+    def close(self, *, forget: bool) -> None:
+        """The host tier has parted with its arenas. With `forget` nothing stays for a next process."""
+        if forget:
+            self.keeper.drop(LEDGER_NAME)
+        self.keeper.close(forget=forget)
+        self.ledger.close()
+
+    # What the host tier tells
+
+    def made(self, arena: Arena) -> None:
+        self._arenas[arena.number] = arena
+        self.ledger.number_taken(arena.number)  # even if it is not kept: clients map it under that number
+        if self.keeper.keep(_name(arena.number), arena.fd):
+            self.ledger.add_arena(arena.record)
+        else:
+            self._unlisted[_name(arena.number)] = arena
+
+    def changed(self, arena: Arena) -> None:
+        self.ledger.change_arena(arena.record)
+
+    def given_up(self, number: int) -> None:
+        self._unlisted.pop(_name(number), None)
+        self.ledger.forget_arena(number)
+
+    def released(self, number: int) -> None:
+        self._arenas.pop(number, None)
+        self.keeper.drop(_name(number))
+
+    # Inside
+
+    def _list(self, name: str) -> None:
+        """An arena is kept: if it was not before, it goes into the ledger now."""
+        arena = self._unlisted.pop(name, None)
+        if arena is not None:
+            self.ledger.add_arena(arena.record)
+
+    def _part_with(self, name: str, descriptor: int) -> None:
+        """Give back memory that nobody took over."""
+        if descriptor >= 0:
+            empty_memory(descriptor)
+            os.close(descriptor)
+        self.keeper.drop(name)
+
+
+def open_warm(host: HostSection, state_dir: Path, *, forget: bool = False) -> WarmRestart | None:
+    """What `host.warm_restart` asks for; None where nothing is to be kept. With `forget` what a process before left is
+    given back, because nothing reaches it. Raises KeeperError.
+
+    Whatever a process before left with another keeper, or in a form that this one cannot use, is given back.
+    """
+    mode = host.warm_restart
+    if host.sealed and mode != "off":
+        if mode != "auto":
+            raise KeeperError(
+                "host.sealed = true forbids what host.warm_restart needs, to map an arena again: "
+                'set host.warm_restart = "off", or host.sealed = false'
+            )
+        mode = "off"
+    keeper = choose_keeper(mode, state_dir, host.warm_linger_s)
+    dismiss_others(keeper, state_dir)
+    if keeper is None:
+        return None
+    kept = keeper.fetch()
+    descriptor = kept.pop(LEDGER_NAME, None)
+    ledger = None
+    if descriptor is not None and forget:
+        nbytes = sum(os.fstat(kept_one).st_blocks * 512 for kept_one in kept.values())
+        log.warning("dropped %s of DRAM, kept by the process before, that no secret reaches", show_size(nbytes))
+        os.close(descriptor)
+    elif descriptor is not None:
+        try:
+            ledger = Ledger(state_dir, descriptor)
+        except (ForeignLedger, OSError) as error:
+            log.warning("what the process before kept in DRAM is dropped: %s", error)
+            os.close(descriptor)
+    if ledger is None:
+        ledger = Ledger(state_dir)
+        keeper.keep(LEDGER_NAME, ledger.fd)
+    return WarmRestart(keeper, ledger, kept)
+
+
+def _name(number: int) -> str:
+    return f"a{number}"

@@ -1,0 +1,236 @@
+"""The storage half of the daemon, put together: tiers, residency, policies, leases, lanes and what moves between them.
+
+`Store` composes and holds; it decides nothing. It knows no socket, no session and no verb, so that whoever brings
+tiers, a clock and a completion queue gets the very movement and the very decisions of the daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from kvstore_tiers.base import Slot, Tier
+from kvstore_tiers.host import HostTier
+from kvstored.clock import Clock
+from kvstored.completions import CompletionQueue
+from kvstored.config import Config
+from kvstored.store.blocks import Residency
+from kvstored.store.degraded import DegradedModes, TierBreaker
+from kvstored.store.endurance import EnduranceAccount
+from kvstored.store.leases import LeaseTable
+from kvstored.store.policies import Admission, Policy, PolicySettings, create, create_admission
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.cut_off import CutOff
+from kvstored.store.transfer.damage import Damage
+from kvstored.store.transfer.demotion import Demotion
+from kvstored.store.transfer.dram_check import DramCheck
+from kvstored.store.transfer.evacuation import Evacuation
+from kvstored.store.transfer.eviction import Demoter, Eviction, NoDemotion
+from kvstored.store.transfer.gate import WriteGate
+from kvstored.store.transfer.group_commit import BatchLimits
+from kvstored.store.transfer.lane import Lane, LaneSettings, Limits, Priority
+from kvstored.store.transfer.link import Link, lane_name
+from kvstored.store.transfer.mover import Mover, Transfer
+from kvstored.store.transfer.promote import Promoter
+from kvstored.store.transfer.refusals import Refusals
+from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
+from kvstored.store.transfer.room import Room
+from kvstored.store.transfer.slot_exit import SlotExit, UnmappedExit
+from kvstored.store.transfer.victims import Victims
+from kvstored.store.transfer.writeback import WriteBack
+from kvstored.telemetry import Counters, Flows
+
+PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
+
+
+def make_residency(config: Config) -> Residency:
+    """An empty index over the tiers that `config` names, fastest first."""
+    names = ["host", *(memory.name for memory in config.memory)]
+    durable = len(names) if config.nvme.enabled else -1
+    if config.nvme.enabled:
+        names.append("nvme")
+    return Residency(names, ghost_keys=config.limits.ghosts_per_tenant, durable=durable)
+
+
+class Store:
+    """`residency` may hold recovered blocks already; policies and rooms take them over. `memory`: tiers between `host`
+    and `nvme`, as in `config.memory`. `nvme` None: memory only."""
+
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        completions: CompletionQueue,
+        residency: Residency,
+        host: HostTier,
+        nvme: Tier | None,
+        memory: Sequence[Tier] = (),
+    ) -> None:
+        self.config, self.clock, self.completions = config, clock, completions
+        self.residency, self.host, self.nvme = residency, host, nvme
+        self._in_memory: list[Tier] = [host, *memory]
+        self.tiers: list[Tier] = [*self._in_memory, *([] if nvme is None else [nvme])]
+        self.counters = Counters()
+        self.flows = Flows(len(self.tiers))
+        self.modes = DegradedModes(clock, self.counters)
+        self.breaker: TierBreaker | None = None
+        if nvme is not None:
+            self.breaker = TierBreaker(
+                nvme, residency.tiers[residency.durable], self.modes, completions, clock, self.counters,
+                self._on_reads_shed,
+            )  # fmt: skip
+        self.endurance = EnduranceAccount(
+            config.daemon.state_dir, config.nvme.endurance_bytes_per_day if nvme is not None else 0, clock,
+            self.counters,
+        )  # fmt: skip
+        self.leases = LeaseTable(
+            self._unpin, host.free, host.retire, limbo_limit_bytes=config.limits.limbo_per_tenant_bytes
+        )
+        self.exits: list[SlotExit] = [self.leases, *map(UnmappedExit, self.tiers[1:])]
+        self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
+        self.policies = self._make_policies()
+        self.cut_off = CutOff(residency)
+        self.mover = Mover(self._make_lanes(), completions, clock)
+        self.damage = Damage(residency, self.tiers, self.retire, clock, self.counters)
+        self.writeback: WriteBack | None = None
+        below: list[Room] = []
+        demoter: Demoter = NoDemotion()
+        if nvme is not None and self.breaker is not None:
+            below = [self._make_room(residency.durable, demoter, self._relocation_on(nvme, self.breaker))]
+            demoter = self.writeback = self._make_writeback(nvme, below[0], self.breaker)
+            self.damage.rewrite = self.writeback.write_through
+            self.damage.is_coming = self.writeback.is_coming
+            self.damage.make_durable = self.writeback.sync
+        self.rooms = self._make_rooms_in_memory(demoter, below)
+        self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
+        self.promoter = Promoter(
+            residency, [self._link(source, MAPPED) for source in range(1, len(self.tiers))], self.rooms[MAPPED],
+            self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
+        )  # fmt: skip
+
+    def _make_rooms_in_memory(self, demoter: Demoter, below: list[Room]) -> list[Room]:
+        """The rooms of all tiers: those in memory, then `below`. What leaves the slowest goes to `demoter`, what leaves
+        another one to the next slower first."""
+        rooms = below
+        for position in reversed(range(len(self._in_memory))):
+            if position + 1 < len(self._in_memory):
+                link = self._link(position, position + 1)
+                demoter = Demotion(self.residency, link, rooms[0], demoter, self.damage, self.flows)
+            copies = MemoryRelocation(self.tiers[position], self.completions)
+            rooms = [self._make_room(position, demoter, copies), *rooms]
+        return rooms
+
+    def _link(self, source: int, destination: int) -> Link:
+        breaker = self.breaker if self.residency.durable in (source, destination) else None
+        lane = self._write_lane if destination == self.residency.durable else self._lane_name(source, destination)
+        return Link(source, destination, self.tiers, lane, self.residency, self.mover, self.clock, breaker)
+
+    def _lane_name(self, source: int, destination: int) -> str:
+        return lane_name(self.residency.tiers, source, destination)
+
+    @property
+    def _write_lane(self) -> str:
+        """Whatever tier a block comes from: the writes of one medium wait in one queue."""
+        return self._lane_name(MAPPED, self.residency.durable)
+
+    def _relocation_on(self, nvme: Tier, breaker: TierBreaker) -> Relocation:
+        return LaneRelocation(nvme, self.mover, self._write_lane, breaker, self.endurance, self.completions)
+
+    def _make_policies(self) -> list[Policy]:
+        return [self._make_policy(self.config, position) for position in range(len(self.tiers))]
+
+    def _make_policy(self, config: Config, position: int) -> Policy:
+        if position == MAPPED:
+            settings = PolicySettings(config.host.ttl_s or None, config.host.keep_worth)
+            return create(config.host.policy, self.residency, position, settings)
+        section = config.nvme if position == self.residency.durable else config.memory[position - 1]
+        return create(section.policy, self.residency, position, PolicySettings(section.ttl_s or None, 0.0))
+
+    def replace_policy(self, config: Config, position: int) -> None:
+        """Let the tier's policy be what `config` says. It begins with the blocks that are there, in the order of their
+        last use, and with every tenant's share; what the one before had learned is gone."""
+        former, policy = self.policies[position], self._make_policy(config, position)
+        for tenant, share in former.shares.items():
+            policy.set_share(tenant, share)
+        self.policies[position] = policy
+        self.rooms[position].follow(policy)
+        self.replace_admission(config)
+
+    def replace_admission(self, config: Config) -> None:
+        """Let NVMe admit what `config` says."""
+        if self.writeback is not None:
+            self.writeback.gate.admission = self._make_admission(config)
+
+    def _make_admission(self, config: Config) -> Admission:
+        return create_admission(config.nvme.admission, self.residency, self.residency.durable, self.policies[MAPPED])
+
+    def _make_room(self, position: int, demoter: Demoter, relocation: Relocation) -> Room:
+        tier, residency, exits = self.tiers[position], self.residency, self.exits[position]
+        victims = Victims(self.policies[position], residency, self.cut_off, self.clock)
+        eviction = Eviction(position, residency, exits, demoter, self.clock, self.counters, self.flows)
+        on_damage = partial(self.damage.found, position)
+        evacuation = Evacuation(tier, residency, victims, eviction, exits, relocation, on_damage, self.counters)
+        return Room(tier, residency, victims, eviction, evacuation)
+
+    def _make_lanes(self) -> list[Lane[Transfer]]:
+        """One lane a direction. Lanes of one lower tier share it, so that prefetch waits for demand on any of them."""
+        movement, limits = self.config.movement, self.config.limits
+        settings = LaneSettings(
+            max_in_flight=movement.in_flight,
+            limits={
+                Priority.DEMAND: Limits(movement.queue_blocks, movement.in_flight),
+                Priority.PREFETCH: Limits(movement.queue_blocks, 1),
+                Priority.DEMOTION: Limits(
+                    movement.queue_blocks,
+                    max(1, movement.in_flight // 2),
+                    movement.demotion_rate_bytes or None,
+                ),
+                Priority.MAINTENANCE: Limits(movement.queue_blocks, 1),
+            },
+            quiet_s=movement.prefetch_quiet_ms / 1000,
+            prefetch_item_bytes=limits.max_block_bytes + 8192,
+        )
+        lanes: list[Lane[Transfer]] = []
+        for lower in range(1, len(self.tiers)):
+            upper = MAPPED if lower == self.residency.durable else lower - 1
+            names = (self._lane_name(lower, MAPPED), self._lane_name(upper, lower))
+            pair: list[Lane[Transfer]] = [Lane(name, settings) for name in names]
+            for lane in pair:
+                lane.share_medium(pair)
+            lanes += pair
+        return lanes
+
+    def tick(self) -> None:
+        """A few times a second: what waits for time alone."""
+        self.endurance.tick()
+        if self.breaker is not None:
+            self.breaker.tick()
+
+    def _make_writeback(self, nvme: Tier, room: Room, breaker: TierBreaker) -> WriteBack:
+        config, lane = self.config, self.mover.lanes[self._write_lane]
+        gate = WriteGate(
+            self.residency,
+            self._make_admission(config),
+            self.endurance, breaker, Refusals(self.counters),
+            lambda: lane.statistics(self.clock.monotonic_ns()).service_bytes_per_s, self.clock,
+            throttle_ms=config.nvme.endurance_wait_ms,
+        )  # fmt: skip
+        links = [self._link(source, self.residency.durable) for source in range(len(self._in_memory))]
+        return WriteBack(
+            self.residency, links, nvme, room, self.completions, self.counters, self.flows, gate,
+            BatchLimits(config.durability.batch_ms, config.durability.batch_blocks),
+        )  # fmt: skip
+
+    # Small connections between parts
+
+    def _on_reads_shed(self) -> None:
+        """The breaker has opened: what waits for its tier ends now."""
+        if self.writeback is not None:
+            self.writeback.cancel_queued()
+        self.promoter.fail_waiters()
+
+    def _unpin(self, tokens: Iterable[int]) -> None:
+        """What a lease pinned and is still there; a block that was found damaged took its pins along."""
+        for row in map(self.residency.current, tokens):
+            if row >= 0:
+                self.residency.unpin(row)

@@ -1,0 +1,173 @@
+"""The invariant walker of residency: recounts everything from the rows and says what does not agree.
+
+Used as the teardown of tests and by the daemon when idle, there in slices. Reads only; O(rows), some 12 bytes a row.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from kvstored.lifecycle import CopyState
+from kvstored.store.blocks.places import Places
+from kvstored.store.blocks.view import ResidencyView
+
+_STEP_ROWS = 64  # between two pauses: about 0.2 ms
+
+
+def check(residency: ResidencyView) -> list[str]:
+    """Broken invariants in words; empty when all hold."""
+    walk = Walk(residency, cold_keys=True)
+    for _ in walk.steps():
+        pass
+    for copies in residency.copies:
+        places = Places(copies)
+        for _ in places.copy():
+            pass
+        walk.faults += places.shared()
+    return walk.faults
+
+
+class Walk:
+    """One walk; whether slots are shared is for `Places`. `steps` may be paused after each step, as long as nothing
+    changes before it goes on. `cold_keys`: also look up the keys that are in no dictionary (residency/cold.py)."""
+
+    def __init__(self, residency: ResidencyView, *, cold_keys: bool = False) -> None:
+        self.faults: list[str] = []
+        self.rows = 0
+        self._residency = residency
+        self._cold_keys = cold_keys
+        capacity = residency.rows.capacity
+        self._live = bytearray(capacity)
+        self._listed = bytearray(capacity)
+        self._links = array("I", bytes(4 * capacity))
+
+    def steps(self) -> Iterator[None]:
+        yield from self._mark_live()
+        for rows in self._live_runs():
+            for row in rows:
+                self._check_row(row)
+            yield
+        yield from self._check_tenants()
+        for tier in range(len(self._residency.tiers)):
+            yield from self._check_tier(tier)
+        for row, pins in self._residency.pins.items():
+            if not self._live[row] or pins < 1:
+                self._fault(f"row {row}: {pins} pins on a row that is {'live' if self._live[row] else 'free'}")
+
+    def _fault(self, what: str) -> None:
+        self.faults.append(what)
+
+    def _live_runs(self) -> Iterator[list[int]]:
+        """The live rows of each `_STEP_ROWS` rows, perhaps none: a pause after each bounds what is done in between."""
+        for first in range(0, len(self._live), _STEP_ROWS):
+            yield [row for row, is_live in enumerate(self._live[first : first + _STEP_ROWS], first) if is_live]
+
+    def _mark_live(self) -> Iterator[None]:
+        residency, rows = self._residency, self._residency.rows
+        for row in range(rows.capacity):
+            if rows.keys[row] is not None or rows.key(row) is not None:
+                self._live[row] = 1
+                self.rows += 1  # counting them all in the end would take milliseconds
+            if row % _STEP_ROWS == 0:
+                yield
+        if self.rows != rows.live:
+            self._fault(f"{rows.live} rows counted, {self.rows} live")
+        for run in self._live_runs():
+            for row in run:
+                parent = rows.parent[row]
+                if parent < 0:
+                    continue
+                if not self._live[parent]:
+                    self._fault(f"row {row}: parent {parent} is free")
+                elif residency.tenant_of(parent) != residency.tenant_of(row):
+                    self._fault(f"row {row}: parent {parent} belongs to another tenant")
+                self._links[parent] += 1
+            yield
+
+    def _check_row(self, row: int) -> None:
+        rows, tiers = self._residency.rows, self._residency.copies
+        if self._links[row] != rows.links[row]:
+            self._fault(f"row {row}: {rows.links[row]} children counted, {self._links[row]} found")
+        states = [copies.state[row] for copies in tiers]
+        if not any(states) and not self._links[row]:
+            self._fault(f"row {row}: neither copy nor child")
+        if max(states) >= len(CopyState):
+            self._fault(f"row {row}: {max(states)} is no state of a copy")
+        mask = sum(1 << tier for tier, state in enumerate(states) if state == CopyState.RESIDENT)
+        if mask != rows.mask[row]:
+            self._fault(f"row {row}: tier mask {rows.mask[row]:b}, states say {mask:b}")
+        filling = sum(1 << tier for tier, state in enumerate(states) if state == CopyState.FILLING)
+        if filling != rows.filling[row]:
+            self._fault(f"row {row}: filling mask {rows.filling[row]:b}, states say {filling:b}")
+
+    def _check_tenants(self) -> Iterator[None]:
+        residency, rows = self._residency, self._residency.rows
+        cold = [0] * len(residency.tenants)
+        for number, index in enumerate(residency.tenants):
+            for readable, part in ((True, index.readable), (False, index.unreadable)):
+                for position, (key, row) in enumerate(part.items()):
+                    self._check_listed(number, readable, key, row)
+                    if position % _STEP_ROWS == 0:
+                        yield
+        for run in self._live_runs():
+            for row in run:
+                if not self._listed[row]:
+                    self._check_unlisted(row, cold)
+            yield
+        for index, found in zip(residency.tenants, cold, strict=True):
+            if found != index.cold_blocks:
+                self._fault(f"tenant {index.name}: {index.cold_blocks} cold blocks counted, {found} found")
+        if len(rows.keys) != rows.capacity:
+            self._fault(f"{len(rows.keys)} keys in a table of {rows.capacity} rows")
+
+    def _check_listed(self, tenant: int, readable: bool, key: bytes, row: int) -> None:
+        residency = self._residency
+        name, kind = residency.tenants[tenant].name, "readable" if readable else "unreadable"
+        if not self._live[row] or residency.rows.keys[row] != key or self._listed[row]:
+            self._fault(f"tenant {name}: {kind} key {key.hex()} names row {row}, which is not its own")
+        elif residency.tenant_of(row) != tenant or bool(residency.rows.mask[row]) != readable:
+            self._fault(f"tenant {name}: row {row} is listed as {kind} and is not")
+        self._listed[row] = 1
+
+    def _check_unlisted(self, row: int, cold: list[int]) -> None:
+        """A row that no dictionary names: it is cold, its key packed as it was taken over; or it is lost."""
+        residency, rows = self._residency, self._residency.rows
+        tenant = residency.tenant_of(row)
+        index = residency.tenants[tenant]
+        if rows.keys[row] is not None or index.cold is None:
+            self._fault(f"row {row}: in no tenant's index")
+            return
+        cold[tenant] += 1
+        if self._cold_keys and index.find(rows.cold_key(row)) != row:
+            self._fault(f"tenant {index.name}: cold row {row} is not found by its key")
+
+    def _check_tier(self, tier: int) -> Iterator[None]:
+        residency = self._residency
+        copies, parents, live = residency.copies[tier], residency.rows.parent, self._live
+        tenants = len(residency.tenants)
+        held = [0] * tenants
+        kids = array("I", bytes(4 * len(live)))
+        blocks = 0
+        for row, state in enumerate(copies.state):
+            if row % _STEP_ROWS == 0:
+                yield
+            if not state:
+                continue
+            if row >= len(live) or not live[row]:
+                self._fault(f"{copies.name}: free row {row} has a copy")
+                continue
+            blocks += 1
+            held[residency.tenant_of(row)] += copies.nbytes[row]
+            if parents[row] >= 0:
+                kids[parents[row]] += 1
+        for run in self._live_runs():
+            for row in run:
+                if kids[row] != copies.kids[row]:
+                    told = f"{copies.kids[row]} children counted here, {kids[row]} found"
+                    self._fault(f"{copies.name}: row {row}: {told}")
+            yield
+        if held != copies.bytes_by_tenant:
+            self._fault(f"{copies.name}: bytes by tenant: {copies.bytes_by_tenant} counted, {held} found")
+        if blocks != copies.blocks:
+            self._fault(f"{copies.name}: {copies.blocks} copies counted, {blocks} found")

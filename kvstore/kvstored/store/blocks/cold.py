@@ -1,0 +1,172 @@
+"""The keys of blocks that were taken over in bulk and that nothing has changed since: cold rows.
+
+A dictionary entry with its key and its number takes some 150 bytes. A cold row's key lies in one byte string beside all
+others, and is found by open addressing over row numbers: 24 bytes a block, three times the time of a dictionary. What
+changes a cold row wakes it first: its key moves to the tenant's dictionary, and all else is as if it had always been
+there.
+
+Owns the table of one tenant (`KeyTable` is the bare one, of positions in a column of keys). Entries are never taken
+out: a row that is awake, or gone, or another block's is no longer
+cold, and the table looks at that. The hash is multiply-shift under a random odd multiplier, over key bytes that are
+themselves a digest; a tenant who forges keys makes its own lookups slower, nobody else's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_proto.identity import KEY_BYTES
+from kvstored.store.blocks.rows import Rows
+
+_FILL_BITS = 1  # twice as many places as keys, or up to four times
+_WORD_BITS = 32
+_WORD_MASK = (1 << _WORD_BITS) - 1
+_HEADS_A_KEY = KEY_BYTES * 8 // _WORD_BITS
+_NOTHING = -1
+_PLACES = 1 << 14
+_NO_PLACES = bytes([0xFF]) * (4 * _PLACES)  # a piece of an empty table
+
+Column = npt.NDArray[Any]
+
+
+class KeyTable:
+    """Finds positions in a column of keys by key, many at a time: those of `members`, all when it is None. It does not
+    keep the column, which is shown to it each time."""
+
+    __slots__ = ("multiplier", "places", "shift", "table")
+
+    def __init__(self, keys: Column, members: Column | None = None) -> None:
+        count = len(keys) if members is None else len(members)
+        bits = max(1, count.bit_length() + _FILL_BITS)
+        self.multiplier = secrets.randbits(_WORD_BITS) | 1
+        self.shift = _WORD_BITS - min(bits, _WORD_BITS)
+        self.table = self._filled(keys[:, 0] if members is None else keys[members, 0], members)
+        self.places = np.frombuffer(self.table, np.int32)
+
+    def move(self, first: int) -> None:
+        """Let it name positions that are `first` higher."""
+        if first:
+            self.places[self.places != _NOTHING] += np.int32(first)
+
+    def find_each(
+        self, keys: Column, wanted: Column, may_be: Callable[[Column], Sequence[bool]] | None = None
+    ) -> Column:
+        """The position in `keys`, or -1, of each of `wanted` (shape (n, 2), little-endian words). `may_be` says which
+        of some positions with the key that was wanted count."""
+        found = np.full(len(wanted), _NOTHING, np.int32)
+        left, places = np.arange(len(wanted)), self._homes(wanted[:, 0])
+        while len(left):
+            there = self.places[places]
+            here = there != _NOTHING
+            if not here.all():
+                left, places, there = left[here], places[here], there[here]
+            ours, theirs = keys[there], wanted[left]
+            equal = (ours[:, 0] == theirs[:, 0]) & (ours[:, 1] == theirs[:, 1])
+            if may_be is not None:
+                equal[equal] = may_be(there[equal])
+            found[left[equal]] = there[equal]
+            left, places = left[~equal], places[~equal] + 1
+        return found
+
+    def _homes(self, heads: Column) -> Column:
+        """Where the search of each key begins, by its first word."""
+        words = heads.astype(np.uint32)  # the low half
+        words *= np.uint32(self.multiplier)
+        words >>= np.uint32(self.shift)
+        return words.astype(np.int64)
+
+    def _filled(self, heads: Column, members: Column | None) -> array[int]:
+        """Linear probing without probing: in the order of their homes, each goes behind the one before, or to its home
+        if that is later. The table ends with an empty place, so no search wraps.
+        """
+        ordered = self._homes(heads)
+        numbers = np.arange(len(ordered))
+        bits = max(1, len(ordered).bit_length())
+        ordered <<= bits
+        ordered |= numbers
+        ordered.sort()
+        order = (ordered & (1 << bits) - 1).astype(np.int32)
+        ordered >>= bits
+        ordered -= numbers
+        np.maximum.accumulate(ordered, out=ordered)
+        ordered += numbers
+        length = max(1 << _WORD_BITS - self.shift, int(ordered[-1]) + 1 if len(ordered) else 0) + 1
+        table = array("i")
+        for begin in range(0, length, _PLACES):
+            table.frombytes(_NO_PLACES[: 4 * (length - begin)])
+        np.frombuffer(table, np.int32)[ordered] = order if members is None else members[order]
+        return table
+
+
+class ColdKeys:
+    """The cold rows of one tenant, to be found by key: those in `table`, whose positions are rows."""
+
+    __slots__ = ("_all", "_multiplier", "_rows", "_shift", "_table")
+
+    def __init__(self, rows: Rows, table: KeyTable) -> None:
+        self._rows, self._all = rows, table
+        self._multiplier, self._shift, self._table = table.multiplier, table.shift, table.table
+
+    def members(self) -> Column:
+        """The rows that have a place here."""
+        places = self._all.places
+        found: Column = places[places != _NOTHING]
+        return found
+
+    def get(self, key: bytes) -> int:
+        """The cold row of `key`, or -1."""
+        rows, table = self._rows, self._table
+        keys, mask, awake = rows.cold_keys, rows.mask, rows.keys
+        place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) >> self._shift
+        while (row := table[place]) >= 0:
+            if keys[row << 4 : (row << 4) + KEY_BYTES] == key and mask[row] and awake[row] is None:
+                return row
+            place += 1
+        return -1
+
+    def has_place(self, key: bytes, row: int) -> bool:
+        """Whether `row` would be found under `key` if it were cold."""
+        keys, table = self._rows.cold_keys, self._table
+        if keys[row << 4 : (row << 4) + KEY_BYTES] != key:
+            return False
+        place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) >> self._shift
+        while (there := table[place]) >= 0:
+            if there == row:
+                return True
+            place += 1
+        return False
+
+    def find_run(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
+        """Rows of the leading run of `keys` that are `hot` or cold: `get`, without a call for each."""
+        rows, table = self._rows, self._table
+        cold_keys, mask, awake = rows.cold_keys, rows.mask, rows.keys
+        heads = np.frombuffer(b"".join(keys), "<u4")[::_HEADS_A_KEY] * np.uint32(self._multiplier)
+        found: list[int] = []
+        for key, home in zip(keys, (heads >> np.uint32(self._shift)).tolist(), strict=True):
+            at = hot(key)
+            row = -1 if at is None else at
+            if at is None:
+                place = home
+                while (row := table[place]) >= 0:
+                    if cold_keys[row << 4 : (row << 4) + KEY_BYTES] == key and mask[row] and awake[row] is None:
+                        break
+                    place += 1
+                if row < 0:
+                    break
+            found.append(row)
+        return found
+
+    def find_each(self, keys: Column) -> Column:
+        """The cold row, or -1, of each of `keys` (shape (n, 2), little-endian words)."""
+        mask, awake = self._rows.mask, self._rows.keys
+
+        def is_cold(rows: Column) -> list[bool]:
+            return [bool(mask[row]) and awake[row] is None for row in rows.tolist()]
+
+        return self._all.find_each(np.frombuffer(self._rows.cold_keys, "<u8").reshape(-1, 2), keys, is_cold)

@@ -1,0 +1,128 @@
+"""Listings over the index for operators: pages of blocks, and all blocks of a fingerprint. Scans, off the hot
+path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstored.store.blocks.view import ResidencyView
+
+_SCAN_ROWS = 20_000  # a page looks at no more rows than this: about 2 ms
+_SCAN_SLOW_ROWS = 2_000  # the same where each row is asked one by one
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Page(NamedTuple):
+    """`after` of the next page, or 0 at the end. A page may hold fewer rows than asked for, even none."""
+
+    rows: list[int]
+    next: int
+
+
+class Selection(NamedTuple):
+    """Which readable blocks are meant; all of them by default.
+
+    tenant:     only this tenant's, by number.
+    tier:       only those with a readable copy in the tier at this position.
+    prints:     only those of these fingerprints, by number.
+    key_prefix: only keys whose hex digits begin so.
+    matches:    only rows that this answers True for; asked last.
+    """
+
+    tenant: int | None = None
+    tier: int | None = None
+    prints: frozenset[int] | None = None
+    key_prefix: str = ""
+    matches: Callable[[int], bool] | None = None
+
+    @property
+    def slice_rows(self) -> int:
+        """How many rows one look at the index may take."""
+        return _SCAN_ROWS if self.matches is None and not self.key_prefix else min(_SCAN_ROWS, _SCAN_SLOW_ROWS)
+
+
+ALL_BLOCKS = Selection()
+
+
+def select(residency: ResidencyView, selection: Selection, first: int, end: int) -> Int64Array:
+    """The selected rows among [first, end), in row order. Looks at each, so keep the range short."""
+    columns = residency.rows
+    wanted = 0xFF if selection.tier is None else 1 << selection.tier
+    is_chosen = np.frombuffer(columns.mask, np.uint8, end - first, first) & wanted != 0
+    if selection.tenant is not None or selection.prints is not None:
+        kinds = [
+            number
+            for number, kind in enumerate(residency.kinds)
+            if selection.tenant in (None, kind.tenant)
+            and (selection.prints is None or kind.fingerprint_id in selection.prints)
+        ]
+        offset_bytes = first * columns.kind.itemsize
+        is_chosen &= np.isin(np.frombuffer(columns.kind, np.uint32, end - first, offset_bytes), kinds)
+    rows: Int64Array = np.flatnonzero(is_chosen) + first
+    if selection.key_prefix:
+        rows = _filtered(rows, lambda row: residency.key(row).hex().startswith(selection.key_prefix))
+    return rows if selection.matches is None else _filtered(rows, selection.matches)
+
+
+async def select_all(residency: ResidencyView, selection: Selection) -> AsyncIterator[Int64Array]:
+    """The selected rows, part by part, with a turn of the loop after each: what changes meanwhile may be there or
+    not."""
+    first = 0
+    while first < residency.rows.capacity:
+        end = min(first + selection.slice_rows, residency.rows.capacity)
+        yield select(residency, selection, first, end)
+        first = end
+        await asyncio.sleep(0)
+
+
+def column_of(residency: ResidencyView, name: str, rows: Int64Array) -> Int64Array:
+    """What the column `name` of `residency.rows` says of each row."""
+    return np.asarray(getattr(residency.rows, name))[rows].astype(np.int64)
+
+
+def pin_counts(residency: ResidencyView, rows: Int64Array) -> Int64Array:
+    """`pin_count` of each row."""
+    return np.fromiter(map(residency.pin_count, rows.tolist()), np.int64, len(rows))
+
+
+def page(residency: ResidencyView, selection: Selection = ALL_BLOCKS, *, after: int = 0, limit: int = 100) -> Page:
+    """Selected blocks from cursor `after` on, in row order. A block stored or removed between two pages may
+    be missed; none is listed twice while it stays.
+    """
+    if limit < 1:
+        raise ValueError("a page holds at least one block")
+    end = min(residency.rows.capacity, after + selection.slice_rows)
+    rows = select(residency, selection, after, end).tolist() if after < end else []
+    after = end if len(rows) <= limit else rows[limit]
+    return Page(rows[:limit], after if after < residency.rows.capacity else 0)
+
+
+def _filtered(rows: Int64Array, keep: Callable[[int], bool]) -> Int64Array:
+    is_kept = np.fromiter(map(keep, rows.tolist()), bool, len(rows))
+    return np.compress(is_kept, rows)
+
+
+def rows_of_fingerprint(residency: ResidencyView, fingerprint_id: int, tenant: int | None = None) -> list[int]:
+    """Every readable row of a fingerprint, deepest first, so that removing them in order leaves no hole on
+    the way.
+    """
+    kinds = [
+        number
+        for number, kind in enumerate(residency.kinds)
+        if kind.fingerprint_id == fingerprint_id and (tenant is None or kind.tenant == tenant)
+    ]
+    columns = residency.rows
+    if not kinds or not columns.capacity:
+        return []
+    ours = np.isin(np.frombuffer(columns.kind, dtype=np.uint32), kinds)
+    rows = np.flatnonzero(ours & (np.frombuffer(columns.mask, dtype=np.uint8) != 0))
+    depth = np.frombuffer(columns.depth, dtype=np.uint32)[rows]
+    found: list[int] = rows[np.argsort(depth, kind="stable")[::-1]].tolist()
+    return found

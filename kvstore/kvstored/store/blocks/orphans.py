@@ -1,0 +1,68 @@
+"""Orphans: blocks that are stored and cannot be reached, because one before them in their chain is not stored.
+
+They come from a block that was found damaged or taken by force, and from a crash between a parent and its child. They
+are whole: putting the missing block again makes them reachable at once. Until then they are the first to leave.
+Finding them means walking every chain; `snapshot` is cheap and for the control thread, `find` is for any other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstored.store.blocks.rows import ROW_BITS
+from kvstored.store.blocks.view import ResidencyView
+
+Tokens = npt.NDArray[np.uint64]
+
+
+class Chains(NamedTuple):
+    """A copy of what `find` needs: parent row (-1: none), where it is readable, depth, generation, each by row."""
+
+    parent: bytes
+    mask: bytes
+    depth: bytes
+    generation: bytes
+
+
+class Orphans(NamedTuple):
+    """As they were when the snapshot was taken, the deepest first: the order in which they may leave."""
+
+    tokens: Tokens
+    by_tier: list[Tokens]  # those of them with a readable copy there
+
+
+def snapshot(residency: ResidencyView) -> Chains | None:
+    """None when every parent is there, which one look at the tenants tells. Some 13 bytes a row are copied."""
+    if not any(residency.rows.links[row] for tenant in residency.tenants for row in tenant.unreadable.values()):
+        return None
+    rows = residency.rows
+    return Chains(rows.parent.tobytes(), bytes(rows.mask), rows.depth.tobytes(), rows.generation.tobytes())
+
+
+def find(chains: Chains, tiers: int) -> Orphans:
+    """By pointer jumping: as many passes over the rows as the longest chain's length has binary digits (Wyllie 1979).
+    The generations are those of the snapshot: what has a row by now may be another block."""
+    parent = np.frombuffer(chains.parent, np.int32).astype(np.int64)
+    mask = np.frombuffer(chains.mask, np.uint8)
+    readable = mask != 0
+    nobody = len(parent)  # what the first of a chain hangs on: never missing, its own parent
+    above = np.append(np.where(parent < 0, nobody, parent), nobody)
+    missing = np.append(~readable, False)
+    cut_off = missing[above]
+    while (above != nobody).any():
+        cut_off = cut_off | cut_off[above]
+        above = above[above]
+    rows = np.flatnonzero(cut_off[:nobody] & readable)
+    depth = np.frombuffer(chains.depth, np.uint32)[rows]
+    rows = rows[np.argsort(depth, kind="stable")[::-1]]
+    generation = np.frombuffer(chains.generation, np.uint32)[rows].astype(np.uint64)
+    tokens = generation << np.uint64(ROW_BITS) | rows.astype(np.uint64)
+    return Orphans(tokens, [tokens[mask[rows] >> tier & 1 != 0] for tier in range(tiers)])
+
+
+def none_of(tiers: int) -> Orphans:
+    nothing = np.empty(0, np.uint64)
+    return Orphans(nothing, [nothing] * tiers)

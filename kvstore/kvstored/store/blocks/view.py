@@ -1,0 +1,279 @@
+"""What the residency index knows, for reading: the half of `Residency` that policies and listings are given.
+
+Owns the columns and every question about them. Changes nothing: see `index` for the changes and the
+invariants.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence, Set
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT
+from kvstore_tiers.base import Slot
+from kvstored.lifecycle import Cause, CopyState
+from kvstored.store.blocks.copies import TierCopies
+from kvstored.store.blocks.ghost import Absence
+from kvstored.store.blocks.rows import Rows
+from kvstored.store.blocks.tenant import TenantIndex
+
+_MAX_TIERS = 8
+_RESIDENT = int(CopyState.RESIDENT)  # a plain int: half the time of a comparison with a member
+
+
+class Kind(NamedTuple):
+    """What blocks of one row kind share."""
+
+    tenant: int
+    fingerprint_id: int
+    group: int
+
+
+@lru_cache(maxsize=1024)
+def _unpacker(keys: int) -> struct.Struct:
+    return struct.Struct(f"{KEY_BYTES}s" * keys)
+
+
+def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
+    """16 * n bytes → n keys. Raises ValueError when the length is no multiple of 16."""
+    keys, rest = divmod(len(packed), KEY_BYTES)
+    if rest:
+        raise ValueError(f"packed keys must be a multiple of {KEY_BYTES} bytes, got {len(packed)}")
+    return _unpacker(keys).unpack(packed)
+
+
+class ResidencyView:
+    """Questions about rows; a tier is named by its position. Rows are those of live blocks: a free row's
+    answers mean nothing. `durable`: the position of the tier that outlives the daemon, -1 where there is none; the
+    last one unless said otherwise.
+    """
+
+    def __init__(self, tiers: Sequence[str], durable: int | None = None) -> None:
+        if not 1 <= len(tiers) <= _MAX_TIERS:
+            raise ValueError(f"residency takes 1 to {_MAX_TIERS} tiers, got {len(tiers)}")
+        self.tiers = tuple(tiers)
+        self.durable = (len(tiers) - 1 or -1) if durable is None else durable
+        self.rows = Rows()
+        self.copies = tuple(TierCopies(name) for name in tiers)
+        self.tenants: list[TenantIndex] = []
+        self.kinds: list[Kind] = []
+        self.pins: dict[int, int] = {}
+        self._kind_tenant: list[int] = []
+
+    def tier(self, name: str) -> int:
+        """The position of a tier. Raises ValueError for an unknown name."""
+        return self.tiers.index(name)
+
+    # Looking up
+
+    def find(self, tenant: int, key: bytes) -> int:
+        """The row of a readable block, or -1."""
+        return self.tenants[tenant].find(key)
+
+    def find_any(self, tenant: int, key: bytes) -> int:
+        """The row of a block, readable or being filled, or a placeholder, or -1."""
+        return self.tenants[tenant].row(key)
+
+    def find_run(self, tenant: int, packed_keys: bytes) -> list[int]:
+        """Rows of the leading run of readable blocks. O(keys); 64 keys in a few microseconds."""
+        return self.find_keys(tenant, unpack_keys(packed_keys))
+
+    def find_keys(self, tenant: int, keys: Iterable[bytes]) -> list[int]:
+        """`find_run` for keys that are apart already."""
+        index, keys = self.tenants[tenant], tuple(keys)
+        found: list[int] = []
+        for row in map(index.readable.get, keys):
+            if row is None:
+                break
+            found.append(row)
+        if index.cold is not None and len(found) < len(keys):
+            found += index.cold.find_run(keys[len(found) :], index.readable.get)
+        return found
+
+    def find_each(self, tenant: int, packed_keys: bytes) -> list[int]:
+        """A row or -1 for every key."""
+        index, keys = self.tenants[tenant], unpack_keys(packed_keys)
+        if index.cold is not None:
+            return [index.find(key) for key in keys]
+        readable = index.readable
+        return [readable.get(key, -1) for key in keys]
+
+    def why_missing(self, tenant: int, key: bytes, fingerprint_id: int = -1, family: Set[int] = frozenset()) -> Absence:
+        """Why `key` is not readable. OTHER_FINGERPRINT where the tenant never stored under `fingerprint_id` but did
+        under another one of `family`."""
+        index = self.tenants[tenant]
+        absence = index.ghost.recall(key)
+        if absence is not None:
+            return absence
+        if family and fingerprint_id not in index.fingerprints and not index.fingerprints.isdisjoint(family):
+            return Absence(Cause.OTHER_FINGERPRINT)
+        return Absence(Cause.NEVER_STORED)
+
+    # Where it is
+
+    def slot(self, row: int, tier: int) -> Slot:
+        """Where the copy is. Raises RuntimeError when there is none."""
+        if not self.copies[tier].state[row]:  # ABSENT
+            raise RuntimeError(f"row {row} has no copy in {self.tiers[tier]}")
+        return self.copies[tier].slot(row)
+
+    def slots(self, rows: Sequence[int], tier: int) -> list[Slot]:
+        """`slot` of each row."""
+        copies = self.copies[tier]
+        state, container, offset = copies.state, copies.container, copies.offset
+        nbytes, generation = copies.nbytes, copies.generation
+        if not all(state[row] for row in rows):
+            raise RuntimeError(f"not all of {rows} have a copy in {self.tiers[tier]}")
+        return [Slot(container[row], offset[row], nbytes[row], generation[row]) for row in rows]
+
+    def is_held_by_another(self, row: int, tier: int) -> bool:
+        """Whether another tenant has a copy of a block of the same key in `tier`, in any state."""
+        key, tenant, state = self.key(row), self.tenant_of(row), self.copies[tier].state
+        others = (index.row(key) for number, index in enumerate(self.tenants) if number != tenant)
+        return any(other >= 0 and state[other] for other in others)
+
+    def state(self, row: int, tier: int) -> CopyState:
+        return CopyState(self.copies[tier].state[row])
+
+    def has(self, row: int, tier: int) -> bool:
+        """Whether `tier` has a readable copy."""
+        return bool(self.rows.mask[row] >> tier & 1)
+
+    def tier_mask(self, row: int) -> int:
+        """Bit t is set when tier t has a readable copy."""
+        return self.rows.mask[row]
+
+    def fastest(self, row: int) -> int:
+        """The first tier with a readable copy, or -1."""
+        mask = self.rows.mask[row]
+        return (mask & -mask).bit_length() - 1
+
+    def fastest_in_memory(self, row: int) -> int:
+        """The first tier with a readable copy that is not the durable one, or -1."""
+        position = self.fastest(row)
+        return -1 if position == self.durable else position
+
+    def row_at(self, tier: int, container: int, offset: int) -> int:
+        """The row with a copy (in any state) there, or -1. A scan of all rows, about 1 ms a million."""
+        return self.copies[tier].row_at(container, offset)
+
+    def rows_in(self, tier: int, container: int) -> list[int]:
+        """Rows with a copy (in any state) in a container, by offset. A scan, as `row_at`."""
+        return self.copies[tier].rows_in(container)
+
+    # What may leave
+
+    def pin_count(self, row: int) -> int:
+        return self.pins.get(row, 0)
+
+    def may_leave(self, row: int, tier: int) -> bool:
+        """Whether the copy in `tier` may go now: RESIDENT, unpinned, no child in this tier; and in
+        the slowest tier, from which nothing can be demoted, another copy or no child anywhere.
+        """
+        copies = self.copies[tier]
+        if copies.state[row] != _RESIDENT or copies.kids[row] or row in self.pins:
+            return False
+        last = tier == len(self.copies) - 1
+        return not (last and self.rows.links[row] and self.rows.mask[row] == 1 << tier)
+
+    def run_above(self, row: int, tier: int, limit: int) -> list[int]:
+        """`row`, which may leave `tier` now, and up to `limit` in all of those above it that may once it has gone, each
+        once the one below has."""
+        copies, pins, rows = self.copies[tier], self.pins, self.rows
+        parents, links, mask = rows.parent, rows.links, rows.mask
+        state, kids, only = copies.state, copies.kids, 1 << tier if tier == len(self.copies) - 1 else 0
+        found = [row]
+        while len(found) < limit:
+            row = parents[row]
+            if row < 0 or kids[row] != 1 or state[row] != _RESIDENT or row in pins:
+                break
+            if links[row] != 1 and mask[row] == only:
+                break
+            found.append(row)
+        return found
+
+    def may_forget(self, row: int) -> bool:
+        """Whether the block may go entirely, by choice: unpinned, no child, nothing being filled."""
+        return not (self.rows.links[row] or self.rows.filling[row] or row in self.pins)
+
+    def being_filled(self, row: int) -> bool:
+        """Whether some tier has a FILLING copy: a put, promotion or demotion is under way."""
+        return self.rows.filling[row] != 0
+
+    def children(self, row: int, tier: int | None = None) -> int:
+        """Child rows overall, or those with a copy in `tier`."""
+        return self.rows.links[row] if tier is None else self.copies[tier].kids[row]
+
+    # What it is
+
+    def token(self, row: int) -> int:
+        """Names this block for as long as it is stored: keep it, not the row, across an await."""
+        return self.rows.token(row)
+
+    def current(self, token: int) -> int:
+        """The row of a token, or -1 when that block is gone."""
+        return self.rows.current(token)
+
+    def is_current(self, token: int) -> bool:
+        return self.rows.current(token) >= 0
+
+    # What a row is
+
+    def key(self, row: int) -> bytes:
+        key = self.rows.key(row)
+        if key is None:
+            raise RuntimeError(f"row {row} is free")
+        return key
+
+    def parent(self, row: int) -> int:
+        """The parent's row (perhaps a placeholder), or -1 for the first of a chain."""
+        return self.rows.parent[row]
+
+    def parent_key(self, row: int) -> bytes:
+        parent = self.rows.parent[row]
+        return NO_PARENT if parent < 0 else self.key(parent)
+
+    def tenant_of(self, row: int) -> int:
+        return self._kind_tenant[self.rows.kind[row]]
+
+    def tenants_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`tenant_of` each row, vectorised."""
+        return np.array(self._kind_tenant, np.int64)[np.frombuffer(self.rows.kind, np.uint32)[rows]]
+
+    def kind(self, row: int) -> Kind:
+        """(tenant, fingerprint_id, group)."""
+        return self.kinds[self.rows.kind[row]]
+
+    def depth(self, row: int) -> int:
+        return self.rows.depth[row]
+
+    def payload_bytes(self, row: int) -> int:
+        return self.rows.payload_bytes[row]
+
+    def last_access_ns(self, row: int) -> int:
+        return self.rows.last_access_ns[row]
+
+    def accesses(self, row: int) -> int:
+        """Accesses in this life and, as far as the ghost remembers, those before. Saturates at 65,535."""
+        return self.rows.accesses[row]
+
+    def tenant_bytes(self, tenant: int, tier: int) -> int:
+        """Slot bytes of a tenant in a tier, FILLING included."""
+        return self.copies[tier].bytes_by_tenant[tenant]
+
+    def tenant_blocks(self, tenant: int) -> int:
+        """Readable blocks of a tenant."""
+        return self.tenants[tenant].blocks
+
+    def tier_blocks(self, tier: int) -> int:
+        """Copies in a tier, in any state."""
+        return self.copies[tier].blocks
+
+    def __len__(self) -> int:
+        """Readable blocks."""
+        return sum(tenant.blocks for tenant in self.tenants)

@@ -1,0 +1,91 @@
+"""The budget's file: one small JSON object, replaced as a whole and synced, so that a crash leaves the old or the new.
+
+A file that cannot be read, or whose checksum is not its own, counts as an empty bucket: damage must not give budget
+away. A file of version 1, which had no checksum, counts so too, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from pathlib import Path
+
+import xxhash
+
+from kvstore_tiers import failpoints
+from kvstored.store.endurance.budget import SavedBudget
+
+log = logging.getLogger(__name__)
+FILE_NAME = "endurance.json"
+_VERSION = 2
+failpoints.declare("endurance.before-rename", "a lease of the endurance budget is written, the old state is in place")
+failpoints.declare("endurance.after-rename", "a lease of the endurance budget is in place, nothing of it is spent")
+
+
+class BudgetFile:
+    """`load` and `save` may wait for a device: not for the control thread, but at start and stop."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / FILE_NAME
+
+    def load(self) -> SavedBudget | None:
+        """None on a first start. Raises OSError when there is a file that cannot be read for the medium's sake."""
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            raw = json.loads(text)
+            if raw["version"] != _VERSION:
+                raise ValueError(f"version {raw['version']!r}")
+            if raw.pop("xxh3") != _checksum(raw):
+                raise ValueError("its checksum is wrong")
+            return SavedBudget(
+                max(0, int(raw["level_bytes"])), int(raw["monotonic_ns"]), int(raw["wall_ns"]), str(raw["boot_id"]),
+                max(0, int(raw["spent_bytes"])),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            log.error("%s is damaged (%s): the endurance budget starts empty", self.path, error)
+            return SavedBudget(0, 0, 2**62, "")
+
+    def save(self, state: SavedBudget) -> None:
+        """Raises OSError; the file is then the old or the new one, whole."""
+        raw: dict[str, int | str] = {
+            "version": _VERSION,
+            "level_bytes": state.level_bytes,
+            "monotonic_ns": state.monotonic_ns,
+            "wall_ns": state.wall_ns,
+            "boot_id": state.boot_id,
+            "spent_bytes": state.spent_bytes,
+        }
+        raw["xxh3"] = _checksum(raw)
+        temporary = self.path.with_suffix(".new")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            left = json.dumps(raw).encode() + b"\n"
+            while left:  # a disk that fills up takes part of a write before it refuses
+                left = left[os.write(descriptor, left) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        failpoints.hit("endurance.before-rename")
+        temporary.replace(self.path)
+        directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+        failpoints.hit("endurance.after-rename")
+
+
+def _checksum(raw: dict[str, int | str]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(raw, sort_keys=True).encode())
+
+
+def boot_id() -> str:
+    """Names this boot of the machine; empty where the kernel does not tell."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""

@@ -1,0 +1,86 @@
+"""Admission: whether a block is worth writing to a tier at all.
+
+76 % of the blocks of a production chat trace are used once; writing them to flash wears it and evicts what is
+used again. Admission keeps prefixes whole: a block with a child in the tier is always admitted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies.base import WARM_WORTH, Policy
+
+
+class Admission(ABC):
+    """Pure: asks residency, changes nothing. `above`: the policy of the tier that blocks come from."""
+
+    name: ClassVar[str]
+
+    def __init__(self, residency: ResidencyView, tier: int, above: Policy | None = None) -> None:
+        self.residency = residency
+        self.tier = tier
+        self.above = above
+
+    def admit(self, row: int, now_ns: int) -> bool:
+        """Whether `row` should get a copy in this tier."""
+        return self.residency.children(row, self.tier) > 0 or self._worth(row, now_ns)
+
+    def judges_by_worth(self, row: int, now_ns: int) -> bool:
+        """Whether it asks what the block's chain is worth, and not how often the block was used."""
+        return False
+
+    @abstractmethod
+    def _worth(self, row: int, now_ns: int) -> bool: ...
+
+
+class Always(Admission):
+    """Admits everything. Right where the tier outlives restarts and wear does not matter."""
+
+    name: ClassVar[str] = "always"
+
+    def _worth(self, row: int, now_ns: int) -> bool:
+        return True
+
+
+class SecondTouch(Admission):
+    """Admits a block from its second use on, counting uses before it was last forgotten.
+
+    The ghost of residency is the memory: a block that returns after eviction starts with the count it went
+    with, as the ghost lists of 2Q (Johnson & Shasha, VLDB 1994) and ARC do. A bad choice where a session's
+    blocks must survive a restart after one use, and where the time between two uses is longer than the ghost
+    remembers.
+    """
+
+    name: ClassVar[str] = "second-touch"
+    _ACCESSES = 2
+
+    def _worth(self, row: int, now_ns: int) -> bool:
+        return self.residency.accesses(row) >= self._ACCESSES
+
+
+class ByWorth(SecondTouch):
+    """Admits a block that is worth its place in the tier above: warm or hot, or worth what it takes to be kept there
+    (`keep_worth`) where that is set. Where no worth is known (the policy above has none, or decides as LRU for now) it
+    is second touch.
+
+    So a new session is written when sessions like it come back, and a prompt like those that nobody asks for again is
+    not. A bad choice where blocks must survive a restart whatever they are.
+    """
+
+    name: ClassVar[str] = "worth"
+
+    def judges_by_worth(self, row: int, now_ns: int) -> bool:
+        return self._known(row, now_ns) is not None
+
+    def _worth(self, row: int, now_ns: int) -> bool:
+        worth = self._known(row, now_ns)
+        if worth is None or self.above is None:
+            return super()._worth(row, now_ns)
+        return worth >= (self.above.settings.keep_worth or WARM_WORTH)
+
+    def _known(self, row: int, now_ns: int) -> float | None:
+        if self.above is None or not self.residency.has(row, self.above.tier):
+            return None
+        return self.above.worth(row, now_ns)

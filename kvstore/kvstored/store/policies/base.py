@@ -1,0 +1,236 @@
+"""The contract of an eviction policy: events in, decisions out. No clock, no I/O, no threads.
+
+One policy object serves one tier. The daemon and the simulator drive the same objects.
+
+Precedence, highest first: a lease or pin; leaf-first (no hole in a stored prefix); a tenant's minimum; a
+tenant over its maximum; priority; time to live; then the policy's own order (recency, frequency, ...).
+
+Obligations
+- The caller MUST pass on every event of the tier (`create` wires the policy to residency), with `now_ns`
+  never going back; it acts on a victim (detach, remove) or names it in `exclude` before it asks for
+  another.
+- The implementation MUST name only rows that `residency.may_leave(row, tier)` at that moment; MUST be
+  deterministic; MUST NOT change residency; MUST answer `next_victim` in O(log n) amortised, however many rows
+  cannot leave; MUST name some row whenever any is allowed to leave; MUST treat `accessed` rows as touched
+  from the tail to the head, so that a parent is never older than its child.
+- Asking is free of side effects that a caller could see: the same question gets the same answer until an
+  event.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstored.store.blocks import ResidencyView
+
+HOT_WORTH, WARM_WORTH = 60.0, 4.0  # uses an hour of holding a block, for policies that have a worth
+
+
+class ResidencyClass(Enum):
+    """How soon the policy expects to need a block again, against the others in its tier."""
+
+    HOT = "hot"
+    WARM = "warm"
+    COLD = "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a tenant is owed and allowed in one tier. `priority`: lower is evicted first."""
+
+    min_bytes: int = 0
+    max_bytes: int | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """`ttl_s`: a block not used for so long is expired (policies without a time to live ignore it); None:
+    never. `keep_worth`: a block of less `worth` is expired (policies without a worth ignore it); 0: never.
+    """
+
+    ttl_s: float | None = None
+    keep_worth: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What may be known of a request beyond its blocks; a policy must do without. `number` names it in `answered`,
+    which is called when it ends if `is_answered_later`.
+    """
+
+    number: int
+    input_tokens: int = 0
+    kind: str = ""
+    is_answered_later: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChainHint:
+    """What an engine expects of a chain; None and 0: not told. `due_ns`: when a request that is foreseen uses it."""
+
+    will_continue: float | None = None
+    due_ns: int | None = None
+    next_step: int = 0  # the wire's NextStep
+    answer_tokens: int = 0
+
+
+class Policy(ABC):
+    """See the module for what both sides owe each other. Implements residency's TierListener."""
+
+    name: ClassVar[str]
+
+    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
+        self.residency = residency
+        self.tier = tier
+        self.settings = settings or PolicySettings()
+        self.shares: dict[int, Share] = {}
+
+    def set_share(self, tenant: int, share: Share) -> None:
+        """From now on `tenant` has this share of the tier. The caller sees to it that minima fit the
+        capacity.
+        """
+        if share == Share():
+            self.shares.pop(tenant, None)  # whoever asks for shares that bind finds none
+        else:
+            self.shares[tenant] = share
+
+    def spares_minimum(self, row: int) -> bool:
+        """Whether the tenant of `row`, a copy in this tier, keeps its minimum without it."""
+        tenant = self.residency.tenant_of(row)
+        share = self.shares.get(tenant)
+        if share is None:
+            return True
+        left_bytes = self.residency.tenant_bytes(tenant, self.tier) - self.residency.copies[self.tier].nbytes[row]
+        return left_bytes >= share.min_bytes
+
+    # Events
+
+    @abstractmethod
+    def inserted(self, row: int, now_ns: int) -> None:
+        """`row` is new in this tier. Storing counts as an access only through `accessed`."""
+
+    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+        """`inserted` for each of `rows`, a piece of one chain, head first."""
+        for row in rows:
+            self.inserted(row, now_ns)
+
+    def adopt(self, rows: npt.NDArray[np.int64]) -> None:
+        """`inserted` for each of `rows`, which were in the tier before this policy was, the next to leave first."""
+        last_access_ns = self.residency.rows.last_access_ns
+        for row in rows.tolist():
+            self.inserted(row, last_access_ns[row])
+
+    @abstractmethod
+    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        """`rows` (head first) were used together; residency's `accesses` and `last_access_ns` are up to date."""
+
+    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        """`accessed` (unless `rows` is empty), by a request that asked for the blocks `missing` after them, too, which
+        no tier has; they may be stored next.
+        """
+        if rows:
+            self.accessed(rows, now_ns)
+
+    def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:  # noqa: B027  # optional
+        """Blocks `keys`, which continue row `parent` (-1: they begin a chain, or it is not known), are about to be
+        stored here: before room is made for them, and whether or not a request has missed them.
+        """
+
+    @abstractmethod
+    def removed(self, row: int) -> None:
+        """`row` has left this tier."""
+
+    def removed_run(self, rows: Sequence[int]) -> None:
+        """`removed` for each of `rows`, a piece of one chain, its end first."""
+        for row in rows:
+            self.removed(row)
+
+    @abstractmethod
+    def released(self, row: int) -> None:
+        """`row` may perhaps leave now."""
+
+    def expect(self, context: RequestContext) -> None:  # noqa: B027  # optional
+        """The next `accessed` is that of this request. Optional: who knows nothing says nothing."""
+
+    def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:  # noqa: B027
+        """The request that `expect` named so has ended. Optional as well. `hint`: what the engine expects."""
+
+    def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:  # noqa: B027  # optional
+        """An engine says what it expects of the chain down to block `key`; `row` is -1 when that is stored nowhere."""
+
+    # Decisions
+
+    @abstractmethod
+    def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
+        """The row whose copy should leave this tier next, or -1 when none may.
+
+        `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it
+        is at its own maximum), and its minimum does not protect it from itself.
+        """
+
+    def next_victims(self, now_ns: int, limit: int) -> list[int]:
+        """What `next_victim` would name if it were asked up to `limit` times, each time after the row before had left:
+        a piece of one chain, its end first, as far as that is known already. Empty when none may leave.
+        """
+        row = self.next_victim(now_ns)
+        return [row] if row >= 0 else []
+
+    def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
+        """Whether the block `key`, which is about to come, is worth less than `victim`, whose place it would take: then
+        it is not to come (bypass), nor are those after it. Asked right after `next_victim`.
+        """
+        return False
+
+    @abstractmethod
+    def expired(self, now_ns: int, limit: int) -> list[int]:
+        """Up to `limit` rows that may leave and whose time to live is over, longest first; then those whose worth is
+        too little, the least first. Costs O(limit), but for a look at all now and then.
+        """
+
+    def worth(self, row: int, now_ns: int) -> float | None:
+        """The uses to be had for each hour that the block is held, of a row in this tier; None: not known. Policies
+        that know it decide by it.
+        """
+        return None
+
+    @abstractmethod
+    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
+        """Of a row in this tier. O(1)."""
+
+    @abstractmethod
+    def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
+        """Rows of the tier by class. A vectorised scan: about 5 ms a million."""
+
+    def class_bytes(self, now_ns: int) -> dict[ResidencyClass, int]:
+        """Bytes of the tier's slots by class."""
+        found = dict.fromkeys(ResidencyClass, 0)
+        copies = self.residency.copies[self.tier]
+        for row in np.flatnonzero(np.frombuffer(self.residency.rows.mask, np.uint8) >> self.tier & 1).tolist():
+            found[self.residency_class(row, now_ns)] += copies.nbytes[row]
+        return found
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows the policy knows: those with a readable copy in the tier."""
+
+    def victims(self, now_ns: int, limit: int) -> Iterator[int]:
+        """Up to `limit` rows that may leave right now, in eviction order.
+
+        Only of use for looking (`explain`): parents follow their children only after those have left, so
+        whoever evicts asks `next_victim` again after each.
+        """
+        seen: set[int] = set()
+        while len(seen) < limit:
+            row = self.next_victim(now_ns, exclude=seen)
+            if row < 0:
+                return
+            seen.add(row)
+            yield row

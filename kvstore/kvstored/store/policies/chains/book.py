@@ -1,0 +1,436 @@
+"""Who owns which rows, and what every use of a chain teaches.
+
+A request owns all the rows it used. Where the known prefix of a later request ends at the last block of a chain, or at
+the last but one (a last block is often partial), the request continues that chain: an event in the hazard tables.
+Where it ends before, or at a block that many different blocks follow (a system prompt), the request is a chain of its
+own, and the shared blocks are marked as shared: each such touch adds to what they are worth.
+
+Owns owners, fan-outs, shared touches, the chains and their tables. Never decides what leaves. Invariants: the rows of
+the tier that a chain owns lie on one path; `tail` is the deepest of those that may perhaps leave.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies.base import ChainHint, RequestContext
+from kvstored.store.policies.chains.collector import Collector
+from kvstored.store.policies.chains.features import Features, features_of, grown, with_answer, with_hint
+from kvstored.store.policies.chains.ghost import FAN_BITS, FAN_MAX, NOTHING, SHARD_MASK, ChainGhost, ghost_limit
+from kvstored.store.policies.chains.gittins import Floats, Ints
+from kvstored.store.policies.chains.hazards import Ladder
+from kvstored.store.policies.chains.learning import Learning
+from kvstored.store.policies.chains.path import Path, next_above, path_of
+from kvstored.store.policies.chains.table import ChainTable
+from kvstored.store.policies.chains.upkeep import Upkeep
+
+NS = 1e-9
+NOBODY, UNKNOWN = -1, -2  # not owned: new; there before the policy was
+_FEW = 24  # rows, for which arrays do not pay
+_BRANCH_MIN = 2  # blocks of others
+_SHARED_FAN = 4  # a block that so many different blocks follow belongs to no session
+SHARED_TAU_S = 300.0
+_SPAN_MIN_S, _SPAN_FULL_S = 10.0, 0.999 * SHARED_TAU_S
+_TYPES_MAX = 7
+_GAP_MIN_S = 0.5
+_LATE_S = 30.0
+_RUNNING_MAX = 4096
+
+
+class ChainBook:
+    """See the module."""
+
+    def __init__(
+        self,
+        residency: ResidencyView,
+        ladders: Sequence[Ladder],
+        *,
+        forgets: bool = True,
+    ) -> None:
+        self.residency = residency
+        self.chains = ChainTable()
+        self.learning = Learning(self.chains, ladders, forgets=forgets)
+        self.tables = self.learning.tables
+        self.end_reuse = self.learning.end_reuse
+        self.owner = array("i")
+        self.fan = bytearray()
+        self.shared = array("d")  # touches by other chains, decayed
+        self.shared_s = array("d")
+        self.shared_span_s = _SPAN_MIN_S  # what decayed touches are to be divided by
+        self._began_s = math.nan
+        self.asked = 0  # blocks, by all requests so far
+        self.features: list[Features] = []  # by slot
+        self._ghosts: list[ChainGhost] = []
+        collector = Collector(self.chains, self.owner, self._ghosts)
+        self._forgotten = collector.forgotten
+        self.upkeep = Upkeep(self.learning, collector)
+        self._last_unused = -1
+        self._most_rows = 0
+        self._types: dict[str, int] = {}
+        self._tells_types = self.tables.takes("type")
+        self._running: dict[int, tuple[int, int]] = {}  # requests whose answer is awaited: chain, order
+        self._promised: dict[int, int] = {}  # chains of which blocks are missing that may be stored next: their order
+
+    @property
+    def requests(self) -> int:
+        return self.learning.requests
+
+    @property
+    def returns(self) -> int:
+        return self.learning.returns
+
+    def grow(self, rows: int) -> None:
+        more = rows - len(self.owner)
+        self.owner.frombytes(b"\xff" * (4 * more))  # NOBODY
+        self.fan.extend(bytes(more))
+        self.shared.frombytes(bytes(8 * more))
+        self.shared_s.frombytes(bytes(8 * more))
+
+    def add_tenant(self) -> None:
+        self._ghosts.append(ChainGhost(ghost_limit(0), self._forgotten))
+
+    @property
+    def tenants(self) -> int:
+        return len(self._ghosts)
+
+    # Rows
+
+    def met(self, rows: Sequence[int], tenant: int) -> None:
+        """`rows` are new in the tier; the ghost may know them."""
+        keys, owner, fan = self.residency.rows.keys, self.owner, self.fan
+        ghost = self._ghosts[tenant]
+        touched = ghost.touched
+        for row, packed in zip(rows, ghost.recall_run([keys[row] for row in rows]), strict=True):
+            owner[row] = packed >> FAN_BITS  # NOBODY of nothing
+            fan[row] = packed & FAN_MAX if packed >= 0 else 0
+            key = keys[row] if touched and packed >= 0 else None
+            if key is not None and key in touched:
+                self.shared[row], self.shared_s[row] = touched.pop(key)
+
+    def met_one(self, row: int, tenant: int) -> None:
+        """`met` of one row."""
+        key, ghost = self.residency.rows.keys[row], self._ghosts[tenant]
+        packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just come
+        self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (NOBODY, 0)
+        if packed >= 0 and key in ghost.touched:
+            self.shared[row], self.shared_s[row] = ghost.touched.pop(key)
+
+    def left(self, rows: Sequence[int], chain: int, tenant: int, rows_here: int) -> None:
+        """`rows` of `chain` leave the tier, the deepest first."""
+        owner, shared, fan, columns = self.owner, self.shared, self.fan, self.residency.rows
+        keys = columns.keys
+        ghost = self._ghosts[tenant]
+        ghost.remember_run([keys[row] for row in rows], chain, [fan[row] for row in rows])
+        for row in rows:
+            owner[row] = NOBODY
+            if shared[row]:
+                key = keys[row]
+                if key is not None:
+                    ghost.remember_touches(key, shared[row], self.shared_s[row])
+                shared[row] = 0.0
+        if rows_here > self._most_rows:
+            self._most_rows = rows_here
+            limit = ghost_limit(rows_here)
+            for each in self._ghosts:
+                each.limit = limit
+        tails = self.chains.tail
+        if tails[chain] == rows[0]:
+            row = rows[-1]
+            above = columns.parent[row]
+            is_ours = 0 <= above < len(owner) and owner[above] == chain
+            tails[chain] = above if is_ours else next_above(row, chain, columns, owner)
+
+    def left_last(self, row: int, chain: int, tenant: int, rows_here: int) -> int:
+        """`left` of the last block of `chain`, which nobody shared; what the chain ends with now, or -1."""
+        if rows_here > self._most_rows:
+            self.left((row,), chain, tenant, rows_here)
+            return self.chains.tail[chain]
+        owner, columns = self.owner, self.residency.rows
+        owner[row] = NOBODY
+        key = columns.keys[row]
+        if key is not None:
+            self._ghosts[tenant].remember(key, chain, self.fan[row])
+        above = columns.parent[row]
+        if not (0 <= above < len(owner) and owner[above] == chain):
+            above = next_above(row, chain, columns, owner)
+        self.chains.tail[chain] = above
+        return above
+
+    def shared_rate(self, row: int, now_s: float) -> float:
+        """Touches a second by others than the chain's own requests."""
+        touches = self.shared[row]
+        if not touches:
+            return 0.0
+        return touches * math.exp((self.shared_s[row] - now_s) / SHARED_TAU_S) / self.shared_span_s
+
+    # Requests
+
+    def used(
+        self,
+        rows: Sequence[int],
+        tenant: int,
+        order: int,
+        now_s: float,
+        context: RequestContext | None = None,
+        missing: Sequence[bytes] = (),
+        parent: int = -1,
+    ) -> int:
+        """One request used `rows` (head first); the chain that owns them now. It owns the blocks `missing` after them
+        as well, as far as the ghost goes: as if they had come and left. Without `rows`, `missing` continue `parent`.
+        """
+        chains, here = self.chains, len(rows)
+        if self.shared_span_s < _SPAN_FULL_S:
+            self._see_longer(now_s)
+        path = path_of(rows, missing, parent, self.residency.rows, self.owner, self.fan, self._ghosts[tenant])
+        known, count = path.known, len(path.before)
+        self.asked += count
+        reach, length = path.first + known, path.first + count
+        if path.chain >= 0 and not known and reach >= chains.length[path.chain]:
+            return self._extend(path.chain, rows, length, order, now_s, missing, tenant)
+        prev = self._continued(path)
+        turn, gap_s, pace, text = 1, 0.0, 0.0, None
+        if prev >= 0:
+            turn, gap_s = chains.turn[prev] + 1, now_s - chains.used_s[prev]
+            pace = math.log(max(gap_s, _GAP_MIN_S))
+            if turn > 2:  # half of it is the last gap's
+                pace = 0.5 * (pace + chains.pace[prev])
+            self.learning.returned(prev, chains.length[prev] - reach, gap_s)
+            chains.live[prev], chains.due_s[prev] = 0, 0.0  # what is left of it is another's, or waits for nobody
+            if context is not None and chains.tokens[prev] >= 0:
+                text = max(0, context.input_tokens - chains.tokens[prev])
+        elif known:
+            self._mark_shared(rows[:known], now_s)
+        if context is not None and prev < 0:
+            text = context.input_tokens
+        # Chains all of whose rows are taken over have none any more.
+        if known:
+            whole, tails = rows[:known], chains.tail
+            last = whole[-1] if whole else -1
+            for chain in set(path.before[: min(known, here)]):
+                tail = tails[chain]
+                if tail == last or tail in whole:  # as a rule the last, or none
+                    tails[chain] = -1
+        slot = prev if prev >= 0 and chains.tail[prev] < 0 else chains.take()
+        owner = self.owner
+        for row in rows:
+            owner[row] = slot
+        if missing:
+            self._ghosts[tenant].remember_run(missing, slot, path.fans)
+        features = features_of(
+            is_continued=prev >= 0, is_branch=reach >= _BRANCH_MIN, new_blocks=count - known, length=length, turn=turn,
+            gap_s=gap_s, pace_s=math.exp(pace), text_tokens=text,
+            type_number=self._types.setdefault(context.kind, min(len(self._types), _TYPES_MAX))
+            if context is not None and self._tells_types else 0,
+        )  # fmt: skip
+        self._set(slot, features, rows[-1] if here else -1, length, order, now_s)
+        if missing:
+            self._promise(slot, order)
+        chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot] = turn, tenant, count - known
+        chains.pace[slot] = pace
+        chains.tokens[slot], chains.answer[slot] = -1 if context is None else context.input_tokens, 0
+        if context is not None and context.is_answered_later:
+            self._running[context.number] = (slot, order)
+            if len(self._running) > _RUNNING_MAX:
+                del self._running[next(iter(self._running))]
+        self.learning.requests += 1
+        return slot
+
+    def _see_longer(self, now_s: float) -> None:
+        """Until the decay has forgotten as much as comes, touches are of a shorter time than `SHARED_TAU_S`."""
+        if math.isnan(self._began_s):
+            self._began_s = now_s
+        seen_s = SHARED_TAU_S * -math.expm1((self._began_s - now_s) / SHARED_TAU_S)
+        self.shared_span_s = max(_SPAN_MIN_S, seen_s)
+
+    def _continued(self, path: Path) -> int:
+        """The chain that the request continues, or -1; counts those that follow the last known block."""
+        known, count, chain, chains = path.known, len(path.before), path.chain, self.chains
+        if chain < 0:
+            return -1
+        reach = path.first + known
+        if known < count and path.fan < FAN_MAX:
+            here = count - len(path.fans)
+            if known > here:
+                path.fans[known - here - 1] = path.fan + 1
+            else:
+                self.fan[path.pivot] += 1
+        is_own = (reach >= 2 or known == count) and path.fan < _SHARED_FAN
+        return chain if is_own and chains.live[chain] and reach >= chains.length[chain] - 1 else -1
+
+    def answered(self, number: int, output_tokens: int, now_s: float, hint: ChainHint | None = None) -> int:
+        """The request has ended; its chain, or -1 when that is another request's by now."""
+        chain, order = self._running.pop(number, (-1, 0))
+        chains = self.chains
+        if chain < 0 or chains.order[chain] != order or not chains.live[chain]:
+            return -1
+        self.ended(chain, output_tokens, now_s, hint)
+        return chain
+
+    def ended(self, chain: int, output_tokens: int, now_s: float, hint: ChainHint | None) -> None:
+        """The request that used the chain last has ended with an answer (0: of unknown length)."""
+        chains = self.chains
+        if output_tokens and chains.tokens[chain] >= 0:
+            chains.tokens[chain] += output_tokens - chains.answer[chain]  # who is told again has not answered again
+            chains.answer[chain] = output_tokens
+        self.learning.grew_older(chain, now_s)
+        features = self.features[chain]
+        if output_tokens:
+            features = with_answer(features, output_tokens)
+        if hint is not None:
+            features = with_hint(features, hint)
+        self.features[chain] = features
+        chains.cell[chain] = self.tables.cell(features)  # its rank follows with the next draw,
+        if hint is not None and chains.live[chain]:  # but an engine's word counts at once
+            chains.base[chain] = self.ranks(np.array([chain]), now_s)[0]
+
+    def ranks(self, chains: Ints, now_s: float) -> Floats:
+        """Of each, as its return is awaited: for chains that are not live it means nothing."""
+        table = self.chains
+        return self.tables.ranks(table.ints(table.cell)[chains], now_s - table.floats(table.used_s)[chains])
+
+    def due(self, chain: int, row: int, due_s: float, now_s: float) -> None:
+        """A queued request will use the chain down to `row` (-1: to its end). Another session's, which has only the
+        beginning in common, does not say less than the chain's own.
+        """
+        chains = self.chains
+        depths, tail = self.residency.rows.depth, chains.tail[chain]
+        depth = depths[row] if row >= 0 else chains.length[chain] - 1
+        is_whole = tail < 0 or depth + 1 >= depths[tail]
+        if is_whole or depth >= chains.due_depth[chain] or not self.due_rank(chain, 0, now_s):
+            chains.due_s[chain], chains.due_depth[chain] = due_s, depth
+
+    def due_rank(self, chain: int, depth: int, now_s: float) -> float:
+        """One use, after so long, of the chain's block in that depth; a last block may be partial. 0: none is queued.
+        A request that does not come when it was due is forgotten.
+        """
+        chains = self.chains
+        due_s = chains.due_s[chain]
+        if due_s and now_s >= due_s + _LATE_S:
+            due_s = chains.due_s[chain] = 0.0
+        if not due_s or depth > chains.due_depth[chain] + 1:
+            return 0.0
+        return 1.0 / max(due_s - now_s, 1.0)
+
+    def is_promised(self, chain: int) -> bool:
+        """Whether blocks that the chain's last request missed may be stored yet."""
+        return chain >= 0 and self._promised.get(chain) == self.chains.order[chain]
+
+    def owner_of(self, key: bytes, tenant: int) -> int:
+        """The chain of a block that is not in the tier, as far as is known, or -1."""
+        return self._ghosts[tenant].packed(key) >> FAN_BITS
+
+    def promised_owner(self, key: bytes, tenant: int) -> int:
+        """`owner_of`, if the chain's last request missed blocks that may be stored yet, or -1. Without further calls:
+        it is asked of each block that needs the place of another.
+        """
+        shard = self._ghosts[tenant].shards[key[-1] & SHARD_MASK]
+        packed = shard.young.get(key)
+        if packed is None:
+            packed = shard.old.get(key, NOTHING)
+        chain = packed >> FAN_BITS
+        return chain if chain >= 0 and self._promised.get(chain) == self.chains.order[chain] else -1
+
+    def _promise(self, chain: int, order: int) -> None:
+        self._promised.pop(chain, None)
+        self._promised[chain] = order
+        if len(self._promised) > _RUNNING_MAX:
+            del self._promised[next(iter(self._promised))]
+
+    def filled(self, rows: Sequence[int], chain: int) -> int:
+        """Of `rows`, which have just been stored, the leading ones that the chain's request had missed: how many."""
+        owner = self.owner
+        owners = [owner[row] for row in rows]
+        count = len(rows)
+        if owners.count(chain) != count:
+            count = next(at for at, each in enumerate(owners) if each != chain)
+        tails, depth = self.chains.tail, self.residency.rows.depth
+        last = rows[count - 1]
+        if tails[chain] < 0 or depth[last] > depth[tails[chain]]:
+            tails[chain] = last
+            self.chains.blocked[chain] = 0
+        return count
+
+    def _extend(
+        self,
+        chain: int,
+        rows: Sequence[int],
+        length: int,
+        order: int,
+        now_s: float,
+        missing: Sequence[bytes],
+        tenant: int,
+    ) -> int:
+        """The same request goes on: what it missed, or its answer, has been stored, or is about to be."""
+        chains = self.chains
+        owner = self.owner
+        for row in rows:
+            owner[row] = chain
+        if missing:
+            self._ghosts[tenant].remember_run(missing, chain, bytes(len(missing)))
+        chains.new_blocks[chain] += len(rows) + len(missing)
+        features = grown(self.features[chain], chains.new_blocks[chain], length)
+        self._set(chain, features, rows[-1] if rows else chains.tail[chain], length, order, now_s)
+        if missing:
+            self._promise(chain, order)
+        return chain
+
+    def _set(self, slot: int, features: Features, tail: int, length: int, order: int, now_s: float) -> None:
+        chains = self.chains
+        cell = self.tables.cell(features)
+        while slot >= len(self.features):
+            self.features.append(features)
+        self.features[slot] = features
+        chains.tail[slot], chains.length[slot], chains.cell[slot], chains.bin[slot] = tail, length, cell, 0
+        chains.order[slot], chains.used_s[slot] = order, now_s
+        chains.blocked[slot], chains.live[slot], chains.due_s[slot] = 0, 1, 0.0
+        chains.marks[slot] = 1
+        chains.base[slot] = self.tables.rank_of_new(cell)
+
+    def _mark_shared(self, rows: Sequence[int], now_s: float) -> None:
+        if len(rows) <= _FEW:
+            for row in rows:
+                left = self.shared[row] * math.exp((self.shared_s[row] - now_s) / SHARED_TAU_S)
+                self.shared[row], self.shared_s[row] = left + 1.0, now_s
+            return
+        at = np.array(rows)
+        shared, since = np.frombuffer(self.shared, np.float64), np.frombuffer(self.shared_s, np.float64)
+        shared[at] = shared[at] * np.exp((since[at] - now_s) / SHARED_TAU_S) + 1.0
+        since[at] = now_s
+
+    def came_unused(self, row: int, tenant: int, order: int) -> int:
+        """`row` has come into the tier without being used (demoted, promoted): its chain, as of its last use."""
+        residency, chains = self.residency, self.chains
+        parent, depth = residency.rows.parent[row], residency.rows.depth[row]
+        used_s = residency.rows.last_access_ns[row] * NS
+        last, self._last_unused = self._last_unused, row
+        if self.owner[row] >= 0:  # the ghost knew it
+            chain = self.owner[row]
+            if chains.tail[chain] < 0 or depth > residency.rows.depth[chains.tail[chain]]:
+                chains.tail[chain] = row
+                chains.blocked[chain] = 0
+            return chain
+        above = self.owner[parent] if 0 <= parent < len(self.owner) else NOBODY
+        if above >= 0 and chains.length[above] == depth:
+            chains.tail[above], chains.length[above], chains.blocked[above] = row, depth + 1, 0
+            self.owner[row] = above
+            chains.marks[above] = 1
+            return above
+        if 0 <= last < len(self.owner) and residency.rows.parent[last] == row and self.owner[last] >= 0:
+            self.owner[row] = chain = self.owner[last]  # the child came before its parent
+            chains.marks[chain] = 1
+            return chain
+        slot = chains.take()
+        features = features_of(
+            is_continued=False, new_blocks=1, length=depth + 1, turn=1, gap_s=0.0, pace_s=0.0,
+            text_tokens=None, type_number=0,
+        )  # fmt: skip
+        self._set(slot, features, row, depth + 1, order, used_s)
+        chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot], chains.tokens[slot] = 1, tenant, 1, -1
+        chains.pace[slot], chains.answer[slot] = 0.0, 0
+        self.owner[row] = slot
+        return slot

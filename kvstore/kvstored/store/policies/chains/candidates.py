@@ -1,0 +1,218 @@
+"""Which chain's tail goes next: the lowest worth first, for one tenant.
+
+Worth is uses to be had a second of holding one more block: the rank of the chain, times the chance that its next
+request goes as far as this block, plus the touches that others give it. Rows age all the time, so the order is made
+anew now and then: then the least worth are drawn into a heap, and the others wait above its ceiling. In between only
+what was used, or lost a block, is looked at again. The more chains there are, the rarer the draws; and a draw looks at
+a slice of them, the next one at the next.
+
+Owns the heap. Never changes residency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from heapq import heapify, heappop, heappush, heapreplace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies.chains.book import SHARED_TAU_S, ChainBook
+from kvstored.store.policies.chains.learning import CELL_US, MAKING_US
+
+_TWICE_DEPTH = 3000.0  # a block so far down its prompt counts twice: attention makes it dearer; more of it costs hits
+_LEFTOVER = 1e-9  # what is left of a chain that another one has continued
+_LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of all
+_STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as many as an eighth of all chains,
+_STALE_S, _STALE_MAX_S, _STALE_CHAINS = 1.0, 30.0, 64  # and after a second for so many chains, that being at least one
+_STALE_ASKED = 256  # and so many blocks asked for, which share what a draw costs
+_LATE_ASKED, _LOOKS_SOON = 256, 24  # later than that nobody waits for a request that can bear it
+_LIGHT = 4.0  # a request that can bear so many times what a draw takes gets one in any case
+_DRAW_US, _CHAINS_A_US = 35.0, 40.0  # what a draw takes, about
+_MADE_MIN = 4  # ranks that are made anew with it, where there is time
+_SLACK = 1024
+_SLICE = 8192  # chains, gone or here, that a draw looks at
+_NEVER_S = -1e18
+_ALL = float("inf")
+_END_OF_DISTANCE = (0, 1, 2, 2, 3)
+_ENDS = np.array(_END_OF_DISTANCE)
+Entry = tuple[float, int, int, int]  # worth, order, chain, number
+
+
+class Candidates:
+    """See the module."""
+
+    def __init__(self, residency: ResidencyView, tier: int, book: ChainBook, tenant: int) -> None:
+        self._residency = residency
+        self._tier = tier
+        self._book = book
+        self._tenant = tenant
+        self._heap: list[Entry] = []
+        self._ceiling = -1.0
+        self.worth_of_first = 0.0  # of the row that `first` has named, as of when its place in the order was found
+        self._numbers = tenant << 40  # a slot may become another tenant's: no entry of ours may seem to be its
+        self._stale_s = _NEVER_S  # when the draw is stale, if not before:
+        self._stale_asked = 0
+        self._looks_left = 0  # after so many more looks
+        self._is_wanted = False  # somebody has asked since the last draw
+        self._hand = 0  # the next draw begins with this chain
+
+    def first(self, now_s: float, exclude: Container[int]) -> int:
+        """The row that goes first, or -1 when none of the chains' tails may leave and is not excluded."""
+        book = self._book
+        is_late = now_s >= self._stale_s and book.asked >= self._stale_asked + _LATE_ASKED
+        if is_late or self._looks_left <= -_LOOKS_SOON:
+            self._draw(now_s)
+        self._is_wanted = True
+        chains = book.chains
+        heap, entry, tails = self._heap, chains.entry, chains.tail
+        skipped: list[Entry] = []
+        found = -1
+        slices_left = -1
+        while True:
+            if not heap:
+                if slices_left < 0:
+                    slices_left = 1 + (chains.slots - 1) // _SLICE
+                if self._ceiling == _ALL or skipped or not slices_left:
+                    break
+                slices_left -= 1
+                self._draw(now_s)
+                heap = self._heap
+                continue
+            top = heap[0]
+            chain = top[2]
+            row = tails[chain]
+            if entry[chain] != top[3] or row < 0:
+                heappop(heap)
+            elif not self._residency.may_leave(row, self._tier):
+                heappop(heap)
+                chains.blocked[chain] = 1
+            elif row in exclude:
+                skipped.append(heappop(heap))
+            else:
+                found = row
+                self.worth_of_first = top[0]
+                break
+        for each in skipped:
+            heappush(heap, each)
+        return found
+
+    def refresh(self, now_s: float, budget_us: float) -> float:
+        """Draw if that will be due soon, and there is time for it; about how long it took."""
+        took_us = _DRAW_US + min(self._book.chains.slots, _SLICE) / _CHAINS_A_US
+        if not self._is_wanted or budget_us < took_us:
+            return 0.0
+        is_fresh = now_s < self._stale_s or self._book.asked < self._stale_asked
+        if is_fresh and self._looks_left > _LOOKS_SOON and budget_us < took_us * _LIGHT:
+            return 0.0
+        cells = int((budget_us - took_us - MAKING_US) / CELL_US)
+        if cells >= _MADE_MIN and self._book.tables.is_any_asked:
+            took_us += MAKING_US + self._book.tables.make(cells) * CELL_US
+        self._draw(now_s)
+        return took_us
+
+    def worth(self, chain: int, now_s: float) -> float:
+        """Of the chain's tail, by the rank that the chain had when it was last looked at."""
+        book = self._book
+        chains = book.chains
+        row = chains.tail[chain]
+        depth = book.residency.rows.depth[row]
+        distance = max(0, chains.length[chain] - depth - 1)
+        base = chains.base[chain]
+        if chains.due_s[chain]:
+            base = max(base, book.due_rank(chain, depth, now_s))
+        worth = base * book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
+        worth *= 1.0 + depth / _TWICE_DEPTH
+        return worth + book.shared_rate(row, now_s) if book.shared[row] else worth
+
+    def worth_of_new(self, chain: int, depth: int) -> float:
+        """Of a block of the chain's that is not here, in that depth."""
+        book = self._book
+        chains = book.chains
+        distance = chains.length[chain] - depth - 1
+        end = 3 if distance >= 4 else _END_OF_DISTANCE[max(0, distance)]  # far from the end, as nearly always
+        return chains.base[chain] * book.end_reuse[end] * (1.0 + depth / _TWICE_DEPTH)
+
+    def look_at(self, chain: int, now_s: float, looks: int = 1) -> None:
+        """The chain's tail or rank is another one. A put counts no `looks`: in how many parts it comes is chance, and
+        what is decided should not hang on it.
+        """
+        book = self._book
+        worth = self.worth(chain, now_s)
+        self._numbers += 1
+        self._looks_left -= looks
+        book.chains.entry[chain] = self._numbers
+        if worth <= self._ceiling:
+            entry = (worth, book.chains.order[chain], chain, self._numbers)
+            heap = self._heap
+            if heap and heap[0][2] == chain:  # it has just lost its tail
+                heapreplace(heap, entry)
+            else:
+                heappush(heap, entry)
+                if len(heap) > 4 * book.chains.in_use + _SLACK:  # nobody has asked for long
+                    heap.clear()
+                    self._ceiling, self._looks_left = -1.0, 0
+
+    def _draw(self, now_s: float) -> None:
+        book = self._book
+        chains = book.chains
+        begin, end = self._hand, min(self._hand + _SLICE, chains.slots)
+        self._hand = end if end < chains.slots else 0
+        self._is_wanted = False
+        tails, entry = chains.ints(chains.tail), chains.longs(chains.entry)[begin:end]
+        eligible = tails[begin:end] >= 0
+        eligible &= ~chains.flags(chains.blocked)[begin:end]
+        if book.tenants > 1:
+            eligible &= chains.ints(chains.tenant)[begin:end] == self._tenant
+        slots = np.flatnonzero(eligible)
+        slots += begin
+        self._looks_left = max(_STALE_LOOKS, len(slots) // _STALE_SHARE)
+        self._stale_s = now_s + min(max(_STALE_S, len(slots) / _STALE_CHAINS), _STALE_MAX_S)
+        self._stale_asked = book.asked + _STALE_ASKED
+        worth = self._worths(slots, tails[slots], now_s)
+        wanted = max(_LEAST, len(slots) // _SHARE)
+        self._ceiling = _ALL
+        if len(slots) > wanted:
+            part = np.argpartition(worth, wanted)
+            self._ceiling = float(worth[part[wanted]])
+            part = np.flatnonzero(worth <= self._ceiling)
+            if len(part) > 2 * wanted:  # many are worth the same: those used longest ago
+                part = part[np.argpartition(chains.longs(chains.order)[slots[part]], wanted)[:wanted]]
+            slots, worth = slots[part], worth[part]
+        elif end - begin < chains.slots:
+            self._ceiling = float(worth.max()) if len(slots) else -1.0
+        first = self._numbers + 1
+        self._numbers += len(slots)
+        numbers = range(first, self._numbers + 1)
+        entry[eligible] = 0  # other tenants have entries of their own
+        chains.longs(chains.entry)[slots] = numbers
+        order = chains.longs(chains.order)[slots]
+        self._heap = list(zip(worth.tolist(), order.tolist(), slots.tolist(), numbers, strict=True))
+        heapify(self._heap)
+
+    def _worths(
+        self, slots: npt.NDArray[np.int64], rows: npt.NDArray[np.int32], now_s: float
+    ) -> npt.NDArray[np.float64]:
+        """Of the chains `slots`, whose tails are `rows`; their ranks are up to date afterwards."""
+        book = self._book
+        chains = book.chains
+        base = book.ranks(slots, now_s)
+        base[~chains.flags(chains.live)[slots]] = _LEFTOVER
+        chains.floats(chains.base)[slots] = base
+        depth = np.frombuffer(book.residency.rows.depth, np.int32)[rows]
+        for at in np.flatnonzero(chains.floats(chains.due_s)[slots]).tolist():  # few
+            base[at] = max(base[at], book.due_rank(int(slots[at]), int(depth[at]), now_s))
+        distance = chains.ints(chains.length)[slots] - depth
+        distance -= 1
+        np.maximum(distance, 0, out=distance)
+        np.minimum(distance, 4, out=distance)
+        worth = base * np.array(book.end_reuse)[_ENDS[distance]]
+        worth *= 1.0 + depth / _TWICE_DEPTH
+        shared = np.frombuffer(book.shared, np.float64)[rows]
+        if shared.any():
+            touched = np.flatnonzero(shared)
+            since = np.frombuffer(book.shared_s, np.float64)[rows[touched]]
+            worth[touched] += shared[touched] * np.exp((since - now_s) / SHARED_TAU_S) / book.shared_span_s
+        found: npt.NDArray[np.float64] = worth
+        return found

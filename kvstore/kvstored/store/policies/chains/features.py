@@ -1,0 +1,86 @@
+"""What is known of a chain when it is used, as small numbers: the classes that hazard tables are kept for.
+
+Some come from the structure alone (lengths in blocks, turns, gaps), which every daemon sees; some from what an engine
+tells of a request (tokens of prompt and answer). What is not known is bucket 0 of its own; an answer is AWAITED.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from kvstored.store.policies.base import ChainHint
+
+_NEW_BLOCKS = (2, 5, 15)
+_LENGTH = (3, 7, 15, 40)
+_TURNS = (2, 3, 5, 9)
+_ANSWER_TOKENS = (30, 100, 250, 500)
+_GAP_S = tuple(1.5 * 1.6**step for step in range(11))
+_TEXT_TOKENS = tuple(16 * 2**step for step in range(11))
+AWAITED = -1  # may be known later: as long as it is not, the step above stands for it
+CHANCES, NEXT_STEPS = 5, 4  # how many a hint tells apart
+
+
+class Features(NamedTuple):
+    """Of one use of a chain. `kind`: 0 new, 1 continued, 2 new but for two blocks or more of others. `chance` and
+    `next_step`: what an engine expects, a chance to go on by fifths and the wire's NextStep; 0 is not told.
+    """
+
+    kind: int
+    new_blocks: int
+    length: int
+    turn: int
+    answer: int
+    gap: int
+    pace: int
+    text: int
+    type: int
+    chance: int = 0
+    next_step: int = 0
+
+
+def features_of(
+    *,
+    is_continued: bool,
+    new_blocks: int,
+    length: int,
+    turn: int,
+    gap_s: float,
+    pace_s: float,
+    text_tokens: int | None,
+    type_number: int,
+    is_branch: bool = False,
+) -> Features:
+    """`gap_s`: since the chain was used before; `pace_s`: such gaps, averaged over its turns; `text_tokens`: what the
+    user added. The answer is not known yet, and never will be where no engine tells of it.
+    """
+    return Features(
+        1 if is_continued else 2 if is_branch else 0,
+        bisect_right(_NEW_BLOCKS, new_blocks),
+        bisect_right(_LENGTH, length),
+        bisect_right(_TURNS, turn),
+        AWAITED,
+        1 + bisect_right(_GAP_S, gap_s) if is_continued else 0,
+        1 + bisect_right(_GAP_S, pace_s) if is_continued else 0,
+        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens),
+        type_number,
+    )
+
+
+def grown(features: Features, new_blocks: int, length: int) -> Features:
+    """The same request has gone on."""
+    return features._replace(new_blocks=bisect_right(_NEW_BLOCKS, new_blocks), length=bisect_right(_LENGTH, length))
+
+
+def with_answer(features: Features, output_tokens: int) -> Features:
+    return features._replace(answer=1 + bisect_right(_ANSWER_TOKENS, output_tokens))
+
+
+def with_hint(features: Features, hint: ChainHint) -> Features:
+    """What is not told stays as it was told before."""
+    chance, next_step = features.chance, features.next_step
+    if hint.will_continue is not None:
+        chance = 1 + min(int(hint.will_continue * CHANCES), CHANCES - 1)
+    if 0 < hint.next_step < NEXT_STEPS:
+        next_step = hint.next_step
+    return features._replace(chance=chance, next_step=next_step)

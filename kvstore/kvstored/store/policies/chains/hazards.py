@@ -1,0 +1,338 @@
+"""Hazard tables: the chance that a chain of some class and age is used again, learnt from every chain seen.
+
+A class is a path of features, coarse to fine; each step of the path has counts of its own for each age bin: how many
+chains got through the bin or returned in it (exposed), and how many returned (events). The estimate of a step is its
+own counts shrunk towards the step above: rare classes borrow from common ones. Counts decay, so that a workload that
+changes is followed: what comes counts ever more, which spares a pass over what has come.
+
+What is seen is gathered by cell and bin first; `fold` puts a slice of it into the counts, `make` makes the ranks of
+some cells anew. Until then a cell that is new has those of a coarser one, unless an engine has told something of it.
+
+Owns cells (distinct features), their counts and ranks. Never knows rows or time. Bounded: of `_CELLS_MAX` cells those
+that no chain is of any more are given to others; while all are taken, new ones are told apart by their coarse features
+only. A call takes no longer the more cells there are.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstored.store.policies.chains.features import AWAITED, Features
+from kvstored.store.policies.chains.gittins import BINS, EDGES_S, WIDTHS_S, Floats, Ints, fading, places_of, ranks
+from kvstored.store.policies.chains.hinting import CHANCE_MEANS, NEXT_STEP_MEANS, Word
+
+_CELLS_MAX = 16384
+_STEPS_MAX = 6  # of a ladder: the root and five features
+_SHRINK_FIRST, _SHRINK = 15.0, 30.0  # how many exposures of its own a step needs to weigh as much as the one above
+_WEIGHTS: Final[Floats] = np.array([_SHRINK_FIRST] + [_SHRINK] * (_STEPS_MAX - 1))[:, None, None, None]  # by step
+_LEAST, _MOST = 1e-7, 0.999
+_TRUST = 0.05  # how sharply likelihood tells ladders apart; cells are not independent of each other
+_EVIDENCE_DECAY = 2.0
+_FOLDED, _MADE = 48, 64  # cells a call
+_NODES_FIRST = 1 << 14  # memory that is not touched costs nothing, and a growing array is copied
+_GAIN_MAX = 1e12
+FLAT: Final[Floats] = np.clip(0.02 * WIDTHS_S / (5 + EDGES_S), 1e-5, 0.05)  # before anything is known
+
+
+_KINDS = 3
+_COARSE_MAX = 512  # cells that are left for coarse features
+_FREED = 256  # cells a renewal, once most are taken,
+_UNUSED_EPOCHS = 2  # that no chain has been of for so many
+_ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0, text=0, type=0)
+
+
+class Ladder:
+    """One order of features, and what is known of each path through it: exposed and events, by bin."""
+
+    def __init__(self, order: Sequence[str], counts: Mapping[tuple[int, ...], Floats] | None = None) -> None:
+        self.order = tuple(order)
+        self.counts = dict(counts or {})
+
+
+class HazardTables:
+    """Cells, the counts of every step of every ladder (a node each), and the cells' ranks as of the last `renew`."""
+
+    def __init__(self, ladders: Sequence[Ladder]) -> None:
+        self._orders: list[tuple[str, ...]] = []
+        self._taken: list[tuple[int, ...]] = []  # which of the features each order takes
+        self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # by ladder and path
+        # Node 0 is void: a feature that is still to come, or a step that a ladder lacks, is known by the step above.
+        self._counts: Floats = np.zeros((_NODES_FIRST, 2, BINS))  # times the gain
+        self._gain = 1.0  # what one chain counts now
+        self._cells: dict[Features, int] = {}
+        self._is_wanted = bytearray(_CELLS_MAX)  # cells whose ranks are to be made anew
+        self._epoch = 1
+        self._features: list[Features] = []  # by cell
+        self._free: list[int] = []
+        self._used_in: Ints = np.zeros(_CELLS_MAX, dtype=np.int64)  # by cell: the last epoch in which a chain was of it
+        self._epoch_of = array("q", bytes(8 * _CELLS_MAX))  # by cell: when its ranks were made, or asked for
+        self._asked: list[int] = []  # cells in use that are of an epoch before, or stand in for coarser ones
+        self._is_late = bytearray(_CELLS_MAX)  # cells of which something was seen
+        self._late: Floats = np.zeros((_CELLS_MAX, 2, BINS))  # got through, returned
+        # By cell, the nodes of each ladder and its hazards as of the same time as the ranks. What no cell has touched
+        # costs no memory.
+        self._paths: Ints = np.zeros((_CELLS_MAX, len(ladders), _STEPS_MAX), dtype=np.int64)
+        self._told: Floats = np.zeros((_CELLS_MAX, len(ladders), BINS))
+        self._mixed: Floats = np.zeros((_CELLS_MAX, BINS))  # of all ladders, before what a hint adds
+        self._ranks: Floats = np.zeros((_CELLS_MAX, BINS))
+        self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step, as told
+        self._words = (Word(CHANCE_MEANS), Word(NEXT_STEP_MEANS))
+        self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
+        for ladder in ladders:
+            self._learn_by(ladder)
+        for kind in range(_KINDS):
+            self._make([self._add(_ROOT._replace(kind=kind))])
+
+    def _learn_by(self, ladder: Ladder) -> None:
+        number = len(self._orders)
+        self._orders.append(ladder.order)
+        self._taken.append(tuple(map(Features._fields.index, ladder.order)))
+        for path, counts in ladder.counts.items():
+            node = self._node(number, path)  # first: the array may grow
+            self._counts[node] = counts
+
+    def counts(self) -> list[Ladder]:
+        """What is known by now."""
+        found = [Ladder(order) for order in self._orders]
+        for (number, path), node in self._nodes.items():
+            found[number].counts[path] = self._counts[node] / self._gain
+        return found
+
+    def cell(self, features: Features) -> int:
+        """The cell of these features, new when first seen."""
+        cells = self._cells
+        found = cells.get(features)
+        if found is None and len(cells) >= _CELLS_MAX - _COARSE_MAX:
+            features = unhinted(features)
+            found = cells.get(features)
+            if found is None:
+                features = coarse(features)
+                found = cells.get(features)
+            if found is None and len(cells) >= _CELLS_MAX:
+                features = _ROOT._replace(kind=features.kind)
+                found = cells[features]
+        if found is not None:
+            self._used_in[found] = self._epoch
+            if self._epoch_of[found] != self._epoch:
+                self._ask(found, features)
+            return found
+        found = self._add(features)
+        like = cells.get(unhinted(features))
+        if like is None or like == found:
+            like = cells.get(coarse(features))
+        if like is None or like == found:
+            like = cells[_ROOT._replace(kind=features.kind)]
+        for column in (self._told, self._mixed, self._ranks):
+            column[found] = column[like]
+        self._ask(found, features)
+        return found
+
+    def _ask(self, cell: int, features: Features) -> None:
+        """The cell's ranks are to be made anew; at once where an engine has told something, which otherwise comes too
+        late. That is once an epoch.
+        """
+        self._epoch_of[cell] = self._epoch
+        if features.chance or features.next_step:
+            self._make([cell])
+        else:
+            self._asked.append(cell)
+
+    def _add(self, features: Features) -> int:
+        if self._free:
+            found = self._free.pop()
+            self._features[found] = features
+        else:
+            found = len(self._features)
+            self._features.append(features)
+        self._cells[features] = found
+        self._used_in[found] = self._epoch
+        self._paths[found] = [self._path(number, features) for number in range(len(self._orders))]
+        self._hints[:, found] = features.chance, features.next_step
+        return found
+
+    def _path(self, number: int, features: Features) -> list[int]:
+        """The nodes of a ladder's steps."""
+        taken, nodes = tuple([features[at] for at in self._taken[number]]), self._nodes
+        steps = [0] * _STEPS_MAX
+        for step in range(len(taken) + 1):
+            if step and taken[step - 1] == AWAITED:
+                break
+            node = nodes.get((number, taken[:step]))
+            steps[step] = self._node(number, taken[:step]) if node is None else node
+        return steps
+
+    def _node(self, number: int, path: tuple[int, ...]) -> int:
+        node = self._nodes.setdefault((number, path), len(self._nodes) + 1)
+        if node >= len(self._counts):
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        return node
+
+    # Learning
+
+    def exposed(self, cells: Ints, bins: Ints) -> None:
+        """Chains of `cells` got through `bins` without a return."""
+        np.add.at(self._late.reshape(-1), cells * (2 * BINS) + bins, 1.0)
+        np.frombuffer(self._is_late, np.uint8)[cells] = 1
+
+    def passed(self, cell: int, first: int, last: int) -> None:
+        """One chain got through bins `first` up to `last`."""
+        self._late[cell, 0, first:last] += 1.0
+        self._is_late[cell] = 1
+
+    def returned(self, cell: int, at_bin: int) -> None:
+        self._late[cell, 1, at_bin] += 1.0
+        self._is_late[cell] = 1
+
+    def in_use(self, cells: npt.NDArray[np.int32]) -> None:
+        """Chains are of `cells`. Those of which none is for long make room for others."""
+        self._used_in[cells] = self._epoch
+
+    def want(self, cells: npt.NDArray[np.int32]) -> None:
+        """Ranks of `cells` will be asked for."""
+        np.frombuffer(self._is_wanted, np.uint8)[cells] = 1
+
+    def fold(self, most: int = _FOLDED) -> int:
+        """Let some of what was seen count, of so many cells at most; of how many it was."""
+        is_late = np.frombuffer(self._is_late, np.uint8, len(self._features))
+        cells = np.flatnonzero(is_late)[: min(most, _FOLDED)]
+        if not len(cells):
+            return 0
+        folded = len(cells)
+        is_late[cells] = 0
+        late = self._late[cells]
+        self._late[cells] = 0.0
+        at, bins = np.nonzero(late.any(axis=1))
+        through, returns = late[at, 0, bins], late[at, 1, bins]
+        cells = cells[at]
+        told, either = self._told[cells, :, bins], through + returns
+        self.evidence += through @ np.log1p(-told) + returns @ np.log(told)
+        hints = self._hints[:, cells]
+        if hints.any():
+            foretold = self._mixed[cells, bins] * either
+            for number, word in enumerate(self._words):
+                other = 1 - number  # what that has said already is not to be said twice
+                by_other = foretold * self._words[other].factors()[hints[other], bins]
+                word.happened(hints[number], bins, by_other, returns)
+        places = self._paths[cells].reshape(len(cells), -1) * (2 * BINS) + bins[:, None]
+        counts = self._counts.reshape(-1)
+        np.add.at(counts, places, (either * self._gain)[:, None])
+        back = np.flatnonzero(returns)
+        np.add.at(counts, places[back] + BINS, (returns[back] * self._gain)[:, None])
+        return folded
+
+    def renew(self, factor: float) -> None:
+        """Decay the counts; the ranks are to be made anew."""
+        self._epoch += 1
+        self.evidence *= factor**_EVIDENCE_DECAY
+        for word in self._words:
+            word.decay(factor)
+        if len(self._cells) > _CELLS_MAX // 2:
+            self._free_unused()
+        self._gain /= factor
+        if self._gain > _GAIN_MAX:  # once in many thousand requests
+            self._counts[: len(self._nodes) + 1] /= self._gain
+            self._gain = 1.0
+
+    def _free_unused(self) -> None:
+        taken = self._used_in[_KINDS : len(self._features)]
+        is_late, is_wanted = (
+            np.frombuffer(flags, np.uint8, len(self._features))[_KINDS:] for flags in (self._is_late, self._is_wanted)
+        )
+        unused = (taken > 0) & (taken < self._epoch - _UNUSED_EPOCHS)
+        unused &= (is_late | is_wanted) == 0
+        for cell in (np.flatnonzero(unused)[:_FREED] + _KINDS).tolist():
+            del self._cells[self._features[cell]]
+            self._used_in[cell] = 0  # of nobody
+            self._free.append(cell)
+
+    def make(self, most: int = _MADE) -> int:
+        """Make the ranks of some cells anew, of so many at most; of how many."""
+        most = min(most, _MADE)
+        is_wanted = np.frombuffer(self._is_wanted, np.uint8, len(self._features))
+        cells = self._asked[:most]
+        del self._asked[:most]
+        if not cells:
+            cells = np.flatnonzero(is_wanted)[:most].tolist()
+        if cells:
+            is_wanted[cells] = 0
+            self._make(cells)
+            for cell in cells:
+                self._epoch_of[cell] = self._epoch
+        return len(cells)
+
+    @property
+    def is_any_asked(self) -> bool:
+        return bool(self._asked)
+
+    @property
+    def is_any_wanted(self) -> bool:
+        return bool(self._asked) or self._is_wanted.find(1, 0, len(self._features)) >= 0
+
+    @property
+    def are_many_asked(self) -> bool:
+        """Whether it is worth a call of `make`."""
+        return len(self._asked) >= _MADE // 4
+
+    # Telling
+
+    def weights(self) -> Floats:
+        """What each ladder's estimate counts, by how well it foretold what came."""
+        odds = np.exp(_TRUST * (self.evidence - self.evidence.max()))
+        weights: Floats = odds / odds.sum()
+        return weights
+
+    def hint_factors(self) -> tuple[Floats, Floats]:
+        """By chance and by next step, and age bin."""
+        chance, next_step = (word.factors() for word in self._words)
+        return chance, next_step
+
+    def takes(self, feature: str) -> bool:
+        """Whether any ladder tells chains apart by it."""
+        return any(feature in order for order in self._orders)
+
+    def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:
+        """As they were made last."""
+        bins, share = places_of(ages_s)
+        found: Floats = self._ranks[cells, bins]
+        found += share * (self._ranks[cells, np.minimum(bins + 1, BINS - 1)] - found)
+        found *= fading(ages_s)
+        return found
+
+    def rank_of_new(self, cell: int) -> float:
+        """At age 0."""
+        return float(self._ranks[cell, 0])
+
+    def _make(self, cells: Sequence[int]) -> None:
+        self._counts[0] = 0.0
+        counts = self._counts.reshape(-1, BINS)
+        nodes = 2 * self._paths[cells].transpose(2, 0, 1)  # steps first: what follows goes through memory in one piece
+        own, events = counts.take(nodes, axis=0), counts.take(nodes + 1, axis=0)
+        weights = self._gain * _WEIGHTS
+        own += weights
+        above = weights / own
+        np.divide(events, own, out=own)
+        told = own[0] + above[0] * FLAT
+        for step in range(1, _STEPS_MAX):
+            told *= above[step]
+            told += own[step]
+        self._told[cells] = told = np.minimum(np.maximum(told, _LEAST), _MOST)
+        self._mixed[cells] = mixed = np.matmul(self.weights(), told)
+        hints = self._hints[:, cells]
+        if hints.any():
+            chance, next_step = self.hint_factors()
+            mixed = np.clip(mixed * chance[hints[0]] * next_step[hints[1]], _LEAST, _MOST)
+        self._ranks[cells] = ranks(mixed)
+
+
+def coarse(features: Features) -> Features:
+    """What nearly every cell of these would be taken for."""
+    return features._replace(gap=0, pace=0, text=0, type=0)
+
+
+def unhinted(features: Features) -> Features:
+    return features._replace(chance=0, next_step=0)

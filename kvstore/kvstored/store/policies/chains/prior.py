@@ -1,0 +1,76 @@
+"""What ships with the policy: counts of hazard tables that were learnt on recorded traces, and their card.
+
+A JSON file, read once. Each table starts from such counts and goes on learning; which one is believed is decided by
+how well it foretells what comes, so a prior of another workload loses its say within some hundred returns. Made by
+`benchmarks/fit_chain_hazard.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstored.store.policies.chains.gittins import BINS, EDGES_S, Floats
+
+FORMAT = 1
+FILE = "chain_hazard.json"
+
+
+class Prior(NamedTuple):
+    """Counts by path (exposed and events, by bin) for one order of features."""
+
+    workload: str
+    order: tuple[str, ...]
+    counts: dict[tuple[int, ...], Floats]
+
+
+@cache
+def shipped() -> tuple[Prior, ...]:
+    """The priors of the model file; none where it is not installed: then every table starts empty."""
+    try:
+        text = resources.files("kvstored.store.policies.chains").joinpath(FILE).read_text()
+    except FileNotFoundError:
+        return ()
+    return read(json.loads(text))
+
+
+def read(model: dict[str, Any]) -> tuple[Prior, ...]:
+    """Raises ValueError for a model that was made for other bins."""
+    if model.get("format") != FORMAT or not np.allclose(model["edges_s"], EDGES_S, atol=0.01):
+        raise ValueError("the model of chain-hazard was made for another version: refit it")
+    found = []
+    for table in model["tables"]:
+        counts = {}
+        for path, exposed, events in table["counts"]:
+            seen = np.zeros((2, BINS))
+            seen[0, : len(exposed)], seen[1, : len(events)] = exposed, events
+            counts[tuple(path)] = seen
+        found.append(Prior(table["workload"], tuple(table["order"]), counts))
+    return tuple(found)
+
+
+def write(card: dict[str, Any], priors: list[Prior], *, least: float) -> str:
+    """The model file; paths with fewer than `least` uses are left out."""
+    tables = []
+    for prior in priors:
+        counts = [
+            [list(path), _trimmed(seen[0]), _trimmed(seen[1])]
+            for path, seen in sorted(prior.counts.items())
+            if seen[0].max() >= least
+        ]
+        tables.append({"workload": prior.workload, "order": list(prior.order), "counts": counts})
+    edges = [round(float(edge), 3) for edge in EDGES_S]
+    lines = ",\n".join(json.dumps(table, separators=(",", ":")) for table in tables)
+    head = json.dumps({"format": FORMAT, "card": card, "edges_s": edges}, indent=1)
+    return f'{head[:-2]},\n "tables": [\n{lines}\n]}}\n'
+
+
+def _trimmed(counts: Floats) -> list[int]:
+    whole = [round(float(count)) for count in counts]
+    while whole and not whole[-1]:
+        whole.pop()
+    return whole

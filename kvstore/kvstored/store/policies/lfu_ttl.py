@@ -1,0 +1,238 @@
+"""Least frequently used with dynamic ageing, and a time to live; leaf-first.
+
+The rank is LFU-DA's key K = age + uses (Arlitt, Cherkasova, Dilley, Friedrich, Jin: "Evaluating content
+management techniques for web proxy caches", 2000): `age` is the K of the last victim, so that what was
+popular once gives way when a cache's worth of others has passed. Uses are capped: one block outlives at most
+that many generations of one-time blocks (TinyLFU's counters are capped for the same reason). Blocks of equal
+K leave in the order of last use, tail first. A block unused for `ttl_s` leaves before all others of its
+priority, and is named by `expired`.
+
+A bad choice for sessions: a long chat's new blocks have been used once and go before the stale blocks of a
+session that ended; on agent traces plain frequency is far below LRU. A good one for many shared prompts and
+one-time requests.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.blocks.rows import grown
+from kvstored.store.policies.base import PolicySettings, ResidencyClass
+from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy, together
+from kvstored.store.policies.rowqueue import Links, RowQueue
+
+_USES_MAX = 64
+_HOT_LEAD = 4  # generations ahead of the last victim
+_STAMP_BITS = 64
+
+
+class _Buckets:
+    """One tenant's queued rows: a queue for each K, and a heap of the Ks in use."""
+
+    __slots__ = ("_links", "by_key", "keys")
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self.by_key: dict[int, RowQueue] = {}
+        self.keys: list[int] = []
+
+    def push_back(self, row: int, key: int) -> None:
+        queue = self.by_key.get(key)
+        if queue is None:
+            queue = self._add(key)
+        queue.push_back(row)
+
+    def extend(self, rows: npt.NDArray[np.int64], key: int) -> None:
+        """`push_back` for each of `rows`."""
+        (self.by_key.get(key) or self._add(key)).extend(rows)
+
+    def _add(self, key: int) -> RowQueue:
+        if key not in self.by_key:
+            self.by_key[key] = RowQueue(self._links)
+            heappush(self.keys, key)
+        return self.by_key[key]
+
+    def unlink(self, row: int, key: int) -> None:
+        self.by_key[key].unlink(row)
+
+    def __iter__(self) -> Iterator[int]:
+        """By growing K, then age. Empty queues are dropped as they are met at the front."""
+        while self.keys and not self.by_key[self.keys[0]]:
+            del self.by_key[heappop(self.keys)]
+        if not self.keys:
+            return
+        yield from self.by_key[self.keys[0]]
+        if len(self.keys) > 1:  # only when every row of the first bucket was refused
+            for key in sorted(self.keys)[1:]:
+                yield from self.by_key[key]
+
+    def compact(self) -> None:
+        """Drop every empty queue."""
+        self.by_key = {key: queue for key, queue in self.by_key.items() if queue}
+        self.keys = list(self.by_key)
+        heapify(self.keys)
+
+
+class LfuTtl(OrderedPolicy):
+    """O(1) an access, O(log K) a new K; 21 bytes a row, and 9 more where there is a time to live."""
+
+    name: ClassVar[str] = "lfu-ttl"
+
+    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
+        super().__init__(residency, tier, settings)
+        ttl_s = self.settings.ttl_s
+        self._ttl_ns = None if ttl_s is None else round(ttl_s * 1e9)
+        self._age = 0
+        self._key = array("I")  # K of each row, which a turnover of the whole tier raises by at most _USES_MAX
+        self._links = Links()
+        self._buckets: list[_Buckets] = []
+        # The order of last use, which is the order of expiry: kept only where there is a time to live. An expired row
+        # that may not leave is held out of it.
+        self._use_links = Links()
+        self._held = bytearray()
+        self._by_use: list[RowQueue] = []
+
+    # Events
+
+    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        where, stamp, keys, uses = self._where, self._stamp, self._key, self.residency.rows.accesses
+        age, held = self._age, self._held
+        tenant = self.residency.tenant_of(rows[0])
+        buckets, by_use, has_ttl = self._buckets[tenant], self._by_use[tenant], self._ttl_ns is not None
+        for row in reversed(rows):
+            state = where[row]
+            if state == OUT:
+                continue
+            self._accesses += 1
+            stamp[row] = self._accesses
+            if state == QUEUED:
+                buckets.unlink(row, keys[row])
+            if has_ttl:
+                if held[row]:
+                    held[row] = 0
+                    by_use.push_back(row)
+                else:
+                    by_use.to_back(row)
+            keys[row] = key = age + min(uses[row], _USES_MAX)
+            buckets.push_back(row, key)
+            where[row] = QUEUED
+        if len(buckets.keys) > 2 * _USES_MAX + 2:
+            buckets.compact()
+
+    def inserted(self, row: int, now_ns: int) -> None:
+        super().inserted(row, now_ns)
+        if self._ttl_ns is not None:
+            self._by_use[self.residency.tenant_of(row)].push_back(row)
+
+    def removed(self, row: int) -> None:
+        if self._ttl_ns is not None:
+            if self._held[row]:
+                self._held[row] = 0
+            else:
+                self._by_use[self.residency.tenant_of(row)].unlink(row)
+        super().removed(row)
+
+    def released(self, row: int) -> None:
+        if self._ttl_ns is not None and self._held[row]:
+            self._held[row] = 0
+            self._by_use[self.residency.tenant_of(row)].push_front(row)
+        super().released(row)
+
+    # Decisions
+
+    def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
+        row = super().next_victim(now_ns, exclude=exclude, tenant=tenant)
+        if row >= 0 and not self._is_expired(row, now_ns):
+            self._age = max(self._age, self._key[row])
+        return row
+
+    def expired(self, now_ns: int, limit: int) -> list[int]:
+        found: list[int] = []
+        for tenant in range(len(self._by_use)):
+            for row in self._expired_of(tenant, now_ns):
+                if len(found) == limit:
+                    return found
+                found.append(row)
+        return found
+
+    def _first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
+        for row in self._expired_of(tenant, now_ns):
+            if row not in exclude:
+                return row
+        return super()._first(tenant, now_ns, exclude)
+
+    def _is_expired(self, row: int, now_ns: int) -> bool:
+        return self._ttl_ns is not None and now_ns - self.residency.rows.last_access_ns[row] >= self._ttl_ns
+
+    def _expired_of(self, tenant: int, now_ns: int) -> Iterator[int]:
+        """The tenant's expired rows that may leave, longest unused first; holds out those that may not."""
+        if self._ttl_ns is None:
+            return
+        for row in self._by_use[tenant]:
+            if not self._is_expired(row, now_ns):
+                return
+            if self.residency.may_leave(row, self.tier):
+                yield row
+            else:
+                self._by_use[tenant].unlink(row)
+                self._held[row] = 1
+
+    # Classes
+
+    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
+        lead = self._key[row] - self._age
+        if lead >= _HOT_LEAD:
+            return ResidencyClass.HOT
+        return ResidencyClass.WARM if lead > 1 else ResidencyClass.COLD
+
+    def _class_masks(self, now_ns: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        keys = np.frombuffer(self._key, dtype=np.uint32)
+        return keys >= self._age + _HOT_LEAD, keys > self._age + 1
+
+    # The order
+
+    def _enqueue(self, row: int, tenant: int) -> None:
+        self._key[row] = key = self._age + min(self.residency.rows.accesses[row], _USES_MAX)
+        self._buckets[tenant].push_back(row, key)
+
+    def _enqueue_all(self, rows: npt.NDArray[np.int64], tenant: int) -> None:
+        here, keys = together(rows), np.frombuffer(self._key, np.uint32)
+        accesses = np.frombuffer(self.residency.rows.accesses, np.uint16)
+        uses = np.minimum(accesses[here], np.uint16(_USES_MAX))
+        keys[here] = uses + np.uint32(self._age)
+        blocks = np.bincount(uses)
+        for use in np.flatnonzero(blocks).tolist():
+            ours = rows if blocks[use] == len(rows) else rows[keys[rows] == self._age + use]
+            self._buckets[tenant].extend(ours, self._age + use)
+        if self._ttl_ns is not None:
+            self._by_use[tenant].extend(rows)
+
+    def _dequeue(self, row: int, tenant: int) -> None:
+        self._buckets[tenant].unlink(row, self._key[row])
+
+    def _queue(self, tenant: int) -> Iterator[int]:
+        return iter(self._buckets[tenant])
+
+    def _rank(self, row: int) -> int:
+        return self._key[row] << _STAMP_BITS | self._stamp[row]
+
+    def _add_tenant(self) -> None:
+        super()._add_tenant()
+        self._buckets.append(_Buckets(self._links))
+        self._by_use.append(RowQueue(self._use_links))
+
+    def _grow(self, rows: int) -> None:
+        more = rows - len(self._where)
+        super()._grow(rows)
+        self._key = grown(self._key, more)
+        self._links.grow(rows)
+        if self._ttl_ns is not None:
+            self._held.extend(bytes(more))
+            self._use_links.grow(rows)

@@ -1,0 +1,73 @@
+"""Makes policies and admissions by name. A policy's module is imported when it is first asked for."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from importlib import import_module
+
+import numpy as np
+
+from kvstored.policy_names import ADMISSIONS, POLICIES
+from kvstored.store.blocks import Residency
+from kvstored.store.policies.admission import Admission
+from kvstored.store.policies.base import Policy, PolicySettings
+from kvstored.store.policies.ordered import together
+
+BEST = "best"
+SHIPPED = "chain-hazard"  # what `best` is: the default of reference.toml for DRAM
+
+
+def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
+    """The policy `name` for a tier, listening to residency and knowing the blocks that are there already.
+
+    Raises ValueError for an unknown name, listing the known ones.
+    """
+    policy = _load(name, POLICIES, "policy")(residency, tier, settings)
+    if not isinstance(policy, Policy):
+        raise RuntimeError(f"{POLICIES[name]} is no Policy")
+    _adopt(policy)
+    residency.listen(tier, policy)
+    return policy
+
+
+def create_admission(name: str, residency: Residency, tier: int, above: Policy | None = None) -> Admission:
+    """The admission `name` for a tier to which blocks come from where `above` decides. Raises ValueError for an unknown
+    name, listing the known ones.
+    """
+    admission = _load(name, ADMISSIONS, "admission")(residency, tier, above)
+    if not isinstance(admission, Admission):
+        raise RuntimeError(f"{ADMISSIONS[name]} is no Admission")
+    return admission
+
+
+def resolve(name: str) -> str:
+    """The policy that `name` stands for: `best` is what ships as the default."""
+    return SHIPPED if name == BEST else name
+
+
+def _load(name: str, known: dict[str, str], what: str) -> type:
+    address = known.get(name)
+    if address is None:
+        near = get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown {what} {name!r}: known are {', '.join(sorted(known))}{hint}")
+    module, _, attribute = address.partition(":")
+    loaded: type = getattr(import_module(module), attribute)
+    return loaded
+
+
+def _adopt(policy: Policy) -> None:
+    """Tell a new policy of the blocks in its tier, in the order of their last use, children before parents."""
+    residency, tier = policy.residency, policy.tier
+    rows = np.flatnonzero(np.frombuffer(residency.rows.mask, np.uint8) >> tier & 1)
+    if len(rows):
+        here = together(rows)
+        last_access_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[here]
+        depth = np.frombuffer(residency.rows.depth, np.uint32)[here]
+        height = depth.max() - depth
+        if (last_access_ns == last_access_ns[0]).all():  # a start: few small numbers, which are sorted in linear time
+            shallow = height.astype(np.uint16) if height.max() <= np.iinfo(np.uint16).max else height
+            order = np.argsort(shallow, kind="stable")
+        else:
+            order = np.lexsort((height, last_access_ns))
+        policy.adopt(rows[order])

@@ -1,0 +1,53 @@
+"""SIEVE: FIFO with a hand that spares what was used since it last came by, and leaves it where it is; leaf-first.
+
+Zhang, Yang, Yue, Vigfusson, Rashmi: "SIEVE is simpler than LRU", NSDI 2024. The queue is kept as two: what the hand has
+yet to meet on this round, new blocks at its end, and what it has spared. A bad choice for chats: a session between two
+turns looks like one that ended, and nothing says how long ago a block was used; scans of one-time blocks hurt it less
+than they hurt LRU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import ClassVar
+
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies.base import PolicySettings
+from kvstored.store.policies.queued import QueuedPolicy, first_of
+
+
+class Sieve(QueuedPolicy):
+    """O(1) an event; a question costs the blocks it spares, each paid for by a use."""
+
+    name: ClassVar[str] = "sieve"
+    queues: ClassVar[int] = 2
+
+    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
+        super().__init__(residency, tier, settings)
+        self._ahead: list[int] = []  # by tenant: the queue that the hand is in
+
+    def _add_tenant(self) -> None:
+        super()._add_tenant()
+        self._ahead.append(0)
+
+    def _entrance(self, row: int, tenant: int) -> int:
+        ahead, queues = self._ahead, self._queues[tenant]
+        if not queues[ahead[tenant]]:  # the hand is through: it goes round before it meets what comes now
+            ahead[tenant] = 1 - ahead[tenant]
+        return ahead[tenant]
+
+    def _candidate(self, tenant: int, refused: Collection[int]) -> int:
+        uses, queues, ahead = self._uses, self._queues[tenant], self._ahead
+        for _ in range(2):
+            for row in queues[ahead[tenant]]:
+                if row in refused:
+                    continue
+                if not uses[row]:
+                    return row
+                uses[row] = 0
+                self._move(row, tenant, 1 - ahead[tenant])
+            if queues[ahead[tenant]]:
+                break  # only refused ones ahead
+            ahead[tenant] = 1 - ahead[tenant]  # the hand has gone round
+        found = first_of(queues[ahead[tenant]], refused)
+        return found if found >= 0 else first_of(queues[1 - ahead[tenant]], refused)

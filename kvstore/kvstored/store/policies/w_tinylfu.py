@@ -1,0 +1,91 @@
+"""W-TinyLFU: a block enters for good only if it was used more often lately than the one it would replace; leaf-first.
+
+Einziger, Friedman, Manes: "TinyLFU: a highly efficient cache admission policy", ACM TOS 13(4), 2017, as in Caffeine:
+new blocks live in a window, an LRU queue of a hundredth of the tier; what drops out of it stands against the oldest of
+the main part, and the one whose key was seen less often leaves. The main part is a segmented LRU, four fifths of it
+for what was used there. So admission is part of the choice of what leaves. A tier is taken to be full from the first
+time that somebody asks for a victim; until then everything enters the main part. Where room was made before a block
+came, the contest is held with the next victim. A bad choice for sessions: a new turn's blocks have been seen once and
+lose against any old ones that were seen twice. Good where few prompts are shared by many requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import ClassVar
+
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies.base import PolicySettings
+from kvstored.store.policies.queued import QueuedPolicy, first_of
+from kvstored.store.policies.sketch import FrequencySketch
+
+_WINDOW, _ARRIVED, _TRIAL, _KEPT, _DOOR = range(5)
+_WINDOW_SHARE = 100
+_KEPT_SHARE = 0.8
+_FIRST_KEYS = 1024
+
+
+class WTinyLfu(QueuedPolicy):
+    """O(1) an event, and four counters a use."""
+
+    name: ClassVar[str] = "w-tinylfu"
+    queues: ClassVar[int] = 4
+
+    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
+        super().__init__(residency, tier, settings)
+        self._seen = FrequencySketch(_FIRST_KEYS)
+        self._is_full = False
+        self._is_contest = False  # who waits came to a full tier
+        self._has_won = False  # or there was room
+
+    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+        self._is_contest = self._is_full
+        super().inserted_run(rows, now_ns)
+        if self._rows > self._seen.keys:
+            self._seen = FrequencySketch(2 * self._rows)  # what was counted with too few counters is worth little
+        for row in rows:
+            self._seen.add(self.residency.key(row))
+
+    def removed(self, row: int) -> None:
+        tenant, queue = self.residency.tenant_of(row), self._queue_of[row]
+        arrived = self._queues[tenant][_ARRIVED].front
+        self._has_won = True
+        super().removed(row)
+        self._has_won = False
+        if queue in (_TRIAL, _KEPT) and arrived >= 0:
+            self._move(arrived, tenant, _TRIAL)
+
+    def _entrance(self, row: int, tenant: int) -> int:
+        """The window. Who has to give way there goes on to the main part, or to stand against its oldest."""
+        window = self._queues[tenant][_WINDOW]
+        while window and self._is_window_full(tenant):
+            self._move(window.front, tenant, _TRIAL if self._has_won or not self._is_full else _ARRIVED)
+        return _WINDOW
+
+    def _is_window_full(self, tenant: int) -> bool:
+        sizes = self._sizes[tenant]
+        return sizes[_WINDOW] >= max(1, sum(sizes) // _WINDOW_SHARE)
+
+    def _used(self, row: int, tenant: int) -> None:
+        self._seen.add(self.residency.key(row))
+        if self._queue_of[row] in (_WINDOW, _ARRIVED):
+            self._move(row, tenant, self._queue_of[row])
+            return
+        self._move(row, tenant, _KEPT)
+        sizes = self._sizes[tenant]
+        while sizes[_KEPT] > max(1, _KEPT_SHARE * (sizes[_TRIAL] + sizes[_KEPT])) and self._queues[tenant][_KEPT]:
+            self._move(self._queues[tenant][_KEPT].front, tenant, _TRIAL)
+
+    def _candidate(self, tenant: int, refused: Collection[int]) -> int:
+        self._is_full = True
+        queues = self._queues[tenant]
+        window, newcomer, trial, kept = (first_of(queue, refused) for queue in queues[:_DOOR])
+        old = trial if trial >= 0 else kept
+        if newcomer < 0 and queues[_DOOR] and self._is_contest and self._is_window_full(tenant):
+            newcomer = window  # about to drop out
+        if newcomer >= 0 and old >= 0:
+            return old if self._count(newcomer) > self._count(old) else newcomer
+        return next((row for row in (newcomer, trial, window, kept) if row >= 0), -1)
+
+    def _count(self, row: int) -> int:
+        return self._seen.count(self.residency.key(row))

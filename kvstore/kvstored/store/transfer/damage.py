@@ -1,0 +1,99 @@
+"""What becomes of a block one of whose copies failed verification, whoever found it: a read, the scrubber, an acquire.
+
+Owns the decision and its consequences. The copy is never served again. Where another tier has a copy, the block lives
+on with that one: a bad copy in memory is promoted anew, a bad durable copy is written again from memory. Where none
+has, the block is forgotten with the cause CORRUPT, so that a lookup can say why, and what continues it is cut off until
+it is put again. A slot of NVMe goes to quarantine, a slot of DRAM is retired (limbo, if it has readers).
+Each bad slot is logged once in `QUIET_S`, however often it is reported. Never reads bytes itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from kvstore_tiers.base import Slot, Tier
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks import Residency
+from kvstored.telemetry import Counters
+
+log = logging.getLogger(__name__)
+QUIET_S = 3600
+MAX_REMEMBERED = 1024
+Retire = Callable[[Slot, int], None]
+
+
+class Damage:
+    """`tiers` and `retire` are in the order of the residency's; `retire[position](slot, tenant)` takes slots of a tier
+    in memory, a slot of the durable one is quarantined. `rewrite(row)`, if there is one, makes a row durable again."""
+
+    def __init__(
+        self, residency: Residency, tiers: Sequence[Tier], retire: Sequence[Retire], clock: Clock, counters: Counters
+    ) -> None:
+        self._residency = residency
+        self._tiers = tiers
+        self._retire = retire
+        self._clock = clock
+        self._counters = counters
+        self._logged: OrderedDict[tuple[int, int, int], int] = OrderedDict()
+        self.rewrite: Callable[[int], object] | None = None
+        self.is_coming: Callable[[int], bool] = lambda row: False  # whether write-back is about to read its copy
+        self.make_durable: Callable[[], object] = lambda: None  # what the durable tier was told of its slots
+
+    def found(self, position: int, row: int, reason: str) -> None:
+        """The copy of a block in the tier at `position` is bad. A copy in memory that waits or is on its way to another
+        tier stays where it is, and is found again: what is written fails its checksum."""
+        residency = self._residency
+        is_durable = position == residency.durable
+        if not is_durable and (residency.being_filled(row) or self.is_coming(row)):
+            return
+        key, slot, tenant = residency.key(row).hex(), residency.slot(row, position), residency.tenant_of(row)
+        self._counters.add("corrupt_blocks")
+        what = f"block {key} is damaged in tier {residency.tiers[position]} ({reason}): "
+        others = residency.tier_mask(row) & ~(1 << position)
+        if not others:
+            self.forget(row, Cause.CORRUPT, reason)
+            kept = "quarantined" if is_durable else "dropped"
+            self._log(position, slot, f"{what}{kept}, will be recomputed")
+            return
+        other = residency.tiers[(others & -others).bit_length() - 1]
+        residency.detach(row, position)
+        self._part_with(position, slot, tenant, reason)
+        if is_durable:
+            self._log(position, slot, f"{what}{other} has it, it is written again")
+            if self.rewrite is not None:
+                self.rewrite(row)
+        else:
+            self._log(position, slot, f"{what}{other} has it, it is read again")
+
+    def forget(self, row: int, cause: Cause, reason: str) -> None:
+        """Out of the index with its cause; its durable bytes kept aside, its place in memory free once nobody reads."""
+        residency = self._residency
+        orphans, tenant = residency.children(row), residency.tenant_of(row)
+        for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
+            self._part_with(taken.tier, taken.slot, tenant, reason)
+        if orphans:
+            self._counters.add("orphaned_blocks", orphans)
+
+    def _part_with(self, position: int, slot: Slot, tenant: int, reason: str) -> None:
+        """A slot in memory is retired. A durable one goes to quarantine, which is made durable soon: a crash must not
+        bring the block back."""
+        if position != self._residency.durable:
+            self._retire[position](slot, tenant)
+            return
+        self._tiers[position].quarantine(slot, reason)
+        self.make_durable()
+
+    def _log(self, tier: int, slot: Slot, what: str) -> None:
+        place = (tier, slot.container, slot.offset)
+        now_ns = self._clock.monotonic_ns()
+        logged_ns = self._logged.get(place)
+        if logged_ns is not None and now_ns - logged_ns < QUIET_S * NS_PER_S:
+            return
+        self._logged[place] = now_ns
+        self._logged.move_to_end(place)
+        if len(self._logged) > MAX_REMEMBERED:
+            self._logged.popitem(last=False)
+        log.error("%s", what)

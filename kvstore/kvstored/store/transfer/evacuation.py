@@ -1,0 +1,368 @@
+"""Emptying one container of a tier, so that it can take slots of another size or owner, or be given back.
+
+An arena or slab holds slots of one size, for one owner. When a block of another kind needs room, a whole container has
+to become free. The coldest blocks of the container's kind leave, in the order of eviction and wherever they are, until
+the rest of the container fits into the places that are free; the rest is copied there. So one change of kind costs at
+most one container's worth of evicted blocks, and none that is worth more than what stays.
+
+Owns which container is emptied, and the order: set aside, make places, copy, move the index, free.
+Invariants: one container of a tier at a time; a block with a pin or a reader does not move; a slot is freed only after
+its block's copy is whole and, on a durable tier, synced; what is evicted stays within
+`Allowance`; no other put waits for an evacuation longer than `TURN_WAIT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final, TypeVar
+
+from kvstore_tiers.base import ContainerReport, Outcome, OutcomeKind, Slot, Tier
+from kvstored.lifecycle import Cause, CopyState
+from kvstored.store.blocks import Residency
+from kvstored.store.transfer.coldest import Coldest
+from kvstored.store.transfer.eviction import Eviction
+from kvstored.store.transfer.relocation import Copy, Relocation
+from kvstored.store.transfer.slot_exit import SlotExit
+from kvstored.store.transfer.victims import Victims
+from kvstored.telemetry import Counters
+
+log = logging.getLogger(__name__)
+SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
+MAX_SUSPECTS = 4096
+ROUNDS, ROUND_S = 10, 0.005  # of moving what was read or written in the round before
+MAX_INSISTED = 2
+MAX_CONTAINERS = 16  # looked at for one allocation
+TURN_WAIT_S = 1.0  # for the evacuation of another: a medium that hangs must not hang every put
+EVICTION_WAIT_S = 5.0  # for one block's way down
+
+Result = TypeVar("Result")
+
+
+class Again(Enum):
+    """Instead of a slot. AGAIN: another evacuation has ended, ask the tier again. BUSY: it takes too long."""
+
+    AGAIN = "again"
+    BUSY = "busy"
+
+
+AGAIN: Final = Again.AGAIN
+BUSY: Final = Again.BUSY
+
+
+@dataclass(slots=True)
+class Allowance:
+    """How much may be evicted for one block: a container's worth and its own size."""
+
+    block_bytes: int
+    container_bytes: int
+    spent_bytes: int = 0
+
+    def covers(self, nbytes: int) -> bool:
+        return self.spent_bytes + nbytes <= self.container_bytes + self.block_bytes
+
+
+class Evacuation:
+    """Of `tier`. `on_damage(row, reason)`: a copy was found damaged on its way."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        residency: Residency,
+        victims: Victims,
+        eviction: Eviction,
+        exits: SlotExit,
+        relocation: Relocation,
+        on_damage: Callable[[int, str], None],
+        counters: Counters,
+    ) -> None:
+        self._tier = tier
+        self._position = eviction.position
+        self._residency = residency
+        self._victims = victims
+        self._eviction = eviction
+        self._exits = exits
+        self._relocation = relocation
+        self._on_damage = on_damage
+        self._counters = counters
+        self._turn = asyncio.Lock()
+        self._converting: asyncio.Task[Slot | None] | None = None  # it takes the turn when it begins
+        self._running: set[asyncio.Future[Any]] = set()
+        self._suspects: set[int] = set()  # tokens of blocks that could not be read when they were to move
+        self.aside: set[int] = set()  # the container that is being emptied: its blocks are not to be evicted for others
+
+    async def convert(
+        self,
+        container: int,
+        nbytes: int,
+        owner: str,
+        allowance: Allowance,
+        spared: AbstractSet[int],
+        *,
+        insists: bool = False,
+    ) -> Slot | Again | None:
+        """A slot of `nbytes` of `owner`, in a container that is emptied for it, if possible of the kind of `container`,
+        without evicting rows that are `spared`. None: no container can be emptied now. `insists`: there is nothing else
+        to evict, so wait a little for blocks that are being read or written."""
+        if self.is_under_way:
+            return AGAIN if await self.wait() else BUSY
+        task = self._converting = self._start(self._convert(container, nbytes, owner, allowance, spared, insists))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._give_up)
+            raise
+
+    async def vacate(self, container: int) -> bool:
+        """Empty this container, whatever that evicts of its kind; whether it is empty."""
+        return await asyncio.shield(self._start(self._vacate(container)))
+
+    async def wait(self) -> bool:
+        """Until the evacuation under way has ended; False when that takes too long."""
+        try:
+            async with asyncio.timeout(TURN_WAIT_S):
+                await asyncio.sleep(0)  # a task that was just made takes the turn first
+                async with self._turn:
+                    return True
+        except TimeoutError:
+            return False
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait for what is under way, before the tier is closed."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout_s)
+
+    def kind_of(self, container: int) -> set[int]:
+        """All containers of the same size and owner."""
+        reports = self._tier.containers()
+        kind = next(((each.owner, each.slot_bytes) for each in reports if each.container == container), None)
+        return {each.container for each in reports if (each.owner, each.slot_bytes) == kind}
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._turn.locked() or (self._converting is not None and not self._converting.done())
+
+    def _start(self, work: Coroutine[None, None, Result]) -> asyncio.Task[Result]:
+        """A task of its own, so that it goes on if the caller is cancelled: copies in flight hold slots."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def _give_up(self, task: asyncio.Task[Slot | None]) -> None:
+        """The block that the slot was for does not come any more."""
+        if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
+            self._tier.free(slot)
+
+    async def _convert(
+        self,
+        preferred: int,
+        nbytes: int,
+        owner: str,
+        allowance: Allowance,
+        spared: AbstractSet[int],
+        insists: bool,
+    ) -> Slot | None:
+        async with self._turn:
+            slot = self._tier.allocate(nbytes, owner)  # another may have ended since the caller looked
+            if slot is not None:
+                return slot
+            for container in self._by_cost(self._tier.convertible(nbytes, owner), preferred, insists):
+                report = self._report(container)
+                if report is None or (report.owner, report.slot_bytes) == (owner, nbytes):
+                    continue  # it was released or cut anew meanwhile
+                allowance.container_bytes = max(allowance.container_bytes, report.nbytes)
+                if await self._empty(report, allowance, spared):
+                    slot = self._tier.allocate(nbytes, owner)
+                    if slot is not None:
+                        return slot
+            return None
+
+    async def _vacate(self, container: int) -> bool:
+        async with self._turn:
+            report = self._report(container)
+            if report is None or self._rows_to_move(report) is None:
+                return False
+            return await self._empty(report, Allowance(report.slot_bytes, report.nbytes), frozenset())
+
+    def _report(self, container: int) -> ContainerReport | None:
+        return next((each for each in self._tier.containers() if each.container == container), None)
+
+    def _by_cost(self, reports: Sequence[ContainerReport], preferred: int, insists: bool) -> Iterator[int]:
+        """Containers that can be emptied: those of the kind of the `preferred` one, which has the block that would go
+        first, then the others; of each kind the one with the fewest bytes to move, of equal ones the preferred. With
+        `insists` one or two that cannot be emptied as they are."""
+        first = next(((each.owner, each.slot_bytes) for each in reports if each.container == preferred), None)
+
+        def cost(each: ContainerReport) -> tuple[bool, int, bool]:
+            is_of_kind = (each.owner, each.slot_bytes) == first
+            return not is_of_kind, each.used_slots * each.slot_bytes, each.container != preferred
+
+        pinned = {self._residency.copies[self._position].container[row] for row in self._residency.pins}
+        likely = [report for report in sorted(reports, key=cost) if report.container not in pinned]
+        for report in likely[:MAX_CONTAINERS]:
+            if self._rows_to_move(report) is not None:
+                yield report.container
+        if insists:
+            yield from (report.container for report in sorted(reports, key=cost)[:MAX_INSISTED])
+
+    def _rows_to_move(self, report: ContainerReport) -> list[int] | None:
+        """The blocks of a container; None when it cannot be emptied now: a block is pinned, read or being written, or
+        a slot is held by no block (limbo, quarantine)."""
+        rows = self._residency.rows_in(self._position, report.container)
+        if len(rows) != report.used_slots or not all(map(self._may_move, rows)):
+            return None
+        return rows if self._relocation.affords(report.used_slots * report.slot_bytes) else None
+
+    def _may_move(self, row: int) -> bool:
+        residency, position = self._residency, self._position
+        return (
+            not residency.pin_count(row)
+            and residency.token(row) not in self._suspects
+            and residency.state(row, position) is CopyState.RESIDENT
+            and not self._exits.has_readers(residency.slot(row, position))
+        )
+
+    async def _empty(self, report: ContainerReport, allowance: Allowance, spared: AbstractSet[int]) -> bool:
+        """One container: set aside, make places, copy what is left, put back."""
+        targets: list[Slot] = []
+        self._tier.set_aside(report.container)
+        self.aside.add(report.container)
+        try:
+            rows = await self._soon(report)
+            if rows is not None:
+                left = dict.fromkeys(map(self._residency.token, rows))
+                for _ in range(ROUNDS):
+                    if not await self._make_places(report, left, targets, allowance, set(spared)):
+                        break
+                    await self._move(report, left, targets)
+                    if not left:
+                        break
+                    await asyncio.sleep(ROUND_S)  # the rest is read or written: soon it is not
+        except Exception:  # a mistake here must not end the put that waits; the container stays as it is
+            log.exception("emptying a container failed")
+        for slot in targets:
+            self._tier.free(slot)
+        self.aside.discard(report.container)
+        return self._tier.put_back(report.container)
+
+    async def _soon(self, report: ContainerReport) -> list[int] | None:
+        """The blocks to move, once nothing is written to the container any more; it hands out no slot by now."""
+        for _ in range(ROUNDS):
+            rows = self._rows_to_move(report)
+            if rows is not None:
+                return rows
+            await asyncio.sleep(ROUND_S)
+            report = self._report(report.container) or report  # fewer slots are out perhaps
+        return None
+
+    # Places
+
+    async def _make_places(
+        self,
+        report: ContainerReport,
+        left: dict[int, None],
+        targets: list[Slot],
+        allowance: Allowance,
+        stuck: set[int],
+    ) -> bool:
+        """Evict the coldest blocks of the container's kind until each of `left`, tokens of its blocks, has a place in
+        another container; the places go to `targets`. Rows in `stuck` are passed over."""
+        search = Coldest(self._residency, self._victims, self.kind_of(report.container), report, stuck)
+        evictions = 0
+        while not self._take_places(report, len(left), targets):
+            row = search.next()
+            needed_bytes = (len(left) - len(targets)) * report.slot_bytes
+            if row < 0 or not allowance.covers(report.slot_bytes) or not self._relocation.affords(needed_bytes):
+                return False
+            token, container = self._residency.token(row), self._residency.slot(row, self._position).container
+            evicted = await self._evict(row, report, len(left), targets)
+            if evicted is None:
+                return False
+            if not evicted:
+                stuck.add(row)
+                continue
+            allowance.spent_bytes += report.slot_bytes
+            if container == report.container:
+                left.pop(token, None)
+            evictions += 1
+            if evictions % SLICE_EVICTIONS == 0:
+                await asyncio.sleep(0)
+        return True
+
+    async def _evict(self, row: int, report: ContainerReport, wanted: int, targets: list[Slot]) -> bool | None:
+        """Whether the block has left; None when its way down takes too long, which it goes on by itself. Its place is
+        taken in the same step, before another put finds it."""
+
+        async def evict() -> bool:
+            evicted = await self._eviction.evict(row, Cause.EVICTED)
+            if evicted and report.container in self.aside:
+                self._take_places(report, wanted, targets)
+            return evicted
+
+        evicting = self._start(evict())
+        await asyncio.wait([evicting], timeout=EVICTION_WAIT_S)
+        return evicting.result() if evicting.done() else None
+
+    def _take_places(self, report: ContainerReport, wanted: int, targets: list[Slot]) -> bool:
+        while len(targets) < wanted:
+            slot = self._tier.allocate(report.slot_bytes, report.owner)
+            if slot is None:
+                return False
+            targets.append(slot)
+        return True
+
+    # Copies
+
+    async def _move(self, report: ContainerReport, left: dict[int, None], targets: list[Slot]) -> None:
+        """Copy the blocks `left` to `targets`, and let the index follow where nothing has changed meanwhile. What could
+        not move stays in `left`."""
+        residency, position = self._residency, self._position
+        copies: list[Copy] = []
+        tokens: list[int] = []
+        for token in list(left):
+            row = residency.current(token)
+            here = row >= 0 and residency.has(row, position)
+            if not here or residency.slot(row, position).container != report.container:
+                del left[token]
+            elif self._may_move(row):
+                slot = residency.slot(row, position)
+                residency.pin(row)
+                tokens.append(token)
+                copies.append(Copy(residency.key(row), slot, targets.pop()))
+        try:
+            outcomes = await self._relocation.copy(copies)
+        except Exception:
+            log.exception("copying blocks to other slots failed")
+            outcomes = [Outcome(OutcomeKind.FAILED)] * len(copies)
+        for token, copy, outcome in zip(tokens, copies, outcomes, strict=True):
+            row = residency.current(token)
+            if row >= 0:
+                residency.unpin(row)
+            unchanged = row >= 0 and residency.has(row, position) and residency.slot(row, position) == copy.source
+            if outcome.ok and unchanged and self._may_move(row):
+                self._tier.free(residency.move(row, position, copy.target))
+                self._counters.add("relocated_blocks")
+                self._counters.add("relocated_bytes", copy.target.nbytes)
+                left.pop(token, None)
+                continue
+            if outcome.header is None:
+                targets.append(copy.target)
+            else:  # the copy has a record: it is withdrawn before anything else is written there
+                if unchanged:
+                    header = replace(outcome.header, generation=copy.source.generation)
+                    self._tier.publish_again(copy.source, header)
+                self._tier.free(copy.target)
+            if outcome.kind is OutcomeKind.FAILED:
+                self._suspect(token)
+            if outcome.kind is OutcomeKind.CORRUPT and unchanged:
+                self._on_damage(row, outcome.message)
+
+    def _suspect(self, token: int) -> None:
+        if len(self._suspects) >= MAX_SUSPECTS:
+            self._suspects.clear()
+        self._suspects.add(token)

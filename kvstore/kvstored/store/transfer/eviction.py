@@ -1,0 +1,114 @@
+"""Taking a copy out of one tier: dropped where another tier has one, demoted where it is the last and worth it, else
+forgotten with its block.
+
+Owns the step from "this block goes" to "its slot is on its way out". Never chooses the block.
+Invariants: a pinned copy stays; a chain gets no hole; a slot with readers goes to limbo, within its tenant's limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Protocol
+
+from kvstored.clock import Clock
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks import Residency
+from kvstored.store.transfer.slot_exit import SlotExit
+from kvstored.telemetry import Counters, Flows
+
+
+class Demoter(Protocol):
+    """Gives a block a copy in the tier below."""
+
+    def wants(self, row: int) -> bool:
+        """Whether the copy that leaves is worth one below, or has to be kept for its children's sake."""
+        ...
+
+    def write_back(self, row: int) -> Awaitable[bool]: ...
+
+    async def progress(self) -> bool:
+        """Wait until a write under way has ended; False when there is none. Blocks being written cannot leave."""
+        ...
+
+
+class NoDemotion:
+    """Below the slowest tier there is nothing."""
+
+    def wants(self, row: int) -> bool:
+        return False
+
+    async def write_back(self, row: int) -> bool:
+        return False
+
+    async def progress(self) -> bool:
+        return False
+
+
+class Eviction:
+    """Of the tier at `position` in residency."""
+
+    def __init__(
+        self,
+        position: int,
+        residency: Residency,
+        exits: SlotExit,
+        demoter: Demoter,
+        clock: Clock,
+        counters: Counters,
+        flows: Flows,
+    ) -> None:
+        self.position = position
+        self._residency = residency
+        self._exits = exits
+        self.demoter = demoter
+        self._clock = clock
+        self._counters = counters
+        self._flow = flows.tiers[position]
+
+    def may_go(self, row: int) -> bool:
+        """Whether the copy may leave this tier now."""
+        residency, position = self._residency, self.position
+        return residency.may_leave(row, position) and self._exits.may_retire(
+            residency.slot(row, position), residency.tenant_of(row)
+        )
+
+    async def evict(self, row: int, cause: Cause) -> bool:
+        """Take the copy out of this tier. False when it must stay: leased, or the only one a chain needs."""
+        residency, position = self._residency, self.position
+        if not self.may_go(row):
+            return False
+        if self.demoter.wants(row):
+            token = residency.token(row)
+            written = await self.demoter.write_back(row)
+            row = residency.current(token)
+            if row < 0:
+                return True
+            if not self.may_go(row):
+                return False
+            is_last = residency.tier_mask(row) == 1 << position
+            if not written and is_last and not residency.may_forget(row):
+                return False  # below is no room for it; a leaf is given up then, so that new blocks find room
+        self.take(row, cause)
+        return residency.has(row, position) is False
+
+    def expire(self, row: int) -> None:
+        """Let a block whose time to live is over go, if it may."""
+        if self.may_go(row):
+            self.take(row, Cause.EXPIRED)
+
+    def take(self, row: int, cause: Cause) -> None:
+        """Take a copy that may leave: by itself where another tier has one, else the block goes with it."""
+        residency, position, retire = self._residency, self.position, self._exits.retire
+        tenant = residency.tenant_of(row)
+        if residency.tier_mask(row) & ~(1 << position):
+            retire(residency.detach(row, position), tenant)
+        elif residency.may_forget(row):
+            for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
+                retire(taken.slot, tenant)
+            self._counters.add("expired_blocks" if cause is Cause.EXPIRED else "evicted_blocks")
+        else:
+            return
+        if cause is Cause.EXPIRED:
+            self._flow.expired_blocks += 1
+        else:
+            self._flow.evicted_blocks += 1

@@ -1,0 +1,159 @@
+"""The gate before NVMe: what may be written, what it costs, and why not.
+
+Joins four judges, in this order: the breaker (does the tier take writes), the admission (is the block worth one), the
+disk's own pace, and the endurance budget (may it be afforded). A block is charged together with those of its ancestors
+that have to be written with it. Owns no block and no queue; remembers refusals for `kvctl explain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstored.clock import Clock
+from kvstored.store.blocks import Residency
+from kvstored.store.degraded import TierBreaker
+from kvstored.store.endurance import TOO_MUCH, EnduranceAccount, Verdict
+from kvstored.store.endurance.cost import COMMIT_BYTES, medium_bytes
+from kvstored.store.policies import Admission
+from kvstored.store.transfer.prefix import MAX_CHAIN_BLOCKS, MAX_PATH_BLOCKS, missing_path
+from kvstored.store.transfer.refusals import Refusal, Refusals
+
+MAX_BEHIND_S = 10.0  # of writing that waits; beyond it the disk is too slow for what is put
+LEASE_WAIT_S = 2.0  # a lease of the budget is a small write and a sync; a medium that takes longer takes no blocks
+_BEHIND_FROM_BYTES = 8 << 20  # less is no queue
+_USES_WHEN_SCARCE = 2
+
+
+class WriteGate:
+    """`bytes_per_s()` is what the disk has shown that it writes; `throttle_ms`: how long `always` waits for budget."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        admission: Admission,
+        endurance: EnduranceAccount,
+        breaker: TierBreaker,
+        refusals: Refusals,
+        bytes_per_s: Callable[[], float],
+        clock: Clock,
+        *,
+        throttle_ms: int,
+    ) -> None:
+        self._residency = residency
+        self.admission = admission
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._throttle_s = throttle_ms / 1000
+        self.endurance = endurance
+        self.breaker = breaker
+        self.refusals = refusals
+        self.pending_bytes = 0  # kept by write-back
+        self._is_commit_paid = False
+        self.is_coming: Callable[[int], bool] = lambda row: False
+
+    def admits(self, row: int) -> bool:
+        """Whether a block that nobody insists on is worth a write; remembers why not."""
+        refusal = self._why_not(row)
+        if refusal is not None:
+            self.refuse(row, refusal)
+        return refusal is None
+
+    def _why_not(self, row: int) -> Refusal | None:
+        if not self.breaker.takes_writes:
+            return Refusal.TIER
+        now_ns = self._clock.monotonic_ns()
+        if not self.admission.admit(row, now_ns):
+            return Refusal.WORTH if self.admission.judges_by_worth(row, now_ns) else Refusal.ADMISSION
+        if self.endurance.is_scarce and not self._is_proven(row):
+            return Refusal.SCARCE
+        if self.pending_bytes > _BEHIND_FROM_BYTES and self.pending_bytes / self._bytes_per_s() > MAX_BEHIND_S:
+            return Refusal.BEHIND
+        return None
+
+    def _is_proven(self, row: int) -> bool:
+        """While the budget is scarce a block has to have been used again, or be what a chain on NVMe hangs on."""
+        return (
+            self._residency.accesses(row) >= _USES_WHEN_SCARCE
+            or self._residency.children(row, self._residency.durable) > 0
+        )
+
+    # Paying
+
+    def path(self, row: int) -> list[int] | None:
+        """What has to be written for `row` to be of use after a restart, head first; empty when it is there. None when
+        it is more blocks of this size than the budget has left, however far the chain goes on."""
+        return missing_path(self._residency, row, self.is_coming, self._affordable_blocks(row))
+
+    def _affordable_blocks(self, row: int) -> int:
+        left_bytes = self.endurance.left_bytes
+        if left_bytes is None or self._residency.fastest_in_memory(row) < 0:
+            return MAX_CHAIN_BLOCKS
+        blocks = left_bytes // medium_bytes(self._slot_bytes(row))
+        return blocks if blocks < MAX_PATH_BLOCKS else MAX_CHAIN_BLOCKS  # a longer path is cut to what can be paid for
+
+    def pay(self, row: int) -> list[int] | Verdict:
+        """The path of a block, paid for; or why it cannot be."""
+        path, tenant = self.path(row), self._residency.tenant_of(row)
+        if path is None:
+            return self.endurance.turn_away(tenant)
+        verdict = self.endurance.charge(tenant, self._cost_of(path))
+        if verdict is not Verdict.GRANTED:
+            return verdict
+        self._is_commit_paid |= bool(path)
+        return path
+
+    async def pay_in_time(self, token: int, *, insists: bool) -> list[int] | None:
+        """As `pay`, waiting for the budget if somebody insists, else only for a lease of it. None: not in time, or
+        the block has gone meanwhile."""
+        residency = self._residency
+        row = residency.current(token)
+        if row < 0:
+            return None
+        path: list[int] = []
+
+        def cost() -> int | None:
+            current = residency.current(token)
+            if current < 0 or residency.fastest_in_memory(current) < 0 or not self.breaker.takes_writes:
+                return None
+            whole = self.path(current)
+            path[:] = whole or ()
+            return self._cost_of(path) if whole is not None else TOO_MUCH
+
+        wait_s = self._throttle_s if insists else LEASE_WAIT_S
+        verdict = await self.endurance.charge_in_time(residency.tenant_of(row), cost, wait_s, lease_only=not insists)
+        if verdict is Verdict.GRANTED:
+            self._is_commit_paid |= bool(path)
+            return path
+        row = residency.current(token)
+        if row >= 0:
+            self.refuse(row, self.breaker_or(verdict))
+        return None
+
+    def refund(self, tenant: int, slot_bytes: int) -> None:
+        """Nothing of a block that was paid for was written."""
+        self.endurance.refund(tenant, medium_bytes(slot_bytes))
+
+    def commit_begins(self, *, more_to_come: bool) -> None:
+        """A group commit starts. Blocks that come too late for it need another one, which is paid for now."""
+        self._is_commit_paid = more_to_come and self.endurance.charge_unasked(COMMIT_BYTES)
+
+    def _cost_of(self, path: list[int]) -> int:
+        """With the commit that they will need, where nobody has paid for it yet."""
+        if not path:
+            return 0
+        blocks = sum(medium_bytes(self._slot_bytes(row)) for row in path)
+        return blocks + (0 if self._is_commit_paid else COMMIT_BYTES)
+
+    def _slot_bytes(self, row: int) -> int:
+        return self._residency.slot(row, self._residency.fastest_in_memory(row)).nbytes
+
+    # Saying no
+
+    def refuse(self, row: int, refusal: Refusal) -> None:
+        self.refusals.note(self._residency.token(row), refusal)
+
+    def breaker_or(self, verdict: Verdict) -> Refusal:
+        """What a verdict of the budget means for a block."""
+        if not self.breaker.takes_writes:
+            return Refusal.TIER
+        return Refusal.SHARE if verdict is Verdict.OVER_SHARE else Refusal.BUDGET

@@ -1,0 +1,102 @@
+"""A link: the way of blocks from one tier to another.
+
+Owns what every movement has in common: the copy is attached as FILLING, its transfer waits in the link's lane, the
+breaker of a durable tier judges how it ends, and the copy is published or its slot freed. Which block moves, when, and
+what follows is for the caller: promotion, demotion and write-back are links with other arguments.
+Invariants: the caller pins the row from `begin` until `ended`; a slot is readable only after its bytes were verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvstore_tiers.base import Completion, Outcome, Slot, Tier
+from kvstored.clock import Clock
+from kvstored.store.blocks import Residency
+from kvstored.store.degraded import TierBreaker
+from kvstored.store.transfer.lane import Priority, Refused
+from kvstored.store.transfer.mover import Mover, Transfer
+
+
+def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
+    """What the lane between two tiers, by position, is called."""
+    return f"{tiers[source]}→{tiers[destination]}"
+
+
+class Link:
+    """From the tier at `source` to that at `destination`, by the lane `lane`. `breaker` is of the durable one of the
+    two; None where neither is.
+
+    Upwards the source fills the destination's memory; downwards the destination copies out of the source's memory. The
+    tier that moves the bytes verifies them.
+    """
+
+    def __init__(
+        self,
+        source: int,
+        destination: int,
+        tiers: Sequence[Tier],
+        lane: str,
+        residency: Residency,
+        mover: Mover,
+        clock: Clock,
+        breaker: TierBreaker | None = None,
+    ) -> None:
+        self.source, self.destination = source, destination
+        self.lane = mover.lanes[lane]
+        self.breaker = breaker
+        self._from, self._to = tiers[source], tiers[destination]
+        self._residency = residency
+        self._mover = mover
+        self._clock = clock
+        self._is_upwards = destination < source
+
+    @property
+    def is_open(self) -> bool:
+        """Whether blocks may be moved now."""
+        if self.breaker is None:
+            return True
+        return self.breaker.serves_reads if self._is_upwards else self.breaker.takes_writes
+
+    def begin(self, row: int, slot: Slot, priority: Priority, ended: Callable[[Outcome], None]) -> int | None:
+        """Queue the copy of `row` into `slot`, which the link frees if that fails. A ticket; None when the lane is
+        full. `ended` is called after the copy was published or given up."""
+        residency = self._residency
+        source, key = residency.slot(row, self.source), residency.key(row)
+        residency.attach(row, self.destination, slot, self._clock.monotonic_ns(), filling=True)
+        number = 0
+
+        def start(done: Completion) -> None:
+            nonlocal number
+            if self.breaker is not None:
+                number = self.breaker.began()
+            if self._is_upwards:
+                self._from.move_out(source, self._to.slot_segment(slot), key, done)
+            else:
+                self._to.move_in(slot, self._from.slot_segment(source), key, done)
+
+        def end(outcome: Outcome) -> None:
+            if self.breaker is not None:
+                self.breaker.ended(number, "read" if self._is_upwards else "write", outcome)
+            if outcome.ok:
+                residency.publish(row, self.destination, self._clock.monotonic_ns())
+            else:
+                self._to.free(residency.detach(row, self.destination))
+            ended(outcome)
+
+        ticket = self._mover.submit(self.lane.name, priority, source.nbytes, Transfer(start, end))
+        if isinstance(ticket, Refused):
+            self._to.free(residency.detach(row, self.destination))
+            return None
+        return ticket
+
+    def free(self, slot: Slot) -> None:
+        """Give back a slot of the destination that was not used."""
+        self._to.free(slot)
+
+    def raise_priority(self, ticket: int, priority: Priority) -> None:
+        self._mover.raise_priority(self.lane.name, ticket, priority)
+
+    def cancel(self, ticket: int) -> None:
+        """End a transfer as cancelled if it is still queued."""
+        self._mover.cancel(self.lane.name, ticket)

@@ -1,0 +1,259 @@
+"""Promotion: give a block of a slower tier a copy in the mapped tier, once, however many ask.
+
+Owns promotions under way. The block comes by the link of the fastest tier that has it and can be read, verified on the
+way; one that turns out damaged there is forgotten, its descendants become unreachable (placeholder), and the miss says
+why. Invariants: the copy is pinned while it is read; a slot is readable only after its bytes were verified;
+prefetches that wait hold at most `prefetch_room_bytes` of the mapped tier, since a queued promotion has its slot and
+demand must find room beside any number of hints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks import Residency
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.damage import Damage
+from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.link import Link
+from kvstored.store.transfer.room import Room
+from kvstored.telemetry import Counters, Flows
+
+log = logging.getLogger(__name__)
+MAPPED_US = 1  # what a block that is mapped already costs to have
+PATIENCE, LEAST_PATIENCE_MS = 8, 1000  # a read that takes so many times its estimate, and so long, is not waited for
+OVERDUE_US = 250_000
+MAX_SUSPECTS = 4096
+
+
+@dataclass(slots=True)
+class _Promotion:
+    token: int
+    priority: Priority
+    nbytes: int
+    future: asyncio.Future[bool]
+    link: Link
+    ticket: int = 0
+
+
+class Promoter:
+    """`links` lead to the mapped tier from each tier below it, fastest first."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        links: Sequence[Link],
+        room: Room,
+        counters: Counters,
+        flows: Flows,
+        damage: Damage,
+        *,
+        prefetch_room_bytes: int,
+    ) -> None:
+        self._residency = residency
+        self._links = {link.source: link for link in links}
+        self._gated = [link for link in links if link.breaker is not None]
+        self._room = room
+        self._counters = counters
+        self._flows = flows
+        self._prefetch_room_bytes = prefetch_room_bytes
+        self._damage = damage
+        self._suspects: OrderedDict[int, None] = OrderedDict()  # tokens whose last read failed
+        self._under_way: dict[int, _Promotion] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def reaches_all(self) -> bool:
+        """Whether every tier below can be read now. If not, lookups and gets leave out what only the others have."""
+        return all(link.is_open for link in self._gated)
+
+    @property
+    def _reach(self) -> int:
+        """The tiers that can be read now, as a mask."""
+        return 1 << MAPPED | sum(1 << link.source for link in self._links.values() if link.is_open)
+
+    def is_out_of_reach(self, row: int) -> bool:
+        """Whether the block is stored, but cannot be had now."""
+        return not self.reaches_all and not self._residency.tier_mask(row) & self._reach
+
+    def may_come_again(self, row: int) -> bool:
+        """Whether a put of a block that is stored should give it a new copy: the tier that has it is shed."""
+        return self.is_out_of_reach(row) and not self._residency.being_filled(row)
+
+    def reachable(self, rows: list[int]) -> list[int]:
+        """-1 in the place of every row that is out of reach."""
+        if self.reaches_all:
+            return rows
+        mask, reach = self._residency.rows.mask, self._reach
+        return [row if row >= 0 and mask[row] & reach else -1 for row in rows]
+
+    def reachable_run(self, rows: list[int]) -> list[int]:
+        """The leading rows that are not out of reach."""
+        if self.reaches_all:
+            return rows
+        mask, reach = self._residency.rows.mask, self._reach
+        return rows[: next((at for at, row in enumerate(rows) if not mask[row] & reach), len(rows))]
+
+    def patience_ms(self, rows: Sequence[int]) -> int:
+        """How long to wait for `rows` at most: a read that takes many times the estimate is not worth waiting for."""
+        return max(LEAST_PATIENCE_MS, PATIENCE * sum(self.estimate_us(rows)) // 1000)
+
+    def promote(self, row: int, priority: Priority) -> asyncio.Future[bool]:
+        """Resolves to whether the block has a mapped copy. Joins a promotion under way, raising its priority."""
+        token = self._residency.token(row)
+        known = self._under_way.get(token)
+        if known is not None:
+            if priority < known.priority:
+                self._hold_room(known, -1)
+                known.priority = priority
+                self._hold_room(known, +1)
+                if known.ticket:
+                    known.link.raise_priority(known.ticket, priority)
+            return known.future
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        link = self._link_of(row)
+        if link is None:
+            future.set_result(False)
+            return future
+        nbytes = self._residency.slot(row, link.source).nbytes
+        promotion = _Promotion(token, priority, nbytes, future, link)
+        self._under_way[token] = promotion
+        self._hold_room(promotion, +1)
+        self._residency.pin(row)
+        slot = self._room.allocate_now(nbytes, self._residency.tenant_of(row))
+        if slot is not None:
+            self._begin(promotion, slot)
+        else:
+            task = asyncio.create_task(self._find_room(promotion, row))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return promotion.future
+
+    def prefetch(self, row: int) -> bool:
+        """Queue a promotion that no client waits for; False when those that wait hold all the room they may."""
+        link = self._link_of(row)
+        if link is None or self._prefetch_room_bytes < self._residency.slot(row, link.source).nbytes:
+            return False
+        self.promote(row, Priority.PREFETCH)
+        return True
+
+    def estimate_us(self, rows: Sequence[int]) -> list[int]:
+        """Microseconds that each row adds until all are mapped, were they asked for now in this order: the sum over a
+        run is its load time. 0 for what is absent (-1)."""
+        mask = self._residency.rows.mask
+        ahead_bytes: dict[int, int] = {}  # by tier: their links move side by side
+        ahead_us: dict[int, int] = {}
+        load_us = 0  # of the rows so far
+        estimates = []
+        for row in rows:
+            source = -1 if row < 0 else self._residency.fastest(row)
+            link = self._links.get(source)
+            if source < 0:
+                estimates.append(0)
+            elif mask[row] >> MAPPED & 1 or link is None:
+                estimates.append(MAPPED_US)
+            else:
+                nbytes = ahead_bytes.get(source, 0) + self._residency.slot(row, source).nbytes
+                ahead_bytes[source] = nbytes
+                if source not in ahead_us:  # the first block that has to be read waits for what hangs
+                    ahead_us[source] = _stall_us(link)
+                until_us = round(link.lane.estimate_us(nbytes)) + ahead_us[source]
+                estimates.append(max(0, until_us - load_us))
+                load_us = max(load_us, until_us)
+        return estimates
+
+    def _link_of(self, row: int) -> Link | None:
+        """The link of the fastest tier that has the block and can be read."""
+        mask = self._residency.tier_mask(row)
+        return next((link for source, link in self._links.items() if mask >> source & 1 and link.is_open), None)
+
+    async def _find_room(self, promotion: _Promotion, row: int) -> None:
+        residency, link = self._residency, promotion.link
+        try:
+            slot = await self._room.allocate(promotion.nbytes, residency.tenant_of(row))
+        except Exception:  # as in write-back: log it, and let those who wait go on
+            log.exception("making room in the mapped tier failed")
+            slot = None
+        current = residency.current(promotion.token)
+        if slot is None or current < 0 or not residency.has(current, link.source):
+            if slot is not None:
+                link.free(slot)
+            self._finish(promotion, False)
+            return
+        self._begin(promotion, slot)
+
+    def _begin(self, promotion: _Promotion, slot: Slot) -> None:
+        """Queue the read into `slot`. The row is pinned, so its copies stay until the end."""
+        row = self._residency.current(promotion.token)
+        assert row >= 0
+        ticket = promotion.link.begin(row, slot, promotion.priority, lambda outcome: self._read(promotion, outcome))
+        if ticket is None:
+            self._finish(promotion, False)
+            return
+        promotion.ticket = ticket
+
+    def _read(self, promotion: _Promotion, outcome: Outcome) -> None:
+        row = self._residency.current(promotion.token)
+        assert row >= 0, "a pinned row went away under its promotion"
+        if outcome.ok:
+            self._suspects.pop(promotion.token, None)
+            self._counters.add("promoted_blocks")
+            self._counters.add("promoted_bytes", promotion.nbytes)
+            if promotion.priority is Priority.PREFETCH:
+                self._counters.add("prefetched_blocks")
+            self._flows.tiers[promotion.link.source].promoted_blocks += 1
+        elif outcome.kind is OutcomeKind.CORRUPT:
+            self._damage.found(promotion.link.source, row, outcome.message)
+        elif outcome.kind is OutcomeKind.FAILED and promotion.link.is_open:
+            self._unreadable(promotion, row, outcome)
+        self._finish(promotion, outcome.ok)
+
+    def _unreadable(self, promotion: _Promotion, row: int, outcome: Outcome) -> None:
+        """The medium refused. Once may be chance; a block that fails twice while others are read is given up."""
+        key = self._residency.key(row).hex()
+        self._counters.add("read_failures")
+        if promotion.token not in self._suspects:
+            log.warning("block %s cannot be read: %s", key, outcome.message)
+            self._suspects[promotion.token] = None
+            if len(self._suspects) > MAX_SUSPECTS:
+                self._suspects.popitem(last=False)
+            return
+        del self._suspects[promotion.token]
+        self._counters.add("given_up_blocks")
+        log.error("block %s cannot be read (%s): given up, will be recomputed", key, outcome.message)
+        self._damage.forget(row, Cause.READ_FAILED, outcome.message)
+
+    def fail_waiters(self) -> None:
+        """A tier is shed: who waits for it gets a shorter prefix now, and what is queued gives its place back. What is
+        in flight still ends by itself."""
+        for promotion in list(self._under_way.values()):
+            if promotion.link.is_open:
+                continue
+            if not promotion.future.done():
+                promotion.future.set_result(False)
+            promotion.link.cancel(promotion.ticket)
+
+    def _finish(self, promotion: _Promotion, mapped: bool) -> None:
+        del self._under_way[promotion.token]
+        self._hold_room(promotion, -1)
+        row = self._residency.current(promotion.token)
+        if row >= 0:
+            self._residency.unpin(row)
+        if not promotion.future.done():
+            promotion.future.set_result(mapped)
+
+    def _hold_room(self, promotion: _Promotion, sign: int) -> None:
+        if promotion.priority is Priority.PREFETCH:
+            self._prefetch_room_bytes -= sign * promotion.nbytes
+
+
+def _stall_us(link: Link) -> int:
+    """By how much the oldest transfer is overdue: what a reader has to expect on top."""
+    stalled_us = link.breaker.stalled_us() if link.breaker is not None else 0
+    return stalled_us if stalled_us > OVERDUE_US else 0

@@ -1,0 +1,152 @@
+"""Copying blocks from slot to slot of one tier, so that a container can be emptied without evicting them.
+
+Owns how the bytes travel: by the tier's own threads in memory, through the lane of its medium on a disk, where they
+are charged to the endurance budget. Never decides which block moves, and changes no index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
+from kvstored.completions import CompletionQueue
+from kvstored.store.degraded import TierBreaker
+from kvstored.store.endurance import EnduranceAccount
+from kvstored.store.endurance.cost import medium_bytes
+from kvstored.store.transfer.lane import Priority, Refused
+from kvstored.store.transfer.mover import Mover, Transfer
+
+AT_ONCE = 32  # copies in flight
+
+
+class Copy(NamedTuple):
+    key: bytes
+    source: Slot
+    target: Slot
+
+
+class Relocation(Protocol):
+    def affords(self, nbytes: int) -> bool:
+        """Whether so many bytes of slots may be written now."""
+        ...
+
+    async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
+        """Copy each block, and make the copies durable where the tier is: an outcome for each, in order."""
+        ...
+
+
+class MemoryRelocation:
+    """In a tier of memory."""
+
+    def __init__(self, tier: Tier, completions: CompletionQueue) -> None:
+        self._tier = tier
+        self._completions = completions
+
+    def affords(self, nbytes: int) -> bool:
+        return True
+
+    async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
+        return await _copy_some_at_once(copies, self._start)
+
+    def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        _relocate(self._tier, copy, self._completions.to_loop(ended.set_result))
+        return ended
+
+
+class LaneRelocation:
+    """In a tier behind a lane. `breaker` judges how each copy and the sync end."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        mover: Mover,
+        lane: str,
+        breaker: TierBreaker,
+        endurance: EnduranceAccount,
+        completions: CompletionQueue,
+    ) -> None:
+        self._tier = tier
+        self._mover = mover
+        self._lane = lane
+        self._breaker = breaker
+        self._endurance = endurance
+        self._completions = completions
+
+    def affords(self, nbytes: int) -> bool:
+        left_bytes = self._endurance.left_bytes
+        return self._breaker.takes_writes and (left_bytes is None or left_bytes >= medium_bytes(nbytes))
+
+    async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
+        """An outcome has a header where the copy was stored, also when the sync after it failed."""
+        # Two records of one block in one commit would leave it open which is newer.
+        synced = await self._sync()
+        if not synced.ok:
+            return [synced] * len(copies)
+        outcomes = await _copy_some_at_once(copies, self._start)
+        if not any(outcome.ok for outcome in outcomes):
+            return outcomes
+        synced = await self._sync()
+        if synced.ok:
+            return outcomes
+        return [replace(synced, header=outcome.header) if outcome.ok else outcome for outcome in outcomes]
+
+    def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        cost_bytes = medium_bytes(copy.target.nbytes)
+        if not self._breaker.takes_writes or not self._endurance.charge_unasked(cost_bytes):
+            ended.set_result(Outcome(OutcomeKind.CANCELLED, message="writes are refused"))
+            return ended
+        number = 0
+
+        def start(done: Completion) -> None:
+            nonlocal number
+            if not self._breaker.takes_writes:
+                done(Outcome(OutcomeKind.CANCELLED, message="its tier is shed"))
+                return
+            if _relocate(self._tier, copy, done):
+                number = self._breaker.began()
+
+        def end(outcome: Outcome) -> None:
+            if number:
+                self._breaker.ended(number, "write", outcome)
+            if outcome.kind is OutcomeKind.CANCELLED:
+                self._endurance.refund_unasked(cost_bytes)
+            ended.set_result(outcome)
+
+        moved_bytes = copy.source.nbytes + copy.target.nbytes  # it is read and written
+        ticket = self._mover.submit(self._lane, Priority.DEMOTION, moved_bytes, Transfer(start, end))
+        if isinstance(ticket, Refused):
+            end(Outcome(OutcomeKind.CANCELLED, message="the lane's queue is full"))
+        return ended
+
+    def _sync(self) -> asyncio.Future[Outcome]:
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        number = self._breaker.began()
+
+        def end(outcome: Outcome) -> None:
+            self._breaker.ended(number, "sync", outcome)
+            ended.set_result(outcome)
+
+        self._tier.sync(self._completions.to_loop(end))
+        return ended
+
+
+async def _copy_some_at_once(copies: Sequence[Copy], start: Callable[[Copy], asyncio.Future[Outcome]]) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for first in range(0, len(copies), AT_ONCE):
+        outcomes += await asyncio.gather(*map(start, copies[first : first + AT_ONCE]))
+    return outcomes
+
+
+def _relocate(tier: Tier, copy: Copy, done: Completion) -> bool:
+    """Whether the copy has begun; else `done` was called."""
+    try:
+        tier.relocate(copy.source, copy.target, copy.key, done)
+    except RuntimeError as error:  # its block was taken by force meanwhile
+        done(Outcome(OutcomeKind.CANCELLED, message=str(error)))
+        return False
+    return True

@@ -1,0 +1,158 @@
+"""Making room in a tier: allocate, and while that fails, evict what the policy names.
+
+Owns the loop from "there is no slot" to a slot. A victim whose slot can serve goes alone; where slots of another size
+or owner are in the way, a container is emptied for it (`evacuation`).
+Invariants: never evicts a pinned copy, never leaves a hole in a chain, never frees a slot that has readers (limbo
+does); evicts for one block at most a container's worth and the block's own size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from enum import Enum
+from typing import Final
+
+from kvstore_tiers.base import Slot, Tier, TierState
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks import Residency
+from kvstored.store.policies import Policy
+from kvstored.store.transfer.evacuation import BUSY, Allowance, Evacuation
+from kvstored.store.transfer.eviction import Eviction
+from kvstored.store.transfer.victims import PassedOver, Victims
+
+SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
+MAX_ATTEMPTS = 4096  # for one allocation
+PATIENCE, PATIENCE_S = 20, 0.005  # how often, and how long, to wait for copies in flight
+UNLIMITED = 1 << 62
+
+
+class Bypass(Enum):
+    """Instead of a slot: the policy would rather keep what would have to go for it."""
+
+    BYPASSED = "bypassed"
+
+
+BYPASSED: Final = Bypass.BYPASSED
+
+
+class Room:
+    """Room in `tier`. `eviction` says at which position it is in `residency`."""
+
+    def __init__(
+        self, tier: Tier, residency: Residency, victims: Victims, eviction: Eviction, evacuation: Evacuation
+    ) -> None:
+        self._tier = tier
+        self._residency = residency
+        self._victims = victims
+        self._eviction = eviction
+        self._evacuation = evacuation
+        self._position = eviction.position
+
+    def follow(self, policy: Policy) -> None:
+        """From now on this policy names what leaves."""
+        self._victims.follow(policy)
+
+    def allocate_now(self, nbytes: int, tenant: int) -> Slot | None:
+        """A slot if one is free and the tenant is below its maximum; evicts nothing."""
+        if self._victims.is_over_maximum(tenant, nbytes):
+            return None
+        return self._tier.allocate(nbytes, self._owner(tenant))
+
+    def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
+        """Blocks `keys`, which continue row `parent`, are about to ask for room."""
+        self._victims.announce(tenant, parent, keys)
+
+    async def allocate(self, nbytes: int, tenant: int) -> Slot | None:
+        """A slot, evicting for it what the policy names; None when nothing (more) may go."""
+        slot = await self.allocate_for(None, nbytes, tenant)
+        return None if slot is BYPASSED else slot
+
+    async def allocate_for(
+        self, newcomer: tuple[bytes, int] | None, nbytes: int, tenant: int, *, parent: int = -1
+    ) -> Slot | Bypass | None:
+        """As `allocate`, for the block of this key and depth: BYPASSED when the policy would rather keep its victim.
+
+        Row `parent`, which the block continues, is not given up for it: the block could not be reached without it, and
+        its client has just learned that it is there.
+        """
+        if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
+            return None  # it takes nothing, however much is evicted
+        copies, owner = self._residency.copies[self._position], self._owner(tenant)
+        allowance = Allowance(nbytes, self._tier.info.container_bytes or UNLIMITED)
+        passed = PassedOver(copies, self._not_for(parent))
+        patience = PATIENCE
+        for attempt in range(MAX_ATTEMPTS):
+            slot = self.allocate_now(nbytes, tenant)
+            if slot is not None:
+                return slot
+            confined = tenant if self._victims.is_over_maximum(tenant, nbytes) else None
+            row = self._next(passed, confined)
+            if row >= 0 and newcomer is not None and self._victims.keeps(row, tenant, newcomer):
+                return BYPASSED
+            if row < 0:
+                if passed.containers and patience:  # copies in flight end soon, and their containers may be emptied
+                    patience -= 1
+                    await asyncio.sleep(PATIENCE_S)
+                elif not await self._progress():
+                    return None
+                # A block may leave now, or its container be emptied.
+                passed = PassedOver(copies, self._not_for(parent))
+                continue
+            if confined is not None or self._tier.makes_room(copies.container[row], nbytes, owner):
+                victim_bytes = copies.nbytes[row]
+                if not allowance.covers(victim_bytes):
+                    return None
+                if await self._eviction.evict(row, Cause.EVICTED if confined is None else Cause.QUOTA):
+                    allowance.spent_bytes += victim_bytes
+                else:
+                    passed.rows.add(row)
+            else:
+                container = copies.container[row]
+                found = await self._evacuation.convert(
+                    container, nbytes, owner, allowance, passed.rows, insists=patience < PATIENCE
+                )
+                if isinstance(found, Slot):
+                    return found
+                if found is BUSY:
+                    return None
+                if found is None:  # none of that kind can be emptied now
+                    passed.containers |= self._evacuation.kind_of(container)
+            if attempt % SLICE_EVICTIONS == SLICE_EVICTIONS - 1:
+                await asyncio.sleep(0)
+        return None
+
+    def _next(self, passed: PassedOver, confined: int | None) -> int:
+        """The next victim; the blocks of a container that is being emptied are not evicted for others."""
+        passed.begin()
+        aside = self._evacuation.aside - passed.containers
+        passed.containers |= aside
+        row = self._victims.next(passed.shortest, confined)
+        passed.containers -= aside
+        return -1 if passed.is_exhausted else row
+
+    async def _progress(self) -> bool:
+        """Wait for what may make room soon: a write behind, or the emptying of a container. False: there is nothing."""
+        if self._evacuation.is_under_way:
+            return await self._evacuation.wait()
+        return await self._eviction.demoter.progress()
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait for what is under way, before the tier is closed."""
+        await self._evacuation.settle(timeout_s)
+
+    async def vacate(self, container: int) -> bool:
+        """Empty an arena or slab, to give it back; False when that cannot be done now."""
+        return await self._evacuation.vacate(container)
+
+    def expire(self, row: int) -> None:
+        """Let a block whose time to live is over go, if it may."""
+        self._eviction.expire(row)
+
+    def _not_for(self, parent: int) -> set[int]:
+        """Rows that room must not be made of: `parent`, unless it has a copy further down, or will be given one."""
+        only_here = parent >= 0 and self._residency.tier_mask(parent) == 1 << self._position
+        return {parent} if only_here and not self._eviction.demoter.wants(parent) else set()
+
+    def _owner(self, tenant: int) -> str:
+        return self._residency.tenants[tenant].name

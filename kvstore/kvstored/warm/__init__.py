@@ -1,7 +1,0 @@
-"""Warm restart: DRAM blocks and their readers' leases outlive the daemon. See docs/warm-restart.md."""
-
-from kvstored.warm.clients import FormerClients
-from kvstored.warm.keeper import KeeperError
-from kvstored.warm.restart import Adopted, WarmRestart, open_warm
-
-__all__ = ["Adopted", "FormerClients", "KeeperError", "WarmRestart", "open_warm"]
