@@ -19,6 +19,8 @@ MODULES = {  # module -> its public names, in the order of the page
         "connect",
         "Session",
         "Lease",
+        "LeaseStream",
+        "LeasedRun",
         "PutReceipt",
         "Lookup",
         "Prefetched",

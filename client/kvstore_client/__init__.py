@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvstore_client.errors import DaemonUnavailable
     from kvstore_client.lease import Lease
+    from kvstore_client.lease_stream import LeasedRun, LeaseStream
     from kvstore_client.opening import connect
     from kvstore_client.receipt import PutReceipt
     from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
@@ -30,6 +31,8 @@ _HOMES = {
     "KVStoreError": "kvstore_proto.errors",
     "LayerGroup": "kvstore_proto.fingerprint",
     "Lease": "kvstore_client.lease",
+    "LeaseStream": "kvstore_client.lease_stream",
+    "LeasedRun": "kvstore_client.lease_stream",
     "Lookup": "kvstore_client.results",
     "Prefetched": "kvstore_client.results",
     "PutReceipt": "kvstore_client.receipt",
@@ -47,6 +50,8 @@ __all__ = [
     "KVStoreError",
     "LayerGroup",
     "Lease",
+    "LeaseStream",
+    "LeasedRun",
     "Lookup",
     "Prefetched",
     "PutReceipt",

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Final
 
 from kvstore_client.connection import Connection
+from kvstore_client.lease_stream import Answers
 from kvstore_client.link import Link
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
-from kvstore_client.stream import Late
+from kvstore_client.stream import Late, PendingCall
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -42,6 +43,11 @@ class Asker:
             return REASON_DEADLINE
         return self.judge(connection, response)
 
+    def ask_many(self, connection: Connection, request: wire.Request, deadline_s: float) -> Answers:
+        """Send a request that has several answers, each of which may hold a lease."""
+        request.deadline_ms = max(1, int(deadline_s * 1000))
+        return _Answers(self, connection, connection.stream.submit(request))
+
     def judge(self, connection: Connection, response: wire.Response) -> wire.Response | str:
         """The response itself, or the reason it carries; raises as `ask`."""
         if not response.HasField("error"):
@@ -59,3 +65,28 @@ class Asker:
         if connection.stream.ended:
             return REASON_NO_DAEMON
         return kind.name.lower()
+
+
+class _Answers:
+    """Those of one call."""
+
+    def __init__(self, asker: Asker, connection: Connection, call: PendingCall) -> None:
+        self._asker = asker
+        self._connection = connection
+        self._call = call
+
+    def next(self, timeout_s: float) -> wire.Response | str | None:
+        response = self._call.wait(timeout_s)
+        if response is None:
+            self._asker.link.timed_out()
+            return None
+        return self._asker.judge(self._connection, response)
+
+    def abandon(self) -> None:
+        def give_back(late: wire.Response) -> None:
+            if late.acquire.lease_id:
+                self._connection.release(late.acquire.lease_id)
+
+        while (answered := self._call.taken()) is not None:
+            give_back(answered)
+        self._connection.stream.abandon(self._call, give_back)

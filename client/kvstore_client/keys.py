@@ -45,6 +45,12 @@ class Chain:
         step = self.block_tokens * TOKEN_BYTES
         return self.packed_tokens[first_block * step : (first_block + blocks) * step]
 
+    def part(self, first_block: int, blocks: int) -> Chain:
+        """Some blocks in the middle, to read them: its `parent_of` does not see what is before."""
+        return Chain(
+            self.keys[first_block : first_block + blocks], self.tokens_of_run(first_block, blocks), self.block_tokens
+        )
+
     def parent_of(self, block: int) -> bytes:
         return self.keys[block - 1] if block else NO_PARENT
 

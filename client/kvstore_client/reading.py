@@ -16,6 +16,7 @@ from kvstore_client.connection import Connection
 from kvstore_client.counters import Counters
 from kvstore_client.keys import Chain
 from kvstore_client.lease import Anchor, Lease, LeasedBlock
+from kvstore_client.lease_stream import LeaseStream, Order
 from kvstore_client.memory import Bytes, populate
 from kvstore_client.results import (
     REASON_LATE,
@@ -117,13 +118,10 @@ class Reader:
         if isinstance(answer, str):
             return Lease(reason=answer)
         reply = answer.acquire
-        held = _Held(connection, reply, chain, self._fingerprint.payload_bytes(group.group_id))
         remaining_s = deadline_s - (self._clock() - started)
-        blocks, stopped = held.blocks(max(remaining_s, 0.001), verify=verify)
+        blocks, stopped = self._blocks(connection, reply, chain, group, max(remaining_s, 0.001), verify=verify)
         if prefault:
             _prefault(blocks)
-        if stopped == REASON_VERIFY_FAILED:
-            self._counters.add(verify_failures=1)
         reason = stopped or miss_reason(reply.miss_reason)
         if not reason and promote and len(blocks) < len(keys):
             reason = REASON_LATE
@@ -147,6 +145,56 @@ class Reader:
             estimated_load_s=reply.load_us / 1e6,
             clock=self._clock,
         )
+
+    def stream(
+        self, connection: Connection, chain: Chain, group: LayerGroup, deadline_s: float, order: Order, *, verify: bool
+    ) -> LeaseStream:
+        """The leading blocks of a chain as they become readable, within the deadline."""
+        keys = chain.keys[: connection.max_keys]
+        acquire = wire.Acquire(
+            set=key_set(self._fingerprint, group, keys.packed),
+            max_wait_ms=max(1, int(deadline_s * WAIT_SHARE * 1000)),
+            order=wire.ACQUIRE_ORDER_BACK if order == "back" else wire.ACQUIRE_ORDER_FRONT,
+        )
+
+        def lease_of(reply: wire.AcquireReply, timeout_s: float) -> Lease:
+            part = chain.part(reply.first, reply.blocks)
+            blocks, stopped = self._blocks(connection, reply, part, group, timeout_s, verify=verify)
+            if not blocks:
+                connection.release(reply.lease_id)
+                return Lease(reason=stopped)
+            connection.hold(reply.lease_id)
+            return Lease(
+                blocks,
+                lease_id=reply.lease_id,
+                anchor=self._anchor(connection, reply.lease_id, group.group_id),
+                expires_in_s=reply.expires_in_ms / 1000,
+                block_tokens=self._fingerprint.block_tokens,
+                layer_count=len(group.layers),
+                reason=stopped,
+                promoted_bytes=reply.promoted_bytes,
+                clock=self._clock,
+            )
+
+        answers = self._asker.ask_many(connection, wire.Request(acquire=acquire), deadline_s)
+        return LeaseStream(answers, lease_of, deadline_s, clock=self._clock)
+
+    def _blocks(
+        self,
+        connection: Connection,
+        reply: wire.AcquireReply,
+        chain: Chain,
+        group: LayerGroup,
+        timeout_s: float,
+        *,
+        verify: bool,
+    ) -> tuple[list[LeasedBlock], str]:
+        """The leading blocks of an answer that can be used, and why they are cut short, if they are."""
+        held = _Held(connection, reply, chain, self._fingerprint.payload_bytes(group.group_id))
+        blocks, stopped = held.blocks(timeout_s, verify=verify)
+        if stopped == REASON_VERIFY_FAILED:
+            self._counters.add(verify_failures=1)
+        return blocks, stopped
 
     def _anchor(self, connection: Connection, lease_id: int, group_id: int) -> Anchor:
         def renew(lease_id: int) -> float | None:

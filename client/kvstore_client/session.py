@@ -20,6 +20,8 @@ from kvstore_client.errors import invalid
 from kvstore_client.hinting import Expected, NextStep
 from kvstore_client.keys import Chain
 from kvstore_client.lease import Lease
+from kvstore_client.lease_stream import LeaseStream, Order
+from kvstore_client.lease_stream import nothing as no_leases
 from kvstore_client.link import Link
 from kvstore_client.lookup_index import probe
 from kvstore_client.put_order import DURABILITY_MODES, PutOrder, payload_bytes_of
@@ -186,6 +188,30 @@ class Session:
             bytes_restored=lease.payload_bytes,
         )
         return lease
+
+    def get_stream(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: BlockKeys | None = None,
+        order: Order = "front",
+        max_blocks: int | None = None,
+        group: int | None = None,
+        deadline_s: float | None = None,
+        verify: bool = True,
+    ) -> LeaseStream:
+        """As `get`, in pieces: a lease each time some blocks have become readable, those in DRAM at once, the others
+        promoted from the first ("front") or from the last ("back"). An engine that computes from the front while blocks
+        come from the back meets them in the middle. Empty (a miss) if there is no daemon."""
+        layers, connection = self._group(group), self._link.current()
+        if order not in ("front", "back"):
+            raise invalid(f"order {order!r} is unknown; known: front, back")
+        if connection is None:
+            return no_leases()
+        chain = _head(connection.chains.chain(tokens, keys, layers.group_id), max_blocks)
+        if not len(chain):
+            return no_leases("")
+        return self._reader.stream(connection, chain, layers, self._deadline(deadline_s), order, verify=verify)
 
     def put(
         self,

@@ -33,7 +33,7 @@ Late = Callable[[wire.Response], None]
 
 
 class PendingCall:
-    """A request on its way. `wait` may be called again for a store that is answered twice."""
+    """A request on its way. `wait` may be called again for a request that has several answers."""
 
     __slots__ = ("_answers", "_stream", "_told", "late", "request_id")
 
@@ -252,7 +252,9 @@ def _ignore(_: wire.Response) -> None:
 
 
 def _has_second_answer(response: wire.Response) -> bool:
-    """A store that left blocks pending is answered again when they have settled."""
+    """A store that left blocks pending is answered again when they have settled; an acquire in an order says so."""
+    if response.HasField("acquire"):
+        return response.acquire.more
     if not response.HasField("store"):
         return False
     return not response.store.final and _PENDING in response.store.durability

@@ -8,6 +8,7 @@ bytes to move, or says (None) that the request must run as a task through `slow`
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
@@ -49,7 +50,7 @@ class Verbs:
         """Raises KVStoreError for a request that is wrong as a whole."""
         if op == "lookup":
             return pb.Response(lookup=self._look_up.look_up(session, request.lookup))
-        if op == "acquire":
+        if op == "acquire" and request.acquire.order == pb.ACQUIRE_ORDER_WHOLE:
             held = self._get.acquire_mapped(session, request.acquire)
             return None if held is None else pb.Response(acquire=held)
         if op == "release":
@@ -85,6 +86,11 @@ class Verbs:
     async def _slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         if op == "lend":
             yield pb.Response(lend=await self._lending.lend(session))
+        elif op == "acquire" and request.acquire.order != pb.ACQUIRE_ORDER_WHOLE:
+            replies = self._get.acquire_in_order(session, request.acquire, request.deadline_ms)
+            async with aclosing(replies):
+                async for reply in replies:
+                    yield pb.Response(acquire=reply)
         elif op == "acquire":
             yield pb.Response(acquire=await self._get.acquire(session, request.acquire, request.deadline_ms))
         elif op == "delete":

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from itertools import accumulate
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import Session
-from kvstored.clock import NS_PER_MS, Clock
+from kvstored.clock import NS_PER_MS, NS_PER_S, Clock
 from kvstored.lifecycle import Cause, miss_reason
 from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Policy, RequestContext
-from kvstored.store.tiering import MAPPED
+from kvstored.store.tiering import MAPPED, codes_by_mask
 from kvstored.store.transfer.dram_check import DramCheck
 from kvstored.store.transfer.lane import Priority
 from kvstored.store.transfer.promote import Promoter
@@ -63,6 +64,7 @@ class Get:
         self._leases_per_client = leases_per_client
         self._lease_ttl_ms = lease_ttl_ms
         self._wait_ms = wait_ms
+        self._code_of_mask = codes_by_mask(residency)
         self._requests = 0
 
     def acquire_mapped(self, session: Session, request: pb.Acquire) -> pb.AcquireReply | None:
@@ -120,6 +122,70 @@ class Get:
         promoted = {row: source for row, source in sources.items() if row in leased}
         reply = self._grant(session, request, rows[:held], promoted)
         return self._told_rest(request, reply, rows[:intact])
+
+    async def acquire_in_order(
+        self, session: Session, request: pb.Acquire, deadline_ms: int
+    ) -> AsyncGenerator[pb.AcquireReply, None]:
+        """Answers as blocks become readable: each a lease on one run of them, the last one without any, with the reason
+        why the chain ends. What is left when the time is up, or the caller goes, is given back."""
+        residency = self._residency
+        rows = self._run(session, request)
+        tokens = [residency.token(row) for row in rows]
+        residency.pin_run(rows)
+        pinned = set(range(len(rows)))
+        leased: set[int] = set()
+        try:
+            intact = await self._verify(rows, tokens)
+            expected = self._expected(rows[:intact])
+            positions = range(intact)
+            loading: dict[asyncio.Future[bool], int] = {}
+            sources: dict[int, int] = {}
+            for position in reversed(positions) if request.order == pb.ACQUIRE_ORDER_BACK else positions:
+                if not residency.has(rows[position], MAPPED):
+                    sources[position] = residency.fastest(rows[position])
+                    loading[self._promoter.promote(rows[position], Priority.DEMAND)] = position
+            patience_ms = self._promoter.patience_ms([rows[position] for position in loading.values()])
+            wait_ms = min(request.max_wait_ms or self._wait_ms, deadline_ms or self._wait_ms, patience_ms)
+            until_ns = self._clock.monotonic_ns() + wait_ms * NS_PER_MS
+            ready = sorted(set(positions) - set(loading.values()))
+            while True:
+                for run in _runs(self._still_mapped(tokens, ready)):
+                    leased.update(run)
+                    pinned.difference_update(run)
+                    reply = pb.AcquireReply(blocks=len(run), first=run[0], more=True)
+                    reply.MergeFrom(expected)
+                    expected = pb.AcquireReply()  # with the first answer alone
+                    self._lease(session, [rows[position] for position in run], reply)
+                    self._count_promoted(reply, {rows[at]: sources[at] for at in run if at in sources})
+                    yield reply
+                if not loading or session.closed:
+                    break
+                left_s = max(0, until_ns - self._clock.monotonic_ns()) / NS_PER_S
+                done, _ = await asyncio.wait(loading, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    self._counters.add("acquire_timeouts")
+                    break
+                ready = sorted(loading.pop(promotion) for promotion in done)
+        finally:
+            for position in pinned:
+                row = residency.current(tokens[position])
+                if row >= 0:
+                    residency.unpin(row)
+        last = pb.AcquireReply()
+        last.MergeFrom(expected)
+        found = next((at for at in range(len(rows)) if at not in leased), len(rows))
+        self._end_request(session, request, [tokens[at] for at in sorted(leased)], found, last)
+        yield last
+
+    def _expected(self, rows: Sequence[int]) -> pb.AcquireReply:
+        """Where each block is, and in how long it will be readable."""
+        ready_us = list(accumulate(self._promoter.estimate_us(rows)))
+        code = self._code_of_mask
+        return pb.AcquireReply(tiers=bytes(code[self._residency.tier_mask(row)] for row in rows), ready_us=ready_us)
+
+    def _still_mapped(self, tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
+        current, has = self._residency.current, self._residency.has
+        return [at for at in positions if (row := current(tokens[at])) >= 0 and has(row, MAPPED)]
 
     async def _verify(self, rows: Sequence[int], tokens: Sequence[int]) -> int:
         """Verify DRAM copies as far as the configuration asks for it; how many leading blocks can still be had. One
@@ -179,32 +245,43 @@ class Get:
         self, session: Session, request: pb.Acquire, rows: list[int], promoted: Mapping[int, int]
     ) -> pb.AcquireReply:
         """The reply, with a lease over `rows`, which are pinned. `promoted`: the tier from which a row was read."""
-        residency = self._residency
-        keys = len(request.set.keys) // 16
         reply = pb.AcquireReply(blocks=len(rows))
-        if len(rows) < keys:
-            missing = request.set.keys[len(rows) * 16 : len(rows) * 16 + 16]
+        tokens = [self._residency.token(row) for row in rows]
+        self._end_request(session, request, tokens, len(rows), reply)
+        if rows:
+            self._lease(session, rows, reply)
+            self._count_promoted(reply, promoted)
+        return reply
+
+    def _end_request(
+        self, session: Session, request: pb.Acquire, tokens: Sequence[int], found: int, reply: pb.AcquireReply
+    ) -> None:
+        """Say why the run of `found` blocks ends there, and count the request; `tokens` are what was leased."""
+        residency = self._residency
+        keys = len(request.set.keys) // KEY_BYTES
+        if found < keys:
+            missing = request.set.keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
             row = residency.find(session.tenant_id, missing)
             if row < 0 or self._promoter.is_out_of_reach(row):
                 cause = Cause.READ_FAILED  # stored, but on a medium that is shed
                 if row < 0:
                     cause = session.why_missing(residency, missing)
                 reply.miss_reason = miss_reason(cause)
-                self._flows.missed(session, cause, keys - len(rows))
-                self._misses.note("get", session, missing, cause, len(rows), keys)
+                self._flows.missed(session, cause, keys - found)
+                self._misses.note("get", session, missing, cause, found, keys)
         self._counters.add("acquires")
-        now_ns, tokens = self._clock.monotonic_ns(), [residency.token(row) for row in rows]
         # The policy hears of it once the reply is on its way: for 64 blocks that is a tenth of the client's wait.
-        lacking = self._missing(session, request, len(rows))
+        lacking = self._missing(session, request, found)
         asyncio.get_running_loop().call_soon(
-            self._touch, session.tenant_id, tokens, lacking, request.prompt_tokens, now_ns
+            self._touch, session.tenant_id, tokens, lacking, request.prompt_tokens, self._clock.monotonic_ns()
         )
-        if not rows:
-            return reply
-        slots = residency.slots(rows, MAPPED)
-        lease = self._leases.grant(
-            session.session_id, session.tenant_id, tokens, slots, now_ns + self._lease_ttl_ms * NS_PER_MS
-        )
+
+    def _lease(self, session: Session, rows: Sequence[int], reply: pb.AcquireReply) -> None:
+        """Grant a lease over `rows`, which are pinned and mapped, and enter it into `reply`."""
+        residency = self._residency
+        tokens, slots = [residency.token(row) for row in rows], residency.slots(rows, MAPPED)
+        expires_ns = self._clock.monotonic_ns() + self._lease_ttl_ms * NS_PER_MS
+        lease = self._leases.grant(session.session_id, session.tenant_id, tokens, slots, expires_ns)
         reply.lease_id = lease.lease_id
         reply.expires_in_ms = self._lease_ttl_ms
         reply.arena_ids.extend([slot.container for slot in slots])
@@ -212,11 +289,24 @@ class Get:
         reply.generations.extend([slot.generation for slot in slots])
         payload_bytes = residency.rows.payload_bytes
         reply.payload_bytes.extend([payload_bytes[row] for row in rows])
-        reply.promoted_blocks = len(promoted)
-        reply.promoted_bytes = sum(residency.slot(row, MAPPED).nbytes for row in promoted)
         self._counters.add("acquired_blocks", len(rows))
         self._flows.found(session, len(rows))
-        self._flows.hit(MAPPED, len(rows) - len(promoted))
+
+    def _count_promoted(self, reply: pb.AcquireReply, promoted: Mapping[int, int]) -> None:
+        """`promoted`: by row of the lease, the tier from which it was read."""
+        reply.promoted_blocks = len(promoted)
+        reply.promoted_bytes = sum(self._residency.slot(row, MAPPED).nbytes for row in promoted)
+        self._flows.hit(MAPPED, reply.blocks - len(promoted))
         for position, blocks in Counter(promoted.values()).items():
             self._flows.hit(position, blocks)
-        return reply
+
+
+def _runs(positions: Sequence[int]) -> list[list[int]]:
+    """Ascending positions, cut where one is left out."""
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    return runs

@@ -57,9 +57,16 @@ class RecordedVerbs(Verbs):
     async def _acquire_listened(
         self, session: Session, asked: pb.Acquire, answers: AsyncGenerator[pb.Response, None]
     ) -> AsyncGenerator[pb.Response, None]:
+        leased: set[int] = set()
         async with aclosing(answers):
             async for response in answers:
-                self._note_acquire(session, asked, response.acquire)
+                reply = response.acquire
+                leased.update(range(reply.first, reply.first + reply.blocks))
+                if asked.order == pb.ACQUIRE_ORDER_WHOLE:
+                    self._note_acquire(session, asked, reply)
+                elif not reply.more:
+                    found = next(at for at in range(len(leased) + 1) if at not in leased)
+                    self._note("get", session, asked.set.keys, NO_PARENT, found, asked.prompt_tokens)
                 yield response
 
     async def _store_listened(

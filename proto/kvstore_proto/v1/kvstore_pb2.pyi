@@ -206,6 +206,29 @@ DURABILITY_DURABLE: Durability.ValueType  # 2
 """survives a crash of process and machine"""
 global___Durability = Durability
 
+class _AcquireOrder:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _AcquireOrderEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_AcquireOrder.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ACQUIRE_ORDER_WHOLE: _AcquireOrder.ValueType  # 0
+    """one answer, when all are readable or the time is up"""
+    ACQUIRE_ORDER_FRONT: _AcquireOrder.ValueType  # 1
+    """answers as blocks become readable; those in slower tiers are promoted from the first"""
+    ACQUIRE_ORDER_BACK: _AcquireOrder.ValueType  # 2
+    """... from the last"""
+
+class AcquireOrder(_AcquireOrder, metaclass=_AcquireOrderEnumTypeWrapper): ...
+
+ACQUIRE_ORDER_WHOLE: AcquireOrder.ValueType  # 0
+"""one answer, when all are readable or the time is up"""
+ACQUIRE_ORDER_FRONT: AcquireOrder.ValueType  # 1
+"""answers as blocks become readable; those in slower tiers are promoted from the first"""
+ACQUIRE_ORDER_BACK: AcquireOrder.ValueType  # 2
+"""... from the last"""
+global___AcquireOrder = AcquireOrder
+
 class _NextStep:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -552,12 +575,15 @@ class Acquire(google.protobuf.message.Message):
     MAX_WAIT_MS_FIELD_NUMBER: builtins.int
     MAPPED_ONLY_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
     max_wait_ms: builtins.int
     """how long to wait for promotion; 0 = the daemon's default"""
     mapped_only: builtins.bool
     """lease what is mapped already; promote nothing, wait for nothing"""
     prompt_tokens: builtins.int
     """of the whole prompt, with those that fill no block; 0 = not told"""
+    order: global___AcquireOrder.ValueType
+    """other than WHOLE: many answers, each a lease on blocks as they become readable"""
     @property
     def set(self) -> global___KeySet: ...
     def __init__(
@@ -567,9 +593,10 @@ class Acquire(google.protobuf.message.Message):
         max_wait_ms: builtins.int = ...,
         mapped_only: builtins.bool = ...,
         prompt_tokens: builtins.int = ...,
+        order: global___AcquireOrder.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["set", b"set"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["mapped_only", b"mapped_only", "max_wait_ms", b"max_wait_ms", "prompt_tokens", b"prompt_tokens", "set", b"set"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mapped_only", b"mapped_only", "max_wait_ms", b"max_wait_ms", "order", b"order", "prompt_tokens", b"prompt_tokens", "set", b"set"]) -> None: ...
 
 global___Acquire = Acquire
 
@@ -589,6 +616,10 @@ class AcquireReply(google.protobuf.message.Message):
     PROMOTED_BLOCKS_FIELD_NUMBER: builtins.int
     RESIDENT_BLOCKS_FIELD_NUMBER: builtins.int
     LOAD_US_FIELD_NUMBER: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
+    READY_US_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     """0 when no block is held"""
     blocks: builtins.int
@@ -603,6 +634,12 @@ class AcquireReply(google.protobuf.message.Message):
     """mapped_only: leading keys readable in any tier"""
     load_us: builtins.int
     """mapped_only: how long having all of those would take, were it asked for now"""
+    first: builtins.int
+    """in an order: the position of the first of these blocks among the keys"""
+    more: builtins.bool
+    """in an order: another answer follows; the last one holds no block"""
+    tiers: builtins.bytes
+    """in an order, first answer: the TierCode of each leading key that is resident"""
     @property
     def arena_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -613,6 +650,10 @@ class AcquireReply(google.protobuf.message.Message):
     def payload_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def ready_us(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """beside `tiers`: in about how long each will be readable, from now"""
+
     def __init__(
         self,
         *,
@@ -628,8 +669,12 @@ class AcquireReply(google.protobuf.message.Message):
         promoted_blocks: builtins.int = ...,
         resident_blocks: builtins.int = ...,
         load_us: builtins.int = ...,
+        first: builtins.int = ...,
+        more: builtins.bool = ...,
+        tiers: builtins.bytes = ...,
+        ready_us: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_ids", b"arena_ids", "blocks", b"blocks", "expires_in_ms", b"expires_in_ms", "generations", b"generations", "lease_id", b"lease_id", "load_us", b"load_us", "miss_reason", b"miss_reason", "offsets", b"offsets", "payload_bytes", b"payload_bytes", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "resident_blocks", b"resident_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_ids", b"arena_ids", "blocks", b"blocks", "expires_in_ms", b"expires_in_ms", "first", b"first", "generations", b"generations", "lease_id", b"lease_id", "load_us", b"load_us", "miss_reason", b"miss_reason", "more", b"more", "offsets", b"offsets", "payload_bytes", b"payload_bytes", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "ready_us", b"ready_us", "resident_blocks", b"resident_blocks", "tiers", b"tiers"]) -> None: ...
 
 global___AcquireReply = AcquireReply
 

@@ -1,0 +1,120 @@
+"""A prefix handed out as its blocks become readable: order, bytes, reasons, and that nothing stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore_client import Session
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.v1 import admin_pb2
+from tests.reference.running_daemon import (
+    RunningDaemon,
+    eventually,
+    model,
+    payloads_of,
+    running_daemon,
+    tokens_of,
+)
+
+MODEL = model()
+BLOCKS = 24
+TOKENS, PAYLOADS = tokens_of(1, BLOCKS), payloads_of(1, BLOCKS, MODEL)
+
+
+@pytest.fixture
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon("movement.in_flight=1") as running:
+        yield running
+
+
+@pytest.fixture
+def session(daemon: RunningDaemon) -> Iterator[Session]:
+    with daemon.connect(MODEL) as connected:
+        yield connected
+
+
+def leave_in_dram(daemon: RunningDaemon, session: Session, blocks: int) -> None:
+    """Store the prefix durably, with only its first blocks in DRAM."""
+    session.put(TOKENS, payloads=PAYLOADS, wait="settled", durability="always")
+    daemon.drop("host")
+    if blocks:
+        with session.get(TOKENS, max_blocks=blocks) as lease:
+            assert lease.blocks == blocks
+
+
+def leases(daemon: RunningDaemon) -> int:
+    return daemon.status().leases
+
+
+@pytest.mark.parametrize("order", ["front", "back"])
+@pytest.mark.parametrize("in_dram", [0, 5, BLOCKS])
+def test_every_block_comes_once_with_its_bytes(
+    daemon: RunningDaemon, session: Session, order: str, in_dram: int
+) -> None:
+    leave_in_dram(daemon, session, in_dram)
+    came: list[int] = []
+    with session.get_stream(TOKENS, order=order) as stream:  # type: ignore[arg-type]
+        for first, lease in stream:
+            for at in range(lease.blocks):
+                assert bytes(lease.payload(at)) == bytes(PAYLOADS[first + at])
+                came.append(first + at)
+            assert lease.valid
+        assert stream.tiers == ("host",) * in_dram + ("nvme",) * (BLOCKS - in_dram)
+        assert len(stream.ready_s) == BLOCKS and list(stream.ready_s) == sorted(stream.ready_s)
+        assert (stream.blocks, stream.reason) == (BLOCKS, "")
+    assert sorted(came) == list(range(BLOCKS))
+    assert came[:in_dram] == list(range(in_dram)), "what is in DRAM comes at once"
+    loaded = came[in_dram:]
+    if loaded and order == "back":
+        assert loaded[0] > loaded[-1], "one transfer at a time: the last block is read first"
+    elif loaded:
+        assert loaded == sorted(loaded)
+    assert eventually(lambda: leases(daemon) == 0)
+
+
+def test_a_stream_that_is_left_early_holds_nothing(daemon: RunningDaemon, session: Session) -> None:
+    leave_in_dram(daemon, session, 3)
+    with session.get_stream(TOKENS) as stream:
+        first, lease = next(iter(stream))
+        assert (first, lease.blocks) == (0, 3)
+    assert not lease.valid
+    assert eventually(lambda: leases(daemon) == 0)
+    assert eventually(lambda: daemon.ask("Drop", admin_pb2.DropRequest(all=True)).kept_blocks == 0), "nothing is pinned"
+
+
+def test_a_client_that_dies_in_the_middle_holds_nothing(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL) as session:
+        leave_in_dram(daemon, session, 3)
+        stream = session.get_stream(TOKENS)
+        next(iter(stream))
+    assert eventually(lambda: leases(daemon) == 0)
+    assert eventually(lambda: daemon.ask("Drop", admin_pb2.DropRequest(all=True)).kept_blocks == 0)
+    assert daemon.status().blocks == 0
+
+
+def test_a_miss_says_why(daemon: RunningDaemon, session: Session) -> None:
+    with session.get_stream(TOKENS) as stream:
+        assert list(stream) == []
+    assert stream.reason == "never_stored"
+    leave_in_dram(daemon, session, 0)
+    longer = tokens_of(1, BLOCKS + 4)
+    with session.get_stream(longer) as stream:
+        assert sum(lease.blocks for _, lease in stream) == BLOCKS
+    assert stream.reason == "never_stored"
+
+
+def test_an_unknown_order_is_refused(session: Session) -> None:
+    with pytest.raises(KVStoreError, match="order 'middle' is unknown; known: front, back"):
+        session.get_stream(TOKENS, order="middle")  # type: ignore[arg-type]
+
+
+def test_without_a_daemon_nothing_comes(daemon: RunningDaemon, session: Session) -> None:
+    leave_in_dram(daemon, session, 1)
+    daemon.kill9()
+    assert eventually(lambda: session.lookup(TOKENS).reason == "no_daemon")
+    with session.get_stream(TOKENS) as stream:
+        assert list(stream) == []
+    assert stream.reason == "no_daemon"
+    daemon.restart()
