@@ -62,6 +62,7 @@ from kvstored.lifetime.fresh_directories import FreshDirectories
 from kvstored.lifetime.instance import AlreadyRunning, InstanceLock, who_else_can_change
 from kvstored.lifetime.notify import notify
 from kvstored.lifetime.recovery import drop_blocks, recover_blocks
+from kvstored.lifetime.usage_file import UsageFile, restore_usage
 from kvstored.lifetime.warm import Adopted, FormerClients, KeeperError, open_warm
 from kvstored.lifetime.warm.ledger import LEDGER_BYTES
 from kvstored.process import end_without_order, raise_descriptor_limit, since_process_start_s
@@ -258,11 +259,12 @@ class Daemon:
         self._nvme = self._open_nvme(residency, forget=keyring.nvme_is_lost) if config.nvme.enabled else None
         keyring.settle()  # with what `TenantDirectory` claimed
         adopted = self._adopt(host, residency)
-        memory = [open_memory(section) for section in config.memory]
-        for tier in memory:
-            self._stack.callback(tier.close)
+        restore_usage(config.daemon.state_dir, residency, self._clock)
+        memory = [open_memory(section, self._stack) for section in config.memory]
         self._store = Store(config, self._clock, self._completions, residency, host, self._nvme, memory)
         self._former = self._restore_clients(adopted)
+        self._usage = UsageFile(config.daemon.state_dir, residency, self._clock, self._store.counters)
+        self._stack.push_async_callback(self._usage.save)
         self._stack.push_async_callback(self._store.endurance.close)
         follow_users(self._tenants, residency, self._with_tokens())
         self._make_services()
@@ -464,7 +466,7 @@ class Daemon:
         admin = await self._serve_grpc(paths["admin"])
         quarantine = Quarantine(
             store.nvme, store.residency, self._tenants, self.config.nvme.quarantine_slots,
-            store.writeback.sync if store.writeback is not None else _nothing_to_sync,
+            store.writeback.sync if store.writeback is not None else None,
         )  # fmt: skip
         reload = self.reload = self._make_reload()
         parts = self._parts()
@@ -540,6 +542,7 @@ class Daemon:
         tasks.append(asyncio.create_task(self._tenants.run(), name="names"))
         if self._warm is not None:
             tasks.append(asyncio.create_task(self._warm.run(), name="warm restart"))
+        tasks.append(asyncio.create_task(self._usage.run(), name="usage"))
         if self.config.host.prefault:
             wanted = lambda: self._state() != State.STOPPING.value  # noqa: E731
             tasks.append(asyncio.create_task(self._maintenance.prefault(wanted), name="prefault"))
@@ -580,10 +583,6 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 def _report_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("%s ended", task.get_name(), exc_info=task.exception())
-
-
-async def _nothing_to_sync() -> bool:
-    return True
 
 
 def _make_state_dir(path: Path) -> None:

@@ -13,7 +13,7 @@ from kvstore_tiers.base import Completion, Outcome, OutcomeKind
 from kvstore_tiers.memory import MemoryTier
 from kvstored.completions import CompletionQueue
 from kvstored.store.transfer import group_commit
-from kvstored.store.transfer.group_commit import GroupCommit
+from kvstored.store.transfer.group_commit import BatchLimits, GroupCommit
 from kvstored.telemetry import Counters
 
 DONE, FAILED = Outcome(OutcomeKind.DONE), Outcome(OutcomeKind.FAILED, message="refused")
@@ -37,7 +37,7 @@ class Scene:
         self.counters = Counters()
         self.commit = GroupCommit(
             nvme, residency, CompletionQueue(asyncio.get_running_loop()), self.counters, gate,
-            lambda: self.is_writing, lambda: self.is_writing, delay_ms=1, batch_blocks=100,
+            lambda: self.is_writing, lambda: self.is_writing, BatchLimits(1, 100),
         )  # fmt: skip
 
     def _sync(self, done: Completion) -> None:

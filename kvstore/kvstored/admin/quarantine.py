@@ -17,7 +17,7 @@ from kvstored.store.blocks import Residency
 
 
 class Quarantine:
-    """`nvme` None: a daemon without NVMe has no quarantine. `sync` makes final what was released."""
+    """`nvme` None: a daemon without NVMe has no quarantine, nor a `sync`, which makes final what was released."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Quarantine:
         residency: Residency,
         tenants: TenantDirectory,
         limit: int,
-        sync: Callable[[], Awaitable[bool]],
+        sync: Callable[[], Awaitable[bool]] | None,
     ) -> None:
         self._nvme = nvme
         self._residency = residency
@@ -65,7 +65,7 @@ class Quarantine:
         for slot in slots:
             assert self._nvme is not None
             self._nvme.free(slot)
-        if slots:
+        if slots and self._sync is not None:
             await self._sync()
         return pb.ReleaseQuarantineReply(released=len(slots), released_bytes=sum(slot.nbytes for slot in slots))
 

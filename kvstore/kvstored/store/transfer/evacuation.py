@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
 MAX_SUSPECTS = 4096
 ROUNDS, ROUND_S = 10, 0.005  # of moving what was read or written in the round before
+STUCK_S = 0.2
 MAX_INSISTED = 2
 MAX_CONTAINERS = 16  # looked at for one allocation
 TURN_WAIT_S = 1.0  # for the evacuation of another: a medium that hangs must not hang every put
@@ -93,6 +94,7 @@ class Evacuation:
         self._converting: asyncio.Task[Slot | None] | None = None  # it takes the turn when it begins
         self._running: set[asyncio.Future[Any]] = set()
         self._suspects: set[int] = set()  # tokens of blocks that could not be read when they were to move
+        self._failed: dict[tuple[int, str], float] = {}  # when it was insisted on such a slot in vain; few kinds
         self.aside: set[int] = set()  # the container that is being emptied: its blocks are not to be evicted for others
 
     async def convert(
@@ -108,6 +110,8 @@ class Evacuation:
         """A slot of `nbytes` of `owner`, in a container that is emptied for it, if possible of the kind of `container`,
         without evicting rows that are `spared`. None: no container can be emptied now. `insists`: there is nothing else
         to evict, so wait a little for blocks that are being read or written."""
+        if insists and self._has_just_failed(nbytes, owner):
+            return None
         if self.is_under_way:
             return AGAIN if await self.wait() else BUSY
         task = self._converting = self._start(self._convert(container, nbytes, owner, allowance, spared, insists))
@@ -180,7 +184,13 @@ class Evacuation:
                     slot = self._tier.allocate(nbytes, owner)
                     if slot is not None:
                         return slot
+            if insists:
+                self._failed[nbytes, owner] = asyncio.get_running_loop().time()
             return None
+
+    def _has_just_failed(self, nbytes: int, owner: str) -> bool:
+        """Whether a caller has insisted in vain a moment ago: many that wait for room must not each try in turn."""
+        return asyncio.get_running_loop().time() - self._failed.get((nbytes, owner), -STUCK_S) < STUCK_S
 
     async def _vacate(self, container: int) -> bool:
         async with self._turn:

@@ -81,7 +81,7 @@ class Room:
         copies, owner = self._residency.copies[self._position], self._owner(tenant)
         allowance = Allowance(nbytes, self._tier.info.container_bytes or UNLIMITED)
         passed = PassedOver(copies, self._not_for(parent))
-        patience = PATIENCE
+        patience = turns = PATIENCE
         for attempt in range(MAX_ATTEMPTS):
             slot = self.allocate_now(nbytes, tenant)
             if slot is not None:
@@ -94,7 +94,11 @@ class Room:
                 if passed.containers and patience:  # copies in flight end soon, and their containers may be emptied
                     patience -= 1
                     await asyncio.sleep(PATIENCE_S)
-                elif not await self._progress():
+                elif turns and self._evacuation.is_under_way:
+                    turns -= 1  # else callers that all wait in vain would keep each other waiting
+                    if not await self._evacuation.wait():
+                        return None
+                elif not await self._eviction.demoter.progress():
                     return None
                 # A block may leave now, or its container be emptied.
                 passed = PassedOver(copies, self._not_for(parent))
@@ -130,12 +134,6 @@ class Room:
         row = self._victims.next(passed.shortest, confined)
         passed.containers -= aside
         return -1 if passed.is_exhausted else row
-
-    async def _progress(self) -> bool:
-        """Wait for what may make room soon: a write behind, or the emptying of a container. False: there is nothing."""
-        if self._evacuation.is_under_way:
-            return await self._evacuation.wait()
-        return await self._eviction.demoter.progress()
 
     async def settle(self, timeout_s: float) -> None:
         """Wait for what is under way, before the tier is closed."""
