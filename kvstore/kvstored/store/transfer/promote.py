@@ -152,20 +152,24 @@ class Promoter:
         load_us = 0  # of the rows so far
         estimates = []
         for row in rows:
-            source = -1 if row < 0 else self._residency.fastest(row)
-            link = self._links.get(source)
-            if source < 0:
+            if row < 0:
                 estimates.append(0)
-            elif mask[row] >> MAPPED & 1 or link is None:
+                continue
+            if mask[row] >> MAPPED & 1:
                 estimates.append(MAPPED_US)
-            else:
-                nbytes = ahead_bytes.get(source, 0) + self._residency.slot(row, source).nbytes
-                ahead_bytes[source] = nbytes
-                if source not in ahead_us:  # the first block that has to be read waits for what hangs
-                    ahead_us[source] = _stall_us(link)
-                until_us = round(link.lane.estimate_us(nbytes)) + ahead_us[source]
-                estimates.append(max(0, until_us - load_us))
-                load_us = max(load_us, until_us)
+                continue
+            source = self._residency.fastest(row)
+            link = self._links.get(source)
+            if link is None:  # it is being filled: it will be mapped
+                estimates.append(MAPPED_US)
+                continue
+            nbytes = ahead_bytes.get(source, 0) + self._residency.slot(row, source).nbytes
+            ahead_bytes[source] = nbytes
+            if source not in ahead_us:  # the first block that has to be read waits for what hangs
+                ahead_us[source] = _stall_us(link)
+            until_us = round(link.lane.estimate_us(nbytes)) + ahead_us[source]
+            estimates.append(max(0, until_us - load_us))
+            load_us = max(load_us, until_us)
         return estimates
 
     def _link_of(self, row: int) -> Link | None:
