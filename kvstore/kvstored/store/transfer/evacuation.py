@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
 MAX_SUSPECTS = 4096
 ROUNDS, ROUND_S = 10, 0.005  # of moving what was read or written in the round before
-STUCK_S = 0.2
+STUCK_S = 0.1  # after a caller insisted in vain
 MAX_INSISTED = 2
 MAX_CONTAINERS = 16  # looked at for one allocation
 TURN_WAIT_S = 1.0  # for the evacuation of another: a medium that hangs must not hang every put
@@ -110,7 +110,8 @@ class Evacuation:
         """A slot of `nbytes` of `owner`, in a container that is emptied for it, if possible of the kind of `container`,
         without evicting rows that are `spared`. None: no container can be emptied now. `insists`: there is nothing else
         to evict, so wait a little for blocks that are being read or written."""
-        if insists and self._has_just_failed(nbytes, owner):
+        if insists and (pause_s := self._pause_s(nbytes, owner)) > 0:
+            await asyncio.sleep(pause_s)
             return None
         if self.is_under_way:
             return AGAIN if await self.wait() else BUSY
@@ -188,9 +189,10 @@ class Evacuation:
                 self._failed[nbytes, owner] = asyncio.get_running_loop().time()
             return None
 
-    def _has_just_failed(self, nbytes: int, owner: str) -> bool:
-        """Whether a caller has insisted in vain a moment ago: many that wait for room must not each try in turn."""
-        return asyncio.get_running_loop().time() - self._failed.get((nbytes, owner), -STUCK_S) < STUCK_S
+    def _pause_s(self, nbytes: int, owner: str) -> float:
+        """How long to wait because a caller has insisted in vain a moment ago: many wait together, not in turn."""
+        failed_s = self._failed.get((nbytes, owner))
+        return 0.0 if failed_s is None else failed_s + STUCK_S - asyncio.get_running_loop().time()
 
     async def _vacate(self, container: int) -> bool:
         async with self._turn:
