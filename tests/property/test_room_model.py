@@ -26,7 +26,7 @@ KIB = 1024
 CONTAINER_BYTES = 1024 * KIB
 SIZES = (4 * KIB, 15 * KIB, 60 * KIB, 250 * KIB, 400 * KIB)
 SMALL = ("host.capacity=6MiB", "host.arena=1MiB", "nvme.capacity=8MiB", "nvme.slab=1MiB")
-WITH_MEMORY = (*SMALL, "tier.far.capacity=4MiB", "tier.far.arena=1MiB")
+WITH_MEMORY = (*SMALL, "tier.far.capacity=4MiB", "tier.far.arena=1MiB", "nvme.capacity=64MiB")
 TIERS = [
     pytest.param(HOST, SMALL, id="host"),
     pytest.param(NVME, SMALL, id="nvme"),

@@ -63,13 +63,20 @@ class Room:
         """Blocks `keys`, which continue row `parent`, are about to ask for room."""
         self._victims.announce(tenant, parent, keys)
 
-    async def allocate(self, nbytes: int, tenant: int) -> Slot | None:
-        """A slot, evicting for it what the policy names; None when nothing (more) may go."""
-        slot = await self.allocate_for(None, nbytes, tenant)
+    async def allocate(self, nbytes: int, tenant: int, *, is_patient: bool = True) -> Slot | None:
+        """A slot, evicting for it what the policy names; None when nothing (more) may go. `is_patient`: wait a little
+        for copies in flight and for others that make room."""
+        slot = await self.allocate_for(None, nbytes, tenant, is_patient=is_patient)
         return None if slot is BYPASSED else slot
 
     async def allocate_for(
-        self, newcomer: tuple[bytes, int] | None, nbytes: int, tenant: int, *, parent: int = -1
+        self,
+        newcomer: tuple[bytes, int] | None,
+        nbytes: int,
+        tenant: int,
+        *,
+        parent: int = -1,
+        is_patient: bool = True,
     ) -> Slot | Bypass | None:
         """As `allocate`, for the block of this key and depth: BYPASSED when the policy would rather keep its victim.
 
@@ -81,7 +88,7 @@ class Room:
         copies, owner = self._residency.copies[self._position], self._owner(tenant)
         allowance = Allowance(nbytes, self._tier.info.container_bytes or UNLIMITED)
         passed = PassedOver(copies, self._not_for(parent))
-        patience = turns = PATIENCE
+        patience = turns = PATIENCE if is_patient else 0
         for attempt in range(MAX_ATTEMPTS):
             slot = self.allocate_now(nbytes, tenant)
             if slot is not None:
@@ -98,7 +105,7 @@ class Room:
                     turns -= 1  # else callers that all wait in vain would keep each other waiting
                     if not await self._evacuation.wait():
                         return None
-                elif not await self._eviction.demoter.progress():
+                elif not is_patient or not await self._eviction.demoter.progress():
                     return None
                 # A block may leave now, or its container be emptied.
                 passed = PassedOver(copies, self._not_for(parent))
@@ -114,7 +121,7 @@ class Room:
             else:
                 container = copies.container[row]
                 found = await self._evacuation.convert(
-                    container, nbytes, owner, allowance, passed.rows, insists=patience < PATIENCE
+                    container, nbytes, owner, allowance, passed.rows, insists=is_patient and patience < PATIENCE
                 )
                 if isinstance(found, Slot):
                     return found
