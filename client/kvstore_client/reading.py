@@ -127,24 +127,7 @@ class Reader:
             reason = REASON_LATE
         elif not reason and len(blocks) == len(keys) < len(chain):
             reason = REASON_LIMIT
-        if not blocks:
-            if reply.lease_id:
-                connection.release(reply.lease_id)
-            return Lease(reason=reason, resident_blocks=reply.resident_blocks, estimated_load_s=reply.load_us / 1e6)
-        connection.hold(reply.lease_id)
-        return Lease(
-            blocks,
-            lease_id=reply.lease_id,
-            anchor=self._anchor(connection, reply.lease_id, group.group_id),
-            expires_in_s=reply.expires_in_ms / 1000 - (self._clock() - started),
-            block_tokens=self._fingerprint.block_tokens,
-            layer_count=len(group.layers),
-            reason=reason,
-            promoted_bytes=reply.promoted_bytes,
-            resident_blocks=max(reply.resident_blocks, len(blocks)),
-            estimated_load_s=reply.load_us / 1e6,
-            clock=self._clock,
-        )
+        return self._lease(connection, reply, blocks, group, reason, self._clock() - started)
 
     def stream(
         self, connection: Connection, chain: Chain, group: LayerGroup, deadline_s: float, order: Order, *, verify: bool
@@ -160,24 +143,40 @@ class Reader:
         def lease_of(reply: wire.AcquireReply, timeout_s: float) -> Lease:
             part = chain.part(reply.first, reply.blocks)
             blocks, stopped = self._blocks(connection, reply, part, group, timeout_s, verify=verify)
-            if not blocks:
-                connection.release(reply.lease_id)
-                return Lease(reason=stopped)
-            connection.hold(reply.lease_id)
-            return Lease(
-                blocks,
-                lease_id=reply.lease_id,
-                anchor=self._anchor(connection, reply.lease_id, group.group_id),
-                expires_in_s=reply.expires_in_ms / 1000,
-                block_tokens=self._fingerprint.block_tokens,
-                layer_count=len(group.layers),
-                reason=stopped,
-                promoted_bytes=reply.promoted_bytes,
-                clock=self._clock,
-            )
+            return self._lease(connection, reply, blocks, group, stopped)
 
         answers = self._asker.ask_many(connection, wire.Request(acquire=acquire), deadline_s)
         return LeaseStream(answers, lease_of, deadline_s, clock=self._clock)
+
+    def _lease(
+        self,
+        connection: Connection,
+        reply: wire.AcquireReply,
+        blocks: list[LeasedBlock],
+        group: LayerGroup,
+        reason: str,
+        age_s: float = 0.0,
+    ) -> Lease:
+        """A lease, `age_s` old, on the usable `blocks` of an answer; without any, what was granted goes back."""
+        load_s = reply.load_us / 1e6
+        if not blocks:
+            if reply.lease_id:
+                connection.release(reply.lease_id)
+            return Lease(reason=reason, resident_blocks=reply.resident_blocks, estimated_load_s=load_s)
+        connection.hold(reply.lease_id)
+        return Lease(
+            blocks,
+            lease_id=reply.lease_id,
+            anchor=self._anchor(connection, reply.lease_id, group.group_id),
+            expires_in_s=reply.expires_in_ms / 1000 - age_s,
+            block_tokens=self._fingerprint.block_tokens,
+            layer_count=len(group.layers),
+            reason=reason,
+            promoted_bytes=reply.promoted_bytes,
+            resident_blocks=max(reply.resident_blocks, len(blocks)),
+            estimated_load_s=load_s,
+            clock=self._clock,
+        )
 
     def _blocks(
         self,

@@ -8,13 +8,15 @@ hits, no block, so it is not synced. Never in the way of an answer: columns are 
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
-import os
+import threading
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
+from kvstored.clients.tenants.private_file import write_private
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.usage import DTYPE, Usage, apply, collect
@@ -52,7 +54,8 @@ class UsageFile:
     def __init__(self, state_dir: Path, residency: Residency, clock: Clock, counters: Counters) -> None:
         self._path = state_dir / FILE
         self._residency = residency
-        self._tiers = sorted({MAPPED, max(MAPPED, residency.durable)})
+        self._tiers = [MAPPED, *([residency.durable] if residency.durable >= 0 else [])]
+        self._writing = threading.Lock()  # a stop saves while the last thread of `run` may still write
         self._clock = clock
         self._counters = counters
         self._saved_at = -1  # of the requests counted
@@ -90,8 +93,7 @@ class UsageFile:
 
     def _write(self, tables: dict[str, list[Usage]]) -> None:
         joined = {name: np.concatenate(parts) if parts else np.empty(0, DTYPE) for name, parts in tables.items()}
-        fresh = self._path.with_suffix(".new")
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            np.savez(file, **joined)  # type: ignore[arg-type]
-        fresh.rename(self._path)
+        content = io.BytesIO()
+        np.savez(content, **joined)  # type: ignore[arg-type]
+        with self._writing:
+            write_private(self._path, content.getbuffer(), durable=False)

@@ -158,12 +158,8 @@ class NodeStore:
 
     def end_get(self, visit: Visit) -> None:
         """The engine has its copy: everything that was held may leave."""
-        residency = self.store.residency
         self.store.leases.release_session(visit.number)
-        for token in visit.pinned:
-            row = residency.current(token)
-            if row >= 0:
-                residency.unpin(row)
+        self.store.residency.unpin_run(visit.pinned)
         visit.pinned = []
 
     def patience_s(self, visit: Visit) -> float:

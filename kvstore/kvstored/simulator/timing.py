@@ -73,7 +73,7 @@ class TimingStudy:
     def run(self, progress: Progress) -> Iterator[Timed]:
         """Results as they are ready: the engine alone, the baselines (with one tier they are one), then what is
         compared with them."""
-        runs = [(plan, PLAIN_POLICY, "always") for plan in (ENGINE_ALONE, *BASELINES[: min(2, len(self.tiers))])]
+        runs = [(plan, PLAIN_POLICY, "always") for plan in (ENGINE_ALONE, *BASELINES[: len(self.tiers)])]
         runs += [(ORCHESTRATED, policy, admission) for policy in self.policies for admission in self.admissions]
         runs += [(ABLATIONS[part], self.policies[0], self.admissions[0]) for part in self.without]
         for plan, policy, admission in runs:

@@ -6,7 +6,7 @@ tiers, a clock and a completion queue gets the very movement and the very decisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvstore_tiers.base import Slot, Tier
@@ -84,7 +84,7 @@ class Store:
             self.counters,
         )  # fmt: skip
         self.leases = LeaseTable(
-            self._unpin, host.free, host.retire, limbo_limit_bytes=config.limits.limbo_per_tenant_bytes
+            residency.unpin_run, host.free, host.retire, limbo_limit_bytes=config.limits.limbo_per_tenant_bytes
         )
         self.exits: list[SlotExit] = [self.leases, *map(UnmappedExit, self.tiers[1:])]
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
@@ -228,9 +228,3 @@ class Store:
         if self.writeback is not None:
             self.writeback.cancel_queued()
         self.promoter.fail_waiters()
-
-    def _unpin(self, tokens: Iterable[int]) -> None:
-        """What a lease pinned and is still there; a block that was found damaged took its pins along."""
-        for row in map(self.residency.current, tokens):
-            if row >= 0:
-                self.residency.unpin(row)

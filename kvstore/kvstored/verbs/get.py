@@ -114,10 +114,7 @@ class Get:
             if not session.closed:
                 held = self._mapped_run(tokens[:intact])
         finally:
-            for token in tokens[held:]:
-                row = residency.current(token)
-                if row >= 0:
-                    residency.unpin(row)
+            residency.unpin_run(tokens[held:])
         leased = set(rows[:held])
         promoted = {row: source for row, source in sources.items() if row in leased}
         reply = self._grant(session, request, rows[:held], promoted)
@@ -167,10 +164,7 @@ class Get:
                     break
                 ready = sorted(loading.pop(promotion) for promotion in done)
         finally:
-            for position in pinned:
-                row = residency.current(tokens[position])
-                if row >= 0:
-                    residency.unpin(row)
+            residency.unpin_run(tokens[position] for position in pinned)
         last = pb.AcquireReply()
         last.MergeFrom(expected)
         found = next((at for at in range(len(rows)) if at not in leased), len(rows))

@@ -281,6 +281,12 @@ class Residency(Removal):
         for row in rows:
             pins[row] = pins.get(row, 0) + 1
 
+    def unpin_run(self, tokens: Iterable[int]) -> None:
+        """`unpin` for each block that is still there: one that was found damaged took its pins along."""
+        for row in map(self.current, tokens):
+            if row >= 0:
+                self.unpin(row)
+
     def unpin(self, row: int) -> None:
         """One reason less. Raises RuntimeError when the block is not pinned."""
         left = self.pins.get(row, 0) - 1

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstored.store.blocks.index import Residency
 
 STEP_ROWS = 1 << 16  # collected between two pauses: about 1 ms
 DTYPE = np.dtype([("place", "<u8"), ("generation", "<u8"), ("last_use_ns", "<u8"), ("accesses", "<u2")])
-_UNIT_BYTES = 4096  # offsets are multiples of it
 Usage = npt.NDArray[np.void]
 
 
@@ -66,6 +66,6 @@ def apply(residency: Residency, tier: int, usage: Usage, now_ns: int, wall_ns: i
 def _places(residency: Residency, tier: int, here: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     copies = residency.copies[tier]
     containers = np.frombuffer(copies.container, np.uint32)[here].astype(np.uint64)
-    units = np.frombuffer(copies.offset, np.uint64)[here] // np.uint64(_UNIT_BYTES)
+    units = np.frombuffer(copies.offset, np.uint64)[here] // np.uint64(ALIGNMENT_BYTES)
     places: npt.NDArray[np.uint64] = containers << np.uint64(32) | units
     return places

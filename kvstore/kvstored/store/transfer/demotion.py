@@ -31,32 +31,32 @@ class Demotion:
         self._beyond = beyond
         self._damage = damage
         self._flow = flows.tiers[link.source]
-        self._under_way: dict[int, asyncio.Future[bool]] = {}  # by token
+        self._under_way: dict[int, asyncio.Task[bool]] = {}  # by token
 
     def wants(self, row: int) -> bool:
         """Whether a copy that leaves should be kept below: always, unless it is there."""
         return not self._residency.state(row, self._link.destination)
 
     async def write_back(self, row: int) -> bool:
-        """Resolves to whether the block has a copy below."""
+        """Resolves to whether the block has a copy below. The demotion goes on if its caller does not wait for it."""
         token = self._residency.token(row)
-        known = self._under_way.get(token)
-        if known is None:
-            known = self._under_way[token] = asyncio.get_running_loop().create_future()
+        demotion = self._under_way.get(token)
+        if demotion is None:
             self._residency.pin(row)
-            moved = False
-            try:
-                moved = await self._move(token)
-            finally:
-                del self._under_way[token]
-                row = self._residency.current(token)
-                if row >= 0:
-                    self._residency.unpin(row)
-                known.set_result(moved)
-            if moved or row < 0:
-                return moved
-            return self._beyond.wants(row) and await self._beyond.write_back(row)
-        return await asyncio.shield(known)
+            demotion = self._under_way[token] = asyncio.create_task(self._demote(token))
+        return await asyncio.shield(demotion)
+
+    async def _demote(self, token: int) -> bool:
+        moved = False
+        try:
+            moved = await self._move(token)
+        finally:
+            del self._under_way[token]
+            self._residency.unpin_run([token])
+        row = self._residency.current(token)
+        if moved or row < 0:
+            return moved
+        return self._beyond.wants(row) and await self._beyond.write_back(row)
 
     async def progress(self) -> bool:
         """Wait until a demotion under way has ended; False when there is none here nor beyond."""
