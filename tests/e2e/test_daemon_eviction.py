@@ -152,7 +152,7 @@ def test_one_block_of_another_size_takes_one_arena_and_one_slab(guest: str) -> N
         before, small = daemon.tiers(), model("guest", kib_a_block=8)
         daemon.socket_dir.parent.chmod(0o711)
         uid = 0 if guest == "another model" else SOMEONE_ELSE
-        with Watcher(daemon), connected_as(daemon, uid, small) as session:
+        with connected_as(daemon, uid, small) as session, Watcher(daemon):  # as that user it could not watch
             payloads = payloads_of(900, 1, small)
             receipt = session.put(tokens_of(900, 1), payloads=payloads, durability="always", wait="settled")
             assert receipt.durability == ["durable"], receipt
