@@ -74,6 +74,10 @@ from kvstored.rpc.requests import Answering
 from kvstored.rpc.serving import bind_grpc, private_umask
 from kvstored.rpc.session_stream import SessionService
 from kvstored.rpc.unary_doors import UnaryDoors
+from kvstored.rpc.verbs import Verbs
+from kvstored.rpc.verbs.assembly import make_verbs
+from kvstored.rpc.verbs.delete import Deleting
+from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.sockets import (
     SocketError,
     clear_stale,
@@ -86,12 +90,12 @@ from kvstored.store.assembly import Store, make_residency
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded.memory import MemoryWatch
 from kvstored.store.memory_tiers import open_memory, place_of
+from kvstored.store.operations import Operations
+from kvstored.store.operations.put import Put
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.pressure import HostSizer
 from kvstored.store.transfer.resize import SlabsBack, TierResize
 from kvstored.telemetry import DeletionLog, Latencies, RecentMisses
-from kvstored.verbs import Delete, Get, Hints, Intake, Lending, LookUp, Storing, Verbs
-from kvstored.verbs.inline import InlineCalls
 
 if TYPE_CHECKING:
     from kvstore_tiers.nvme.tier import NvmeTier
@@ -233,9 +237,9 @@ class Daemon:
         if not self._has_served:
             self._fresh.remove()
 
-    async def _settle(self, intake: Intake) -> None:
+    async def _settle(self, put: Put) -> None:
         """Nobody asks any more: end what is under way, write what waits, leave no transfer in flight."""
-        await intake.finish()
+        await put.finish()
         if self._store.writeback is not None:
             left = await self._store.writeback.flush(STOP_GRACE_S)
             if left:
@@ -362,34 +366,17 @@ class Daemon:
 
     def _make_services(self) -> None:
         config, clock, store = self.config, self._clock, self._store
-        limits, movement, residency = config.limits, config.movement, store.residency
-        intake = Intake(
-            residency, store.host, store.rooms[MAPPED], store.writeback, self._completions, clock, store.counters
-        )  # fmt: skip
-        intake.may_come_again = store.promoter.may_come_again
-        storing = Storing(intake, residency, store.writeback, store.counters, default_mode=config.durability.mode)
-        lending = Lending(
-            storing, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes,
-            inflight_limit=limits.inflight_per_client,
-        )  # fmt: skip
+        limits, residency = config.limits, store.residency
         self._misses = RecentMisses(limits.misses_per_tenant, clock)
-        get = Get(
-            residency, store.leases, store.promoter, clock, store.counters, store.flows, self._misses,
-            store.dram_check, max_keys=limits.max_keys, leases_per_client=limits.leases_per_client,
-            lease_ttl_ms=limits.lease_ttl_ms, wait_ms=movement.acquire_wait_ms, policies=store.policies,
-        )  # fmt: skip
-        hints = Hints(
-            residency, store.leases, store.promoter, clock, max_keys=limits.max_keys,
-            lease_ttl_ms=limits.lease_ttl_ms, prefetch_budget_bytes=movement.prefetch_budget_bytes,
-            policies=store.policies,
-        )  # fmt: skip
-        self._stack.push_async_callback(self._settle, intake)
-        look_up = LookUp(residency, store.promoter, store.counters, store.flows, self._misses, limits.max_keys)
         deletions = DeletionLog(clock)
         self._stack.callback(deletions.close)
-        self._delete = Delete(residency, store.writeback, store.retire, clock, deletions, max_keys=limits.max_keys)
+        operations = Operations(store, deletions)
+        self._stack.push_async_callback(self._settle, operations.put)
         self._make_views()
-        self._verbs = self._recorded(Verbs(look_up, storing, lending, get, hints, self._delete, self._explain.own))
+        self._deleting = Deleting(operations.delete, max_keys=limits.max_keys)
+        self._verbs = self._recorded(
+            make_verbs(config, operations, residency, self._misses, self._deleting, self._explain.own)
+        )
         self._integrity = Integrity(store, self._is_idle)
         self._latencies = Latencies()
         self._answering = Answering(self._verbs, limits.inflight_per_client, self._latencies, clock)
@@ -436,8 +423,8 @@ class Daemon:
         """`verbs`, with a recorder listening where the configuration asks for one."""
         if self.config.daemon.record is None:
             return verbs
+        from kvstored.rpc.verbs.recorded import RecordedVerbs
         from kvstored.telemetry.recorder import Recorder
-        from kvstored.verbs.recorded import RecordedVerbs
 
         recorder = Recorder(self.config.daemon.record, self._clock.monotonic_ns())
         self._stack.callback(recorder.close)
@@ -514,7 +501,7 @@ class Daemon:
         lifetime, config, store = self.lifetime, self.config, self._store
         assert lifetime is not None
         calls = InlineCalls(
-            self._verbs, self._delete, store.residency, store.host, self._completions, store.counters,
+            self._verbs, self._deleting, store.residency, store.host, self._completions, store.counters,
             message_bytes=config.unary.message_bytes, max_block_bytes=config.limits.max_block_bytes,
         )  # fmt: skip
         limit = unary.CallLimit(config.unary.calls)

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
-from kvstore_proto.v1 import kvstore_pb2 as pb
-
 
 class CopyState(IntEnum):
     ABSENT = 0
@@ -73,8 +71,3 @@ class Cause(IntEnum):
 # Causes that obey leaf-first and leases: the daemon chose the block, so it must choose one that leaves no
 # hole.
 BY_CHOICE = frozenset({Cause.EVICTED, Cause.EXPIRED, Cause.QUOTA})
-
-
-def miss_reason(cause: Cause) -> pb.MissReason.ValueType:
-    """The wire's name of a cause."""
-    return pb.MissReason.ValueType(cause)

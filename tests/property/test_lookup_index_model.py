@@ -8,8 +8,8 @@ from hypothesis.stateful import invariant
 
 from kvstore_client.lookup_index import usable_blocks
 from kvstore_proto.lookup_index import ABSENT, BUCKET_BYTES, HEADER_BYTES, SLOTS_A_BUCKET, UNKNOWN
+from kvstore_proto.matching import restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.verbs.lookup import usable_blocks as usable_blocks_of_the_daemon
 from tests.property.test_residency_model import BLOCKS, TIERS, ResidencyAgainstModel
 from tests.reference.blocks import key
 from tests.reference.examples import examples
@@ -125,4 +125,4 @@ TestIndexFollowsResidency = IndexFollowsResidency.TestCase
 def test_client_and_daemon_reckon_alike(present: list[bool], kind: tuple[str, int], window: int) -> None:
     rows = [0 if is_present else -1 for is_present in present]
     match = kind[1] or pb.MATCH_PREFIX
-    assert usable_blocks(present, kind[0], window) == usable_blocks_of_the_daemon(rows, match, window)
+    assert usable_blocks(present, kind[0], window) == restorable_blocks([row >= 0 for row in rows], match, window)

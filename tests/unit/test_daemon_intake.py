@@ -18,9 +18,12 @@ from kvstored.clients.sessions import Session
 from kvstored.clients.staging import Staging
 from kvstored.clients.tenants import Peer, Tenant
 from kvstored.config.schema import TenantSection
+from kvstored.rpc.verbs.lending import Lending
+from kvstored.rpc.verbs.storing import Storing
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.check import check
-from kvstored.verbs import Intake, Lending, Storing, intake
+from kvstored.store.operations import Operations, intake
+from kvstored.telemetry import DeletionLog
 from tests.reference.small_store import SmallStore, small_store
 from tests.reference.tiers import HOST
 
@@ -37,12 +40,9 @@ class Store:
 
     def __init__(self, small: SmallStore) -> None:
         self.small = small
-        store, clock = small.store, small.clock
-        intake = Intake(
-            small.residency, store.host, store.rooms[HOST], store.writeback, small.completions, clock, store.counters
-        )
-        self.finish = intake.finish
-        self.storing = Storing(intake, small.residency, store.writeback, store.counters, default_mode="none")
+        self.puts = Operations(small.store, DeletionLog(small.clock)).put
+        self.finish = self.puts.finish
+        self.storing = Storing(self.puts, default_mode="none")
         self.lending = Lending(self.storing, max_keys=64, max_block_bytes=1 << 20, inflight_limit=INFLIGHT_LIMIT)
         self.session = self.client()
 
@@ -50,8 +50,10 @@ class Store:
         tenant = Tenant("t", bytes(16), b"", TenantSection("t"))
         fingerprint = SIZES_LEFT_OPEN
         return Session(
-            1, bytes(16), Peer(1, 1, 1), "client", tenant, self.small.residency.tenant("tenant"), fingerprint,
-            fingerprint.digest(), 1, {}, Staging(1 << 20, "test"), lambda _: None,
+            session_id=1, token=bytes(16), peer=Peer(1, 1, 1), client_name="client", tenant=tenant,
+            tenant_id=self.small.residency.tenant("tenant"), fingerprint=fingerprint,
+            fingerprint_digest=fingerprint.digest(), fingerprint_id=1, roots={}, staging=Staging(1 << 20, "test"),
+            give_back_staging=lambda _: None,
         )  # fmt: skip
 
     async def store(self, keys: Sequence[bytes]) -> list[int]:
@@ -70,7 +72,7 @@ class Store:
 
     def assert_nothing_left(self, blocks: int = 0) -> None:
         session, host = self.session, self.small.store.host
-        assert not self.storing.being_written and not session.copying
+        assert not self.puts.being_written and not session.copying
         assert (session.beginning, session.turn.locked(), self.small.completions.outstanding) == (0, False, 0)
         assert host.statistics().blocks == blocks
         assert not self.small.residency.tenants[session.tenant_id].unreadable

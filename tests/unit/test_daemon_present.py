@@ -15,9 +15,9 @@ from kvstore_tiers.failures import ERRORS_IN_A_ROW
 from kvstore_tiers.wrap.faulty import Fault, gone
 from kvstored.store.degraded import Mode
 from kvstored.store.endurance import Verdict
+from kvstored.store.operations.present import Present
 from kvstored.store.transfer import group_commit
 from kvstored.store.transfer.refusals import Refusal
-from kvstored.verbs.present import Present
 from tests.reference.small_store import FAR_S, small_store
 from tests.reference.tiers import HOST, NVME
 from tests.unit.test_daemon_intake import BLOCKS, KEYS, PAYLOAD_BYTES, SLOT, Store

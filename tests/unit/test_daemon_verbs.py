@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.matching import restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import SessionTable
-from kvstored.verbs.lookup import usable_blocks
-from kvstored.verbs.validate import keys_of, known_group, payload_size
+from kvstored.rpc.verbs.validate import keys_of, known_group, payload_size
 
 ROWS = st.lists(st.sampled_from([-1, 3]), max_size=12)
 
@@ -33,7 +33,7 @@ def restorable(rows: Sequence[int], match: int, window: int, blocks: int) -> boo
 @given(ROWS, st.sampled_from([pb.MATCH_PREFIX, pb.MATCH_WINDOW, pb.MATCH_EXACT, 9]), st.integers(0, 5))
 def test_usable_blocks_is_the_longest_restorable_prefix(rows: list[int], match: int, window: int) -> None:
     longest = max((n for n in range(1, len(rows) + 1) if restorable(rows, match, window, n)), default=0)
-    assert usable_blocks(rows, match, window) == longest
+    assert restorable_blocks([row >= 0 for row in rows], match, window) == longest
     if longest < len(rows):
         assert rows[longest] < 0, "the key after the usable ones is the one whose absence is explained"
 

@@ -16,12 +16,13 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
+from kvstored.rpc.verbs.hints import Hinting
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
+from kvstored.store.operations.get import MISSING_MAX, Get, GetLimits, Wanted
+from kvstored.store.operations.hints import DUE_MAX_MS, Hints
 from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.verbs.get import MISSING_MAX, Get
-from kvstored.verbs.hints import DUE_MAX_MS, Hints
 from tests.reference.blocks import Shelf, key
 from tests.unit.test_policies_chain_hazard import in_force
 
@@ -108,8 +109,8 @@ def test_a_chain_is_not_displaced_by_its_own_continuation() -> None:
 def get_over(shelf: Shelf, policy: ChainHazard) -> Get:
     unused: Any = None
     return Get(
-        shelf.residency, unused, unused, ManualClock(0), unused, unused, unused, unused, max_keys=1,
-        leases_per_client=1, lease_ttl_ms=1, wait_ms=1, policies=[policy],
+        shelf.residency, unused, SimpleNamespace(promoter=unused), ManualClock(S), unused, unused, [policy],
+        GetLimits(1, 1),
     )  # fmt: skip
 
 
@@ -119,10 +120,11 @@ def test_a_prompt_s_length_is_not_taken_for_another_request_s() -> None:
     policy = in_force(shelf)
     below = shelf.chain(1, 2, tier=1)
     get = get_over(shelf, policy)
-    get._touch(0, [shelf.residency.token(row) for row in below], [], 777, S)
+    tokens, prompt = [shelf.residency.token(row) for row in below], RequestContext(5, 777)
+    get._count_access(SESSION, tokens, Wanted(key(1) + key(2), context=prompt), 2, S)
     shelf.chain(11, 12, tenant=1)
     assert policy._book.chains.tokens[policy._book.owner[shelf.residency.find(1, key(12))]] == -1
-    get._touch(0, [shelf.residency.token(row) for row in below], [key(3)], 777, S)
+    get._count_access(SESSION, tokens, Wanted(key(1) + key(2) + key(3), context=prompt), 2, S)
     assert policy._book.chains.tokens[policy._book.owner_of(key(3), 0)] == 777
 
 
@@ -145,17 +147,17 @@ def test_an_answer_that_is_told_again_counts_once() -> None:
 def test_policies_are_told_of_so_many_missing_blocks_and_no_more() -> None:
     """What they do for each keeps everybody waiting."""
     shelf = Shelf()
-    request = pb.Acquire(set=pb.KeySet(keys=b"".join(key(number) for number in range(MISSING_MAX + 50))))
-    missing = get_over(shelf, in_force(shelf))._missing(SESSION, request, 20)
+    wanted = Wanted(b"".join(key(number) for number in range(MISSING_MAX + 50)))
+    missing = get_over(shelf, in_force(shelf))._missing(SESSION, wanted, 20)
     assert missing == [key(number) for number in range(20, 20 + MISSING_MAX)]
 
 
-def hints_over(shelf: Shelf, policy: ChainHazard, now_ns: int) -> Hints:
+def hints_over(shelf: Shelf, policy: ChainHazard, now_ns: int) -> Hinting:
     unused: Any = None
-    return Hints(
-        shelf.residency, unused, unused, ManualClock(now_ns), max_keys=8, lease_ttl_ms=1000, prefetch_budget_bytes=0,
-        policies=[policy],
-    )  # fmt: skip
+    hints = Hints(
+        shelf.residency, unused, unused, ManualClock(now_ns), [policy], lease_ttl_ms=1000, prefetch_budget_bytes=0
+    )
+    return Hinting(hints, max_keys=8)
 
 
 def test_a_queued_request_keeps_its_chain() -> None:

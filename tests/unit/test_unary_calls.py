@@ -15,10 +15,10 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import unary_pb2 as unary
 from kvstored.clients.inline import InlineBlocks
 from kvstored.rpc.unary import CallLimit
+from kvstored.rpc.verbs import Verbs
+from kvstored.rpc.verbs.inline import InlineCalls
+from kvstored.rpc.verbs.naming import NamedBlocks
 from kvstored.store.blocks import Residency
-from kvstored.verbs import Verbs
-from kvstored.verbs.inline import InlineCalls
-from kvstored.verbs.naming import NamedBlocks
 from tests.reference.tiers import HOST
 from tests.reference.unary_client import names
 from tests.unit.test_daemon_intake import STORED, Store, fail_once, key_of, run

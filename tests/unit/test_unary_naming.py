@@ -14,7 +14,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import NO_EXTRA, NO_PARENT, block_keys, pack_tokens, split_keys
 from kvstore_proto.v1 import unary_pb2 as pb
-from kvstored.verbs.naming import OPAQUE, NamedBlocks, blocks_of, fingerprint_of
+from kvstored.rpc.verbs.naming import OPAQUE, NamedBlocks, blocks_of, fingerprint_of
 
 SMALL = Fingerprint("small", "w", block_tokens=4, engine_block_tokens=2, groups=(LayerGroup(0), LayerGroup(5)))
 ROOTS = {0: b"r" * 16, 5: b"s" * 16}

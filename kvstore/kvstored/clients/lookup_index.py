@@ -21,9 +21,9 @@ from kvstore_proto import lookup_index as layout
 from kvstore_proto.lookup_index import IndexLayout, IndexState
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_tiers.arena import F_SEAL_FUTURE_WRITE
+from kvstored.clients.codes import codes_by_mask
 from kvstored.clients.sessions import Session
 from kvstored.store.blocks import Residency
-from kvstored.store.tiering import codes_by_mask
 
 log = logging.getLogger(__name__)
 FEWEST_TABLES = 4  # the memory is enough for so many tenants at least

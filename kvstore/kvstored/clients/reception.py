@@ -154,7 +154,7 @@ class Reception:
         log.debug("client %s (pid %d) left", session.client_name, session.peer.pid)
         self._sessions.close(session)
         self._on_end(session)
-        session.part_with_staging()
+        session.put_ended()
 
     def _open(self, peer: Peer, hello: hs.Hello) -> Session:
         if hello.protocol_version != PROTOCOL_VERSION:

@@ -1,6 +1,5 @@
 """A client's staging memory: the only bytes that a client can write and the daemon reads.
 
-`Staged` is what a put needs of the place its bytes are in; `Staging` is that place for clients with shared memory.
 Owns one memfd, sealed against resizing, so that no client can make the daemon fault on a vanished page. Never trusts
 its content: the daemon copies first and checks the copy.
 """
@@ -11,7 +10,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-from typing import Protocol
 
 import numpy as np
 
@@ -21,16 +19,6 @@ from kvstore_tiers.segments import Segment
 SMALLEST_SHARE_BYTES = 4 << 20
 _F_ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
-
-
-class Staged(Protocol):
-    """Where the blocks of a put are until they are stored, each named by its offset."""
-
-    def tokens_at(self, offset: int) -> bytes:
-        """Packed token ids of the block there."""
-        ...
-
-    def payload_at(self, offset: int, nbytes: int) -> Segment: ...
 
 
 class Staging:

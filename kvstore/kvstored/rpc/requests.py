@@ -17,8 +17,8 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import Session
 from kvstored.clock import Clock
+from kvstored.rpc.verbs import Verbs
 from kvstored.telemetry import Latencies
-from kvstored.verbs import Verbs
 
 log = logging.getLogger(__name__)
 LAST_REPLY_S = 1.0  # for what was answered to go out before a stream ends

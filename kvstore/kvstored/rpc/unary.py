@@ -19,8 +19,8 @@ from kvstored.clients.reception import Reception
 from kvstored.clients.sessions import Session
 from kvstored.clients.tenants import Tenant
 from kvstored.rpc.callers import Callers, end_with
-from kvstored.verbs.inline import InlineCalls
-from kvstored.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
+from kvstored.rpc.verbs.inline import InlineCalls
+from kvstored.rpc.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
 
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStoreUnary"].full_name

@@ -146,7 +146,7 @@ class Node:
         self.store.prefetch(visit, self.pool.leading(visit.tenant, visit.keys))
         await visit.is_near.wait()
         if visit.rows is None and not visit.is_served and visit.blocks <= self.pool.capacity_blocks:
-            self._begin_loading(visit)
+            await self._begin_loading(visit)
 
     def _call_next(self) -> None:
         """The next in line gets its blocks while another one computes."""
@@ -180,7 +180,7 @@ class Node:
         if visit.blocks > self.pool.capacity_blocks:
             self.served.refused += 1
             return
-        while visit.rows is None and not self._begin_loading(visit):
+        while visit.rows is None and not await self._begin_loading(visit):
             await asyncio.wait(self._puts, return_when=asyncio.FIRST_COMPLETED)  # they hold what room there is
         visit.begin_ns = self._now_ns()
         self._has_begun = True
@@ -189,14 +189,14 @@ class Node:
         await self._compute(visit)
         visit.end_ns = self._now_ns()
         if self.store is not None:
-            self.store.end_get(visit)
+            await self.store.end_get(visit)
             self._tell_answer(visit, self.store)
         if self.store is None or visit.op is Op.GET:
             self._let_go(visit)
         else:
             self._put(visit)
 
-    def _begin_loading(self, visit: Visit) -> bool:
+    async def _begin_loading(self, visit: Visit) -> bool:
         """Take room in the engine's memory and ask the store for what it has; False when there is no room now."""
         held = self.pool.hold(visit.tenant, visit.keys, self._now_ns())
         if held is None:
@@ -204,7 +204,7 @@ class Node:
         visit.in_pool, visit.rows = held
         visit.ready = [True] * visit.in_pool
         if self.store is not None:
-            self.store.begin_get(visit, lambda blocks: self._copy(visit, blocks))
+            await self.store.begin_get(visit, lambda blocks: self._copy(visit, blocks))
         return True
 
     def _copy(self, visit: Visit, blocks: int) -> None:
@@ -218,8 +218,7 @@ class Node:
         if self.plan.weighs:
             await self._race(visit)
         elif not all(visit.ready) and self.store is not None:
-            deadline_ns = self._now_ns() + round(self.store.patience_s(visit) * NS_PER_S)
-            await self._ready_by(visit, 0, len(visit.ready), deadline_ns)
+            await self._ready_by(visit, 0, len(visit.ready), self._now_ns() + round(self.store.wait_s * NS_PER_S))
         visit.is_loading = False
         here = next((at for at, ready in enumerate(visit.ready) if not ready), len(visit.ready))
         visit.given_up = len(visit.ready) - here
@@ -242,7 +241,9 @@ class Node:
             last = min(at + step, end)
             seconds = self._seconds(at * size, min(last * size, visit.tokens), least_passes=0.0)
             began_ns = self._now_ns()
-            if not await self._ready_by(visit, at, last, began_ns + round(seconds * NS_PER_S)):
+            computed_ns = began_ns + round(seconds * NS_PER_S)
+            if not await self._ready_by(visit, at, last, computed_ns):
+                await self._until(computed_ns)
                 self._stream(at * size, min(last * size, visit.tokens), least_passes=0.0)
                 visit.recomputed += sum(not ready for ready in visit.ready[at:last])
                 visit.ready[at:last] = [True] * (last - at)
@@ -256,12 +257,12 @@ class Node:
         """Wait until blocks `first` up to `last` are mapped; False when it is too late for that."""
         try:
             async with asyncio.timeout_at(deadline_ns / NS_PER_S):
-                while not all(visit.ready[first:last]):
+                while visit.is_loading and not all(visit.ready[first:last]):
                     visit.changed.clear()
                     await visit.changed.wait()
         except TimeoutError:
-            return all(visit.ready[first:last])
-        return True
+            pass
+        return all(visit.ready[first:last])
 
     async def _compute(self, visit: Visit) -> None:
         """The rest of the prompt; its last token makes the first one of the answer, so that is always computed."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvstored.clients.codes import known_step
 from kvstored.simulator.trace import Op, Told, Trace, TraceBuilder, TraceError
-from kvstored.store.policies import known_step
 
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000

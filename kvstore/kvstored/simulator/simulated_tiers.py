@@ -6,7 +6,7 @@ is not looked at, and no transfer fails. Each place is a container of its own, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import (
@@ -82,6 +82,18 @@ class SimulatedTier(Tier):
 
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         self._send(self._coming, HEADER_BYTES + sum(segment.nbytes for segment in segments), done)
+
+    def write_many(
+        self,
+        writes: Sequence[tuple[Slot, BlockHeader, Sequence[Segment]]],
+        done: Callable[[Sequence[Outcome]], None],
+    ) -> None:
+        """As the host tier's: all of them pass at once, and end together."""
+
+        def ended(outcome: Outcome) -> None:
+            done([outcome] * len(writes))
+
+        self._send(self._coming, sum(slot.nbytes for slot, _, _ in writes), ended)
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         self._send(self._going, slot.nbytes, done)

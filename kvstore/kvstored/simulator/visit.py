@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from kvstored.simulator.trace import Op
@@ -33,9 +34,11 @@ class Visit:
 
     # While it is on its way
     rows: list[int] | None = None  # of the pool, held
-    pinned: list[int] = field(default_factory=list)  # tokens of the store's rows
+    leases: list[int] = field(default_factory=list)  # of the store
+    loading: asyncio.Task[None] | None = None
+    answers: AsyncGenerator[object, None] | None = None  # that the task reads
     ready: list[bool] = field(default_factory=list)  # by block that somebody had: its bytes are mapped, or computed
-    fetched: dict[int, int] = field(default_factory=dict)  # by token of rows that were prefetched for it: the tier
+    fetched: dict[int, int] = field(default_factory=dict)  # by position of blocks that were prefetched for it: the tier
     is_loading: bool = False
     raced_s: float = 0.0  # spent on computing while blocks were loaded
     copied_ns: int = 0  # when the last copy to the engine that was begun ends

@@ -4,7 +4,7 @@ from kvstored.policy_names import ADMISSIONS, POLICIES, WITH_WORTH
 from kvstored.store.policies.admission import Admission
 from kvstored.store.policies.base import ChainHint, Policy, PolicySettings, RequestContext, ResidencyClass, Share
 from kvstored.store.policies.registry import BEST, create, create_admission, resolve
-from kvstored.store.policies.telling import known_step, tell
+from kvstored.store.policies.telling import tell
 
 __all__ = [
     "ADMISSIONS",
@@ -20,7 +20,6 @@ __all__ = [
     "Share",
     "create",
     "create_admission",
-    "known_step",
     "resolve",
     "tell",
 ]

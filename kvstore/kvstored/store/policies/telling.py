@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, Policy
 
@@ -32,8 +31,3 @@ def tell(
     if hint.due_ns is not None and rows:
         for policy in policies:
             policy.told(tenant, rows[-1], residency.key(rows[-1]), ChainHint(due_ns=hint.due_ns), now_ns)
-
-
-def known_step(step: int) -> int:
-    """Why an engine stopped, unless only a newer one knows what it says."""
-    return step if step in NextStep.values() else NextStep.NEXT_STEP_UNSPECIFIED

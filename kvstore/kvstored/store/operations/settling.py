@@ -1,4 +1,4 @@
-"""The answers to a store: when the blocks are published, and again when their durability is decided.
+"""The answers to a put: when the blocks are published, and again when their durability is decided.
 
 Never stores: it waits for what the intake and the write-back do. Invariant: the last answer has nothing pending.
 """
@@ -8,30 +8,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 
-from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.store.operations.offer import Durability, DurabilityMode, Stored
 
 Settling = dict[int, asyncio.Future[bool]]
 """By a block's place in the request, what will say whether it is durable; nothing where it is not to be written."""
 
 
 async def answers(
-    taking: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: int
-) -> AsyncGenerator[pb.StoreReply, None]:
-    """One reply when the blocks are published; a second, final one when pending ones have settled. `durability` and
+    taking: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
+) -> AsyncGenerator[Stored, None]:
+    """One answer when the blocks are published; a second, final one when pending ones have settled. `durability` and
     `present` say what is known, and what will be, of blocks that were stored before."""
     settling = await asyncio.shield(taking)
     settling |= present
-    if mode == pb.DURABILITY_MODE_ALWAYS:
+    if mode == DurabilityMode.ALWAYS:
         await all_settled(settling.values())
     for position, settled in settling.items():
         durability[position] = durability_of(settled)
-    final = pb.DURABILITY_PENDING not in durability
-    yield pb.StoreReply(statuses=bytes(statuses), durability=bytes(durability), final=final)
+    final = Durability.PENDING not in durability
+    yield Stored(bytes(statuses), bytes(durability), final)
     if not final:
         await all_settled(settling.values())
         for position, settled in settling.items():
             durability[position] = durability_of(settled)
-        yield pb.StoreReply(statuses=bytes(statuses), durability=bytes(durability), final=True)
+        yield Stored(bytes(statuses), bytes(durability), True)
 
 
 async def all_settled(futures: Iterable[asyncio.Future[bool]]) -> None:
@@ -40,7 +40,7 @@ async def all_settled(futures: Iterable[asyncio.Future[bool]]) -> None:
         await asyncio.wait(waiting)
 
 
-def durability_of(settled: asyncio.Future[bool]) -> pb.Durability.ValueType:
+def durability_of(settled: asyncio.Future[bool]) -> Durability:
     if not settled.done():
-        return pb.DURABILITY_PENDING
-    return pb.DURABILITY_DURABLE if settled.result() else pb.DURABILITY_VOLATILE
+        return Durability.PENDING
+    return Durability.DURABLE if settled.result() else Durability.VOLATILE

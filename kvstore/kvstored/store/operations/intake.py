@@ -1,7 +1,7 @@
 """Intake: from the bytes of a put to blocks that everybody finds.
 
 Owns which blocks begin when, with a slot and an unreadable row each; how they become readable is the filler's.
-Never decides which blocks may come: storing does, and brings no key twice at a time. Invariants: a block is visible to
+Never decides which blocks may come: `Put` does, and brings no key twice at a time. Invariants: a block is visible to
 the very next lookup once it is answered; what has begun ends, also when its client is gone, or else is taken back.
 """
 
@@ -12,19 +12,19 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvstore_proto.identity import NO_PARENT
-from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
-from kvstored.clients.sessions import Session, StagedBlock
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import CyclicChainError, Residency
+from kvstored.store.operations.client import Client
+from kvstored.store.operations.filling import Filler, Filling, Part
+from kvstored.store.operations.offer import DurabilityMode, StagedBlock, StoreStatus
+from kvstored.store.operations.settling import Settling
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.room import BYPASSED, Room
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters
-from kvstored.verbs.filling import Filler, Filling, Part
-from kvstored.verbs.settling import Settling
 
 log = logging.getLogger(__name__)
 # A part's copies run while the next part begins and the one before is published. None is more than half a millisecond
@@ -37,7 +37,8 @@ Taken = Sequence[tuple[int, StagedBlock]]
 
 
 class Intake:
-    """See the module. `writeback` is None without an NVMe tier: everything is volatile then."""
+    """See the module. `writeback` is None without a durable tier: everything is volatile then. `may_come_again(row)`:
+    whether a block that is stored should get a new copy, since nobody can have it now."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Intake:
         completions: CompletionQueue,
         clock: Clock,
         counters: Counters,
+        may_come_again: Callable[[int], bool] = lambda row: False,
     ) -> None:
         self._residency = residency
         self._host = host
@@ -57,7 +59,7 @@ class Intake:
         self._clock = clock
         self._counters = counters
         self._running: set[asyncio.Task[Settling]] = set()
-        self.may_come_again: Callable[[int], bool] = lambda row: False  # stored, but where nobody can have it now
+        self.may_come_again = may_come_again
 
     async def finish(self) -> None:
         """Wait for what is under way, whether or not the clients are still there."""
@@ -66,10 +68,10 @@ class Intake:
 
     def take_in(
         self,
-        session: Session,
+        client: Client,
         taken: Taken,
         statuses: bytearray,
-        mode: int,
+        mode: DurabilityMode,
         end: Callable[[asyncio.Task[Settling]], None],
     ) -> asyncio.Task[Settling]:
         """Slots, copies, publication, write-through; what became of each block is in `statuses` at the end of the task,
@@ -83,15 +85,15 @@ class Intake:
         began = 0
         mistake: Exception | None = None
         try:
-            self._announce(session, taken)
-            if not session.beginning:
+            self._announce(client, taken)
+            if not client.beginning:
                 parts.append(Part())
-                began = self._begin_blocks(session, taken, 0, self._part_end(session, taken, 0), statuses, parts[0])
-                self._filler.start_copies(session, parts[0])
+                began = self._begin_blocks(client, taken, 0, self._part_end(client, taken, 0), statuses, parts[0])
+                self._filler.start_copies(client, parts[0])
         except Exception as error:
             mistake = error
-        session.beginning += 1
-        task = asyncio.create_task(self._take_all(session, taken, began, statuses, mode, parts, mistake))
+        client.beginning += 1
+        task = asyncio.create_task(self._take_all(client, taken, began, statuses, mode, parts, mistake))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         task.add_done_callback(end)
@@ -99,11 +101,11 @@ class Intake:
 
     async def _take_all(
         self,
-        session: Session,
+        client: Client,
         taken: Taken,
         began: int,
         statuses: bytearray,
-        mode: int,
+        mode: DurabilityMode,
         parts: list[Part],
         mistake: Exception | None,
     ) -> Settling:
@@ -112,9 +114,9 @@ class Intake:
             try:
                 if mistake is not None:
                     raise mistake
-                await self._begin_rest(session, taken, began, statuses, mode, parts)
+                await self._begin_rest(client, taken, began, statuses, mode, parts)
             finally:
-                session.beginning -= 1
+                client.beginning -= 1
             for part in parts:
                 await part.copies_ended()
                 # Write-through pins its blocks, so it begins in the same turn of the loop as publication: a turn later
@@ -126,34 +128,34 @@ class Intake:
         return settling
 
     async def _begin_rest(
-        self, session: Session, taken: Taken, began: int, statuses: bytearray, mode: int, parts: list[Part]
+        self, client: Client, taken: Taken, began: int, statuses: bytearray, mode: DurabilityMode, parts: list[Part]
     ) -> None:
         if began == len(taken):
             return
-        async with session.turn:  # requests of one client begin in order: parents before children
+        async with client.turn:  # requests of one client begin in order: parents before children
             while began < len(taken):
                 await asyncio.sleep(0)  # others on the loop have their turn
                 parts.append(Part())
-                began = await self._begin_part(session, taken, began, statuses, mode, parts[-1])
-                self._filler.start_copies(session, parts[-1])
+                began = await self._begin_part(client, taken, began, statuses, mode, parts[-1])
+                self._filler.start_copies(client, parts[-1])
 
-    def _part_end(self, session: Session, taken: Taken, began: int) -> int:
+    def _part_end(self, client: Client, taken: Taken, began: int) -> int:
         """Where the part ends that begins at `began`: after work for half a millisecond of the control thread."""
         if began == len(taken):
             return began
-        hashes = session.fingerprint.block_tokens // session.fingerprint.engine_block_tokens
+        hashes = client.fingerprint.block_tokens // client.fingerprint.engine_block_tokens
         most = min(PART_BLOCKS, HASHES_A_PART // hashes, PART_BYTES // taken[began][1].payload_bytes)
         return min(began + max(most, 1), len(taken))
 
     async def _begin_part(
-        self, session: Session, taken: Taken, began: int, statuses: bytearray, mode: int, part: Part
+        self, client: Client, taken: Taken, began: int, statuses: bytearray, mode: DurabilityMode, part: Part
     ) -> int:
         """Begin one more part, making room where there is none; how many blocks have begun then."""
-        end, tenant = self._part_end(session, taken, began), session.tenant_id
+        end, tenant = self._part_end(client, taken, began), client.tenant_id
         while began < end:
             position, block = taken[began]
             slot = None
-            if self._refusal(session, block) is None:
+            if self._refusal(client, block) is None:
                 slot = self._room.allocate_now(block.nbytes, tenant)
                 if slot is None:
                     parent = self._residency.find_any(tenant, block.parent)
@@ -164,27 +166,27 @@ class Intake:
                         continue
                     slot = found
                 if slot is None:
-                    statuses[position] = pb.STORE_STATUS_THROTTLED
+                    statuses[position] = StoreStatus.THROTTLED
                     self._counters.add("throttled_blocks")
                     began += 1
                     continue
-            began = self._begin_blocks(session, taken, began, end, statuses, part, slot)
+            began = self._begin_blocks(client, taken, began, end, statuses, part, slot)
         return began
 
-    def _announce(self, session: Session, taken: Taken) -> None:
+    def _announce(self, client: Client, taken: Taken) -> None:
         """Tell the policy which blocks are coming, a piece of a chain at a time."""
         first = 0
         for at in range(1, len(taken) + 1):
             if at == len(taken) or taken[at][1].parent != taken[at - 1][1].key:
-                if self._refusal(session, taken[first][1]) is None:
-                    parent = self._residency.find_any(session.tenant_id, taken[first][1].parent)
+                if self._refusal(client, taken[first][1]) is None:
+                    parent = self._residency.find_any(client.tenant_id, taken[first][1].parent)
                     coming = taken[first : min(at, first + ANNOUNCED_MAX)]
-                    self._room.announce(session.tenant_id, parent, [block.key for _, block in coming])
+                    self._room.announce(client.tenant_id, parent, [block.key for _, block in coming])
                 first = at
 
-    def _newcomer(self, block: StagedBlock, parent: int, mode: int) -> tuple[bytes, int] | None:
+    def _newcomer(self, block: StagedBlock, parent: int, mode: DurabilityMode) -> tuple[bytes, int] | None:
         """What the policy may decline: nothing that is to be written to NVMe, which takes it from its place in DRAM."""
-        if self._writeback is not None and mode != pb.DURABILITY_MODE_NONE:
+        if self._writeback is not None and mode != DurabilityMode.NONE:
             return None
         return block.key, self._residency.depth(parent) + 1 if parent >= 0 else 0
 
@@ -193,7 +195,7 @@ class Intake:
         now_ns = self._clock.monotonic_ns()
         while True:
             position, block = taken[began]
-            statuses[position] = pb.STORE_STATUS_THROTTLED
+            statuses[position] = StoreStatus.THROTTLED
             self._residency.pass_by(tenant, block.key, now_ns)
             self._counters.add("bypassed_blocks")
             began += 1
@@ -202,7 +204,7 @@ class Intake:
 
     def _begin_blocks(
         self,
-        session: Session,
+        client: Client,
         taken: Taken,
         began: int,
         end: int,
@@ -212,14 +214,14 @@ class Intake:
     ) -> int:
         """Give blocks `began` to `end` a slot and an unreadable row each; `slot` is for the first of them. How many
         have begun then: fewer than `end` where one needs room to be made."""
-        residency, room, tenant = self._residency, self._room, session.tenant_id
+        residency, room, tenant = self._residency, self._room, client.tenant_id
         now_ns = self._clock.monotonic_ns()
         key, depth = NO_PARENT, 0  # of the block that began last
         try:
             for position, block in taken[began:end]:
                 is_next = block.parent == key != NO_PARENT and residency.find(tenant, block.key) < 0
                 if not is_next:  # else its parent began just now, and neither of them is stored
-                    refusal = self._refusal(session, block)
+                    refusal = self._refusal(client, block)
                     if refusal is not None:
                         statuses[position] = refusal
                         began += 1
@@ -238,11 +240,11 @@ class Intake:
                     row = -1 if is_next else residency.find(tenant, block.key)  # stored, but out of reach
                     if row < 0:
                         row = residency.insert(
-                            tenant, block.key, block.parent, fingerprint_id=session.fingerprint_id, group=block.group,
+                            tenant, block.key, block.parent, fingerprint_id=client.fingerprint_id, group=block.group,
                             depth=depth + 1, payload_bytes=block.payload_bytes, now_ns=now_ns,
                         )  # fmt: skip
                 except CyclicChainError as error:
-                    log.warning("client %s of %s: %s", session.client_name, session.tenant.name, error)
+                    log.warning("client %s of %s: %s", client.client_name, client.tenant.name, error)
                     continue
                 key, depth = block.key, depth + 1
                 residency.attach(row, MAPPED, slot, now_ns, filling=True)
@@ -253,26 +255,26 @@ class Intake:
                 self._host.free(slot)
         return began
 
-    def _refusal(self, session: Session, block: StagedBlock) -> pb.StoreStatus.ValueType | None:
+    def _refusal(self, client: Client, block: StagedBlock) -> StoreStatus | None:
         """Why the block is not to be stored, if so. An orphan could not be reached: under full attention, without the
         block before it. That one may have been evicted since this client was told of it, or found no room itself."""
         residency = self._residency
-        row = residency.find(session.tenant_id, block.key)
+        row = residency.find(client.tenant_id, block.key)
         if row >= 0 and not self.may_come_again(row):
-            return pb.STORE_STATUS_PRESENT
-        group = session.fingerprint.group(block.group)
+            return StoreStatus.PRESENT
+        group = client.fingerprint.group(block.group)
         if block.parent == NO_PARENT or group is None or group.kind != "full":
             return None
-        parent = residency.find_any(session.tenant_id, block.parent)
+        parent = residency.find_any(client.tenant_id, block.parent)
         if parent >= 0 and (residency.tier_mask(parent) or residency.being_filled(parent)):
             return None
-        return pb.STORE_STATUS_ORPHANED
+        return StoreStatus.ORPHANED
 
-    def _settling(self, published: dict[int, int], mode: int) -> Settling:
+    def _settling(self, published: dict[int, int], mode: DurabilityMode) -> Settling:
         writeback = self._writeback
-        if writeback is None or mode == pb.DURABILITY_MODE_NONE:
+        if writeback is None or mode == DurabilityMode.NONE:
             return {}
-        at_once = mode == pb.DURABILITY_MODE_ALWAYS
+        at_once = mode == DurabilityMode.ALWAYS
         return {
             position: writeback.write_through(row, at_once=at_once)
             for position, row in published.items()

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.store.blocks import ResidencyView
+from kvstored.store.operations.offer import Durability, DurabilityMode
+from kvstored.store.operations.settling import Settling
 from kvstored.store.transfer.writeback import WriteBack
-from kvstored.verbs.settling import Settling
 
 Found = Sequence[tuple[int, int]]
 """Blocks that a put found: the place of each in the request, and its row, in chain order."""
@@ -27,7 +27,7 @@ class Present:
         self._residency = residency
         self._writeback = writeback
 
-    def settle(self, found: Found, mode: int, durability: bytearray) -> Settling:
+    def settle(self, found: Found, mode: DurabilityMode, durability: bytearray) -> Settling:
         """Enter into `durability` what is durable; what will say of the others whether they become so. To be called in
         the turn of the loop in which they were found: write-back pins what it takes."""
         writeback = self._writeback
@@ -37,8 +37,8 @@ class Present:
         synced: asyncio.Future[bool] | None = None  # one sync for all that are written and only lack it
         for (position, row), is_durable in zip(found, writeback.are_durable([row for _, row in found]), strict=True):
             if is_durable:
-                durability[position] = pb.DURABILITY_DURABLE
-            elif mode == pb.DURABILITY_MODE_ALWAYS and self._residency.has(row, self._residency.durable):
+                durability[position] = Durability.DURABLE
+            elif mode == DurabilityMode.ALWAYS and self._residency.has(row, self._residency.durable):
                 synced = synced or writeback.write_through(row, at_once=True)
                 settling[position] = synced
             else:
@@ -47,12 +47,12 @@ class Present:
                     settling[position] = settled
         return settling
 
-    def _settled(self, writeback: WriteBack, row: int, mode: int) -> asyncio.Future[bool] | None:
-        if mode == pb.DURABILITY_MODE_ALWAYS:
+    def _settled(self, writeback: WriteBack, row: int, mode: DurabilityMode) -> asyncio.Future[bool] | None:
+        if mode == DurabilityMode.ALWAYS:
             return writeback.write_through(row, at_once=True)
         settled = writeback.settled(row)
         if settled is not None or self._residency.has(row, self._residency.durable):
             return settled
-        if mode == pb.DURABILITY_MODE_BATCH and writeback.admits(row):
+        if mode == DurabilityMode.BATCH and writeback.admits(row):
             return writeback.write_through(row)
         return None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, chain, split_keys
+from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.clients.sessions import Session, StagedBlock
+from kvstored.clients.sessions import Session
 
 _NO_EXTRA_FIELD = bytes(KEY_BYTES)
 
@@ -56,21 +56,3 @@ def claimed_blocks(
     if not len(parents) == len(extras) == len(keys):
         raise KVStoreError(ErrorKind.INVALID, f"{len(keys)} keys with {len(parents)} parents")
     return keys, parents, extras
-
-
-def tokens_hash_to_key(session: Session, block: StagedBlock, tokens: bytes) -> bool:
-    """Whether the block is the one it claims to be. Blocks without tokens (opaque objects) have nothing to check."""
-    if not tokens:
-        return True
-    fingerprint = session.fingerprint
-    if len(tokens) != fingerprint.block_tokens * 4:
-        return False
-    parent = block.parent
-    if parent == NO_PARENT:
-        parent = session.roots[block.group]
-    extra = NO_EXTRA if block.extra == _NO_EXTRA_FIELD else block.extra
-    key = chain(
-        parent, tokens, engine_block_tokens=fingerprint.engine_block_tokens, extra=extra,
-        hash_name=fingerprint.key_hash,
-    )  # fmt: skip
-    return key == block.key

@@ -17,8 +17,9 @@ from kvstore_proto.arena import ALIGNMENT_BYTES, slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import Session
-from kvstored.verbs.storing import NOWHERE, Offer, Storing
-from kvstored.verbs.validate import claimed_blocks
+from kvstored.rpc.verbs.storing import Storing
+from kvstored.rpc.verbs.validate import claimed_blocks
+from kvstored.store.operations.offer import NOWHERE, Offer
 
 
 class Lending:

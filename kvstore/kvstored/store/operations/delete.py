@@ -7,20 +7,18 @@ stored blocks outside the request continue it. Invariant: once it is answered, n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
-from kvstored.clients.sessions import Session
 from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
+from kvstored.store.operations.client import Client
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import DeletionLog
-from kvstored.verbs.validate import keys_of
 
 SLICE_BLOCKS = 64
 SETTLE_TIMEOUT_S = 2.0  # for blocks that are being written to NVMe just now
@@ -53,34 +51,19 @@ class Delete:
         retire: list[Callable[[Slot, int], None]],
         clock: Clock,
         deletions: DeletionLog,
-        *,
-        max_keys: int,
     ) -> None:
         self._residency = residency
         self._writeback = writeback
         self._retire = retire
         self._clock = clock
         self._log = deletions
-        self._max_keys = max_keys
         self._removals = 0  # blocks taken away so far, and how many of them a sync is known to have made final
         self._final_removals = 0
 
-    async def delete(self, session: Session, packed_keys: bytes) -> pb.DeleteReply:
-        """The sums of `delete_each`."""
-        deleted = await self.delete_each(session, packed_keys)
-        count = deleted.fates.count
-        return pb.DeleteReply(
-            deleted=count(Fate.DELETED),
-            deleted_bytes=deleted.nbytes,
-            leased=count(Fate.IN_USE),
-            continued=count(Fate.CONTINUED),
-            missing=count(Fate.MISSING),
-        )
-
-    async def delete_each(self, session: Session, packed_keys: bytes) -> Deleted:
-        """Keys in chain order. Raises KVStoreError for a malformed request, and UNAVAILABLE when the deletion did not
-        reach the disk: then asking again, though nothing is left to delete, tries that again."""
-        keys, tenant = keys_of(packed_keys, self._max_keys), session.tenant_id
+    async def delete(self, client: Client, keys: Sequence[bytes]) -> Deleted:
+        """Keys in chain order. Raises KVStoreError (UNAVAILABLE) when the deletion did not reach the disk: then asking
+        again, though nothing is left to delete, tries that again."""
+        tenant = client.tenant_id
         residency, writeback = self._residency, self._writeback
         if writeback is not None and any(self._is_pinned(tenant, key) for key in keys):
             await writeback.flush(SETTLE_TIMEOUT_S)  # a block that was just put is pinned until it is written
@@ -95,7 +78,7 @@ class Delete:
             if position % SLICE_BLOCKS == 0:
                 await asyncio.sleep(0)
         if Fate.DELETED in fates:
-            self._log.note(session, fates.count(Fate.DELETED), nbytes)
+            self._log.note(client, fates.count(Fate.DELETED), nbytes)
         if writeback is not None:
             await self._make_final(writeback)
         return Deleted(fates, nbytes)

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment
-from kvstored.clients.sessions import Session, StagedBlock
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.lifecycle import CopyState
 from kvstored.store.blocks import Residency
+from kvstored.store.operations.client import Client
+from kvstored.store.operations.offer import StagedBlock, StoreStatus
+from kvstored.store.operations.token_check import tokens_hash_to_key
 from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters
-from kvstored.verbs.validate import tokens_hash_to_key
 
 log = logging.getLogger(__name__)
 
@@ -69,19 +69,19 @@ class Filler:
         self._clock = clock
         self._counters = counters
 
-    def start_copies(self, session: Session, part: Part) -> None:
+    def start_copies(self, client: Client, part: Part) -> None:
         """Copy payloads from staging to arenas in the tier's threads, which goes on when this returns."""
         writes: list[tuple[Slot, BlockHeader, list[Segment]]] = []
         created_ns = self._clock.wall_ns()
         for filling in part.fillings:
             block = filling.block
             tokens = block.staged.tokens_at(block.offset)
-            if not tokens_hash_to_key(session, block, tokens):
+            if not tokens_hash_to_key(client, block, tokens):
                 filling.outcome = Outcome(OutcomeKind.CORRUPT, message="tokens do not hash to the key")
                 continue
             header = BlockHeader(
                 key=block.key, parent=block.parent, extra=block.extra,
-                fingerprint=session.fingerprint_digest, tenant=session.tenant.digest, group=block.group,
+                fingerprint=client.fingerprint_digest, tenant=client.tenant.digest, group=block.group,
                 payload_bytes=block.payload_bytes, tokens=tokens, depth=filling.depth,
                 generation=filling.slot.generation, created_ns=created_ns,
             )  # fmt: skip
@@ -109,12 +109,12 @@ class Filler:
             if not outcome.ok:
                 self._host.free(residency.detach(row, MAPPED))
                 if outcome.kind is OutcomeKind.CORRUPT:
-                    statuses[filling.position] = pb.STORE_STATUS_KEY_MISMATCH
+                    statuses[filling.position] = StoreStatus.KEY_MISMATCH
                 else:
                     log.warning("a block could not be stored: %s", outcome.message)
                 continue
             residency.publish(row, MAPPED, now_ns)
-            statuses[filling.position] = pb.STORE_STATUS_STORED
+            statuses[filling.position] = StoreStatus.STORED
             published[filling.position] = row
             stored_bytes += filling.block.payload_bytes
         if published:

@@ -1,8 +1,9 @@
-"""What a client can ask for: lookup, put (lend, store), get (acquire, release), hints (prefetch, touch, hint), delete
-and explain.
+"""A client's requests on the wire: lookup, put (lend, store), get (acquire, release), hints (prefetch, touch, hint),
+delete and explain.
 
-Each verb is a class over the parts it needs; this door sends a request to its verb. `quick` answers without waiting for
-bytes to move, or says (None) that the request must run as a task through `slow`.
+Each verb is a class that checks a request, has the store carry it out, and puts the answer into a message; this door
+sends a request to its verb. `quick` answers without waiting for bytes to move, or says (None) that the request must run
+as a task through `slow`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,13 @@ from contextlib import aclosing
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.clients.sessions import Session
-from kvstored.verbs.delete import Delete
-from kvstored.verbs.get import Get
-from kvstored.verbs.hints import Hints
-from kvstored.verbs.intake import Intake
-from kvstored.verbs.lending import Lending
-from kvstored.verbs.lookup import LookUp
-from kvstored.verbs.storing import Offer, Storing
-from kvstored.verbs.validate import known_group
-
-__all__ = ["Delete", "Get", "Hints", "Intake", "Lending", "LookUp", "Offer", "Storing", "Verbs"]
+from kvstored.rpc.verbs.delete import Deleting
+from kvstored.rpc.verbs.get import Acquiring
+from kvstored.rpc.verbs.hints import Hinting
+from kvstored.rpc.verbs.lending import Lending
+from kvstored.rpc.verbs.lookup import LookingUp
+from kvstored.rpc.verbs.storing import Storing
+from kvstored.store.operations.offer import Offer
 
 
 class Verbs:
@@ -30,12 +28,12 @@ class Verbs:
 
     def __init__(
         self,
-        look_up: LookUp,
+        look_up: LookingUp,
         storing: Storing,
         lending: Lending,
-        get: Get,
-        hints: Hints,
-        delete: Delete,
+        get: Acquiring,
+        hints: Hinting,
+        delete: Deleting,
         explain: Callable[[Session, ExplainRequest], Awaitable[ExplainReply]],
     ) -> None:
         self._look_up = look_up
@@ -94,8 +92,7 @@ class Verbs:
         elif op == "acquire":
             yield pb.Response(acquire=await self._get.acquire(session, request.acquire, request.deadline_ms))
         elif op == "delete":
-            known_group(session, request.delete.set.group)
-            yield pb.Response(delete=await self._delete.delete(session, request.delete.set.keys))
+            yield pb.Response(delete=await self._delete.delete(session, request.delete))
         elif op == "explain":
             yield pb.Response(explain=await self._explain(session, request.explain))
         else:

@@ -17,7 +17,7 @@ from kvstore_proto.fingerprint import Fingerprint, FingerprintError, LayerGroup,
 from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, chain, pack_tokens, split_keys
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstored.clients.sessions import Session
-from kvstored.verbs.validate import keys_of, known_group
+from kvstored.rpc.verbs.validate import keys_of, known_group
 
 OPAQUE = Fingerprint(
     "opaque objects", "opaque", kv_dtype="opaque", layout="opaque", block_tokens=1, engine_block_tokens=1,

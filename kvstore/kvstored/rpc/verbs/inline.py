@@ -22,18 +22,19 @@ from kvstore_proto.v1 import unary_pb2 as unary
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment
+from kvstored.clients.codes import miss_reason
 from kvstored.clients.inline import InlineBlocks
 from kvstored.clients.sessions import Session
 from kvstored.completions import CompletionQueue
-from kvstored.lifecycle import miss_reason
+from kvstored.rpc.verbs import Verbs
+from kvstored.rpc.verbs.delete import Deleting
+from kvstored.rpc.verbs.naming import NamedBlocks
+from kvstored.rpc.verbs.validate import payload_size
 from kvstored.store.blocks import Residency
+from kvstored.store.operations.delete import Fate
+from kvstored.store.operations.offer import Offer
 from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters
-from kvstored.verbs import Verbs
-from kvstored.verbs.delete import Delete, Fate
-from kvstored.verbs.naming import NamedBlocks
-from kvstored.verbs.storing import Offer
-from kvstored.verbs.validate import payload_size
 
 RETRY_AFTER_MS = 10
 _KEY_OVERHEAD_BYTES = 48  # of an answer, a key: its status, its reason, itself, its payload's tag and length
@@ -58,7 +59,7 @@ class InlineCalls:
     def __init__(
         self,
         verbs: Verbs,
-        delete: Delete,
+        delete: Deleting,
         residency: Residency,
         host: HostTier,
         completions: CompletionQueue,

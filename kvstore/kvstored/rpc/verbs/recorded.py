@@ -10,11 +10,12 @@ from contextlib import aclosing
 
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.codes import known_step
 from kvstored.clients.sessions import Session
 from kvstored.clock import Clock
-from kvstored.store.policies import known_step
+from kvstored.rpc.verbs import Verbs
+from kvstored.store.operations.offer import Offer
 from kvstored.telemetry.recorder import Event, Hinted, Recorder
-from kvstored.verbs import Offer, Verbs
 
 _OFFERED = (pb.STORE_STATUS_STORED, pb.STORE_STATUS_THROTTLED, pb.STORE_STATUS_ORPHANED)
 

@@ -1,0 +1,30 @@
+"""What the wire calls tiers, causes and steps."""
+
+from __future__ import annotations
+
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.tiering import MAPPED
+
+
+def tier_code(residency: ResidencyView, position: int) -> int:
+    """The TierCode of the tier at `position`."""
+    if position == MAPPED:
+        return pb.TIER_CODE_HOST
+    return pb.TIER_CODE_NVME if position == residency.durable else pb.TIER_CODE_MEMORY
+
+
+def codes_by_mask(residency: ResidencyView) -> bytes:
+    """By a row's tier mask, the TierCode of the fastest tier that has it; 0 for none."""
+    fastest = ((mask & -mask).bit_length() - 1 for mask in range(1, 1 << len(residency.tiers)))
+    return bytes([0, *(tier_code(residency, position) for position in fastest)])
+
+
+def miss_reason(cause: Cause) -> pb.MissReason.ValueType:
+    return pb.MissReason.ValueType(cause)
+
+
+def known_step(step: int) -> int:
+    """Why an engine stopped (a NextStep), unless only a newer one knows what it says."""
+    return step if step in pb.NextStep.values() else pb.NEXT_STEP_UNSPECIFIED

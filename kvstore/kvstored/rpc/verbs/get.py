@@ -1,0 +1,113 @@
+"""Acquire and release on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.identity import KEY_BYTES
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.codes import miss_reason, tier_code
+from kvstored.clients.sessions import Session
+from kvstored.rpc.verbs.validate import keys_of, known_group
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.operations.get import Acquired, Expected, Get, LeasedRun, Wanted
+from kvstored.store.policies import RequestContext
+from kvstored.telemetry import RecentMisses
+
+
+class Acquiring:
+    """`max_keys` of a request and `leases_per_client` are limits that a request must keep."""
+
+    def __init__(
+        self, get: Get, residency: ResidencyView, misses: RecentMisses, *, max_keys: int, leases_per_client: int
+    ) -> None:
+        self._get = get
+        self._misses = misses
+        self._max_keys = max_keys
+        self._leases_per_client = leases_per_client
+        self._residency = residency
+        self._codes = [tier_code(residency, position) for position in range(len(residency.tiers))]
+        self._requests = 0
+
+    def acquire_mapped(self, session: Session, request: pb.Acquire) -> pb.AcquireReply | None:
+        """See `Get.acquire_mapped`."""
+        held = self._get.acquire_mapped(session, self._wanted(session, request, 0))
+        return None if held is None else self._reply(session, request, held)
+
+    async def acquire(self, session: Session, request: pb.Acquire, deadline_ms: int) -> pb.AcquireReply:
+        """See `Get.acquire`."""
+        held = await self._get.acquire(session, self._wanted(session, request, deadline_ms))
+        return self._reply(session, request, held)
+
+    async def acquire_in_order(
+        self, session: Session, request: pb.Acquire, deadline_ms: int
+    ) -> AsyncGenerator[pb.AcquireReply, None]:
+        """Answers as blocks become readable: each a lease on one run of them, the last one without any, with the reason
+        why the chain ends. The first one says what is to be expected."""
+        answers = self._get.acquire_in_order(session, self._wanted(session, request, deadline_ms))
+        expected = pb.AcquireReply()
+        async with aclosing(answers):
+            async for answer in answers:
+                if isinstance(answer, Expected):
+                    tiers = bytes(self._codes[position] for position in answer.tiers)
+                    expected = pb.AcquireReply(tiers=tiers, ready_us=answer.ready_us)
+                    continue
+                if isinstance(answer, LeasedRun):
+                    reply = pb.AcquireReply(first=answer.first, more=True)
+                    self._enter(answer, reply)
+                else:
+                    reply = self._reply(session, request, answer)
+                    reply.blocks = 0  # of this answer
+                reply.MergeFrom(expected)
+                expected = pb.AcquireReply()
+                yield reply
+
+    def release(self, session: Session, request: pb.Release) -> pb.ReleaseReply:
+        return pb.ReleaseReply(released=self._get.release(session, request.lease_ids))
+
+    def undo(self, session: Session, reply: pb.AcquireReply) -> None:
+        """Take back a lease that its client will never hear of."""
+        self._get.release(session, [reply.lease_id])
+
+    def _wanted(self, session: Session, request: pb.Acquire, deadline_ms: int) -> Wanted:
+        """Raises KVStoreError for a request that is wrong as a whole, or one lease too many."""
+        keys_of(request.set.keys, self._max_keys)
+        known_group(session, request.set.group)
+        if self._get.leases_of(session) >= self._leases_per_client:
+            raise KVStoreError(
+                ErrorKind.THROTTLED, f"this client holds {self._leases_per_client} leases: release some", 10
+            )
+        context = None
+        if request.prompt_tokens:
+            self._requests += 1
+            context = RequestContext(self._requests, request.prompt_tokens)
+        return Wanted(
+            request.set.keys, request.max_wait_ms, deadline_ms, request.mapped_only,
+            request.order == pb.ACQUIRE_ORDER_BACK, context,
+        )  # fmt: skip
+
+    def _reply(self, session: Session, request: pb.Acquire, held: Acquired) -> pb.AcquireReply:
+        reply = pb.AcquireReply(blocks=held.blocks, resident_blocks=held.resident_blocks, load_us=held.load_us)
+        if held.cause is not None:
+            keys = request.set.keys
+            missing = keys[held.blocks * KEY_BYTES : (held.blocks + 1) * KEY_BYTES]
+            reply.miss_reason = miss_reason(held.cause)
+            self._misses.note("get", session, missing, held.cause, held.blocks, len(keys) // KEY_BYTES)
+        if held.run is not None:
+            self._enter(held.run, reply)
+        return reply
+
+    def _enter(self, run: LeasedRun, reply: pb.AcquireReply) -> None:
+        """Enter a lease into a reply."""
+        reply.blocks = len(run.rows)
+        reply.lease_id = run.lease_id
+        reply.expires_in_ms = self._get.limits.lease_ttl_ms
+        reply.arena_ids.extend([slot.container for slot in run.slots])
+        reply.offsets.extend([slot.offset for slot in run.slots])
+        reply.generations.extend([slot.generation for slot in run.slots])
+        payload_bytes = self._residency.rows.payload_bytes
+        reply.payload_bytes.extend([payload_bytes[row] for row in run.rows])
+        reply.promoted_blocks = run.promoted.total()
+        reply.promoted_bytes = run.promoted_bytes

@@ -1,0 +1,66 @@
+"""Who asks the store for something, as far as the store needs to know: a session of the daemon, or a simulated engine.
+
+Owns what is under way for one client. Never does I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvstore_proto.fingerprint import Fingerprint
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks import ResidencyView
+from kvstored.telemetry.caller import Process
+
+
+class Owner(Protocol):
+    """The tenant that a client's blocks belong to. `digest` is written into their headers."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def digest(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoProcess:
+    """In the place of a process that nobody knows, or that is this one."""
+
+    pid: int = 0
+    uid: int = -1
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Client:
+    """`tenant_id` is the residency's number for the tenant, `fingerprint_id` that for the fingerprint."""
+
+    session_id: int
+    client_name: str
+    tenant: Owner
+    tenant_id: int
+    fingerprint: Fingerprint
+    fingerprint_digest: bytes
+    fingerprint_id: int
+    roots: dict[int, bytes]  # of each layer group
+    peer: Process = NoProcess()
+    family: Set[int] = frozenset()  # fingerprints that may be meant to be the same
+    beginning: int = 0  # puts whose blocks have not all begun to be stored
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the first of those
+    copying: set[asyncio.Task[Any]] = field(default_factory=set)  # puts that read what the client offered
+    closed: bool = False
+
+    @property
+    def account(self) -> str:
+        """For whom the engine asks, where it serves several."""
+        return self.fingerprint.account
+
+    def why_missing(self, residency: ResidencyView, key: bytes) -> Cause:
+        """Why a block that this client asked for is not readable."""
+        return residency.why_missing(self.tenant_id, key, self.fingerprint_id, self.family).cause
+
+    def put_ended(self) -> None:
+        """A put of this client reads nothing any more."""

@@ -1,0 +1,282 @@
+"""Get: a lease on the leading run of a chain, promoting what is not mapped, whole or in parts as blocks arrive.
+
+Invariants: a lease holds only slots whose block is readable in the mapped tier; its rows are pinned from before the
+first wait; a get that is cancelled, or whose client is gone, leaves no pin behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.identity import KEY_BYTES, split_keys
+from kvstore_tiers.base import Slot
+from kvstored.clock import NS_PER_MS, Clock
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks import Residency
+from kvstored.store.leases import LeaseTable
+from kvstored.store.operations.client import Client
+from kvstored.store.operations.loading import Loader
+from kvstored.store.policies import Policy, RequestContext
+from kvstored.store.tiering import MAPPED
+from kvstored.telemetry import Counters, Flows
+
+MISSING_MAX = 1024  # keys that policies are told of; they take up to a microsecond for each
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a get asks for. `keys` are packed, in chain order. `max_wait_ms` and `deadline_ms` bound the wait for
+    promotions, 0: the daemon's own bound alone. `context`: what the engine says of the request, for policies.
+    """
+
+    keys: bytes
+    max_wait_ms: int = 0
+    deadline_ms: int = 0
+    mapped_only: bool = False
+    from_back: bool = False
+    context: RequestContext | None = None
+
+    @property
+    def blocks(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedRun:
+    """Blocks `first`, `first + 1`, … of a chain, readable now: one lease on their slots in the mapped tier. `promoted`:
+    how many were read from which tier for this get."""
+
+    first: int
+    lease_id: int
+    rows: Sequence[int]
+    slots: Sequence[Slot]
+    promoted: Counter[int] = field(default_factory=Counter)
+    promoted_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """The end of a get: `blocks` leading blocks are leased, in `run` unless they came in parts. `cause` says why the
+    block after them is missing; None where none is. `resident_blocks` are here in all, and `load_us` is what loading
+    them would take, where only mapped ones were wanted."""
+
+    blocks: int
+    cause: Cause | None
+    run: LeasedRun | None = None
+    resident_blocks: int = 0
+    load_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Of each block that is resident: the fastest tier that has it, and in how many microseconds it is readable."""
+
+    tiers: Sequence[int]
+    ready_us: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GetLimits:
+    """`lease_ttl_ms` is what a new lease gets; `wait_ms` bounds every wait."""
+
+    lease_ttl_ms: int
+    wait_ms: int
+
+
+class Get:
+    """See the module."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        leases: LeaseTable,
+        loader: Loader,
+        clock: Clock,
+        counters: Counters,
+        flows: Flows,
+        policies: Sequence[Policy],
+        limits: GetLimits,
+    ) -> None:
+        self._residency = residency
+        self._leases = leases
+        self._loader = loader
+        self._promoter = loader.promoter
+        self._clock = clock
+        self._counters = counters
+        self._flows = flows
+        self._policies = policies
+        self.limits = limits
+
+    def acquire_mapped(self, client: Client, wanted: Wanted) -> Acquired | None:
+        """The lease, when every block of the run is mapped already or only those are wanted; None when something must
+        be promoted or verified first."""
+        resident = rows = self._run(client, wanted)
+        mask = self._residency.rows.mask
+        mapped = next((position for position, row in enumerate(rows) if not mask[row] >> MAPPED & 1), len(rows))
+        if mapped < len(rows):
+            if not wanted.mapped_only:
+                return None
+            rows = rows[:mapped]
+        if self._loader.dram_check.wanted(rows):
+            return None
+        self._residency.pin_run(rows)
+        return self._end(client, wanted, rows, {}, resident)
+
+    async def acquire(self, client: Client, wanted: Wanted) -> Acquired:
+        """Promote what is not mapped, wait for it, and lease the leading blocks that made it."""
+        rows = self._run(client, wanted)
+        loading = self._loader.load(rows)
+        leased: list[int] = []
+        try:
+            intact = await self._loader.verify(rows, loading.tokens)
+            if not wanted.mapped_only:
+                until_ns = self._until_ns(wanted, patience_ms=loading.begin(range(intact)))
+                await loading.wait(until_ns, for_all=True)
+                if not loading.is_over:
+                    self._counters.add("acquire_timeouts")
+            if not client.closed:
+                leased = loading.lease(range(next((at for at in range(intact) if not loading.is_mapped(at)), intact)))
+        finally:
+            loading.close()
+        return self._end(client, wanted, leased, loading.sources, rows[:intact])
+
+    async def acquire_in_order(
+        self, client: Client, wanted: Wanted, held: int = 0
+    ) -> AsyncGenerator[Expected | LeasedRun | Acquired, None]:
+        """What is to be expected, at once; then runs of blocks as they become readable; the last answer says why the
+        chain ends. What is left when the time is up, or the caller goes, is given back.
+
+        The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded.
+        """
+        rows = self._run(client, wanted)
+        loading = self._loader.load(rows)
+        leased = set(range(min(held, len(rows))))
+        try:
+            intact = await self._loader.verify(rows, loading.tokens)
+            self._count_access(client, loading.tokens[:intact], wanted, intact, self._clock.monotonic_ns())
+            yield self._expected(rows[:intact])
+            order = range(held, intact)
+            loading.begin(reversed(order) if wanted.from_back else order)
+            until_ns = self._until_ns(wanted)  # however slow: the caller computes meanwhile, and leaves when it is done
+            while not loading.is_over and not client.closed:
+                arrived = await loading.wait(until_ns)
+                for run in _runs(arrived):
+                    leased.update(run)
+                    yield self._lease(client, loading.lease(run), run[0], loading.sources)
+                if not arrived and self._clock.monotonic_ns() >= until_ns:
+                    self._counters.add("acquire_timeouts")
+                    break
+        finally:
+            loading.close()
+        found = next((at for at in range(len(rows)) if at not in leased), len(rows))
+        self._counters.add("acquires")
+        yield Acquired(found, self._cause(client, wanted, found))
+
+    def release(self, client: Client, lease_ids: Sequence[int]) -> int:
+        """How many of these leases were the client's, and have ended now."""
+        return sum(self._leases.release(client.session_id, lease_id) for lease_id in lease_ids)
+
+    def leases_of(self, client: Client) -> int:
+        return self._leases.count(client.session_id)
+
+    def _until_ns(self, wanted: Wanted, patience_ms: int | None = None) -> int:
+        most_ms = self.limits.wait_ms
+        wait_ms = min(wanted.max_wait_ms or most_ms, wanted.deadline_ms or most_ms)
+        if patience_ms is not None:
+            wait_ms = min(wait_ms, patience_ms)
+        return self._clock.monotonic_ns() + wait_ms * NS_PER_MS
+
+    def _run(self, client: Client, wanted: Wanted) -> list[int]:
+        """The leading blocks of the chain that are stored and can be reached."""
+        return self._promoter.reachable_run(self._residency.find_run(client.tenant_id, wanted.keys))
+
+    def _expected(self, rows: Sequence[int]) -> Expected:
+        fastest = self._residency.fastest
+        return Expected([fastest(row) for row in rows], list(accumulate(self._promoter.estimate_us(rows))))
+
+    def _end(
+        self, client: Client, wanted: Wanted, rows: list[int], sources: dict[int, int], resident: Sequence[int]
+    ) -> Acquired:
+        """Lease `rows`, which are pinned and mapped, and count the request."""
+        found = len(rows)
+        cause = self._cause(client, wanted, found)
+        self._counters.add("acquires")
+        # Policies are notified once the answer is on its way: for 64 blocks that is a tenth of the client's wait.
+        tokens = [self._residency.token(row) for row in rows]
+        now_ns = self._clock.monotonic_ns()
+        asyncio.get_running_loop().call_soon(self._count_access, client, tokens, wanted, found, now_ns)
+        run = self._lease(client, rows, 0, sources) if rows else None
+        if not wanted.mapped_only:
+            return Acquired(found, cause, run)
+        return Acquired(found, cause, run, len(resident), sum(self._promoter.estimate_us(resident)))
+
+    def _cause(self, client: Client, wanted: Wanted, found: int) -> Cause | None:
+        """Why the block after the first `found` is missing; None where it is there, or not wanted."""
+        if found == wanted.blocks:
+            return None
+        key = wanted.keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
+        row = self._residency.find(client.tenant_id, key)
+        if row >= 0 and not self._promoter.is_out_of_reach(row):
+            return None
+        # Where it is stored, but on a medium that is shed, reading it would fail.
+        cause = client.why_missing(self._residency, key) if row < 0 else Cause.READ_FAILED
+        self._flows.missed(client, cause, wanted.blocks - found)
+        return cause
+
+    def _lease(self, client: Client, rows: list[int], first: int, sources: dict[int, int]) -> LeasedRun:
+        """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`."""
+        residency = self._residency
+        tokens, slots = [residency.token(row) for row in rows], residency.slots(rows, MAPPED)
+        expires_ns = self._clock.monotonic_ns() + self.limits.lease_ttl_ms * NS_PER_MS
+        lease = self._leases.grant(client.session_id, client.tenant_id, tokens, slots, expires_ns)
+        promoted: Counter[int] = Counter()
+        promoted_bytes = 0
+        if sources:
+            for at, slot in enumerate(slots, first):
+                if at in sources:
+                    promoted[sources[at]] += 1
+                    promoted_bytes += slot.nbytes
+        self._counters.add("acquired_blocks", len(rows))
+        self._flows.found(client, len(rows))
+        self._flows.hit(MAPPED, len(rows) - promoted.total())
+        for position, blocks in promoted.items():
+            self._flows.hit(position, blocks)
+        return LeasedRun(first, lease.lease_id, rows, slots, promoted, promoted_bytes)
+
+    def _count_access(self, client: Client, tokens: Sequence[int], wanted: Wanted, found: int, now_ns: int) -> None:
+        """Count an access of those blocks that are still there, by a request that wanted others too."""
+        residency = self._residency
+        rows = [row for row in map(residency.current, tokens) if row >= 0]
+        missing = self._missing(client, wanted, found)
+        if wanted.context is not None and (rows or missing):
+            for policy in self._policies:
+                if missing or any(residency.has(row, policy.tier) for row in rows):  # else another request's
+                    policy.expect(wanted.context)
+        residency.request_run(client.tenant_id, rows, missing, now_ns)
+
+    def _missing(self, client: Client, wanted: Wanted, found: int) -> list[bytes]:
+        """The keys of the request after the first `found`; none where a block is there that just cannot be had."""
+        keys = split_keys(wanted.keys[found * KEY_BYTES : (found + MISSING_MAX) * KEY_BYTES])
+        return keys if keys and self._residency.find(client.tenant_id, keys[0]) < 0 else []
+
+
+def require_few_leases(get: Get, client: Client, most: int) -> None:
+    """Raise KVStoreError when a client holds so many leases already."""
+    if get.leases_of(client) >= most:
+        raise KVStoreError(ErrorKind.THROTTLED, f"this client holds {most} leases: release some", 10)
+
+
+def _runs(positions: Sequence[int]) -> list[list[int]]:
+    """Ascending positions, cut where one is left out."""
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    return runs

@@ -1,0 +1,92 @@
+"""Hints: prefetch what will be needed, touch what was used elsewhere, pass on to policies what an engine expects.
+
+A hint is never waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvstored.clock import NS_PER_MS, Clock
+from kvstored.store.blocks import Residency
+from kvstored.store.leases import LeaseTable
+from kvstored.store.operations.client import Client
+from kvstored.store.policies import ChainHint, Policy, tell
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.promote import Promoter
+
+DUE_MAX_MS = 24 * 3600 * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """Blocks of a prefetch that were mapped already, and that were queued to be."""
+
+    resident_blocks: int
+    scheduled_blocks: int
+
+
+class Hints:
+    """See the module. `policies` are those of all tiers. A prefetch takes `prefetch_budget_bytes` at most."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        leases: LeaseTable,
+        promoter: Promoter,
+        clock: Clock,
+        policies: Sequence[Policy],
+        *,
+        lease_ttl_ms: int,
+        prefetch_budget_bytes: int,
+    ) -> None:
+        self._policies = policies
+        self._residency = residency
+        self._leases = leases
+        self._promoter = promoter
+        self._clock = clock
+        self.lease_ttl_ms = lease_ttl_ms
+        self._prefetch_budget_bytes = prefetch_budget_bytes
+
+    def prefetch(self, client: Client, keys: bytes, budget_bytes: int = 0, in_ms: int = 0) -> Prefetched:
+        """Start to move the leading run up, head first, within the budget and the room that prefetch may hold. A later
+        demand takes over what is queued. `in_ms`: when a request for it is expected, 0: not said."""
+        residency = self._residency
+        budget_bytes = min(budget_bytes or self._prefetch_budget_bytes, self._prefetch_budget_bytes)
+        rows = residency.find_run(client.tenant_id, keys)
+        if rows and in_ms:
+            now_ns = self._clock.monotonic_ns()
+            due = ChainHint(due_ns=now_ns + min(in_ms, DUE_MAX_MS) * NS_PER_MS)
+            tell(self._policies, residency, client.tenant_id, residency.key(rows[-1]), rows, due, now_ns)
+        resident = scheduled = 0
+        for row in rows:
+            if residency.has(row, MAPPED):
+                resident += 1
+                continue
+            budget_bytes -= residency.payload_bytes(row)
+            if budget_bytes < 0 or not self._promoter.prefetch(row):
+                break
+            scheduled += 1
+        return Prefetched(resident, scheduled)
+
+    def hint(self, client: Client, keys: bytes, last_key: bytes, hint: ChainHint, due_in_ms: int | None) -> int:
+        """Pass on what is expected of the chain `keys` (packed), which ends with `last_key`, and in how long a request
+        for it is due; how many of its leading blocks are stored."""
+        now_ns = self._clock.monotonic_ns()
+        known = self._residency.find_run(client.tenant_id, keys)
+        if due_in_ms is not None:
+            hint = replace(hint, due_ns=now_ns + due_in_ms * NS_PER_MS)
+        tell(self._policies, self._residency, client.tenant_id, last_key, known, hint, now_ns)
+        return len(known)
+
+    def touch(self, client: Client, keys: bytes) -> int:
+        """Count an access of the leading run; how many blocks that is."""
+        rows = self._residency.find_run(client.tenant_id, keys)
+        self._residency.touch_run(rows, self._clock.monotonic_ns())
+        return len(rows)
+
+    def renew(self, client: Client, lease_ids: Sequence[int]) -> int:
+        """Let leases of the client live for `lease_ttl_ms` from now; how many there were."""
+        expires_ns = self._clock.monotonic_ns() + self.lease_ttl_ms * NS_PER_MS
+        return sum(self._leases.renew(client.session_id, lease_id, expires_ns) for lease_id in lease_ids)

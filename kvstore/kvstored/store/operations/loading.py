@@ -1,0 +1,122 @@
+"""The blocks of one get on their way to the mapped tier: pinned, promoted, and named as they become readable.
+
+Owns the pins of the blocks that are not leased yet. Invariant: `close` gives back every pin that `lease` has not
+passed on, however the get ended; a promotion under way goes on by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.store.blocks import Residency
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.dram_check import DramCheck
+from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.promote import Promoter
+
+
+class Loader:
+    """Verifies what is mapped as far as the configuration asks for it, and promotes the rest."""
+
+    def __init__(self, residency: Residency, promoter: Promoter, dram_check: DramCheck, clock: Clock) -> None:
+        self.promoter = promoter
+        self.dram_check = dram_check
+        self._residency = residency
+        self._clock = clock
+
+    def load(self, rows: Sequence[int]) -> Loading:
+        """The leading run of a chain; nothing moves before its `begin`."""
+        return Loading(self._residency, self.promoter, self._clock, rows)
+
+    async def verify(self, rows: Sequence[int], tokens: Sequence[int]) -> int:
+        """Verify copies in the mapped tier; how many leading blocks can still be had. One that another tier has too
+        can, by promotion."""
+        if not self.dram_check.wanted(rows):
+            return len(rows)
+        bad = await self.dram_check.verify(rows)
+        for position, token in enumerate(tokens):
+            row = self._residency.current(token)
+            if row < 0 or (token in bad and self._residency.has(row, MAPPED)):
+                return position
+        return len(rows)
+
+
+class Loading:
+    """`rows` are those of the leading run of a chain; positions are places in it. They are pinned from now on.
+
+    `sources`: by position of a block that was not mapped when `begin` looked, the tier that it comes from.
+    """
+
+    def __init__(self, residency: Residency, promoter: Promoter, clock: Clock, rows: Sequence[int]) -> None:
+        self._residency = residency
+        self._promoter = promoter
+        self._clock = clock
+        self.tokens = [residency.token(row) for row in rows]
+        self.sources: dict[int, int] = {}
+        self._pinned = set(range(len(rows)))
+        self._arrived: list[int] = []  # positions whose promotion has ended since `wait` looked
+        self._left = 0  # promotions that have not ended
+        self._change = asyncio.Event()
+        self._wakes_at = 0  # at most so many promotions left before a waiter wakes
+        residency.pin_run(rows)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no promotion is under way any more whose end `wait` has not reported."""
+        return not self._left and not self._arrived
+
+    def begin(self, positions: Iterable[int]) -> int:
+        """Promote those of the blocks that are not mapped, in this order, and let the others be reported by `wait`;
+        how many milliseconds it is worth to wait for them."""
+        residency, promoter = self._residency, self._promoter
+        lacking = []
+        for position in positions:
+            row = residency.current(self.tokens[position])
+            if residency.has(row, MAPPED):
+                self._arrived.append(position)
+            else:
+                self.sources[position] = residency.fastest(row)
+                lacking.append((position, row))
+        patience_ms = promoter.patience_ms([row for _, row in lacking])
+        for position, row in lacking:
+            self._left += 1
+            promoter.promote(row, Priority.DEMAND).add_done_callback(partial(self._ended, position))
+        return patience_ms
+
+    async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
+        """Ascending positions of blocks that are mapped now and were not reported before: as soon as there are any, or
+        when all promotions have ended. Empty: time is up, or what ended was in vain."""
+        if self._left and (for_all or not self._arrived):
+            self._wakes_at = 0 if for_all else self._left - 1
+            self._change.clear()
+            try:
+                async with asyncio.timeout(max(0, until_ns - self._clock.monotonic_ns()) / NS_PER_S):
+                    await self._change.wait()
+            except TimeoutError:
+                return []
+        arrived, self._arrived = self._arrived, []
+        return sorted(position for position in arrived if self.is_mapped(position))
+
+    def is_mapped(self, position: int) -> bool:
+        row = self._residency.current(self.tokens[position])
+        return row >= 0 and self._residency.has(row, MAPPED)
+
+    def lease(self, positions: Iterable[int]) -> list[int]:
+        """The rows of blocks whose pins are a lease's from now on."""
+        positions = list(positions)
+        self._pinned.difference_update(positions)
+        return [self._residency.current(self.tokens[position]) for position in positions]
+
+    def close(self) -> None:
+        """Give back the pins that are left. Idempotent."""
+        pinned, self._pinned = self._pinned, set()
+        self._residency.unpin_run(self.tokens[position] for position in pinned)
+
+    def _ended(self, position: int, promotion: asyncio.Future[bool]) -> None:
+        self._left -= 1
+        self._arrived.append(position)
+        if self._left <= self._wakes_at:
+            self._change.set()

@@ -1,0 +1,64 @@
+"""Lookup: which blocks of a chain are here, where, and how long it would take to have them mapped.
+
+Moves nothing and waits for nothing. Invariant: what it calls usable was readable at that instant; the lease is the
+truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore_proto.identity import KEY_BYTES
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks import Residency
+from kvstored.store.operations.client import Client
+from kvstored.store.transfer.promote import Promoter
+from kvstored.telemetry import Counters, Flows
+
+
+def leading(present: Sequence[bool]) -> int:
+    """How many blocks come before the first that is missing."""
+    return present.index(False) if False in present else len(present)
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """By block that was asked for: its row, -1 where it is missing or out of reach, and the microseconds that it adds
+    until all are mapped. `usable` leading blocks count as there; `cause` says why not more do, None where all do."""
+
+    rows: list[int]
+    load_us: list[int]
+    usable: int
+    cause: Cause | None
+
+
+class LookUp:
+    """See the module."""
+
+    def __init__(self, residency: Residency, promoter: Promoter, counters: Counters, flows: Flows) -> None:
+        self._residency = residency
+        self._promoter = promoter
+        self._counters = counters
+        self._flows = flows
+
+    def count(self, client: Client) -> None:
+        """Count one request, of any number of chains."""
+        self._counters.add("lookups")
+        self._flows.looked_up(client)
+
+    def look_up(self, client: Client, keys: bytes, usable_of: Callable[[Sequence[bool]], int] = leading) -> Presence:
+        """`keys` are packed; `usable_of` says how far a chain can be restored, from which of its blocks are there."""
+        residency, blocks = self._residency, len(keys) // KEY_BYTES
+        found = residency.find_each(client.tenant_id, keys)
+        rows = self._promoter.reachable(found)
+        usable = usable_of([row >= 0 for row in rows])
+        cause = None
+        if usable < blocks:  # then the key at `usable` is missing, whatever the rule
+            cause = Cause.READ_FAILED  # stored, but on a medium that is shed
+            if found[usable] < 0:
+                cause = client.why_missing(residency, keys[usable * KEY_BYTES : (usable + 1) * KEY_BYTES])
+            self._flows.missed(client, cause, blocks - usable)
+        self._counters.add("lookup_keys", blocks)
+        self._counters.add("lookup_hit_keys", usable)
+        return Presence(rows, self._promoter.estimate_us(rows), usable, cause)
