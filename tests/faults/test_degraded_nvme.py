@@ -338,6 +338,7 @@ async def test_a_failing_index_costs_nothing_but_the_next_start(small: SmallStor
     failpoints.arm("nvme.before-index-commit=error:ENOSPC")
     try:
         assert await small.is_durable(1)
+        assert small.nvme.locate(small.key(1)) is None  # the index comes behind the answer
     finally:
         failpoints.disarm()
     assert await small.is_durable(2)

@@ -150,6 +150,7 @@ def test_a_failing_index_costs_no_durability(tmp_path: Path) -> None:
         assert put(tier, *BLOCK)
         failpoints.arm("nvme.before-index-commit=error:EIO")
         assert finish(tier.sync).ok
+        assert tier.locate(BLOCK[0].key) is None
         assert "index is off" in tier.statistics().message
     failpoints.disarm()
     with closing(open_tier(tmp_path)) as tier:

@@ -115,3 +115,24 @@ def test_an_index_asked_before_it_is_mended_is_opened_by_who_asks(tmp_path: Path
     with closing(KeyIndex(tmp_path, 1 << 20)) as index:
         index.apply([(b"k" * 16, Location(1, 2, 3))], [], {}, 1)
         assert index.get(b"k" * 16) == Location(1, 2, 3)
+
+
+def test_an_answer_that_blocks_are_durable_does_not_wait_for_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    apply = KeyIndex.apply
+
+    def slow(self: KeyIndex, *change: object) -> None:
+        assert may_go_on.wait(60.0)
+        apply(self, *change)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KeyIndex, "apply", slow)
+    with closing(open_tier(tmp_path)) as tier:
+        header, payload = block(1, 5000)
+        slot = put(tier, header, payload)
+        try:
+            assert finish(tier.sync).ok
+        finally:
+            may_go_on.set()
+        assert tier.locate(header.key) == slot

@@ -1,9 +1,9 @@
 """Group commit: makes everything that completed before it durable. docs/ordering.md gives the order and its reasons.
 
 Owns the thread that syncs, and the order: slot images synced, records withdrawn, records published, records synced,
-index committed, waiters told. Requests that arrive while a commit runs share the next one.
-Invariant: a waiter is told DONE only after the records of every block written before its request are on the medium;
-the index may fail, since it can be rebuilt from the records, without taking that away.
+waiters answered, index changed. Requests that arrive while a commit runs share the next one.
+Invariant: a waiter is answered DONE only after the records of every block written before its request are on the medium.
+The index comes behind the answer: it can be rebuilt from the records, so it may fail and lag without taking that away.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
@@ -18,6 +20,15 @@ from kvstore_tiers.nvme.index import KeyIndex
 from kvstore_tiers.nvme.journal import Batch, Journal
 from kvstore_tiers.nvme.slab import Slab, Withdrawn
 from kvstore_tiers.threads import deliver, run_transfer
+
+
+class _Changes(NamedTuple):
+    """Of the index, by one commit."""
+
+    published: Withdrawn
+    withdrawn: Withdrawn
+    reasons: dict[tuple[int, int], str]
+    sequence: int
 
 
 class GroupCommit:
@@ -37,6 +48,7 @@ class GroupCommit:
         self._waiters: list[Completion] = []
         self._wake = threading.Condition()
         self._closing = False
+        self._is_behind = False  # the index lacks what a commit has made durable
         self._thread = threading.Thread(target=self._serve, name="nvme-commit", daemon=True)
         self._thread.start()
 
@@ -48,6 +60,11 @@ class GroupCommit:
                 self._wake.notify()
                 return
         done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
+
+    def wait_indexed(self) -> None:
+        """Until the index has what the commits that were answered made durable."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._is_behind)
 
     def close(self) -> bool:
         """Answer who waits, commit once more, end the thread; whether nothing waits to be committed. Idempotent."""
@@ -63,22 +80,30 @@ class GroupCommit:
             with self._wake:
                 self._wake.wait_for(lambda: self._waiters or self._closing)
                 waiters, self._waiters, closing = self._waiters, [], self._closing
-            outcome = self._watch(run_transfer(self._commit))
+                self._is_behind = True
+            changes: list[_Changes] = []
+            outcome = self._watch(run_transfer(partial(self._commit, changes)))
             for done in waiters:
                 deliver(outcome, done)
+            for change in changes:
+                run_transfer(partial(self._change_index, change))
+            with self._wake:
+                self._is_behind = False
+                self._wake.notify_all()
 
-    def _commit(self) -> Outcome:
+    def _commit(self, changes: list[_Changes]) -> Outcome:
+        """Append what the index is to be changed by."""
         sequence = self._journal.sequence
         batch = self._journal.take()
         if batch:
             try:
-                self._write(batch, sequence)
+                changes.append(self._write(batch, sequence))
             except BaseException:
                 self._journal.put_back(batch)
                 raise
         return Outcome(OutcomeKind.DONE)
 
-    def _write(self, batch: Batch, sequence: int) -> None:
+    def _write(self, batch: Batch, sequence: int) -> _Changes:
         failed = {slab: slab.failed_syncs for slab in _touched(batch)}
         failpoints.hit("nvme.sync-start")
         for slab in batch.written:
@@ -107,9 +132,13 @@ class GroupCommit:
             for slab, by_slot in batch.quarantined.items()
             for slot, reason in by_slot.items()
         }
+        return _Changes(published, batch.withdrawn, reasons, sequence)
+
+    def _change_index(self, changes: _Changes) -> Outcome:
         self._index.resize(self._index_budget())
-        self._index.apply(published, batch.withdrawn, reasons, sequence)
+        self._index.apply(changes.published, changes.withdrawn, changes.reasons, changes.sequence)
         failpoints.hit("nvme.after-index-commit")
+        return Outcome(OutcomeKind.DONE)
 
 
 def _touched(batch: Batch) -> set[Slab]:

@@ -184,7 +184,7 @@ class KeyIndex:
         reasons: dict[tuple[int, int], str],
         sequence: int,
     ) -> None:
-        """One durable transaction. A withdrawn block is removed only if the index still names that very place."""
+        """One transaction. A withdrawn block is removed only if the index still names that very place."""
         commit = Commit(list(published), list(withdrawn), dict(reasons), sequence)
         with self._noting:
             if not self._mended.is_set():

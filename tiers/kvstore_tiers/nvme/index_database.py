@@ -43,6 +43,7 @@ def open_database(path: Path, budget_bytes: int) -> tuple[lmdb.Environment, Any,
         mode=0o600,
         readahead=False,
         meminit=False,
+        sync=False,  # what a crash leaves of it is not used: it has no seal then
     )
     blocks, quarantine, meta = (environment.open_db(name) for name in (b"blocks", b"quarantine", b"meta"))
     with environment.begin(write=True, db=meta) as transaction:

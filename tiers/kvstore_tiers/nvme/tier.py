@@ -333,7 +333,8 @@ class NvmeTier(Tier):
         return recovered if there.all() else recovered.take(there)
 
     def locate(self, key: bytes) -> Slot | None:
-        """Where the index says a block is, as of the last `sync`; the books of a daemon know better."""
+        """Where the index says a block is, as of the last `sync`; the books of a daemon know better. Waits for it."""
+        self._commit.wait_indexed()
         location = self._index.get(key)
         slab = self._space.slabs.get(location.slab) if location else None
         if slab is None or location is None or slab.generations[location.index] != location.generation:
