@@ -20,6 +20,7 @@ MISS_REASONS = (  # by kvstore.v1.MissReason
     "invalidated",
     "dropped",
     "read_failed",
+    "forgotten",
 )
 REASON_NO_DAEMON = "no_daemon"  # degraded: nobody was asked
 REASON_DEADLINE = "deadline"  # the daemon did not answer in time

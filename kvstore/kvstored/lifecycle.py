@@ -66,6 +66,7 @@ class Cause(IntEnum):
     INVALIDATED = 7
     DROPPED = 8
     READ_FAILED = 9
+    FORGOTTEN = 10
 
 
 # Causes that obey leaf-first and leases: the daemon chose the block, so it must choose one that leaves no

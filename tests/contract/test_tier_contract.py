@@ -8,10 +8,12 @@ import pytest
 
 from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
+from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.memory import MemoryTier
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.testing import TierContract
+from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstore_tiers.wrap.faulty import FaultyTier
 
 
@@ -44,3 +46,13 @@ class TestNvmeTier(TierContract):
 class TestFaultyTierWithoutFaults(TierContract):
     def make_tier(self, capacity_bytes: int) -> Tier:
         return FaultyTier(MemoryTier(capacity_bytes))
+
+
+class TestKeyedTier(TierContract):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return KeyedTier(LossyStore(), capacity_bytes)
+
+
+class TestSlowKeyedTier(TierContract):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return KeyedTier(LossyStore(latency_s=0.002), capacity_bytes, threads=3)

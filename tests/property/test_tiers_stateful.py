@@ -10,10 +10,12 @@ from hypothesis import HealthCheck, settings
 
 from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
+from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.memory import MemoryTier
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.testing import tier_state_machine
+from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstore_tiers.wrap.faulty import FaultyTier
 from tests.reference.examples import examples
 
@@ -52,6 +54,7 @@ class NvmeMachine(tier_state_machine(make_nvme, reopen_nvme)):  # type: ignore[m
             assert findings == []
 
 
+TestKeyedTier = tier_state_machine(lambda: KeyedTier(LossyStore(), 200_000, threads=2)).TestCase
 TestMemoryTier = tier_state_machine(lambda: MemoryTier(200_000)).TestCase
 TestHostTier = tier_state_machine(lambda: HostTier(400_000, arena_bytes=96 << 10)).TestCase
 TestFaultyTier = tier_state_machine(lambda: FaultyTier(HostTier(200_000, arena_bytes=64 << 10))).TestCase

@@ -7,7 +7,7 @@ way a put does, and loses DRAM copies the way pressure does. No sockets, no sess
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
+from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.driving import block
@@ -44,7 +45,7 @@ FAR_S = 60.0  # a wait that never ends by itself in a test that passes
 class SmallStore:
     """See the module. `store` is the real thing; `disk` injects faults between it and the medium."""
 
-    def __init__(self, directory: Path, clock: ManualClock, *settings: str) -> None:
+    def __init__(self, directory: Path, clock: ManualClock, *settings: str, keyed: Sequence[KeyedTier] = ()) -> None:
         chosen = (f"daemon.state_dir={directory}", *SETTINGS, *settings)
         self.config = load_config(None, chosen)
         self.clock = clock
@@ -63,8 +64,8 @@ class SmallStore:
             HostTier(section.capacity_bytes, arena_bytes=section.arena_bytes, name=section.name)
             for section in self.config.memory
         ]
-        residency = make_residency(self.config)
-        self.store = Store(self.config, clock, self.completions, residency, host, self.disk, self.memory)
+        residency = make_residency(self.config, [tier.info.name for tier in keyed])
+        self.store = Store(self.config, clock, self.completions, residency, host, self.disk, self.memory, keyed)
         self.residency = self.store.residency
         assert self.store.writeback is not None and self.store.breaker is not None
         self.writeback, self.breaker = self.store.writeback, self.store.breaker
@@ -79,7 +80,7 @@ class SmallStore:
         await self.completions.drained()
         await self.store.endurance.close()
         self.disk.close()
-        for tier in (self.store.host, *self.memory):
+        for tier in (self.store.host, *self.memory, *self.store.keyed.values()):
             tier.close()
 
     def key(self, number: int) -> bytes:
@@ -189,9 +190,11 @@ class SmallStore:
 
 
 @asynccontextmanager
-async def small_store(directory: Path, *settings: str, clock: ManualClock | None = None) -> AsyncIterator[SmallStore]:
+async def small_store(
+    directory: Path, *settings: str, clock: ManualClock | None = None, keyed: Sequence[KeyedTier] = ()
+) -> AsyncIterator[SmallStore]:
     """Closed in the end, whatever the test left hanging."""
-    made = SmallStore(directory, clock or ManualClock(NS_PER_S), *settings)
+    made = SmallStore(directory, clock or ManualClock(NS_PER_S), *settings, keyed=keyed)
     try:
         yield made
     finally:

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.lifecycle import TRANSITIONS, Cause, CopyState, Step, advance, miss_reason
+from kvstored.clients.codes import miss_reason
+from kvstored.lifecycle import TRANSITIONS, Cause, CopyState, Step, advance
 
 
 @pytest.mark.parametrize(("state", "step"), list(itertools.product(CopyState, Step)))

@@ -53,6 +53,7 @@ __all__ = [
 class OutcomeKind(Enum):
     DONE = "done"
     CORRUPT = "corrupt"  # bytes came back and are wrong: quarantine
+    MISSING = "missing"  # the tier has forgotten the block, as one that is addressed by key may
     FAILED = "failed"  # the medium refused: retry or shed the tier
     CANCELLED = "cancelled"  # closed before it ran
 
@@ -93,6 +94,11 @@ class TierInfo:
     max_slot_bytes: int
     verifies_reads: bool
     container_bytes: int = 0  # of an arena or slab; 0 where room is not given out by containers
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether another tier may read and fill its slots in place, by `slot_segment`."""
+        return self.memory is not MemoryKind.FILE
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "corrupt": "its bytes on NVMe failed verification; they are quarantined and the block is to be computed again",
     "invalidated": "an operator invalidated its fingerprint",
     "dropped": "deleted by its owner or dropped by an operator",
+    "forgotten": "the tier below NVMe that had it, which may forget, has it no more",
     "read_failed": "NVMe would not give it: the block could not be read, or the tier is shed (`kvctl status`)",
     "late": "stored, but not brought to DRAM before the deadline",
 }

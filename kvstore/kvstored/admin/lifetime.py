@@ -69,7 +69,7 @@ class Lifetime:
         if self._writeback is None:
             return pb.FlushReply()
         timeout_s = (request.timeout_ms / 1000) or _DEFAULT_TIMEOUT_S
-        in_memory = [tier for tier in range(len(self._residency.tiers)) if tier != self._residency.durable]
+        in_memory = range(self._residency.in_memory)
         saved, left = await save(self._residency, self._writeback, in_memory, timeout_s)
         return pb.FlushReply(written_blocks=saved, pending_blocks=left)
 

@@ -12,7 +12,9 @@ def tier_code(residency: ResidencyView, position: int) -> int:
     """The TierCode of the tier at `position`."""
     if position == MAPPED:
         return pb.TIER_CODE_HOST
-    return pb.TIER_CODE_NVME if position == residency.durable else pb.TIER_CODE_MEMORY
+    if position == residency.durable:
+        return pb.TIER_CODE_NVME
+    return pb.TIER_CODE_MEMORY if position < residency.in_memory else pb.TIER_CODE_REMOTE
 
 
 def codes_by_mask(residency: ResidencyView) -> bytes:

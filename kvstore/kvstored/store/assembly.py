@@ -11,6 +11,7 @@ from functools import partial
 
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.host import HostTier
+from kvstore_tiers.keyed import KeyedTier
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
@@ -40,21 +41,24 @@ from kvstored.store.transfer.victims import Victims
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 
+KEYED_AT_ONCE, KEYED_WAIT_S = 16, 1.0  # demotions to a key-addressed tier: one that hangs keeps so many blocks in place
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
 
-def make_residency(config: Config) -> Residency:
-    """An empty index over the tiers that `config` names, fastest first."""
+def make_residency(config: Config, keyed: Sequence[str] = ()) -> Residency:
+    """An empty index over the tiers that `config` names, fastest first, then those of the names `keyed`."""
     names = ["host", *(memory.name for memory in config.memory)]
-    durable = len(names) if config.nvme.enabled else -1
+    in_memory = len(names)
+    durable = in_memory if config.nvme.enabled else -1
     if config.nvme.enabled:
         names.append("nvme")
-    return Residency(names, ghost_keys=config.limits.ghosts_per_tenant, durable=durable)
+    return Residency([*names, *keyed], ghost_keys=config.limits.ghosts_per_tenant, durable=durable, in_memory=in_memory)
 
 
 class Store:
     """`residency` may hold recovered blocks already; policies and rooms take them over. `memory`: tiers between `host`
-    and `nvme`, as in `config.memory`. `nvme` None: memory only."""
+    and `nvme`, as in `config.memory`. `nvme` None: no durable tier. `keyed`: tiers below that are addressed by key;
+    what leaves the slowest of the others goes there, and blocks that others stored there can be found."""
 
     def __init__(
         self,
@@ -65,20 +69,20 @@ class Store:
         host: HostTier,
         nvme: Tier | None,
         memory: Sequence[Tier] = (),
+        keyed: Sequence[KeyedTier] = (),
     ) -> None:
         self.config, self.clock, self.completions = config, clock, completions
         self.residency, self.host, self.nvme = residency, host, nvme
         self._in_memory: list[Tier] = [host, *memory]
-        self.tiers: list[Tier] = [*self._in_memory, *([] if nvme is None else [nvme])]
+        self.tiers: list[Tier] = [*self._in_memory, *([] if nvme is None else [nvme]), *keyed]
+        self.keyed = dict(enumerate(keyed, len(self.tiers) - len(keyed)))  # by position
         self.counters = Counters()
         self.flows = Flows(len(self.tiers))
         self.modes = DegradedModes(clock, self.counters)
-        self.breaker: TierBreaker | None = None
-        if nvme is not None:
-            self.breaker = TierBreaker(
-                nvme, residency.tiers[residency.durable], self.modes, completions, clock, self.counters,
-                self._on_reads_shed,
-            )  # fmt: skip
+        self._breakers = {
+            position: self._make_breaker(position) for position in range(residency.in_memory, len(self.tiers))
+        }
+        self.breaker = self._breakers.get(residency.durable)
         self.endurance = EnduranceAccount(
             config.daemon.state_dir, config.nvme.endurance_bytes_per_day if nvme is not None else 0, clock,
             self.counters,
@@ -93,10 +97,9 @@ class Store:
         self.mover = Mover(self._make_lanes(), completions, clock)
         self.damage = Damage(residency, self.tiers, self.retire, clock, self.counters)
         self.writeback: WriteBack | None = None
-        below: list[Room] = []
-        demoter: Demoter = NoDemotion()
+        demoter, below = self._make_rooms_of_keyed()
         if nvme is not None and self.breaker is not None:
-            below = [self._make_room(residency.durable, demoter, self._relocation_on(nvme, self.breaker))]
+            below = [self._make_room(residency.durable, demoter, self._relocation_on(nvme, self.breaker)), *below]
             demoter = self.writeback = self._make_writeback(nvme, below[0], self.breaker)
             self.damage.rewrite = self.writeback.write_through
             self.damage.is_coming = self.writeback.is_coming
@@ -107,6 +110,30 @@ class Store:
             residency, [self._link(source, MAPPED) for source in range(1, len(self.tiers))], self.rooms[MAPPED],
             self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
+
+    def _make_breaker(self, position: int) -> TierBreaker:
+        def on_open() -> None:
+            """What waits for the tier ends now."""
+            if position == self.residency.durable and self.writeback is not None:
+                self.writeback.cancel_queued()
+            self.promoter.fail_waiters()
+
+        return TierBreaker(
+            self.tiers[position], self.residency.tiers[position], self.modes, self.completions, self.clock,
+            self.counters, on_open,
+        )  # fmt: skip
+
+    def _make_rooms_of_keyed(self) -> tuple[Demoter, list[Room]]:
+        """What demotes to the first of them, and their rooms."""
+        demoter: Demoter = NoDemotion()
+        rooms: list[Room] = []
+        for position, tier in reversed(self.keyed.items()):
+            rooms = [self._make_room(position, demoter, MemoryRelocation(tier, self.completions)), *rooms]
+            demoter = Demotion(
+                self.residency, self._link(position - 1, position), rooms[0], demoter, self.damage, self.flows,
+                at_once=KEYED_AT_ONCE, wait_s=KEYED_WAIT_S,
+            )  # fmt: skip
+        return demoter, rooms
 
     def _make_rooms_in_memory(self, demoter: Demoter, below: list[Room]) -> list[Room]:
         """The rooms of all tiers: those in memory, then `below`. What leaves the slowest goes to `demoter`, what leaves
@@ -121,7 +148,7 @@ class Store:
         return rooms
 
     def _link(self, source: int, destination: int) -> Link:
-        breaker = self.breaker if self.residency.durable in (source, destination) else None
+        breaker = self._breakers.get(max(source, destination))
         lane = self._write_lane if destination == self.residency.durable else self._lane_name(source, destination)
         return Link(source, destination, self.tiers, lane, self.residency, self.mover, self.clock, breaker)
 
@@ -143,7 +170,7 @@ class Store:
         if position == MAPPED:
             settings = PolicySettings(config.host.ttl_s or None, config.host.keep_worth)
             return create(config.host.policy, self.residency, position, settings)
-        section = config.nvme if position == self.residency.durable else config.memory[position - 1]
+        section = config.memory[position - 1] if position < self.residency.in_memory else config.nvme
         return create(section.policy, self.residency, position, PolicySettings(section.ttl_s or None, 0.0))
 
     def replace_policy(self, config: Config, position: int) -> None:
@@ -203,8 +230,8 @@ class Store:
     def tick(self) -> None:
         """A few times a second: what waits for time alone."""
         self.endurance.tick()
-        if self.breaker is not None:
-            self.breaker.tick()
+        for breaker in self._breakers.values():
+            breaker.tick()
 
     def _make_writeback(self, nvme: Tier, room: Room, breaker: TierBreaker) -> WriteBack:
         config, lane = self.config, self.mover.lanes[self._write_lane]
@@ -220,11 +247,3 @@ class Store:
             self.residency, links, nvme, room, self.completions, self.counters, self.flows, gate,
             BatchLimits(config.durability.batch_ms, config.durability.batch_blocks),
         )  # fmt: skip
-
-    # Small connections between parts
-
-    def _on_reads_shed(self) -> None:
-        """The breaker has opened: what waits for its tier ends now."""
-        if self.writeback is not None:
-            self.writeback.cancel_queued()
-        self.promoter.fail_waiters()

@@ -115,6 +115,8 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     MISS_REASON_INVALIDATED: _MissReason.ValueType  # 7
     MISS_REASON_DROPPED: _MissReason.ValueType  # 8
     MISS_REASON_READ_FAILED: _MissReason.ValueType  # 9
+    MISS_REASON_FORGOTTEN: _MissReason.ValueType  # 10
+    """the tier below that had it, which may forget, has it no more"""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """Why a block is not served."""
@@ -129,6 +131,8 @@ MISS_REASON_CORRUPT: MissReason.ValueType  # 6
 MISS_REASON_INVALIDATED: MissReason.ValueType  # 7
 MISS_REASON_DROPPED: MissReason.ValueType  # 8
 MISS_REASON_READ_FAILED: MissReason.ValueType  # 9
+MISS_REASON_FORGOTTEN: MissReason.ValueType  # 10
+"""the tier below that had it, which may forget, has it no more"""
 global___MissReason = MissReason
 
 class _Match:

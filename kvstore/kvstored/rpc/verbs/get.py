@@ -84,7 +84,7 @@ class Acquiring:
             self._requests += 1
             context = RequestContext(self._requests, request.prompt_tokens)
         return Wanted(
-            request.set.keys, request.max_wait_ms, deadline_ms, request.mapped_only,
+            request.set.keys, request.max_wait_ms, deadline_ms, request.mapped_only, request.set.group,
             request.order == pb.ACQUIRE_ORDER_BACK, context,
         )  # fmt: skip
 

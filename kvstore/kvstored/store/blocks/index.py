@@ -42,9 +42,14 @@ class Residency(Removal):
     """The index over `tiers`, fastest first. See the module for the invariants."""
 
     def __init__(
-        self, tiers: Sequence[str], *, ghost_keys: int = DEFAULT_GHOST_KEYS, durable: int | None = None
+        self,
+        tiers: Sequence[str],
+        *,
+        ghost_keys: int = DEFAULT_GHOST_KEYS,
+        durable: int | None = None,
+        in_memory: int | None = None,
     ) -> None:
-        super().__init__(tiers, durable)
+        super().__init__(tiers, durable, in_memory)
         self._ghost_keys = ghost_keys
         self._tenant_numbers: dict[str, int] = {}
         self._kind_numbers: dict[Kind, int] = {}

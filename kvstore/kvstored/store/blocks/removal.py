@@ -30,8 +30,8 @@ class TakenCopy(NamedTuple):
 class Removal(Temperature):
     """A base of `Residency`."""
 
-    def __init__(self, tiers: Sequence[str], durable: int | None = None) -> None:
-        super().__init__(tiers, durable)
+    def __init__(self, tiers: Sequence[str], durable: int | None, in_memory: int | None) -> None:
+        super().__init__(tiers, durable, in_memory)
         self._listeners: list[TierListener] = [NobodyListens() for _ in tiers]
         self._presence: PresenceListener | None = None
         self.changes = 0  # differs whenever a row or a copy came, went or changed its state; uses and pins do not count

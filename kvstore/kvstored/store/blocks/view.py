@@ -50,14 +50,16 @@ def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
 class ResidencyView:
     """Questions about rows; a tier is named by its position. Rows are those of live blocks: a free row's
     answers mean nothing. `durable`: the position of the tier that outlives the daemon, -1 where there is none; the
-    last one unless said otherwise.
+    last one unless said otherwise. `in_memory`: how many tiers, from the first on, are memory; those before the durable
+    one unless said otherwise.
     """
 
-    def __init__(self, tiers: Sequence[str], durable: int | None = None) -> None:
+    def __init__(self, tiers: Sequence[str], durable: int | None = None, in_memory: int | None = None) -> None:
         if not 1 <= len(tiers) <= _MAX_TIERS:
             raise ValueError(f"residency takes 1 to {_MAX_TIERS} tiers, got {len(tiers)}")
         self.tiers = tuple(tiers)
         self.durable = (len(tiers) - 1 or -1) if durable is None else durable
+        self.in_memory = in_memory or (self.durable if self.durable > 0 else len(tiers))
         self.rows = Rows()
         self.copies = tuple(TierCopies(name) for name in tiers)
         self.tenants: list[TenantIndex] = []
@@ -154,9 +156,9 @@ class ResidencyView:
         return (mask & -mask).bit_length() - 1
 
     def fastest_in_memory(self, row: int) -> int:
-        """The first tier with a readable copy that is not the durable one, or -1."""
+        """The first tier of memory with a readable copy, or -1."""
         position = self.fastest(row)
-        return -1 if position == self.durable else position
+        return position if position < self.in_memory else -1
 
     def row_at(self, tier: int, container: int, offset: int) -> int:
         """The row with a copy (in any state) there, or -1. A scan of all rows, about 1 ms a million."""

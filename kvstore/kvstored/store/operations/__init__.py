@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.delete import Delete
+from kvstored.store.operations.discovery import Discovery
 from kvstored.store.operations.get import Get, GetLimits
 from kvstored.store.operations.hints import Hints
 from kvstored.store.operations.intake import Intake
@@ -30,14 +31,18 @@ class Operations:
             residency, store.host, store.rooms[MAPPED], store.writeback, store.completions, clock, counters,
             promoter.may_come_again,
         )  # fmt: skip
+        self.discovery = Discovery(residency, store.keyed, store.rooms, store.completions, clock, counters)
         self.put = Put(intake, residency, store.writeback, counters)
+        loader = Loader(residency, promoter, store.dram_check, self.discovery, clock)
         self.get = Get(
-            residency, store.leases, Loader(residency, promoter, store.dram_check, clock), clock, counters,
-            store.flows, store.policies, GetLimits(limits.lease_ttl_ms, movement.acquire_wait_ms),
+            residency, store.leases, loader, clock, counters, store.flows, store.policies,
+            GetLimits(limits.lease_ttl_ms, movement.acquire_wait_ms),
         )  # fmt: skip
         self.look_up = LookUp(residency, promoter, counters, store.flows)
         self.hints = Hints(
             residency, store.leases, promoter, clock, store.policies, lease_ttl_ms=limits.lease_ttl_ms,
             prefetch_budget_bytes=movement.prefetch_budget_bytes,
         )  # fmt: skip
-        self.delete = Delete(residency, store.writeback, store.retire, clock, deletions)
+        self.delete = Delete(
+            residency, store.writeback, [*store.keyed.values()], store.retire, store.completions, clock, deletions
+        )

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_tiers.base import Slot
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot, Tier
 from kvstored.clock import Clock
+from kvstored.completions import CompletionQueue
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.client import Client
@@ -42,19 +43,24 @@ class Deleted:
 
 
 class Delete:
-    """`retire[tier](slot, tenant)` takes the slots; `writeback` is None without an NVMe tier."""
+    """`retire[tier](slot, tenant)` takes the slots; `writeback` is None without a durable tier; `keyed` are tiers in
+    which a block that was deleted could be found again."""
 
     def __init__(
         self,
         residency: Residency,
         writeback: WriteBack | None,
+        keyed: Sequence[Tier],
         retire: list[Callable[[Slot, int], None]],
+        completions: CompletionQueue,
         clock: Clock,
         deletions: DeletionLog,
     ) -> None:
         self._residency = residency
         self._writeback = writeback
         self._retire = retire
+        self._keyed = keyed
+        self._completions = completions
         self._clock = clock
         self._log = deletions
         self._removals = 0  # blocks taken away so far, and how many of them a sync is known to have made final
@@ -79,21 +85,28 @@ class Delete:
                 await asyncio.sleep(0)
         if Fate.DELETED in fates:
             self._log.note(client, fates.count(Fate.DELETED), nbytes)
-        if writeback is not None:
-            await self._make_final(writeback)
+        await self._make_final()
         return Deleted(fates, nbytes)
 
-    async def _make_final(self, writeback: WriteBack) -> None:
+    async def _make_final(self) -> None:
         """Sync what was taken away, here or by a call that was cancelled before it could."""
         removals = self._removals
         if removals == self._final_removals:
             return
-        if not await writeback.sync():
+        synced = [await removed for removed in [self._sync(tier) for tier in self._keyed]]
+        if self._writeback is not None and not await self._writeback.sync():
+            synced.append(Outcome(OutcomeKind.FAILED))
+        if not all(outcome.ok for outcome in synced):
             raise KVStoreError(
                 ErrorKind.UNAVAILABLE,
-                "the blocks are gone, but a crash may bring them back: the disk refused; ask again",
+                "the blocks are gone, but may come back: a tier refused to remove them for good; ask again",
             )
         self._final_removals = max(self._final_removals, removals)
+
+    def _sync(self, tier: Tier) -> asyncio.Future[Outcome]:
+        synced: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        tier.sync(self._completions.to_loop(synced.set_result))
+        return synced
 
     def _delete_row(self, row: int, tenant: int) -> Fate:
         residency = self._residency

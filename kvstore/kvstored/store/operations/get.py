@@ -20,6 +20,7 @@ from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
 from kvstored.store.operations.client import Client
+from kvstored.store.operations.discovery import DEADLINE_MS
 from kvstored.store.operations.loading import Loader
 from kvstored.store.policies import Policy, RequestContext
 from kvstored.store.tiering import MAPPED
@@ -38,6 +39,7 @@ class Wanted:
     max_wait_ms: int = 0
     deadline_ms: int = 0
     mapped_only: bool = False
+    group: int = 0  # layer group
     from_back: bool = False
     context: RequestContext | None = None
 
@@ -115,6 +117,8 @@ class Get:
     def acquire_mapped(self, client: Client, wanted: Wanted) -> Acquired | None:
         """The lease, when every block of the run is mapped already or only those are wanted; None when something must
         be promoted or verified first."""
+        if not wanted.mapped_only and self._loader.discovery.helps(client, wanted.keys):
+            return None
         resident = rows = self._run(client, wanted)
         mask = self._residency.rows.mask
         mapped = next((position for position, row in enumerate(rows) if not mask[row] >> MAPPED & 1), len(rows))
@@ -129,7 +133,7 @@ class Get:
 
     async def acquire(self, client: Client, wanted: Wanted) -> Acquired:
         """Promote what is not mapped, wait for it, and lease the leading blocks that made it."""
-        rows = self._run(client, wanted)
+        rows = await self._discovered_run(client, wanted)
         loading = self._loader.load(rows)
         leased: list[int] = []
         try:
@@ -153,7 +157,7 @@ class Get:
 
         The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded.
         """
-        rows = self._run(client, wanted)
+        rows = await self._discovered_run(client, wanted)
         loading = self._loader.load(rows)
         leased = set(range(min(held, len(rows))))
         try:
@@ -194,6 +198,13 @@ class Get:
     def _run(self, client: Client, wanted: Wanted) -> list[int]:
         """The leading blocks of the chain that are stored and can be reached."""
         return self._promoter.reachable_run(self._residency.find_run(client.tenant_id, wanted.keys))
+
+    async def _discovered_run(self, client: Client, wanted: Wanted) -> list[int]:
+        """`_run`, with what other processes stored where this one can find it."""
+        if not wanted.mapped_only and self._loader.discovery.helps(client, wanted.keys):
+            limit_ms = min(wanted.max_wait_ms or DEADLINE_MS, wanted.deadline_ms or DEADLINE_MS)
+            await self._loader.discovery.find(client, wanted.keys, wanted.group, limit_ms)
+        return self._run(client, wanted)
 
     def _expected(self, rows: Sequence[int]) -> Expected:
         fastest = self._residency.fastest

@@ -12,6 +12,7 @@ from functools import partial
 
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
+from kvstored.store.operations.discovery import Discovery
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.dram_check import DramCheck
 from kvstored.store.transfer.lane import Priority
@@ -19,11 +20,14 @@ from kvstored.store.transfer.promote import Promoter
 
 
 class Loader:
-    """Verifies what is mapped as far as the configuration asks for it, and promotes the rest."""
+    """Finds what can be had, verifies what is mapped as far as the configuration asks for it, and promotes the rest."""
 
-    def __init__(self, residency: Residency, promoter: Promoter, dram_check: DramCheck, clock: Clock) -> None:
+    def __init__(
+        self, residency: Residency, promoter: Promoter, dram_check: DramCheck, discovery: Discovery, clock: Clock
+    ) -> None:
         self.promoter = promoter
         self.dram_check = dram_check
+        self.discovery = discovery
         self._residency = residency
         self._clock = clock
 

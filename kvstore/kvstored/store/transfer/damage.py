@@ -68,6 +68,16 @@ class Damage:
         else:
             self._log(position, slot, f"{what}{other} has it, it is read again")
 
+    def lost(self, position: int, row: int, reason: str) -> None:
+        """The tier at `position`, which may forget, has no copy any more. Where no other has one, the block is gone."""
+        residency = self._residency
+        self._counters.add("forgotten_blocks")
+        if residency.tier_mask(row) & ~(1 << position):
+            tenant = residency.tenant_of(row)
+            self._retire[position](residency.detach(row, position), tenant)
+        else:
+            self.forget(row, Cause.FORGOTTEN, reason)
+
     def forget(self, row: int, cause: Cause, reason: str) -> None:
         """Out of the index with its cause; its durable bytes kept aside, its place in memory free once nobody reads."""
         residency = self._residency

@@ -1,7 +1,7 @@
-"""Demotion into a slower memory tier: a block that leaves a memory tier gets a copy in the next one below.
+"""Demotion into a slower tier that costs no endurance: a block that leaves a tier gets a copy in the next one below.
 
-Owns demotions under way. They cost no endurance and are not durable, so every block is worth one; where the tier below
-has no room, the block goes on to the demoter after it (write-back) as if that tier were not there.
+Owns demotions under way. Every block is worth one, as long as there are not too many at once; where the tier below has
+no room, the block goes on to the demoter after it (write-back) as if that tier were not there.
 Invariants: a block is demoted once however many ask; its row is pinned until the copy is there.
 """
 
@@ -20,31 +20,38 @@ from kvstored.telemetry import Flows
 
 
 class Demotion:
-    """Along `link`; `room` is that of its destination, `beyond` the demoter below that."""
+    """Along `link`; `room` is that of its destination, `beyond` the demoter below that. At most `at_once` blocks are
+    under way, and a caller waits `wait_s` at most: a tier that is slow must not hold up what fills the one above."""
 
     def __init__(
-        self, residency: Residency, link: Link, room: Room, beyond: Demoter, damage: Damage, flows: Flows
-    ) -> None:
+        self, residency: Residency, link: Link, room: Room, beyond: Demoter, damage: Damage, flows: Flows,
+        *, at_once: int = 1 << 30, wait_s: float | None = None,
+    ) -> None:  # fmt: skip
         self._residency = residency
         self._link = link
         self._room = room
         self._beyond = beyond
         self._damage = damage
         self._flow = flows.tiers[link.source]
+        self._at_once = at_once
+        self._wait_s = wait_s
         self._under_way: dict[int, asyncio.Task[bool]] = {}  # by token
 
     def wants(self, row: int) -> bool:
-        """Whether a copy that leaves should be kept below: always, unless it is there."""
-        return not self._residency.state(row, self._link.destination)
+        """Whether a copy that leaves should be kept below: always, unless it is there, or its turn would come late."""
+        if self._residency.state(row, self._link.destination) or not self._link.is_open:
+            return False
+        return len(self._under_way) < self._at_once or self._residency.token(row) in self._under_way
 
     async def write_back(self, row: int) -> bool:
-        """Resolves to whether the block has a copy below. The demotion goes on if its caller does not wait for it."""
+        """Resolves to whether the block has a copy below now. A demotion goes on if its caller does not wait for it."""
         token = self._residency.token(row)
         demotion = self._under_way.get(token)
         if demotion is None:
             self._residency.pin(row)
             demotion = self._under_way[token] = asyncio.create_task(self._demote(token))
-        return await asyncio.shield(demotion)
+        ended, _ = await asyncio.wait([demotion], timeout=self._wait_s)
+        return bool(ended) and demotion.result()
 
     async def _demote(self, token: int) -> bool:
         moved = False
@@ -61,8 +68,10 @@ class Demotion:
     async def progress(self) -> bool:
         """Wait until a demotion under way has ended; False when there is none here nor beyond."""
         if self._under_way:
-            await asyncio.wait(self._under_way.values(), return_when=asyncio.FIRST_COMPLETED)
-            return True
+            ended, _ = await asyncio.wait(
+                self._under_way.values(), timeout=self._wait_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            return bool(ended)
         return await self._beyond.progress()
 
     async def _move(self, token: int) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvstore_tiers.base import Completion, Outcome, Slot, Tier
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
+from kvstore_tiers.segments import AlignedBuffer
 from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import TierBreaker
@@ -24,11 +25,11 @@ def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
 
 
 class Link:
-    """From the tier at `source` to that at `destination`, by the lane `lane`. `breaker` is of the durable one of the
-    two; None where neither is.
+    """From the tier at `source` to that at `destination`, by the lane `lane`. `breaker` is of the slower of
+    the two; None where that is memory.
 
-    Upwards the source fills the destination's memory; downwards the destination copies out of the source's memory. The
-    tier that moves the bytes verifies them.
+    Upwards the source fills the destination's memory; downwards the destination copies out of the source's memory, or,
+    where the source has none, out of a buffer that the source fills. The tier that moves the bytes verifies them.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Link:
         source, key = residency.slot(row, self.source), residency.key(row)
         residency.attach(row, self.destination, slot, self._clock.monotonic_ns(), filling=True)
         number = 0
+        read: Outcome | None = None  # how the first half went, of a transfer through a buffer
 
         def start(done: Completion) -> None:
             nonlocal number
@@ -72,12 +74,30 @@ class Link:
                 number = self.breaker.began()
             if self._is_upwards:
                 self._from.move_out(source, self._to.slot_segment(slot), key, done)
-            else:
+            elif self._from.info.is_in_memory:
                 self._to.move_in(slot, self._from.slot_segment(source), key, done)
+            else:
+                through_buffer(done)
+
+        def through_buffer(done: Completion) -> None:
+            nonlocal read
+            buffer = AlignedBuffer(source.nbytes).segment(source.nbytes)
+
+            def store(outcome: Outcome) -> None:
+                nonlocal read
+                read = outcome
+                if outcome.ok:
+                    self._to.move_in(slot, buffer, key, done)
+                else:
+                    done(outcome)
+
+            self._from.move_out(source, buffer, key, store)
 
         def end(outcome: Outcome) -> None:
             if self.breaker is not None:
-                self.breaker.ended(number, "read" if self._is_upwards else "write", outcome)
+                is_not_its = read is not None and not read.ok
+                judged = Outcome(OutcomeKind.CANCELLED) if is_not_its else outcome
+                self.breaker.ended(number, "read" if self._is_upwards else "write", judged)
             if outcome.ok:
                 residency.publish(row, self.destination, self._clock.monotonic_ns())
             else:

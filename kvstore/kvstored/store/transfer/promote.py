@@ -214,6 +214,8 @@ class Promoter:
             self._flows.tiers[promotion.link.source].promoted_blocks += 1
         elif outcome.kind is OutcomeKind.CORRUPT:
             self._damage.found(promotion.link.source, row, outcome.message)
+        elif outcome.kind is OutcomeKind.MISSING:
+            self._damage.lost(promotion.link.source, row, outcome.message)
         elif outcome.kind is OutcomeKind.FAILED and promotion.link.is_open:
             self._unreadable(promotion, row, outcome)
         self._finish(promotion, outcome.ok)

@@ -1,0 +1,198 @@
+"""A key-addressed tier below NVMe that is slow, forgets, damages and refuses: nothing wrong is served, nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore_proto.errors import KVStoreError
+from kvstore_tiers.keyed import KeyedTier
+from kvstore_tiers.testing.lossy_store import LossyStore
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks.check import check
+from kvstored.store.degraded import Mode
+from kvstored.store.operations.delete import Fate
+from kvstored.store.operations.get import Wanted
+from kvstored.store.operations.offer import DurabilityMode
+from tests.reference.driven_store import DrivenStore, keys_of
+from tests.reference.small_store import FAR_S, small_store
+from tests.reference.tiers import HOST, NVME
+
+REMOTE = 2
+CHAINS, BLOCKS = 130, 4
+SETTINGS = (
+    "host.capacity=4MiB", "host.policy=lru", "nvme.capacity=4MiB",
+    "nvme.slab=1MiB", "nvme.policy=lru",
+)  # fmt: skip
+
+
+def run(
+    directory: Path,
+    scenario: Callable[[DrivenStore], Coroutine[None, None, None]],
+    store: LossyStore,
+    capacity_bytes: int = 64 << 20,
+) -> None:
+    async def main() -> None:
+        async with small_store(directory, *SETTINGS, keyed=[KeyedTier(store, capacity_bytes)]) as small:
+            driven = DrivenStore(small)
+            assert small.residency.tiers == ("host", "nvme", "remote") and small.residency.durable == NVME
+            try:
+                await scenario(driven)
+            finally:
+                store.let_go()
+            await small.settle()
+            assert check(small.residency) == []
+            for tier in small.store.tiers:
+                assert tier.check_books() == []
+                assert tier.statistics().used_bytes <= tier.statistics().capacity_bytes
+
+    asyncio.run(main())
+
+
+async def store_chains(driven: DrivenStore, chains: Sequence[int]) -> None:
+    """More than DRAM and NVMe hold together, so that the first ones leave both."""
+    for chain in chains:
+        await driven.put(keys_of(chain, BLOCKS), DurabilityMode.ALWAYS)
+        driven.small.clock.advance(s=1)
+        driven.small.store.tick()
+
+
+def only_remote(driven: DrivenStore) -> list[int]:
+    """Chains whose blocks are all in the key-addressed tier alone."""
+    return [
+        chain for chain in range(CHAINS)
+        if all(driven.tiers_of(key) == 1 << REMOTE for key in keys_of(chain, BLOCKS))
+    ]  # fmt: skip
+
+
+def test_what_leaves_nvme_comes_back_from_below(tmp_path: Path) -> None:
+    async def scenario(driven: DrivenStore) -> None:
+        await store_chains(driven, range(CHAINS))
+        far = only_remote(driven)
+        assert len(far) > 10
+        expected, _, end = await driven.stream(Wanted(b"".join(keys_of(far[0], BLOCKS))))
+        assert set(expected.tiers) == {REMOTE} and end.blocks == BLOCKS
+        driven.small.store.leases.release_session(driven.client.session_id)
+        for chain in range(CHAINS):
+            assert (await driven.get(keys_of(chain, BLOCKS))).blocks == BLOCKS
+        flows = driven.small.store.flows.tiers
+        assert flows[NVME].demoted_blocks > 0 and flows[REMOTE].promoted_blocks > 0
+
+    run(tmp_path, scenario, LossyStore(latency_s=0.001))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_the_store_loses_or_damages_a_get_is_whole_or_shorter(tmp_path: Path, seed: int) -> None:
+    async def scenario(driven: DrivenStore) -> None:
+        await store_chains(driven, range(CHAINS))
+        lengths = [(await driven.get(keys_of(chain, BLOCKS))) for chain in range(CHAINS)]
+        short = [held for held in lengths if held.blocks < BLOCKS]
+        assert short and len(short) < CHAINS
+        assert {held.cause for held in short} <= {Cause.FORGOTTEN, Cause.CORRUPT}
+        counters = driven.small.store.counters
+        assert counters["forgotten_blocks"] > 0 and counters["corrupt_blocks"] > 0
+        # What a get has missed is computed and put again; each get may find one more that is lost.
+        for chain in range(CHAINS):
+            for _ in range(BLOCKS + 1):
+                await driven.put(keys_of(chain, BLOCKS), DurabilityMode.NONE)
+                held = await driven.get(keys_of(chain, BLOCKS))
+                if held.blocks == BLOCKS:
+                    break
+            assert held.blocks == BLOCKS
+
+    run(tmp_path, scenario, LossyStore(lost=0.2, damaged=0.2, seed=seed))
+
+
+def test_blocks_of_another_process_are_found_before_the_deadline(tmp_path: Path) -> None:
+    store = LossyStore()
+
+    async def first(driven: DrivenStore) -> None:
+        await store_chains(driven, range(CHAINS))
+        far.extend(only_remote(driven))
+
+    async def second(driven: DrivenStore) -> None:
+        keys = keys_of(far[0], BLOCKS)
+        assert driven.operations.look_up.look_up(driven.client, b"".join(keys)).usable == 0
+        stranger = driven.new_client(2, "another")
+        assert (await driven.get(keys, stranger)).blocks == 0
+        held = await driven.get([*keys, b"?" * 16])
+        assert (held.blocks, held.cause) == (BLOCKS, Cause.NEVER_STORED)
+        store.hang()
+        late = await driven.get(keys_of(far[1], BLOCKS))
+        assert late.blocks == 0 and driven.small.store.counters["discovery_timeouts"] == 1
+        store.let_go()
+        assert (await driven.get(keys_of(far[1], BLOCKS))).blocks == BLOCKS
+
+    far: list[int] = []
+    run(tmp_path / "first", first, store)
+    assert len(far) > 2
+    run(tmp_path / "second", second, store)
+
+
+def test_what_is_deleted_is_found_by_nobody(tmp_path: Path) -> None:
+    store = LossyStore(latency_s=0.002)
+
+    async def scenario(driven: DrivenStore) -> None:
+        await store_chains(driven, range(CHAINS))
+        far = only_remote(driven)
+        for chain in far[:3]:
+            deleted = await driven.operations.delete.delete(driven.client, keys_of(chain, BLOCKS))
+            assert deleted.fates == [Fate.DELETED] * BLOCKS
+            assert not any(name[16:] in keys_of(chain, BLOCKS) for name in store.objects)
+            assert (await driven.get(keys_of(chain, BLOCKS))).blocks == 0
+
+    run(tmp_path, scenario, store)
+
+
+def test_a_deletion_that_the_store_refuses_is_not_answered_as_done(tmp_path: Path) -> None:
+    store = LossyStore()
+
+    async def scenario(driven: DrivenStore) -> None:
+        await store_chains(driven, range(CHAINS))
+        keys = keys_of(only_remote(driven)[0], BLOCKS)
+        store.refused = 1.0
+        with pytest.raises(KVStoreError, match="ask again"):
+            await driven.operations.delete.delete(driven.client, keys)
+        store.refused = 0.0
+        await driven.operations.delete.delete(driven.client, keys)
+        assert not any(name[16:] in keys for name in store.objects)
+
+    run(tmp_path, scenario, store)
+
+
+def test_a_store_that_hangs_holds_up_no_put_and_is_shed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstored.store.assembly.KEYED_WAIT_S", 0.02)
+    store = LossyStore()
+
+    async def scenario(driven: DrivenStore) -> None:
+        small = driven.small
+        await store_chains(driven, range(CHAINS))
+        store.hang()
+        async with asyncio.timeout(FAR_S):
+            for chain in range(CHAINS, CHAINS + 10):
+                await driven.put(keys_of(chain, BLOCKS), DurabilityMode.ALWAYS)
+        for _ in range(20):
+            small.clock.advance(s=0.5)
+            small.store.tick()
+            await asyncio.sleep(0)
+        assert small.store.modes.mode("remote") is Mode.SLOW and small.store.modes.mode("nvme") is Mode.OK
+        async with asyncio.timeout(FAR_S):
+            for chain in range(CHAINS + 10, CHAINS + 40):
+                answers = await driven.put(keys_of(chain, BLOCKS), DurabilityMode.ALWAYS)
+                assert set(answers[-1].durability) == {2}
+            assert (await driven.get(keys_of(CHAINS + 39, BLOCKS))).blocks == BLOCKS
+        assert small.residency.has(small.residency.find(driven.client.tenant_id, keys_of(CHAINS + 39, 1)[0]), HOST)
+
+    run(tmp_path, scenario, store)
+
+
+def test_room_below_is_bounded_too(tmp_path: Path) -> None:
+    async def scenario(driven: DrivenStore) -> None:
+        await store_chains(driven, range(CHAINS))
+        assert driven.small.store.tiers[REMOTE].statistics().blocks <= 10
+        assert (await driven.get(keys_of(CHAINS - 1, BLOCKS))).blocks == BLOCKS
+
+    run(tmp_path, scenario, LossyStore(), capacity_bytes=10 * 16384)
