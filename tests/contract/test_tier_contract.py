@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_tiers.base import Tier
+from kvstore_tiers.arena import writable_owner
+from kvstore_tiers.base import ContainerReport, Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.memory import MemoryTier
@@ -30,6 +31,24 @@ class TestHostTier(TierContract):
 class TestSealedHostTier(TierContract):
     def make_tier(self, capacity_bytes: int) -> Tier:
         return HostTier(capacity_bytes, arena_bytes=1 << 20, mode="sealed")
+
+
+class _WritableByClients(HostTier):
+    """All of its arenas are for clients to write to."""
+
+    def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
+        return super().allocate(nbytes, writable_owner(owner))
+
+    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
+        return super().makes_room(container, nbytes, writable_owner(owner))
+
+    def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
+        return super().convertible(nbytes, writable_owner(owner))
+
+
+class TestHostTierThatClientsWrite(TierContract):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return _WritableByClients(capacity_bytes, arena_bytes=1 << 20)
 
 
 class TestNvmeTier(TierContract):

@@ -3,6 +3,10 @@
 Owns the descriptor, the mapping and which slots are out. Never decides where a block goes (host.py) and never copies
 payload. Clients get the arena as a read-only descriptor and map it whole, so one arena never serves two owners.
 
+An arena of a `writable_owner` is handed out writable too, to clients that put blocks in place. Nothing in it is
+believed that this process did not write: the header of each block is kept here as well (`vouch`), with the payload's
+checksum.
+
 Two modes. `owned`: mode 0600, sealed against resizing; another uid can map it only through the read-only descriptor it
 was handed, and the daemon can still punch memory out of it. `sealed`: F_SEAL_FUTURE_WRITE on top, for clients that
 share the daemon's uid or are root; the price is that the daemon too can never give its memory back before the last
@@ -27,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.base import Segment, Slot
 from kvstore_tiers.image import erase_header, mark_retired
 from kvstore_tiers.numa import bind_to_node
@@ -40,6 +45,8 @@ _FALLOC_PUNCH_HOLE_KEEP_SIZE = 3
 _MADV_POPULATE_WRITE = 23
 
 _NAME_PREFIX = "kvstore-arena-"
+_WRITABLE = "+w"
+_NO_BLOCK = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0)
 _OUR_MEMORY = f"/memfd:{_NAME_PREFIX}"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -76,6 +83,11 @@ class ArenaWitness(Protocol):
     def released(self, number: int) -> None:
         """Its memory is given back. May be called on the thread that prefaults."""
         ...
+
+
+def writable_owner(owner: str) -> str:
+    """What owns the arenas that clients of `owner` may write."""
+    return owner + _WRITABLE
 
 
 class ForeignMemory(ValueError):
@@ -116,6 +128,7 @@ class Arena:
         self._first_generation = 1
         self._out = bytearray()
         self._returned: list[int] = []
+        self._vouched: dict[int, BlockHeader] = {}  # by offset
         self.used_slots = 0
         self._witness = witness
         is_new = descriptor < 0
@@ -199,6 +212,7 @@ class Arena:
         self.require_out(slot)
         index = slot.offset // self.slot_bytes
         erase_header(self.segment(slot))
+        self._vouched.pop(slot.offset, None)
         self._out[index] = 0
         self._generations[index] += 1
         self._returned.append(index)
@@ -220,7 +234,21 @@ class Arena:
 
     def segment(self, slot: Slot) -> Segment:
         """The slot's memory, header and payload, for direct I/O."""
-        return Segment(self.address + slot.offset, slot.nbytes, owner=self._mapping, generation=slot.generation)
+        vouched = self._vouched.get(slot.offset, _NO_BLOCK) if self.is_writable else None
+        return Segment(
+            self.address + slot.offset, slot.nbytes, owner=self._mapping, generation=slot.generation, vouched=vouched
+        )
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether clients may write to it."""
+        return self.owner.endswith(_WRITABLE)
+
+    def vouch(self, slot: Slot, header: BlockHeader) -> None:
+        """This process has written `header` to the slot, for a payload that has its checksum. May be called on the
+        thread that did, before anybody hears of it."""
+        if self.is_writable:
+            self._vouched[slot.offset] = header
 
     def view(self, slot: Slot) -> Bytes:
         """A writable uint8[slot.nbytes] over the slot. It must not outlive the slot."""
@@ -229,6 +257,13 @@ class Arena:
     def readonly_fd(self) -> int:
         """A new O_RDONLY descriptor of this arena for a client; the caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def writable_fd(self) -> int:
+        """A new descriptor for a client that may write here; the caller closes it. Raises RuntimeError for an arena of
+        which clients must not write a byte."""
+        if not self.is_writable or self.mode == "sealed":
+            raise RuntimeError(f"arena {self.number} is not to be written by clients")
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
     def populate(self, budget_bytes: int) -> int:
         """Fault the next pages in, without changing a byte; bytes now populated. May run on any one thread."""

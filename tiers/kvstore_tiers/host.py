@@ -5,7 +5,10 @@ what a lease is.
 Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and whatever the
 daemon `charge`s: staging, the ledger.
 What a process left in arenas whose descriptors somebody kept can be taken over (`adopt`, by way of `adoption`).
-Invariants: one owner and one slot size an arena; a container number is never reused.
+A payload that a client has written into its slot (`arena.writable_owner`) is stored by a `write` whose only segment is
+the slot's own payload: nothing is copied, and from then on the block is what the checksum says.
+Invariants: one owner and one slot size an arena; a container number is never reused; no header in memory that clients
+can write is believed.
 """
 
 from __future__ import annotations
@@ -74,6 +77,7 @@ class HostTier(Tier):
         self._mode: ArenaMode = mode
         self._arenas: dict[int, Arena] = {}
         self._empty: dict[int, Arena] = {}
+        self.writable: set[int] = set()  # containers that clients may write to
         self._aside: set[int] = set()
         self._with_room: defaultdict[tuple[str, int], list[Arena]] = defaultdict(list)  # each arena once
         self._next_number = first_number
@@ -233,6 +237,10 @@ class HostTier(Tier):
         """A new read-only descriptor of an arena, to be handed to a client; the caller closes it."""
         return self._arenas[container].readonly_fd()
 
+    def writable_fd(self, container: int) -> int:
+        """As `readonly_fd`, to be written. Raises RuntimeError for an arena that is not for that."""
+        return self._arenas[container].writable_fd()
+
     def arena(self, container: int) -> Arena:
         return self._arenas[container]
 
@@ -277,8 +285,7 @@ class HostTier(Tier):
 
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         require_fits(slot, header, segments)
-        target = self.slot_segment(slot)
-        self._threads.submit(lambda: self._copies.store(target, header, segments), done)
+        self._threads.submit(self._storing(slot, header, segments), done)
 
     def write_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
         """`write` for a batch, over all copy threads where it is large; `done` gets the outcomes in the order of
@@ -288,7 +295,7 @@ class HostTier(Tier):
         for slot, header, segments in writes:
             require_fits(slot, header, segments)
             nbytes += header.payload_bytes
-            transfers.append(partial(self._copies.store, self.slot_segment(slot), header, segments))
+            transfers.append(self._storing(slot, header, segments))
         parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
         batch = Batch(transfers, parts, done)
         for _ in range(parts):
@@ -300,17 +307,35 @@ class HostTier(Tier):
         self._threads.submit(lambda: self._copies.load(source, expect_key, segments), done)
 
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
-        target = self.slot_segment(slot)
-        self._threads.submit(lambda: self._copies.relocate(source, target, expect_key), done)
+        self._threads.submit(self._moving(source, slot, expect_key), done)
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
-        image, copy = self.slot_segment(source), self.slot_segment(target)
-        self._threads.submit(lambda: self._copies.relocate(image, copy, expect_key), done)
+        self._threads.submit(self._moving(self.slot_segment(source), target, expect_key), done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
         """Whether the slot still holds the block as it was stored: DONE or CORRUPT. Moves nothing, counts no read."""
         source = self.slot_segment(slot)
         self._threads.submit(lambda: self._copies.verify(source, expect_key), done)
+
+    def _storing(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> Transfer:
+        return self._vouching(slot, partial(self._copies.store, self.slot_segment(slot), header, segments))
+
+    def _moving(self, source: Segment, slot: Slot, expect_key: bytes) -> Transfer:
+        return self._vouching(slot, partial(self._copies.relocate, source, self.slot_segment(slot), expect_key))
+
+    def _vouching(self, slot: Slot, transfer: Transfer) -> Transfer:
+        """The transfer into a slot, after which its arena knows the header that was written."""
+        arena = self._arenas[slot.container]
+        if not arena.is_writable:
+            return transfer
+
+        def run() -> Outcome:
+            outcome = transfer()
+            if outcome.ok and outcome.header is not None:
+                arena.vouch(slot, outcome.header)
+            return outcome
+
+        return run
 
     # -- over the end of a process -----------------------------------------------------------------------------------
 
@@ -432,6 +457,8 @@ class HostTier(Tier):
 
     def _list(self, arena: Arena) -> None:
         self._arenas[arena.number] = self._empty[arena.number] = arena
+        if arena.is_writable:
+            self.writable.add(arena.number)
         self._arenas_bytes += arena.nbytes
 
     def _release(self, arena: Arena) -> None:
@@ -442,6 +469,7 @@ class HostTier(Tier):
     def _drop(self, arena: Arena) -> None:
         self._forget_room(arena)
         del self._arenas[arena.number], self._empty[arena.number]
+        self.writable.discard(arena.number)
         self._arenas_bytes -= arena.nbytes
         if self._witness is not None:
             self._witness.given_up(arena.number)

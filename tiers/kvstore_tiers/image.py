@@ -34,8 +34,11 @@ def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int
 
 
 def image_header(image: Segment, expect_key: bytes) -> BlockHeader | str:
-    """The header of a slot image in host memory, or what is wrong with it, a wrong generation included."""
+    """The header of a slot image in host memory, or what is wrong with it, a wrong generation included, and any byte
+    that differs from what is vouched for."""
     raw = buffer_at(image.address, HEADER_BYTES).raw
+    if image.vouched is not None and raw != image.vouched.pack():
+        return "the header was written to"
     return judge_header(raw, expect_key, image.nbytes - HEADER_BYTES, image.generation or None)
 
 

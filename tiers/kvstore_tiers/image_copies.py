@@ -2,7 +2,8 @@
 
 Owns the order of these steps. Never allocates, never decides when.
 Invariants: a payload is copied first and the copy is checksummed, because staging memory stays writable by the client;
-the header is written last; nothing raises for bytes that do not hold, the outcome says so.
+one that its client wrote in place is checksummed where it lies, and judged by that from then on; the header is written
+last; nothing raises for bytes that do not hold, the outcome says so.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ class ImageCopies:
         with self._counters.watch() as count:
             failpoints.hit("host.before-copy")
             payload = target.address + HEADER_BYTES
-            if header.checksum:
-                gather(payload, segments)
-            checksum = header.checksum or gather_and_checksum(payload, segments, header.payload_bytes)
+            if len(segments) == 1 and segments[0].address == payload:  # it lies there already
+                checksum = checksum_at(payload, header.payload_bytes)
+            else:
+                if header.checksum:
+                    gather(payload, segments)
+                checksum = header.checksum or gather_and_checksum(payload, segments, header.payload_bytes)
             failpoints.hit("host.before-header")
             stored = stamp_header(target, header, checksum)
             return count.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes))

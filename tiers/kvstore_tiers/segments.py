@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore_proto.arena import ALIGNMENT_BYTES
+from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
 
 Bytes = npt.NDArray[np.uint8]
 PIECE_BYTES = 512 * 1024  # half of a server core's second-level cache, or less
@@ -45,7 +45,8 @@ class Segment:
     """A run of bytes that a transfer reads or fills. `owner` keeps the memory alive while the transfer runs.
 
     `generation` is that of the slot this memory is, where it is a slot of a mapped tier: whoever fills such a segment
-    with a slot image stamps it into the image's header.
+    with a slot image stamps it into the image's header. `vouched` is the header that an image here must have, where
+    clients can write the memory: what they wrote there is believed only if it is the same.
     """
 
     address: int
@@ -54,6 +55,7 @@ class Segment:
     device: int = 0
     owner: object = None
     generation: int = 0
+    vouched: BlockHeader | None = None
 
     def part(self, offset: int, nbytes: int) -> Segment:
         """The `nbytes` bytes from `offset`. Raises ValueError outside the segment."""
