@@ -374,9 +374,7 @@ class Daemon:
         self._stack.push_async_callback(self._settle, operations.put)
         self._make_views()
         self._deleting = Deleting(operations.delete, max_keys=limits.max_keys)
-        self._verbs = self._recorded(
-            make_verbs(config, operations, residency, self._misses, self._deleting, self._explain.own)
-        )
+        self._verbs = self._recorded(make_verbs(store, operations, self._misses, self._deleting, self._explain.own))
         self._integrity = Integrity(store, self._is_idle)
         self._latencies = Latencies()
         self._answering = Answering(self._verbs, limits.inflight_per_client, self._latencies, clock)
@@ -391,6 +389,7 @@ class Daemon:
         )  # fmt: skip
 
         def end_session(session: Session) -> None:
+            self._verbs.left(session)
             if self._former is None or self.forgets_memory or self._state() != State.STOPPING.value:
                 store.leases.release_session(session.session_id)
                 if self._former is not None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstored.clients.tenants import Tenant
 from kvstored.config import ConfigError, load_config, reference_text
 from kvstored.config.sizes import MAX_BYTES, parse_size, show_size
 
@@ -26,6 +27,14 @@ def mistake(*overrides: str) -> str:
     return text
 
 
+def test_a_tenant_may_differ_in_putting_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "kvstored.toml"
+    path.write_text("[put]\nin_place = true\n[[tenant]]\nname = 'a'\nput_in_place = false\n[[tenant]]\nname = 'b'")
+    config = load_config(path, FIXED)
+    tenants = [Tenant(section.name, bytes(16), b"", section) for section in config.tenants]
+    assert [tenant.puts_in_place(config.put) for tenant in tenants] == [False, True]
+
+
 def test_the_reference_is_usable_and_states_every_default() -> None:
     config = load_config(None, FIXED)
     assert config.source == "defaults"
@@ -33,7 +42,7 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
     assert config.nvme.path == config.daemon.state_dir / "nvme"
     assert config.durability.mode == "batch"
     sections = tomllib.loads(reference_text())
-    known = {"daemon", "host", "nvme", "durability", "limits", "movement", "scrub", "index", "unary", "tenants"}
+    known = {"daemon", "host", "nvme", "durability", "put", "limits", "movement", "scrub", "index", "unary", "tenants"}
     assert known == set(sections)
 
 
@@ -103,6 +112,10 @@ def test_a_wrong_setting_is_named(override: str, says: str) -> None:
         ("[[tenant]]\nname = 'a'\nuids = [7]\n[[tenant]]\nname = 'b'\nuids = [7]", "uids 7 is listed by tenant a"),
         ("[[tenant]]\nname = 'uid-1000'\nuids = [1001]", "is kept for a user"),
         ("[[tenant]]\nname = 'a'\ndurability = 'now'", "durability"),
+        ("[[tenant]]\nname = 'a'\nput_in_place = 1", "put_in_place must be true or false"),
+        ("[put]\nin_place = 'yes'", "put.in_place must be bool"),
+        ("[host]\nsealed = true\n[put]\nin_place = true", "put.in_place: no client can write to sealed arenas"),
+        ("[host]\nsealed = true\n[[tenant]]\nname = 'a'\nput_in_place = true", "tenant a: put_in_place: no client"),
         ("[[tenant]]\nname = 'a'\nhost_max = '200%'", "more than everything"),
         ("[[tenant]]\nname = 'a'\nhost_min = '64MiB'\nhost_max = '32MiB'", "is below its host_min"),
         ("[[tenant]]\nname = 'a'\nhost_min = '60%'\n[[tenant]]\nname = 'b'\nhost_min = '60%'", "together"),

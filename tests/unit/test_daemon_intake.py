@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class Store:
         self.puts = Operations(small.store, DeletionLog(small.clock)).put
         self.finish = self.puts.finish
         self.storing = Storing(self.puts, default_mode="none")
-        self.lending = Lending(self.storing, max_keys=64, max_block_bytes=1 << 20, inflight_limit=INFLIGHT_LIMIT)
+        limits = replace(small.config.limits, max_keys=64, max_block_bytes=1 << 20, inflight_per_client=INFLIGHT_LIMIT)
+        self.lending = Lending(self.storing, limits)
         self.session = self.client()
 
     def client(self) -> Session:

@@ -181,7 +181,7 @@ class Views:
             reply.tenants.add(
                 name=parts.tenants.name_of_index(index.name),
                 blocks=residency.tenant_blocks(number),
-                host_bytes=residency.tenant_bytes(number, MAPPED),
+                host_bytes=residency.tenant_bytes(number, MAPPED) + residency.reserved_bytes(number, MAPPED),
                 nvme_bytes=residency.tenant_bytes(number, residency.durable) if residency.durable >= 0 else 0,
                 clients=len(sessions),
                 lookups=flow.lookups,

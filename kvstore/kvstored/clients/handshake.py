@@ -38,8 +38,8 @@ class Welcomer(Protocol):
         """Open a session; the answer and the staging descriptor to send, if any."""
         ...
 
-    def grant_arena(self, session: Session, arena_id: int) -> tuple[hs.ArenaGrant, int]:
-        """The answer and a read-only descriptor, which is closed after it was sent."""
+    def grant_arena(self, session: Session, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
+        """The answer and a descriptor, which is closed after it was sent."""
         ...
 
     def grant_lookup_index(self, session: Session) -> tuple[hs.LookupIndexGrant, int | None]:
@@ -227,7 +227,7 @@ class _Connection:
     def _grant(self, session: Session, kind: str, packet: hs.ClientPacket, reply: hs.DaemonPacket) -> int | None:
         """Fill the reply in; the descriptor that goes with it."""
         if kind == "arena":
-            arena, descriptor = self._welcomer.grant_arena(session, packet.arena.arena_id)
+            arena, descriptor = self._welcomer.grant_arena(session, packet.arena)
             reply.arena.CopyFrom(arena)
             return descriptor
         if kind == "lookup_index":

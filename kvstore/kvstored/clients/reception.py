@@ -1,7 +1,8 @@
 """Reception: what happens at a client's hello and at its end.
 
 Owns the opening of sessions (tenant, keys' roots, staging) and the giving away of arenas, lookup indexes and streams:
-a client gets read-only descriptors of its own tenant's memory and of no other's.
+a client gets read-only descriptors of its own tenant's memory and of no other's, and writable ones only of arenas for
+puts in place, where its tenant may do that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Protocol
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, FingerprintError, parse_fingerprint
 from kvstore_proto.v1 import handshake_pb2 as hs
+from kvstore_tiers.arena import writable_owner
 from kvstore_tiers.host import HostTier
 from kvstored.clients.handshake import PROTOCOL_VERSION
 from kvstored.clients.lookup_index import LookupIndexes
@@ -110,6 +112,8 @@ class Reception:
             raise
         limits = self._config.limits
         staging = session.staging
+        index_name = session.tenant.index_name
+        writable_arenas = self._arenas_of(writable_owner(index_name))
         welcome = hs.Welcome(
             protocol_version=PROTOCOL_VERSION,
             session_token=session.token,
@@ -121,11 +125,13 @@ class Reception:
             data_socket=str(self._data_socket),
             max_keys=limits.max_keys,
             max_block_bytes=limits.max_block_bytes,
-            arena_ids=self._arenas_of(session.tenant),
+            arena_ids=[*self._arenas_of(index_name), *writable_arenas],
             lookup_index=self._indexes.offered,
             direct_stream=True,
             arena_epoch=self._returning.epoch,
             lease_ids=self._returning.arrived(session, hello.former_token),
+            put_in_place=self._puts_in_place(session.tenant),
+            writable_arena_ids=writable_arenas if self._puts_in_place(session.tenant) else [],
         )
         self._counters.add("sessions_opened")
         log.debug(
@@ -134,15 +140,22 @@ class Reception:
         )  # fmt: skip
         return session, welcome, staging.fd if staging is not None else None
 
-    def _arenas_of(self, tenant: Tenant) -> list[int]:
-        return [report.container for report in self._host.containers() if report.owner == tenant.index_name]
+    def _arenas_of(self, owner: str) -> list[int]:
+        return [report.container for report in self._host.containers() if report.owner == owner]
 
-    def grant_arena(self, session: Session, arena_id: int) -> tuple[hs.ArenaGrant, int]:
+    def _puts_in_place(self, tenant: Tenant) -> bool:
+        return tenant.puts_in_place(self._config.put)
+
+    def grant_arena(self, session: Session, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
         """KVStoreError for an arena that is not this tenant's, in the same words as for one that is not there."""
-        if self._host.owner(arena_id) != session.tenant.index_name:
-            raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no arena {arena_id}")
-        grant = hs.ArenaGrant(arena_id=arena_id, size_bytes=self._host.container_bytes(arena_id))
-        return grant, self._host.readonly_fd(arena_id)
+        number, index_name = request.arena_id, session.tenant.index_name
+        owners = {writable_owner(index_name)} if request.writable else {index_name, writable_owner(index_name)}
+        if self._host.owner(number) not in owners:
+            raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no arena {number}")
+        if request.writable and not self._puts_in_place(session.tenant):
+            raise KVStoreError(ErrorKind.FORBIDDEN, f"put.in_place is off for tenant {session.tenant.name}")
+        grant = hs.ArenaGrant(arena_id=number, size_bytes=self._host.container_bytes(number), writable=request.writable)
+        return grant, self._host.writable_fd(number) if request.writable else self._host.readonly_fd(number)
 
     def grant_lookup_index(self, session: Session) -> tuple[hs.LookupIndexGrant, int | None]:
         return self._indexes.grant(session)
@@ -174,8 +187,9 @@ class Reception:
             )
         name = _printable(hello.client_name)
         staging = self._make_staging(hello.staging_bytes, name)
-        if staging is not None and not self._arenas_of(tenant):
-            self._host.precreate(tenant.index_name, self._config.host.prefault_ahead_bytes)
+        owner = writable_owner(tenant.index_name) if self._puts_in_place(tenant) else tenant.index_name
+        if staging is not None and not self._arenas_of(owner):
+            self._host.precreate(owner, self._config.host.prefault_ahead_bytes)
         session = self._session(tenant, fingerprint, peer, name, staging)
         self._sessions.add(session)
         return session

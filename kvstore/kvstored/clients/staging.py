@@ -1,4 +1,4 @@
-"""A client's staging memory: the only bytes that a client can write and the daemon reads.
+"""A client's staging memory: bytes that a client can write and the daemon reads.
 
 Owns one memfd, sealed against resizing, so that no client can make the daemon fault on a vanished page. Never trusts
 its content: the daemon copies first and checks the copy.
@@ -36,9 +36,7 @@ class Staging:
 
     def tokens_at(self, offset: int) -> bytes:
         """As the client wrote them, taken once: it may still be writing."""
-        header = ctypes.string_at(self.address + offset, HEADER_BYTES)
-        count = int.from_bytes(header[TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4], "little")
-        return header[TOKENS_OFFSET : TOKENS_OFFSET + min(count, MAX_TOKENS) * 4]
+        return tokens_in(ctypes.string_at(self.address + offset, HEADER_BYTES))
 
     def payload_at(self, offset: int, nbytes: int) -> Segment:
         return Segment(self.address + offset + HEADER_BYTES, nbytes, owner=self.view)
@@ -47,6 +45,12 @@ class Staging:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def tokens_in(header: bytes) -> bytes:
+    """Packed token ids of a header as a client writes it: nothing else in it is anything."""
+    count = int.from_bytes(header[TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4], "little")
+    return header[TOKENS_OFFSET : TOKENS_OFFSET + min(count, MAX_TOKENS) * 4]
 
 
 class StagingPool:

@@ -27,6 +27,7 @@ from kvstored.config.schema import (
     LimitsSection,
     MovementSection,
     NvmeSection,
+    PutSection,
     ScrubSection,
     UnarySection,
 )
@@ -195,6 +196,7 @@ def _build(raw: Table, source: str, our_staging: str) -> Config:
             nvme["endurance_wait_ms"],
         ),
         durability=DurabilitySection(**raw["durability"]),
+        put=PutSection(**raw["put"]),
         limits=LimitsSection(
             limits["max_clients"], limits["max_keys"], size("limits", "max_block"),
             size("limits", "staging_per_client"), limits["inflight_per_client"], limits["leases_per_client"],

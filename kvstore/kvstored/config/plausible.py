@@ -21,6 +21,16 @@ def check_plausible(config: Config, staging_bytes: int, disk_bytes: int) -> None
             f"{show_size(disk_bytes)}; lower it, or set nvme.path to another disk"
         )
     _check_shares(config)
+    _check_in_place(config)
+
+
+def _check_in_place(config: Config) -> None:
+    if not config.host.sealed:
+        return
+    allowed = [tenant.name for tenant in config.tenants if tenant.put_in_place]
+    if config.put.in_place or allowed:
+        name = "put.in_place" if config.put.in_place else f"tenant {allowed[0]}: put_in_place"
+        raise ConfigError(f"{name}: no client can write to sealed arenas; set host.sealed = false, or leave it out")
 
 
 def _check_shares(config: Config) -> None:

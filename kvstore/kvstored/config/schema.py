@@ -89,6 +89,11 @@ class DurabilitySection:
 
 
 @dataclass(frozen=True)
+class PutSection:
+    in_place: bool
+
+
+@dataclass(frozen=True)
 class LimitsSection:
     max_clients: int
     max_keys: int
@@ -147,6 +152,7 @@ class TenantSection:
     nvme_max_bytes: int = 0
     host_min_bytes: int = 0
     durability: str = ""
+    put_in_place: bool | None = None  # None: as [put] says
 
 
 class Written(NamedTuple):
@@ -173,6 +179,7 @@ class Config:
     memory: tuple[MemorySection, ...]
     nvme: NvmeSection
     durability: DurabilitySection
+    put: PutSection
     limits: LimitsSection
     movement: MovementSection
     scrub: ScrubSection

@@ -9,7 +9,7 @@ from kvstored.config.schema import Config, ConfigError, TenantSection
 from kvstored.config.sizes import parse_size
 from kvstored.config.unknown import did_you_mean
 
-_TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability"}
+_TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place"}
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls those that nobody listed
 
@@ -47,10 +47,18 @@ def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
                 parse_size(entry.get("nvme_max", 0), config.nvme.capacity_bytes),
                 parse_size(entry.get("host_min", 0), config.host.capacity_bytes),
                 entry.get("durability", ""),
+                _flag(entry, "put_in_place"),
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"tenant {name}: {error}") from None
     return tuple(found.values())
+
+
+def _flag(entry: dict[str, Any], key: str) -> bool | None:
+    value = entry.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{key} must be true or false, got {value!r}")
+    return value
 
 
 def _ids(tenant: str, key: str, value: Any) -> tuple[int, ...]:

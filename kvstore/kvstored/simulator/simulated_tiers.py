@@ -32,6 +32,8 @@ _ALIGNMENT_BYTES = 4096
 class SimulatedTier(Tier):
     """`coming` is the lane that `move_in` and `write` use, `going` that of `move_out` and `read`."""
 
+    writable: frozenset[int] = frozenset()  # as the host tier's: by no client
+
     def __init__(self, medium: Medium, capacity_bytes: int, loop: VirtualLoop, coming: Lane, going: Lane) -> None:
         self.medium = medium
         self.info = TierInfo(

@@ -20,6 +20,7 @@ from kvstored.store.degraded import DegradedModes, TierBreaker
 from kvstored.store.endurance import EnduranceAccount
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Admission, Policy, PolicySettings, create, create_admission
+from kvstored.store.reservations import Reservations
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.cut_off import CutOff
 from kvstored.store.transfer.damage import Damage
@@ -90,6 +91,7 @@ class Store:
         self.leases = LeaseTable(
             residency.unpin_run, host.free, host.retire, limbo_limit_bytes=config.limits.limbo_per_tenant_bytes
         )
+        self.reservations = Reservations(host.free, residency.copies[MAPPED].reserve)
         self.exits: list[SlotExit] = [self.leases, *map(UnmappedExit, self.tiers[1:])]
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
         self.policies = self._make_policies()

@@ -60,7 +60,7 @@ class DaemonPacket(google.protobuf.message.Message):
 
     @property
     def arena(self) -> global___ArenaGrant:
-        """with one descriptor: the arena, read-only"""
+        """with one descriptor: the arena, read-only unless the grant says writable"""
 
     @property
     def refused(self) -> kvstore_proto.v1.kvstore_pb2.Error: ...
@@ -136,6 +136,8 @@ class Welcome(google.protobuf.message.Message):
     ARENA_EPOCH_FIELD_NUMBER: builtins.int
     LEASE_IDS_FIELD_NUMBER: builtins.int
     DIRECT_STREAM_FIELD_NUMBER: builtins.int
+    PUT_IN_PLACE_FIELD_NUMBER: builtins.int
+    WRITABLE_ARENA_IDS_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     session_token: builtins.bytes
     tenant: builtins.str
@@ -154,6 +156,8 @@ class Welcome(google.protobuf.message.Message):
     """the same as before: what was mapped under an arena_id before is that arena still"""
     direct_stream: builtins.bool
     """this daemon answers DirectStreamRequest"""
+    put_in_place: builtins.bool
+    """and ReserveSlots, to this client"""
     @property
     def roots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """root key of each layer group, in the fingerprint's order"""
@@ -165,6 +169,10 @@ class Welcome(google.protobuf.message.Message):
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """leases of the connection before (Hello.former_token) that stand, bytes and all"""
+
+    @property
+    def writable_arena_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """those of arena_ids that this client may map writable"""
 
     def __init__(
         self,
@@ -184,8 +192,10 @@ class Welcome(google.protobuf.message.Message):
         arena_epoch: builtins.bytes = ...,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
         direct_stream: builtins.bool = ...,
+        put_in_place: builtins.bool = ...,
+        writable_arena_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_epoch", b"arena_epoch", "arena_ids", b"arena_ids", "daemon_epoch", b"daemon_epoch", "data_socket", b"data_socket", "direct_stream", b"direct_stream", "lease_ids", b"lease_ids", "lease_ttl_ms", b"lease_ttl_ms", "lookup_index", b"lookup_index", "max_block_bytes", b"max_block_bytes", "max_keys", b"max_keys", "protocol_version", b"protocol_version", "roots", b"roots", "session_token", b"session_token", "staging_bytes", b"staging_bytes", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_epoch", b"arena_epoch", "arena_ids", b"arena_ids", "daemon_epoch", b"daemon_epoch", "data_socket", b"data_socket", "direct_stream", b"direct_stream", "lease_ids", b"lease_ids", "lease_ttl_ms", b"lease_ttl_ms", "lookup_index", b"lookup_index", "max_block_bytes", b"max_block_bytes", "max_keys", b"max_keys", "protocol_version", b"protocol_version", "put_in_place", b"put_in_place", "roots", b"roots", "session_token", b"session_token", "staging_bytes", b"staging_bytes", "tenant", b"tenant", "writable_arena_ids", b"writable_arena_ids"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -194,13 +204,17 @@ class ArenaRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ARENA_ID_FIELD_NUMBER: builtins.int
+    WRITABLE_FIELD_NUMBER: builtins.int
     arena_id: builtins.int
+    writable: builtins.bool
+    """to put blocks in place; refused for any arena but those of ReserveSlotsReply"""
     def __init__(
         self,
         *,
         arena_id: builtins.int = ...,
+        writable: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "writable", b"writable"]) -> None: ...
 
 global___ArenaRequest = ArenaRequest
 
@@ -210,15 +224,18 @@ class ArenaGrant(google.protobuf.message.Message):
 
     ARENA_ID_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
+    WRITABLE_FIELD_NUMBER: builtins.int
     arena_id: builtins.int
     size_bytes: builtins.int
+    writable: builtins.bool
     def __init__(
         self,
         *,
         arena_id: builtins.int = ...,
         size_bytes: builtins.int = ...,
+        writable: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "size_bytes", b"size_bytes", "writable", b"writable"]) -> None: ...
 
 global___ArenaGrant = ArenaGrant
 

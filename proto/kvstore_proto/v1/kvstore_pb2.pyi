@@ -315,6 +315,7 @@ class Request(google.protobuf.message.Message):
     STORE_FIELD_NUMBER: builtins.int
     HINT_FIELD_NUMBER: builtins.int
     EXPLAIN_FIELD_NUMBER: builtins.int
+    RESERVE_SLOTS_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """chosen by the client, unique among its requests in flight; 0 is refused"""
     deadline_ms: builtins.int
@@ -343,6 +344,8 @@ class Request(google.protobuf.message.Message):
     def explain(self) -> kvstore_proto.v1.explain_pb2.ExplainRequest:
         """of the session's own tenant"""
 
+    @property
+    def reserve_slots(self) -> global___ReserveSlots: ...
     def __init__(
         self,
         *,
@@ -359,10 +362,11 @@ class Request(google.protobuf.message.Message):
         store: global___Store | None = ...,
         hint: global___Hint | None = ...,
         explain: kvstore_proto.v1.explain_pb2.ExplainRequest | None = ...,
+        reserve_slots: global___ReserveSlots | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "deadline_ms", b"deadline_ms", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "store", b"store", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint", "explain"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "deadline_ms", b"deadline_ms", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint", "explain", "reserve_slots"] | None: ...
 
 global___Request = Request
 
@@ -383,6 +387,7 @@ class Response(google.protobuf.message.Message):
     LEND_FIELD_NUMBER: builtins.int
     HINT_FIELD_NUMBER: builtins.int
     EXPLAIN_FIELD_NUMBER: builtins.int
+    RESERVE_SLOTS_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     @property
     def error(self) -> global___Error: ...
@@ -408,6 +413,8 @@ class Response(google.protobuf.message.Message):
     def hint(self) -> global___HintReply: ...
     @property
     def explain(self) -> kvstore_proto.v1.explain_pb2.ExplainReply: ...
+    @property
+    def reserve_slots(self) -> global___ReserveSlotsReply: ...
     def __init__(
         self,
         *,
@@ -424,10 +431,11 @@ class Response(google.protobuf.message.Message):
         lend: global___LendReply | None = ...,
         hint: global___HintReply | None = ...,
         explain: kvstore_proto.v1.explain_pb2.ExplainReply | None = ...,
+        reserve_slots: global___ReserveSlotsReply | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "result", b"result", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "result", b"result", "store", b"store", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "store", "acquire", "release", "prefetch", "touch", "delete", "lend", "hint", "explain"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve_slots", b"reserve_slots", "result", b"result", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "result", b"result", "store", b"store", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "store", "acquire", "release", "prefetch", "touch", "delete", "lend", "hint", "explain", "reserve_slots"] | None: ...
 
 global___Response = Response
 
@@ -945,10 +953,78 @@ class LendReply(google.protobuf.message.Message):
 global___LendReply = LendReply
 
 @typing.final
+class ReserveSlots(google.protobuf.message.Message):
+    """Slots of the tenant's arenas, for blocks that the client writes where they will lie: Store names them by the number of
+    the reservation, and nothing is copied. For clients whose Welcome says put_in_place; others are answered FORBIDDEN. Up
+    to `blocks` slots, fewer or none where there is no room: then the staging memory is the way.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
+    GIVE_BACK_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    payload_bytes: builtins.int
+    blocks: builtins.int
+    """0: none, the request is there to give back"""
+    parent: builtins.bytes
+    """the key that the first block continues: it is not evicted to make room. Empty: none"""
+    give_back: builtins.int
+    """a reservation whose slots that were not stored are not written any more"""
+    def __init__(
+        self,
+        *,
+        group: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        blocks: builtins.int = ...,
+        parent: builtins.bytes = ...,
+        give_back: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "give_back", b"give_back", "group", b"group", "parent", b"parent", "payload_bytes", b"payload_bytes"]) -> None: ...
+
+global___ReserveSlots = ReserveSlots
+
+@typing.final
+class ReserveSlotsReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESERVATION_FIELD_NUMBER: builtins.int
+    ARENA_IDS_FIELD_NUMBER: builtins.int
+    OFFSETS_FIELD_NUMBER: builtins.int
+    EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
+    reservation: builtins.int
+    """0: there is no room"""
+    expires_in_ms: builtins.int
+    """a Store that comes later stores nothing. The slots stay taken until they are given"""
+    @property
+    def arena_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of each slot; to be mapped writable (ArenaRequest)"""
+
+    @property
+    def offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of its header, in which the client writes token ids as in staging"""
+
+    def __init__(
+        self,
+        *,
+        reservation: builtins.int = ...,
+        arena_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        offsets: collections.abc.Iterable[builtins.int] | None = ...,
+        expires_in_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_ids", b"arena_ids", "expires_in_ms", b"expires_in_ms", "offsets", b"offsets", "reservation", b"reservation"]) -> None: ...
+
+global___ReserveSlotsReply = ReserveSlotsReply
+
+@typing.final
 class Store(google.protobuf.message.Message):
     """Blocks in the staging memory: of each a slot with a header, in which only the token ids are read, and the payload behind
     it (docs/shm.md). From when this is sent until its (first) answer the daemon may read the slots at any time. Answered by
-    a StoreReply, or two.
+    a StoreReply, or two. With a reservation the slots are those reserved: what is written to one that was stored damages
+    the block, and what was not stored is free again with the answer.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -961,6 +1037,7 @@ class Store(google.protobuf.message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
     PAGES_FIELD_NUMBER: builtins.int
     DURABILITY_FIELD_NUMBER: builtins.int
+    RESERVATION_FIELD_NUMBER: builtins.int
     loan: builtins.int
     group: builtins.int
     keys: builtins.bytes
@@ -973,6 +1050,8 @@ class Store(google.protobuf.message.Message):
     """of each block; must be what the fingerprint says for a group with fixed size"""
     durability: global___DurabilityMode.ValueType
     """0 = not written, the client believes the block to be present"""
+    reservation: builtins.int
+    """instead of a loan: each of `pages` counts a slot of it, from 1"""
     @property
     def pages(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """for each block: offset of its slot in the staging memory / 4096, plus 1;"""
@@ -988,8 +1067,9 @@ class Store(google.protobuf.message.Message):
         payload_bytes: builtins.int = ...,
         pages: collections.abc.Iterable[builtins.int] | None = ...,
         durability: global___DurabilityMode.ValueType = ...,
+        reservation: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["durability", b"durability", "extras", b"extras", "group", b"group", "keys", b"keys", "loan", b"loan", "pages", b"pages", "parents", b"parents", "payload_bytes", b"payload_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["durability", b"durability", "extras", b"extras", "group", b"group", "keys", b"keys", "loan", b"loan", "pages", b"pages", "parents", b"parents", "payload_bytes", b"payload_bytes", "reservation", b"reservation"]) -> None: ...
 
 global___Store = Store
 

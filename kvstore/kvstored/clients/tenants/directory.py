@@ -20,6 +20,7 @@ from kvstored.clients.tenants.keyring import Keyring
 from kvstored.clients.tenants.names import Names
 from kvstored.clients.tenants.peer import Peer
 from kvstored.config import TenantSection
+from kvstored.config.schema import PutSection
 from kvstored.store.blocks import Residency
 
 MAX_NUMBERED_FINGERPRINTS = 65_536
@@ -37,6 +38,11 @@ class Tenant:
     digest: bytes
     secret: bytes = field(repr=False)
     limits: TenantSection
+
+    def puts_in_place(self, put: PutSection) -> bool:
+        """Whether its clients may write blocks where they will lie."""
+        own = self.limits.put_in_place
+        return put.in_place if own is None else own
 
     @property
     def index_name(self) -> str:

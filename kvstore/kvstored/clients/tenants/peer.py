@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from dataclasses import dataclass
@@ -26,6 +27,24 @@ def read_peer(connection: socket.socket) -> Peer:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, gid = _UCRED.unpack(raw)
     return Peer(pid, uid, gid, _cgroup_of(connection, pid))
+
+
+def has_exited(peer: Peer) -> bool:
+    """Whether the process is certainly over, and all that it had mapped; False where that cannot be known."""
+    if peer.pid <= 0:
+        return False
+    try:
+        pidfd = os.pidfd_open(peer.pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        return bool(ended.poll(0))  # nobody may have waited for it yet
+    finally:
+        os.close(pidfd)
 
 
 def _cgroup_of(connection: socket.socket, pid: int) -> str:

@@ -1,5 +1,5 @@
-"""A client's requests on the wire: lookup, put (lend, store), get (acquire, release), hints (prefetch, touch, hint),
-delete and explain.
+"""A client's requests on the wire: lookup, put (lend or reserve, store), get (acquire, release), hints (prefetch,
+touch, hint), delete and explain.
 
 Each verb is a class that checks a request, has the store carry it out, and puts the answer into a message; this door
 sends a request to its verb. `quick` answers without waiting for bytes to move, or says (None) that the request must run
@@ -19,6 +19,7 @@ from kvstored.rpc.verbs.get import Acquiring
 from kvstored.rpc.verbs.hints import Hinting
 from kvstored.rpc.verbs.lending import Lending
 from kvstored.rpc.verbs.lookup import LookingUp
+from kvstored.rpc.verbs.reserving import Reserving
 from kvstored.rpc.verbs.storing import Storing
 from kvstored.store.operations.offer import Offer
 
@@ -31,6 +32,7 @@ class Verbs:
         look_up: LookingUp,
         storing: Storing,
         lending: Lending,
+        reserving: Reserving,
         get: Acquiring,
         hints: Hinting,
         delete: Deleting,
@@ -39,6 +41,7 @@ class Verbs:
         self._look_up = look_up
         self._storing = storing
         self._lending = lending
+        self._reserving = reserving
         self._get = get
         self._hints = hints
         self._delete = delete
@@ -67,12 +70,19 @@ class Verbs:
         """A reply could not be sent: what it granted is nobody's."""
         if reply.HasField("acquire"):
             self._get.undo(session, reply.acquire)
+        elif reply.HasField("reserve_slots"):
+            self._reserving.undo(session, reply.reserve_slots)
+
+    def left(self, session: Session) -> None:
+        """The session has ended."""
+        self._reserving.leave(session)
 
     def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         """The answers of a request that waits for bytes; a store may have two, and has begun when this returns. Raises
         KVStoreError as `quick`, then or from the answers."""
         if op == "store":
-            return _stored(self._lending.store(session, request.store))
+            way = self._reserving if request.store.reservation else self._lending
+            return _stored(way.store(session, request.store))
         return self._slow(session, op, request)
 
     def store_inline(
@@ -84,6 +94,8 @@ class Verbs:
     async def _slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         if op == "lend":
             yield pb.Response(lend=await self._lending.lend(session))
+        elif op == "reserve_slots":
+            yield pb.Response(reserve_slots=await self._reserving.reserve(session, request.reserve_slots))
         elif op == "acquire" and request.acquire.order != pb.ACQUIRE_ORDER_WHOLE:
             replies = self._get.acquire_in_order(session, request.acquire, request.deadline_ms)
             async with aclosing(replies):

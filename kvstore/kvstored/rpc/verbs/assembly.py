@@ -6,36 +6,33 @@ from collections.abc import Awaitable, Callable
 
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.clients.sessions import Session
-from kvstored.config import Config
 from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.delete import Deleting
 from kvstored.rpc.verbs.get import Acquiring
 from kvstored.rpc.verbs.hints import Hinting
 from kvstored.rpc.verbs.lending import Lending
 from kvstored.rpc.verbs.lookup import LookingUp
+from kvstored.rpc.verbs.reserving import Reserving
 from kvstored.rpc.verbs.storing import Storing
-from kvstored.store.blocks import ResidencyView
+from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
+from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import RecentMisses
 
 
 def make_verbs(
-    config: Config,
+    store: Store,
     operations: Operations,
-    residency: ResidencyView,
     misses: RecentMisses,
     deleting: Deleting,
     explain: Callable[[Session, ExplainRequest], Awaitable[ExplainReply]],
 ) -> Verbs:
-    limits = config.limits
+    config, limits, residency = store.config, store.config.limits, store.residency
     storing = Storing(operations.put, default_mode=config.durability.mode)
-    lending = Lending(
-        storing, max_keys=limits.max_keys, max_block_bytes=limits.max_block_bytes,
-        inflight_limit=limits.inflight_per_client,
-    )  # fmt: skip
+    reserving = Reserving(storing, store.reservations, residency, store.host, store.rooms[MAPPED], store.clock, config)
     acquiring = Acquiring(
         operations.get, residency, misses, max_keys=limits.max_keys, leases_per_client=limits.leases_per_client
     )
     looking_up = LookingUp(operations.look_up, residency, misses, max_keys=limits.max_keys)
     hinting = Hinting(operations.hints, max_keys=limits.max_keys)
-    return Verbs(looking_up, storing, lending, acquiring, hinting, deleting, explain)
+    return Verbs(looking_up, storing, Lending(storing, limits), reserving, acquiring, hinting, deleting, explain)

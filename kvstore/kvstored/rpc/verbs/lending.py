@@ -17,19 +17,18 @@ from kvstore_proto.arena import ALIGNMENT_BYTES, slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import Session
-from kvstored.rpc.verbs.storing import Storing
-from kvstored.rpc.verbs.validate import claimed_blocks
+from kvstored.config.schema import LimitsSection
+from kvstored.rpc.verbs.storing import Storing, sent_again
+from kvstored.rpc.verbs.validate import claimed_blocks, may_store
 from kvstored.store.operations.offer import NOWHERE, Offer
 
 
 class Lending:
     """See the module."""
 
-    def __init__(self, storing: Storing, *, max_keys: int, max_block_bytes: int, inflight_limit: int) -> None:
+    def __init__(self, storing: Storing, limits: LimitsSection) -> None:
         self._storing = storing
-        self._max_keys = max_keys
-        self._max_block_bytes = max_block_bytes
-        self._inflight_limit = inflight_limit
+        self._limits = limits
 
     async def lend(self, session: Session) -> pb.LendReply:
         """The client's staging memory, under a new number, once nothing reads it any more."""
@@ -43,26 +42,19 @@ class Lending:
 
     def store(self, session: Session, request: pb.Store) -> AsyncGenerator[pb.StoreReply, None]:
         """As `Storing.store`. Raises KVStoreError for a request that is wrong as a whole, or one too many at a time."""
-        keys, parents, extras = claimed_blocks(session, request, self._max_keys, self._max_block_bytes)
+        limits = self._limits
+        keys, parents, extras = claimed_blocks(session, request, limits.max_keys, limits.max_block_bytes)
         pages = request.pages
         if len(pages) != len(keys):
             raise KVStoreError(ErrorKind.INVALID, f"{len(keys)} keys with {len(pages)} pages")
         staging = session.staging
         if staging is None or not session.loan or request.loan != session.loan:
-            again = bytes([pb.STORE_STATUS_AGAIN] * len(keys))
-            return _refused(pb.StoreReply(statuses=again, durability=bytes(len(keys)), final=True))
+            return sent_again(len(keys))
         offsets = _offsets(pages, slot_bytes(request.payload_bytes), staging.size_bytes)
-        if len(session.copying) >= self._inflight_limit:  # the stream's limit forgets those of a stream that broke
-            raise KVStoreError(
-                ErrorKind.THROTTLED, f"{len(session.copying)} puts of this client are being stored already", 5
-            )
+        may_store(session, limits.inflight_per_client)
         sizes = [request.payload_bytes] * len(keys)
         offer = Offer(request.group, request.keys, keys, parents, extras, sizes, staging, offsets)
         return self._storing.store(session, offer, request.durability)
-
-
-async def _refused(reply: pb.StoreReply) -> AsyncGenerator[pb.StoreReply, None]:
-    yield reply
 
 
 def _offsets(pages: Sequence[int], nbytes: int, staging_bytes: int) -> list[int]:

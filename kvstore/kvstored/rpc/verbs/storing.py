@@ -32,6 +32,11 @@ class Storing:
             return DurabilityMode[(session.tenant.limits.durability or self._default_mode).upper()]
 
 
+async def sent_again(blocks: int) -> AsyncGenerator[pb.StoreReply, None]:
+    """Nothing was stored, of a request that was right once."""
+    yield pb.StoreReply(statuses=bytes([pb.STORE_STATUS_AGAIN] * blocks), durability=bytes(blocks), final=True)
+
+
 async def _replies(answers: AsyncGenerator[Stored, None]) -> AsyncGenerator[pb.StoreReply, None]:
     async with aclosing(answers):
         async for stored in answers:

@@ -56,3 +56,11 @@ def claimed_blocks(
     if not len(parents) == len(extras) == len(keys):
         raise KVStoreError(ErrorKind.INVALID, f"{len(keys)} keys with {len(parents)} parents")
     return keys, parents, extras
+
+
+def may_store(session: Session, inflight_limit: int) -> None:
+    """Raise KVStoreError for one put too many: the stream's limit forgets those of a stream that broke."""
+    if len(session.copying) >= inflight_limit:
+        raise KVStoreError(
+            ErrorKind.THROTTLED, f"{len(session.copying)} puts of this client are being stored already", 5
+        )

@@ -2,12 +2,14 @@
 
 Owns, for each tier, which rows have a copy and in which slot, and how many bytes each tenant holds. Never
 decides. Invariants: a row has a slot exactly while its state is FILLING or RESIDENT; `kids[row]` counts the
-children of `row` that have a copy here; `bytes_by_tenant` sums the slots' `nbytes`.
+children of `row` that have a copy here; `bytes_by_tenant` sums the slots' `nbytes`, `reserved_by_tenant` those of slots
+for blocks to come.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,6 +36,7 @@ class TierCopies:
         "name",
         "nbytes",
         "offset",
+        "reserved_by_tenant",
         "state",
     )
 
@@ -42,6 +45,7 @@ class TierCopies:
         self._capacity = 0
         self.blocks = 0
         self.bytes_by_tenant: list[int] = []
+        self.reserved_by_tenant: defaultdict[int, int] = defaultdict(int)
         self.state = bytearray()  # CopyState
         self.kids = array("I")
         self.container = array("I")
@@ -80,6 +84,10 @@ class TierCopies:
             held_bytes += nbytes
         self.bytes_by_tenant[tenant] += held_bytes
         self.blocks += len(rows)
+
+    def reserve(self, tenant: int, nbytes: int) -> None:
+        """So many more bytes of slots, or fewer, are held for blocks to come."""
+        self.reserved_by_tenant[tenant] += nbytes
 
     def take(self, row: int, tenant: int) -> Slot:
         nbytes = self.nbytes[row]

@@ -268,6 +268,10 @@ class ResidencyView:
         """Slot bytes of a tenant in a tier, FILLING included."""
         return self.copies[tier].bytes_by_tenant[tenant]
 
+    def reserved_bytes(self, tenant: int, tier: int) -> int:
+        """Slot bytes that a tenant holds in a tier for blocks to come."""
+        return self.copies[tier].reserved_by_tenant.get(tenant, 0)
+
     def tenant_blocks(self, tenant: int) -> int:
         """Readable blocks of a tenant."""
         return self.tenants[tenant].blocks

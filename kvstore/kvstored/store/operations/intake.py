@@ -155,7 +155,7 @@ class Intake:
         while began < end:
             position, block = taken[began]
             slot = None
-            if self._refusal(client, block) is None:
+            if block.reserved is None and self._refusal(client, block) is None:
                 slot = self._room.allocate_now(block.nbytes, tenant)
                 if slot is None:
                     parent = self._residency.find_any(tenant, block.parent)
@@ -231,7 +231,7 @@ class Intake:
                 if slot is not None and slot.nbytes != block.nbytes:  # kept from a block that was refused
                     self._host.free(slot)
                     slot = None
-                if slot is None:
+                if slot is None and block.reserved is None:
                     slot = room.allocate_now(block.nbytes, tenant)
                     if slot is None:
                         break
@@ -247,8 +247,10 @@ class Intake:
                     log.warning("client %s of %s: %s", client.client_name, client.tenant.name, error)
                     continue
                 key, depth = block.key, depth + 1
-                residency.attach(row, MAPPED, slot, now_ns, filling=True)
-                part.fillings.append(Filling(position, block, residency.token(row), slot, depth))
+                taken_slot = slot if block.reserved is None else block.reserved.take(block.offset)
+                assert taken_slot is not None
+                residency.attach(row, MAPPED, taken_slot, now_ns, filling=True)
+                part.fillings.append(Filling(position, block, residency.token(row), taken_slot, depth))
                 slot = None
         finally:
             if slot is not None:

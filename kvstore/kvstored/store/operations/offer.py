@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.segments import Segment
+from kvstore_tiers.slot import Slot
 
 NOWHERE = -1
 
@@ -53,9 +54,22 @@ class Staged(Protocol):
     def payload_at(self, offset: int, nbytes: int) -> Segment: ...
 
 
+class Reserved(Staged, Protocol):
+    """Blocks that are in slots of their tier already."""
+
+    def take(self, offset: int) -> Slot:
+        """The slot is a block's from now on: the caller attaches it in the same turn of the loop."""
+        ...
+
+    def end(self) -> None:
+        """Free what no block has taken. Idempotent."""
+        ...
+
+
 @dataclass(slots=True)
 class StagedBlock:
-    """What a client says of one block, and where the block is: at `offset` in `staged`; `nbytes` is its slot's size."""
+    """What a client says of one block, and where the block is: at `offset` in `staged`, which is `reserved` too where
+    the block is in its slot already; `nbytes` is its slot's size."""
 
     key: bytes
     parent: bytes
@@ -65,6 +79,7 @@ class StagedBlock:
     staged: Staged
     offset: int
     nbytes: int
+    reserved: Reserved | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +95,13 @@ class Offer:
     payload_bytes: Sequence[int]
     staged: Staged
     offsets: Sequence[int]
+    reserved: Reserved | None = None  # `staged`, where each block is in its slot already
 
     def block(self, position: int) -> StagedBlock:
         payload_bytes = self.payload_bytes[position]
         return StagedBlock(
             self.keys[position], self.parents[position], self.extras[position], self.group, payload_bytes, self.staged,
-            self.offsets[position], slot_bytes(payload_bytes),
+            self.offsets[position], slot_bytes(payload_bytes), self.reserved,
         )  # fmt: skip
 
 

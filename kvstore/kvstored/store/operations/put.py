@@ -63,6 +63,8 @@ class Put:
 
         def end(task: asyncio.Task[Settling]) -> None:
             self.being_written.difference_update((tenant, block.key) for _, block in taken)
+            if offer.reserved is not None:
+                offer.reserved.end()
             client.copying.discard(task)
             client.put_ended()
 

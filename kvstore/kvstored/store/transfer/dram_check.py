@@ -1,4 +1,5 @@
-"""Verifying DRAM copies before a lease is given on them: off, the first time a copy is leased, or each time.
+"""Verifying DRAM copies before a lease is given on them: off, the first time a copy is leased, or each time; where
+clients can write to the memory, each time in any case.
 
 Owns which copies were verified. The checksums are computed on the host tier's copy threads, without the GIL; what fails
 is `Damage`'s to deal with. Catches what memory did to a block since it was stored: ECC counts on errors of one bit, a
@@ -72,13 +73,17 @@ class DramCheck:
 
     def wanted(self, rows: Sequence[int]) -> list[int]:
         """Which of `rows` have a DRAM copy that has to be verified before it is leased."""
-        if self._mode == "off":
+        writable, residency = self._host.writable, self._residency
+        if self._mode == "off" and not writable:
             return []
-        residency = self._residency
         mapped = [row for row in rows if residency.has(row, MAPPED)]
         if self._mode == "always":
             return mapped
-        return [row for row in mapped if not self._verified.has(row, residency.slot(row, MAPPED))]
+        container = residency.copies[MAPPED].container
+        return [row for row in mapped if container[row] in writable or not self._is_trusted(row)]
+
+    def _is_trusted(self, row: int) -> bool:
+        return self._mode == "off" or self._verified.has(row, self._residency.slot(row, MAPPED))
 
     async def verify(self, rows: Sequence[int]) -> set[int]:
         """The tokens of those of `rows` whose DRAM copy is damaged. Each is dealt with already."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Final
 
+from kvstore_tiers.arena import writable_owner
 from kvstore_tiers.base import Slot, Tier, TierState
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
@@ -53,11 +54,11 @@ class Room:
         """From now on this policy names what leaves."""
         self._victims.follow(policy)
 
-    def allocate_now(self, nbytes: int, tenant: int) -> Slot | None:
-        """A slot if one is free and the tenant is below its maximum; evicts nothing."""
+    def allocate_now(self, nbytes: int, tenant: int, *, writable: bool = False) -> Slot | None:
+        """A slot if one is free and the tenant is below its maximum; evicts nothing. `writable`: by its clients."""
         if self._victims.is_over_maximum(tenant, nbytes):
             return None
-        return self._tier.allocate(nbytes, self._owner(tenant))
+        return self._tier.allocate(nbytes, self._owner(tenant, writable))
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
         """Blocks `keys`, which continue row `parent`, are about to ask for room."""
@@ -77,6 +78,7 @@ class Room:
         *,
         parent: int = -1,
         is_patient: bool = True,
+        writable: bool = False,
     ) -> Slot | Bypass | None:
         """As `allocate`, for the block of this key and depth: BYPASSED when the policy would rather keep its victim.
 
@@ -85,12 +87,12 @@ class Room:
         """
         if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
             return None  # it takes nothing, however much is evicted
-        copies, owner = self._residency.copies[self._position], self._owner(tenant)
+        copies, owner = self._residency.copies[self._position], self._owner(tenant, writable)
         allowance = Allowance(nbytes, self._tier.info.container_bytes or UNLIMITED)
         passed = PassedOver(copies, self._not_for(parent))
         patience = turns = PATIENCE if is_patient else 0
         for attempt in range(MAX_ATTEMPTS):
-            slot = self.allocate_now(nbytes, tenant)
+            slot = self.allocate_now(nbytes, tenant, writable=writable)
             if slot is not None:
                 return slot
             confined = tenant if self._victims.is_over_maximum(tenant, nbytes) else None
@@ -159,5 +161,6 @@ class Room:
         only_here = parent >= 0 and self._residency.tier_mask(parent) == 1 << self._position
         return {parent} if only_here and not self._eviction.demoter.wants(parent) else set()
 
-    def _owner(self, tenant: int) -> str:
-        return self._residency.tenants[tenant].name
+    def _owner(self, tenant: int, writable: bool) -> str:
+        name = self._residency.tenants[tenant].name
+        return writable_owner(name) if writable else name

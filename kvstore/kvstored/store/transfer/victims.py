@@ -54,7 +54,9 @@ class Victims:
         share = self._policy.shares.get(tenant)
         if share is None or share.max_bytes is None:
             return False
-        return self._residency.tenant_bytes(tenant, self._policy.tier) + nbytes > share.max_bytes
+        residency, tier = self._residency, self._policy.tier
+        held_bytes = residency.tenant_bytes(tenant, tier) + residency.reserved_bytes(tenant, tier)
+        return held_bytes + nbytes > share.max_bytes
 
     def spares_minimum(self, row: int) -> bool:
         """Whether the block's tenant still has its minimum without it."""

@@ -1,0 +1,103 @@
+"""Reservations: slots in which a client writes blocks before they are any.
+
+Owns which slots a client holds, and the bytes that count against its tenant's maximum until they are blocks'. Never
+reads a slot. Pure bookkeeping: told the time, calls back to free a slot.
+Invariants: a slot is with one reservation, with the request that stores from it, with a block, or free; a slot that its
+client may still be writing to is not free: one whose reservation expired stays taken until it is given back, or the
+client is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvstore_tiers.base import Slot
+
+
+@dataclass(slots=True)
+class Reservation:
+    """`slots` by their place, those that were not stored from."""
+
+    number: int
+    session_id: int
+    tenant: int
+    expires_ns: int
+    slots: dict[int, Slot] = field(default_factory=dict)
+
+
+class Reservations:
+    """All reservations of the daemon. `free_slot` is the host tier's; `count(tenant, nbytes)` adds to what a tenant
+    holds for blocks to come."""
+
+    def __init__(self, free_slot: Callable[[Slot], None], count: Callable[[int, int], None]) -> None:
+        self._free_slot = free_slot
+        self._count = count
+        self._reservations: dict[int, Reservation] = {}
+        self._last_number = 0
+
+    def __len__(self) -> int:
+        return len(self._reservations)
+
+    def held_bytes(self, session_id: int) -> int:
+        """Of slots that the client holds, expired or not."""
+        return sum(slot.nbytes for each in self._of(session_id) for slot in each.slots.values())
+
+    def begin(self, session_id: int, tenant: int, expires_ns: int) -> Reservation:
+        """Without a slot yet."""
+        self._last_number += 1
+        reservation = Reservation(self._last_number, session_id, tenant, expires_ns)
+        self._reservations[reservation.number] = reservation
+        return reservation
+
+    def add(self, reservation: Reservation, slot: Slot) -> bool:
+        """One more slot. False when the reservation has ended meanwhile: the slot is free again."""
+        self._count(reservation.tenant, slot.nbytes)
+        if reservation.number not in self._reservations:
+            self.free(reservation.tenant, slot)
+            return False
+        reservation.slots[len(reservation.slots)] = slot
+        return True
+
+    def find(self, session_id: int, number: int, now_ns: int) -> Reservation | None:
+        """One that this client may store from; None where it has no such, or has it no longer."""
+        reservation = self._reservations.get(number)
+        if reservation is None or reservation.session_id != session_id or reservation.expires_ns <= now_ns:
+            return None
+        return reservation
+
+    def take(self, reservation: Reservation, places: Iterable[int]) -> dict[int, Slot]:
+        """The slots at these places, the caller's now: `used` or `free` follows for each."""
+        taken = {place: reservation.slots.pop(place) for place in places}
+        if not reservation.slots:
+            del self._reservations[reservation.number]
+        return taken
+
+    def used(self, tenant: int, slot: Slot) -> None:
+        """A slot that was taken is a block's."""
+        self._count(tenant, -slot.nbytes)
+
+    def free(self, tenant: int, slot: Slot) -> None:
+        """A slot that was taken is no block's."""
+        self._count(tenant, -slot.nbytes)
+        self._free_slot(slot)
+
+    def give_back(self, session_id: int, number: int) -> None:
+        """The client writes to its slots no more. Nothing for a reservation that is not its own, or over."""
+        reservation = self._reservations.get(number)
+        if reservation is not None and reservation.session_id == session_id:
+            self._end(reservation)
+
+    def end_session(self, session_id: int) -> None:
+        """The client is gone, and writes no more."""
+        for reservation in self._of(session_id):
+            self._end(reservation)
+
+    def _of(self, session_id: int) -> list[Reservation]:
+        return [each for each in self._reservations.values() if each.session_id == session_id]
+
+    def _end(self, reservation: Reservation) -> None:
+        del self._reservations[reservation.number]
+        for slot in reservation.slots.values():
+            self.free(reservation.tenant, slot)
+        reservation.slots.clear()
