@@ -29,6 +29,7 @@ from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
 from kvstore_client.stream import Stream
 from kvstore_client.transport.base import Transport
 from kvstore_client.transport.direct import DirectTransport
+from kvstore_client.writable import WritableArenas
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.v1 import handshake_pb2, kvstore_pb2
 
@@ -104,6 +105,7 @@ class Connection:
         if staging_fd >= 0:
             self.staging = map_read_write(staging_fd, welcome.staging_bytes)
         self.loan = Loan(0 if self.staging is None else len(self.staging))
+        self.writable = WritableArenas(handshake, is_offered=welcome.put_in_place, announced=welcome.writable_arena_ids)
         stream = self._open_stream(timeout_s)
         if stream is None:
             raise ConnectError("the daemon shook hands, but no stream could be opened in time")
@@ -130,6 +132,8 @@ class Connection:
         """Map what will be read and written before it is needed: an engine that starts has its model to load."""
         with contextlib.ExitStack() as descriptors:
             mapped = list(self._map_arenas(descriptors))
+            if self.staging is not None:
+                mapped += self.writable.map_announced(descriptors, PREFAULT_GRANT_TIMEOUT_S, PREFAULT_ARENAS_BYTES)
             step_behind()  # not before: while we ask, others wait for the handshake connection
             if self.staging is not None:
                 prefault(self.staging, lambda: not self._dead)

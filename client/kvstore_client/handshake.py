@@ -55,7 +55,7 @@ class Handshake:
     def __init__(self, connection: socket.socket, welcome: wire.Welcome, staging_fd: int) -> None:
         self._socket = connection
         self._lock = threading.Lock()
-        self._strays: dict[int, GrantedArena] = {}  # answers that came after their asker had gone
+        self._strays: dict[tuple[int, bool], GrantedArena] = {}  # answers that came after their asker had gone
         self._index: GrantedIndex | None = None  # likewise
         self._stream_fd = -1  # likewise
         self._asked: set[str] = set()  # what was asked for, and has not been taken
@@ -68,16 +68,17 @@ class Handshake:
         descriptor, self._staging_fd = self._staging_fd, -1
         return descriptor
 
-    def request_arena(self, arena_id: int, timeout_s: float) -> GrantedArena | None:
-        """Ask for one arena; None when it is refused, not granted in time, or the daemon is gone."""
-        deadline = time.monotonic() + timeout_s
+    def request_arena(self, arena_id: int, timeout_s: float, *, writable: bool = False) -> GrantedArena | None:
+        """Ask for one arena, to read or to write; None when it is refused, late, or the daemon is gone."""
+        deadline, wanted = time.monotonic() + timeout_s, (arena_id, writable)
         with contextlib.suppress(OSError, ConnectError), self._turn(timeout_s):
-            if arena_id not in self._strays:
-                self._send(wire.ClientPacket(arena=wire.ArenaRequest(arena_id=arena_id)), deadline)
-            while arena_id not in self._strays:
+            if wanted not in self._strays:
+                request = wire.ArenaRequest(arena_id=arena_id, writable=writable)
+                self._send(wire.ClientPacket(arena=request), deadline)
+            while wanted not in self._strays:
                 if not self._take_grant(deadline):
                     return None
-            return self._strays.pop(arena_id)
+            return self._strays.pop(wanted)
         return None
 
     def request_index(self, timeout_s: float) -> GrantedIndex | None:
@@ -169,10 +170,11 @@ class Handshake:
         kind = packet.WhichOneof("packet")
         if kind == "arena" and descriptor >= 0:
             arena = packet.arena
-            known = self._strays.pop(arena.arena_id, None)
+            granted = (arena.arena_id, arena.writable)
+            known = self._strays.pop(granted, None)
             if known is not None:
                 _close_descriptor(known.descriptor)
-            self._strays[arena.arena_id] = GrantedArena(arena.arena_id, arena.size_bytes, descriptor)
+            self._strays[granted] = GrantedArena(arena.arena_id, arena.size_bytes, descriptor)
             return True
         if kind == "lookup_index" and self._index is None:
             index = packet.lookup_index

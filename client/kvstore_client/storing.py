@@ -1,8 +1,9 @@
 """Putting a run of blocks: write them into the staging memory and say so, in one message or a few.
 
-Owns the pipeline of one put. What is written within a millisecond goes in one message, since each costs the daemon some
-0.3 ms; what takes longer is sent in parts, so that the daemon's copy runs beside ours. Blocks that the lookup index
-shows are not written: they are named, and the daemon says whether they are there or wanted after all.
+Owns the pipeline of one put; where the daemon takes blocks in place, that of what could not go that way (`in_place`).
+What is written within a millisecond goes in one message, since each costs the daemon some 0.3 ms; what takes longer is
+sent in parts, so that the daemon's copy runs beside ours. Blocks that the lookup index shows are not written: they are
+named, and the daemon says whether they are there or wanted after all.
 Never does: wait past the deadline. Invariants: what the daemon may be reading is not written again (see `loan`); what
 was not sent is free again at the end, also when a payload function raises; each block ends with one status; what this
 put keeps in the loan, to send it again, never keeps itself from going on.
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvstore_client.asking import Asker
 from kvstore_client.batch import NOWHERE, Batch, names_of
 from kvstore_client.connection import Connection
+from kvstore_client.in_place import InPlacePut
 from kvstore_client.loan import Extent, Loan, Use
 from kvstore_client.put_order import (
     MIN_RETRY_S,
@@ -53,15 +55,34 @@ def put_blocks(
     """Store what `order` says. Raises what a payload function raises, and KVStoreError when the daemon finds the
     request wrong.
     """
-    started = clock()
-    reason = connection.loan.obtain(partial(asker.ask, connection), min(asker.deadline_s, deadline_s))
+    deadline = clock() + deadline_s
+    receipt = PutReceipt(len(order.payloads), clock=clock)
+    blocks: Sequence[int] = range(len(order.payloads))
+    if connection.writable.is_offered:
+        believed = present_by_index(connection, order)
+        blocks = InPlacePut(asker, connection, order, receipt, believed, deadline, clock=clock).run()
+        if not blocks:
+            return receipt
+    reason = connection.loan.obtain(partial(asker.ask, connection), min(asker.deadline_s, max(deadline - clock(), 0.0)))
     if reason:
-        return PutReceipt(len(order.payloads), reason)
-    return Put(asker, connection, order, deadline_s - (clock() - started), clock=clock).run()
+        receipt.reason = reason
+        return receipt
+    return Put(asker, connection, order, deadline - clock(), receipt=receipt, blocks=blocks, clock=clock).run()
+
+
+def present_by_index(connection: Connection, order: PutOrder) -> set[int]:
+    """Blocks of the put that the lookup index shows."""
+    index = connection.index.mapped
+    if index is None:
+        return set()
+    first = order.first_block
+    keys = order.chain.keys[first : first + len(order.payloads)]
+    return {block for block, code in enumerate(index.codes(keys)) if code not in (ABSENT, UNKNOWN)}
 
 
 class Put:
-    """One put; use once: `run()`, in the caller's thread."""
+    """One put; use once: `run()`, in the caller's thread. `blocks` of the order, all by default, are entered into
+    `receipt`, which may know of others already."""
 
     def __init__(
         self,
@@ -70,6 +91,8 @@ class Put:
         order: PutOrder,
         deadline_s: float,
         *,
+        receipt: PutReceipt | None = None,
+        blocks: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -78,9 +101,9 @@ class Put:
         self._clock, self._sleep = clock, sleep
         self._deadline = clock() + deadline_s
         self._slot_bytes = slot_bytes(order.payload_bytes)
-        self._receipt = PutReceipt(len(order.payloads), clock=clock)
-        self._todo = deque(range(len(order.payloads)))
-        self._believed = self._present_by_index()
+        self._receipt = receipt or PutReceipt(len(order.payloads), clock=clock)
+        self._todo = deque(range(len(order.payloads)) if blocks is None else blocks)
+        self._believed = present_by_index(connection, order)
         self._written: dict[int, tuple[int, Extent]] = {}  # blocks to send again, as they lie
         self._undecided = Undecided()
         self._sent: deque[Batch] = deque()
@@ -104,14 +127,6 @@ class Put:
         finally:
             self._leave()
         return self._receipt
-
-    def _present_by_index(self) -> set[int]:
-        index = self._connection.index.mapped
-        if index is None:
-            return set()
-        first = self._order.first_block
-        keys = self._order.chain.keys[first : first + len(self._order.payloads)]
-        return {block for block, code in enumerate(index.codes(keys)) if code not in (ABSENT, UNKNOWN)}
 
     # Writing
 

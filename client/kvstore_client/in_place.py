@@ -1,0 +1,243 @@
+"""Putting blocks in place: written into the slots where they will lie, so that nobody copies them again.
+
+Owns the way from slots that the daemon grants to blocks that it has stored from there. What cannot go that way (no
+room, another client is storing the same block, too late) is left to `storing`, which goes by way of staging.
+Never does: send a block twice. Invariants: a slot is not written after it was sent, nor when its reservation is about
+to end; slots that were not sent are given back, also when a payload function raises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore_client.asking import Asker
+from kvstore_client.batch import names_of
+from kvstore_client.connection import Connection
+from kvstore_client.memory import Bytes
+from kvstore_client.put_order import PutOrder
+from kvstore_client.receipt import PutReceipt
+from kvstore_client.results import REASON_DEADLINE
+from kvstore_client.staging import write_payload, write_tokens
+from kvstore_client.stream import PendingCall
+from kvstore_proto.arena import slot_bytes
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+MIN_BYTES = 1 << 20  # asking for slots costs a round trip, 0.2 ms: the copy of less takes no longer
+RESERVE_BYTES = 64 << 20  # at once
+SEND_EVERY_S = 0.001
+USABLE_SHARE = 0.9  # of a reservation's time
+_NOT_DECIDED = frozenset({wire.STORE_STATUS_AGAIN, wire.STORE_STATUS_WANTED, wire.STORE_STATUS_ORPHANED})
+
+
+@dataclass(slots=True)
+class _Reserved:
+    """Slots that the daemon granted: each in a mapped arena, at an offset. `left` were not sent, or not taken."""
+
+    number: int
+    places: Sequence[tuple[Bytes, int]]
+    usable_until: float
+    left: int
+
+
+class InPlacePut:
+    """One put; use once. `believed`: blocks that are not written, because they seem to be there."""
+
+    def __init__(
+        self,
+        asker: Asker,
+        connection: Connection,
+        order: PutOrder,
+        receipt: PutReceipt,
+        believed: Collection[int],
+        deadline: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._asker, self._connection, self._order = asker, connection, order
+        self._receipt, self._believed = receipt, believed
+        self._deadline, self._clock = deadline, clock
+        self._slot_bytes = slot_bytes(order.payload_bytes)
+        self._todo = deque(range(len(order.payloads)))
+        self._undecided: list[int] = []
+        self._sent: deque[tuple[PendingCall, list[int], _Reserved]] = deque()
+
+    def run(self) -> list[int]:
+        """The blocks that are not decided, in order. Raises what a payload function raises, and KVStoreError when the
+        daemon finds a request wrong."""
+        while self._todo and self._clock() < self._deadline:
+            reserved = self._reserve()
+            if reserved is None:
+                break
+            try:
+                self._write(reserved)
+                while self._sent:
+                    self._collect()
+            finally:
+                self._leave(reserved)
+        return sorted([*self._undecided, *self._todo])
+
+    # Slots
+
+    def _reserve(self) -> _Reserved | None:
+        """Slots for the next blocks; None where there are none to be had, or nothing to be written."""
+        order = self._order
+        most = max(1, min(RESERVE_BYTES // self._slot_bytes, self._connection.max_keys))
+        ahead = [block for block in self._todo if block not in self._believed][:most]
+        if len(ahead) * order.payload_bytes < MIN_BYTES:
+            return None
+        parent = order.chain.parent_of(order.first_block + self._todo[0])
+        asked_at = self._clock()
+        request = wire.ReserveSlots(
+            group=order.group_id, payload_bytes=order.payload_bytes, blocks=len(ahead), parent=parent
+        )
+        granted = self._ask(request)
+        if granted is None or not granted.reservation:
+            return None
+        reserved = _Reserved(
+            granted.reservation,
+            [],
+            asked_at + granted.expires_in_ms / 1000 * USABLE_SHARE,
+            len(granted.offsets),
+        )
+        places: list[tuple[Bytes, int]] = []
+        for arena_id, offset in zip(granted.arena_ids, granted.offsets, strict=True):
+            arena = self._connection.writable.arena(arena_id, self._asker.deadline_s)
+            if arena is None or offset + self._slot_bytes > len(arena):
+                self._leave(reserved)
+                return None
+            places.append((arena, offset))
+        reserved.places = places
+        return reserved
+
+    def _ask(self, request: wire.ReserveSlots) -> wire.ReserveSlotsReply | None:
+        stream, left_s = self._connection.stream, self._deadline - self._clock()
+        call = stream.submit(wire.Request(deadline_ms=max(1, int(left_s * 1000)), reserve_slots=request))
+        response = call.wait(min(self._asker.deadline_s, left_s))
+        if response is None:  # it is making room: staging is there meanwhile
+            stream.abandon(call, lambda late: self._give_back(late.reserve_slots.reservation))
+            return None
+        try:
+            answer = self._asker.judge(self._connection, response)
+        except KVStoreError as error:
+            if error.kind is not ErrorKind.FORBIDDEN:
+                raise
+            self._connection.writable.refused()  # the setting was changed since we connected
+            return None
+        return None if isinstance(answer, str) else answer.reserve_slots
+
+    def _leave(self, reserved: _Reserved) -> None:
+        for call, blocks, _ in self._sent:  # a payload function raised: what was sent is decided without us
+            self._connection.stream.abandon(call)
+            self._undecided += blocks
+        self._sent.clear()
+        if reserved.left:
+            self._give_back(reserved.number)
+
+    def _give_back(self, reservation: int) -> None:
+        if reservation:
+            stream = self._connection.stream
+            stream.abandon(stream.submit(wire.Request(reserve_slots=wire.ReserveSlots(give_back=reservation))))
+
+    # Writing
+
+    def _write(self, reserved: _Reserved) -> None:
+        """Fill the slots and send them, as many at a time as are written in a millisecond."""
+        order, until = self._order, min(self._deadline, reserved.usable_until)
+        blocks: list[int] = []
+        pages: list[int] = []
+        send_at = self._clock() + SEND_EVERY_S
+        self._write_tokens(reserved)
+        place = 0
+        while self._todo and len(blocks) < self._connection.max_keys:
+            block = self._todo[0]
+            if block in self._believed:
+                page = 0
+            elif place == len(reserved.places) or self._clock() >= until:
+                break
+            else:
+                arena, offset = reserved.places[place]
+                write_payload(arena, offset, order.payloads[block], order.payload_bytes)
+                place += 1
+                page = place
+            blocks.append(self._todo.popleft())
+            pages.append(page)
+            if self._clock() >= send_at:
+                self._send(reserved, blocks, pages)
+                blocks, pages = [], []
+                self._collect_answered()
+                send_at = self._clock() + SEND_EVERY_S
+        if blocks:
+            self._send(reserved, blocks, pages)
+
+    def _write_tokens(self, reserved: _Reserved) -> None:
+        """The token ids of all blocks that the slots are for, run by run."""
+        order, size, first = self._order, self._slot_bytes, 0
+        ahead = [block for block in self._todo if block not in self._believed][: len(reserved.places)]
+        for length in self._runs(ahead, reserved.places):
+            arena, offset = reserved.places[first]
+            tokens = order.chain.tokens_of_run(order.first_block + ahead[first], length)
+            write_tokens(arena[offset : offset + length * size], length, tokens)
+            first += length
+
+    def _runs(self, blocks: Sequence[int], places: Sequence[tuple[Bytes, int]]) -> Iterator[int]:
+        """How many blocks of a chain, one behind the other, lie so too."""
+        length = 1
+        for at in range(1, len(blocks)):
+            (before, offset), (arena, next_offset) = places[at - 1], places[at]
+            if blocks[at] == blocks[at - 1] + 1 and arena is before and next_offset == offset + self._slot_bytes:
+                length += 1
+            else:
+                yield length
+                length = 1
+        if blocks:
+            yield length
+
+    def _send(self, reserved: _Reserved, blocks: list[int], pages: list[int]) -> None:
+        order = self._order
+        keys, parents = names_of(order.chain, [order.first_block + block for block in blocks])
+        request = wire.Request(
+            deadline_ms=max(1, int((self._deadline - self._clock()) * 1000)),
+            store=wire.Store(
+                reservation=reserved.number,
+                group=order.group_id,
+                keys=keys,
+                parents=parents,
+                payload_bytes=order.payload_bytes,
+                pages=pages,
+                durability=order.durability,
+            ),
+        )
+        reserved.left -= sum(page > 0 for page in pages)
+        self._sent.append((self._connection.stream.submit(request), blocks, reserved))
+
+    # Answers
+
+    def _collect_answered(self) -> None:
+        while self._sent and self._sent[0][0].is_answered():
+            self._collect()
+
+    def _collect(self) -> None:
+        """Wait for the oldest message's answer."""
+        call, blocks, reserved = self._sent.popleft()
+        response = call.wait(self._deadline - self._clock())
+        if response is None:
+            self._connection.stream.abandon(call)
+            self._asker.link.timed_out()
+            self._receipt.reason = REASON_DEADLINE
+            return
+        if response.HasField("error"):
+            reserved.left += 1  # it may have taken nothing
+        answer = self._asker.judge(self._connection, response)
+        if isinstance(answer, str):
+            self._undecided += blocks
+            return
+        statuses = answer.store.statuses
+        decided = [-1 if status in _NOT_DECIDED else block for block, status in zip(blocks, statuses, strict=False)]
+        self._undecided += [block for block, kept in zip(blocks, decided, strict=False) if kept < 0]
+        self._receipt.record(call, answer, decided)
+        if wire.STORE_STATUS_PRESENT in statuses:
+            self._connection.index.get(may_wait=False)  # it pays to know, from the next put on

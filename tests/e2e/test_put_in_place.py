@@ -1,0 +1,217 @@
+"""A session of a tenant with put.in_place: what it puts is written once, and served as any other block."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_client import Session, in_place
+from kvstore_client.connection import Connection
+from kvstore_client.memory import Bytes
+from kvstore_proto.arena import slot_bytes
+from kvstore_proto.v1 import admin_pb2
+from tests.reference.running_daemon import (
+    RunningDaemon,
+    eventually,
+    holds,
+    model,
+    payloads_of,
+    running_daemon,
+    tokens_of,
+)
+
+MODEL = model(kib_a_block=256)
+SLOT = slot_bytes(MODEL.payload_bytes())
+BLOCKS = 6
+SETTINGS = ("host.capacity=64MiB", "limits.staging_per_client=8MiB", "nvme.enabled=false")
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon("put.in_place=true", *SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture
+def session(daemon: RunningDaemon) -> Iterator[Session]:
+    with daemon.connect(MODEL) as opened:
+        yield opened
+    assert eventually(lambda: daemon.status().clients == 0)
+    assert "Traceback" not in daemon.log, daemon.log
+
+
+def connection_of(session: Session) -> Connection:
+    connection = session._link.current()
+    assert connection is not None
+    return connection
+
+
+def uses_staging(session: Session) -> bool:
+    return connection_of(session).loan.number > 0
+
+
+def reserved(daemon: RunningDaemon) -> int:
+    (tenant,) = daemon.ask("Tenants", admin_pb2.TenantsRequest()).tenants
+    return int(tenant.host_bytes // SLOT) - daemon.tiers()["host"].blocks
+
+
+def put(session: Session, conversation: int, **options: Any) -> list[str]:
+    payloads = payloads_of(conversation, BLOCKS, MODEL)
+    return session.put(tokens_of(conversation, BLOCKS), payloads=payloads, **options).statuses
+
+
+def test_a_put_goes_in_place_and_another_client_gets_it(daemon: RunningDaemon, session: Session) -> None:
+    assert put(session, 1) == ["stored"] * BLOCKS
+    assert not uses_staging(session)
+    with daemon.connect(MODEL) as other, other.get(tokens_of(1, BLOCKS)) as lease:
+        assert holds(lease, payloads_of(1, BLOCKS, MODEL))
+    with session.get(tokens_of(1, BLOCKS)) as lease:
+        assert holds(lease, payloads_of(1, BLOCKS, MODEL))
+        with pytest.raises(ValueError, match="read-only"):
+            lease.payload(0)[0] = 1
+    assert reserved(daemon) == 0
+
+
+def test_payload_functions_write_straight_into_the_slots(daemon: RunningDaemon, session: Session) -> None:
+    payloads = payloads_of(2, BLOCKS, MODEL)
+    destinations: list[Bytes] = []
+
+    def fill(block: int, destination: Bytes) -> None:
+        destinations.append(destination)
+        np.copyto(destination, payloads[block])
+
+    functions = [lambda destination, block=block: fill(block, destination) for block in range(BLOCKS)]
+    receipt = session.put(tokens_of(2, BLOCKS), payloads=functions)  # type: ignore[arg-type]
+    assert receipt.stored_blocks == BLOCKS
+    destinations[2][5] ^= 1  # long after the put
+    with daemon.connect(MODEL) as other:
+        lease = other.get(tokens_of(2, BLOCKS))
+        assert (len(lease), lease.reason) == (2, "corrupt")
+
+
+def test_blocks_that_are_there_are_not_written(daemon: RunningDaemon, session: Session) -> None:
+    tokens, payloads = tokens_of(3, 2 * BLOCKS), payloads_of(3, 2 * BLOCKS, MODEL)
+    assert session.put(tokens, payloads=payloads[:BLOCKS]).stored_blocks == BLOCKS
+    receipt = session.put(tokens, payloads=payloads)
+    assert receipt.statuses == ["present"] * BLOCKS + ["stored"] * BLOCKS
+    receipt = session.put(tokens, payloads=payloads, first_block=0)
+    assert receipt.statuses == ["present"] * 2 * BLOCKS
+    with daemon.connect(MODEL) as other, other.get(tokens) as lease:
+        assert holds(lease, payloads)
+    assert reserved(daemon) == 0
+
+
+def test_a_small_put_takes_the_way_with_fewer_messages(session: Session) -> None:
+    receipt = session.put(tokens_of(4, 1), payloads=payloads_of(4, 1, MODEL))
+    assert receipt.stored_blocks == 1 and uses_staging(session)
+
+
+def test_a_payload_function_that_raises_leaves_nothing_reserved(daemon: RunningDaemon, session: Session) -> None:
+    payloads: list[Any] = [*payloads_of(5, BLOCKS, MODEL)]
+
+    def fail(destination: Bytes) -> None:
+        raise RuntimeError("no more")
+
+    payloads[3] = fail
+    with pytest.raises(RuntimeError, match="no more"):
+        session.put(tokens_of(5, BLOCKS), payloads=payloads)
+    assert eventually(lambda: reserved(daemon) == 0)
+    assert put(session, 5) == ["stored"] * BLOCKS or session.lookup(tokens_of(5, BLOCKS)).blocks == BLOCKS
+
+
+def test_a_put_larger_than_a_client_may_hold_goes_piece_by_piece(daemon: RunningDaemon, session: Session) -> None:
+    blocks = 3 * (8 << 20) // SLOT + 5
+    tokens, payloads = tokens_of(6, blocks), payloads_of(6, blocks, MODEL)
+    assert session.put(tokens, payloads=payloads).stored_blocks == blocks
+    assert not uses_staging(session)
+    with daemon.connect(MODEL) as other, other.get(tokens) as lease:
+        assert holds(lease, payloads)
+
+
+def test_two_clients_that_put_the_same_blocks_end_with_one_of_each(daemon: RunningDaemon, session: Session) -> None:
+    with daemon.connect(MODEL) as other:
+        for conversation in range(10, 20):
+            found: list[list[str]] = []
+            threads = [
+                threading.Thread(target=lambda each=each: found.append(put(each, conversation)))  # type: ignore[misc]  # noqa: B023
+                for each in (session, other)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert {status for statuses in found for status in statuses} <= {"stored", "present"}
+            with session.get(tokens_of(conversation, BLOCKS)) as lease:
+                assert holds(lease, payloads_of(conversation, BLOCKS, MODEL))
+    assert eventually(lambda: reserved(daemon) == 0)
+
+
+def test_without_room_the_put_goes_by_way_of_staging(
+    daemon: RunningDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_place, "MIN_BYTES", 1 << 40)
+    assert put(session, 30) == ["stored"] * BLOCKS and uses_staging(session)
+
+
+def test_a_tier_full_of_others_makes_room_for_puts_in_place(daemon: RunningDaemon, session: Session) -> None:
+    for conversation in range(40, 90):
+        assert put(session, conversation) == ["stored"] * BLOCKS
+    assert not uses_staging(session)
+    assert daemon.status().counters["evicted_blocks"] > 0
+
+
+def test_where_the_setting_is_off_the_client_puts_by_way_of_staging() -> None:
+    with running_daemon(*SETTINGS) as daemon, daemon.connect(MODEL) as session:
+        connection_of(session).writable.is_offered = True  # as of before a change of the setting
+        assert put(session, 1) == ["stored"] * BLOCKS
+        assert uses_staging(session) and not connection_of(session).writable.is_offered
+        with session.get(tokens_of(1, BLOCKS)) as lease:
+            assert holds(lease, payloads_of(1, BLOCKS, MODEL))
+
+
+def test_a_client_killed_while_it_writes_leaves_nothing(daemon: RunningDaemon) -> None:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+
+        def stop(destination: Bytes) -> None:
+            os.write(writing, b"w")
+            signal.pause()
+
+        payloads: list[Any] = [*payloads_of(95, BLOCKS, MODEL)]
+        payloads[4] = stop
+        with daemon.connect(MODEL) as session:
+            session.put(tokens_of(95, BLOCKS), payloads=payloads)
+        os._exit(1)
+    assert os.read(reading, 1) == b"w" and eventually(lambda: reserved(daemon) > 0)
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: reserved(daemon) == 0, 5.0)
+    os.waitpid(pid, 0)
+    for end in (reading, writing):
+        os.close(end)
+    with daemon.connect(MODEL) as session:
+        there = session.lookup(tokens_of(95, BLOCKS)).blocks
+        assert there <= 4, "what it had sent, if anything"
+        assert put(session, 95)[there:] == ["stored"] * (BLOCKS - there)
+        with session.get(tokens_of(95, BLOCKS)) as lease:
+            assert holds(lease, payloads_of(95, BLOCKS, MODEL))
+
+
+def test_a_client_goes_on_in_place_after_a_restart_of_the_daemon() -> None:
+    settings = ("put.in_place=true", *SETTINGS, "host.warm_restart=holder")
+    with running_daemon(*settings) as daemon, daemon.connect(MODEL) as session:
+        assert put(session, 1) == ["stored"] * BLOCKS
+        daemon.kill9()
+        daemon.restart()
+        assert eventually(lambda: session.state == "connected" and session.ping() is not None)
+        assert session.lookup(tokens_of(1, BLOCKS)).blocks == 0, "memory that a client wrote is not believed"
+        assert put(session, 1) == ["stored"] * BLOCKS
+        assert not uses_staging(session)
+        with daemon.connect(MODEL) as other, other.get(tokens_of(1, BLOCKS)) as lease:
+            assert holds(lease, payloads_of(1, BLOCKS, MODEL))
