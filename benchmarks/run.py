@@ -75,6 +75,7 @@ SUITE = (
     Benchmark("put_copy", _json),
     Benchmark("prefetch_interference", _json),
     Benchmark("durable_answer", _json),
+    Benchmark("put_in_place", _json),
     Benchmark("nvme_vs_fio", _fio, _without_fio),
     Benchmark("prefill_vs_llama", _prefill, _without_engine),
     Benchmark("ttft_restore", _json, _without_engine),
