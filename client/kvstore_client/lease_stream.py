@@ -43,6 +43,7 @@ class LeaseStream:
 
     `tiers` and `ready_s` say, once the first run has come, where each resident block was and in how many seconds it
     was expected to be readable; `reason` says in the end why the prefix ends, or which part of it did not come.
+    `on_close` is called once, with the blocks that were leased and their payload bytes.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class LeaseStream:
         lease_of: Callable[[wire.AcquireReply, float], Lease],
         deadline_s: float,
         *,
+        on_close: Callable[[int, int], None],
         reason: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,11 +60,13 @@ class LeaseStream:
         self._lease_of = lease_of
         self._clock = clock
         self._until = clock() + deadline_s
+        self._on_close = on_close
+        self._is_closed = False
         self._leases: list[Lease] = []
         self.tiers: tuple[str, ...] = ()
         self.ready_s: tuple[float, ...] = ()
         self.reason = reason
-        self.blocks = 0  # leased so far
+        self.blocks = self.payload_bytes = 0  # leased so far
 
     def __iter__(self) -> Iterator[LeasedRun]:
         while self._answers is not None:
@@ -88,6 +92,7 @@ class LeaseStream:
                 self.reason = lease.reason
                 continue
             self.blocks += lease.blocks
+            self.payload_bytes += lease.payload_bytes
             yield LeasedRun(reply.first, lease)
 
     def _end(self) -> None:
@@ -101,6 +106,9 @@ class LeaseStream:
         for lease in self._leases:
             lease.release()
         self._leases.clear()
+        if not self._is_closed:
+            self._is_closed = True
+            self._on_close(self.blocks, self.payload_bytes)
 
     def __enter__(self) -> LeaseStream:
         return self
@@ -111,6 +119,6 @@ class LeaseStream:
         self.close()
 
 
-def nothing(reason: str = REASON_NO_DAEMON) -> LeaseStream:
+def nothing(on_close: Callable[[int, int], None], reason: str = REASON_NO_DAEMON) -> LeaseStream:
     """A stream without a block."""
-    return LeaseStream(None, lambda reply, timeout_s: Lease(), 0.0, reason=reason)
+    return LeaseStream(None, lambda reply, timeout_s: Lease(), 0.0, on_close=on_close, reason=reason)

@@ -130,9 +130,17 @@ class Reader:
         return self._lease(connection, reply, blocks, group, reason, self._clock() - started)
 
     def stream(
-        self, connection: Connection, chain: Chain, group: LayerGroup, deadline_s: float, order: Order, *, verify: bool
+        self,
+        connection: Connection,
+        chain: Chain,
+        group: LayerGroup,
+        deadline_s: float,
+        order: Order,
+        on_close: Callable[[int, int], None],
+        *,
+        verify: bool,
     ) -> LeaseStream:
-        """The leading blocks of a chain as they become readable, within the deadline."""
+        """The leading blocks of a chain as they become readable, within the deadline. See `LeaseStream`."""
         keys = chain.keys[: connection.max_keys]
         acquire = wire.Acquire(
             set=key_set(self._fingerprint, group, keys.packed),
@@ -146,7 +154,7 @@ class Reader:
             return self._lease(connection, reply, blocks, group, stopped)
 
         answers = self._asker.ask_many(connection, wire.Request(acquire=acquire), deadline_s)
-        return LeaseStream(answers, lease_of, deadline_s, clock=self._clock)
+        return LeaseStream(answers, lease_of, deadline_s, on_close=on_close, clock=self._clock)
 
     def _lease(
         self,

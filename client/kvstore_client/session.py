@@ -179,14 +179,7 @@ class Session:
                 )
             else:
                 lease = Lease()
-        held = len(lease)
-        self._counters.add(
-            gets=1,
-            hits=int(held > 0),
-            misses=int(held == 0),
-            blocks_restored=held,
-            bytes_restored=lease.payload_bytes,
-        )
+        self._count_get(len(lease), lease.payload_bytes)
         return lease
 
     def get_stream(
@@ -207,11 +200,19 @@ class Session:
         if order not in ("front", "back"):
             raise invalid(f"order {order!r} is unknown; known: front, back")
         if connection is None:
-            return no_leases()
+            return no_leases(self._count_get)
         chain = _head(connection.chains.chain(tokens, keys, layers.group_id), max_blocks)
         if not len(chain):
-            return no_leases("")
-        return self._reader.stream(connection, chain, layers, self._deadline(deadline_s), order, verify=verify)
+            return no_leases(self._count_get, "")
+        return self._reader.stream(
+            connection, chain, layers, self._deadline(deadline_s), order, self._count_get, verify=verify
+        )
+
+    def _count_get(self, blocks: int, payload_bytes: int) -> None:
+        """A get has ended that found so many blocks."""
+        self._counters.add(
+            gets=1, hits=int(blocks > 0), misses=int(blocks == 0), blocks_restored=blocks, bytes_restored=payload_bytes
+        )
 
     def put(
         self,

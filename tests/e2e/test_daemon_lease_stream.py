@@ -118,3 +118,17 @@ def test_without_a_daemon_nothing_comes(daemon: RunningDaemon, session: Session)
         assert list(stream) == []
     assert stream.reason == "no_daemon"
     daemon.restart()
+
+
+def test_a_stream_counts_as_one_get_with_what_came(daemon: RunningDaemon, session: Session) -> None:
+    leave_in_dram(daemon, session, 5)
+    before = session.statistics()
+    with session.get_stream(TOKENS) as stream:
+        first = next(iter(stream))
+        stream.close()
+    with session.get_stream(tokens_of(2, BLOCKS)) as nothing:
+        assert list(nothing) == []
+    after = session.statistics()
+    assert (after.gets - before.gets, after.hits - before.hits, after.misses - before.misses) == (2, 1, 1)
+    assert after.blocks_restored - before.blocks_restored == 5 and first.first == 0
+    assert after.bytes_restored - before.bytes_restored == 5 * MODEL.payload_bytes()
