@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvstore_tiers.base import TierState
 from kvstore_tiers.failures import ERRORS_IN_A_ROW
@@ -436,3 +437,39 @@ async def test_what_verifies_a_suspect_counts_and_is_shed_like_any_read(small: S
     await small.pass_time(5)
     outcome = await verification.verify(small.find(1))
     assert outcome is not None and outcome.ok
+
+
+@over_a_store()
+async def test_a_block_that_a_put_is_bringing_again_is_not_promoted_beside_it(small: SmallStore) -> None:
+    """Its tier was out of reach when the put came, and is in reach again: before a promotion, and while one waits."""
+    assert await small.is_durable(1)
+    small.drop_from_dram(1)
+    row, room, residency = small.find(1), small.store.rooms[HOST], small.residency
+
+    def put_begins() -> None:
+        slot = room.allocate_now(residency.slot(row, NVME).nbytes, residency.tenant_of(row))
+        assert slot is not None
+        residency.attach(row, HOST, slot, small.clock.monotonic_ns(), filling=True)
+
+    def put_is_taken_back() -> None:
+        small.store.host.free(residency.detach(row, HOST))
+
+    put_begins()
+    assert not await small.fetch(1)
+    put_is_taken_back()
+    assert await small.fetch(1)
+    small.drop_from_dram(1)
+    allocate_now, allocate = room.allocate_now, room.allocate
+
+    async def allocate_late(*wanted: Any, **how: Any) -> Any:
+        room.allocate_now = allocate_now  # type: ignore[method-assign]
+        slot = await allocate(*wanted, **how)
+        put_begins()
+        return slot
+
+    room.allocate_now = lambda *wanted, **how: None  # type: ignore[method-assign]
+    room.allocate = allocate_late  # type: ignore[method-assign]
+    assert not await small.fetch(1)
+    room.allocate = allocate  # type: ignore[method-assign]
+    put_is_taken_back()
+    assert await small.fetch(1) and not residency.pins

@@ -118,8 +118,8 @@ class Promoter:
             return known.future
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         link = self._link_of(row)
-        if link is None:
-            future.set_result(False)
+        if link is None or self._residency.state(row, MAPPED):  # a put is filling it: its tier was out of reach
+            future.set_result(self._residency.has(row, MAPPED))
             return future
         nbytes = self._residency.slot(row, link.source).nbytes
         promotion = _Promotion(token, priority, nbytes, future, link)
@@ -185,10 +185,11 @@ class Promoter:
             log.exception("making room in the mapped tier failed")
             slot = None
         current = residency.current(promotion.token)
-        if slot is None or current < 0 or not residency.has(current, link.source):
+        if slot is None or current < 0 or not residency.has(current, link.source) or residency.state(current, MAPPED):
             if slot is not None:
                 link.free(slot)
-            self._finish(promotion, False)
+            # While room was made its tier was shed, perhaps, and a put brought the block again.
+            self._finish(promotion, current >= 0 and residency.has(current, MAPPED))
             return
         self._begin(promotion, slot)
 
