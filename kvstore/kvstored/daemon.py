@@ -44,10 +44,13 @@ from kvstored.admin.rename import RenameTenant
 from kvstored.admin.sampling import Sampler
 from kvstored.admin.settings import SettingsView
 from kvstored.admin.views import Parts, Views
+from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.lookup_index import LookupIndexes
 from kvstored.clients.reception import Reception
+from kvstored.clients.session_factory import SessionFactory
 from kvstored.clients.sessions import Session, SessionTable
+from kvstored.clients.shares import TenantShares
 from kvstored.clients.staging import StagingPool
 from kvstored.clients.tenants import Peer, TenantDirectory
 from kvstored.clients.tenants.keyring import Keyring
@@ -398,15 +401,15 @@ class Daemon:
         index_bytes = config.host.staging_bytes // INDEX_SHARE if config.index.slots else 0
         indexes = LookupIndexes(config.index.slots, index_bytes, residency, asyncio.get_running_loop().call_soon)
         residency.observe(indexes)
-        sockets = config.daemon.socket_dir
-        self._reception = Reception(
-            config, self._sessions, self._tenants, residency, store.host,
-            StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes), store.policies,
-            indexes, self._streams, store.counters, end_session,
-            epoch=os.urandom(16), data_socket=sockets / "data.sock", returning=self._former,
+        self._shares = TenantShares(self._tenants, residency, store.policies)
+        self._shares.set_all()
+        staging = StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes)
+        self._factory = SessionFactory(self._sessions, self._tenants, residency, self._shares, staging)
+        reception = Reception(
+            config, self._factory, ArenaGrants(store.host, config), indexes, self._streams, store.counters,
+            end_session, self._former,
         )  # fmt: skip
-        self._reception.set_shares()
-        self._handshake = HandshakeServer(sockets / "handshake.sock", self._reception, limits.max_clients)
+        self._handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits.max_clients)
         self.lifetime = Lifetime(
             self._handshake, self._sessions, store.leases, residency, store.writeback, self._on_shutdown,
             self._after_stop,
@@ -493,7 +496,7 @@ class Daemon:
             slabs = SlabsBack(self._nvme, self._completions)
             nvme = TierResize("nvme", self._nvme, store.rooms[store.residency.durable], slabs.give_back)
             self._stack.push_async_callback(nvme.close)
-        tenants = LiveTenants(self._tenants, store.residency, self._reception, self._handshake, self._tokens)
+        tenants = LiveTenants(self._tenants, store.residency, self._shares, self._handshake, self._tokens)
         return Reload(self.config, self._read, LiveSettings(store, self._host_resize, nvme, tenants))
 
     async def _listen_unary(self, path: Path, health: Health) -> None:
@@ -507,7 +510,7 @@ class Daemon:
         doors = UnaryDoors(
             config.unary, path,
             lambda callers: unary.UnaryService(
-                calls, callers, self._reception, lifetime, limit, config.limits.max_keys
+                calls, callers, self._factory, lifetime, limit, config.limits.max_keys
             ),
             lambda: self._tenants.resolve(Peer(os.getpid(), os.geteuid(), os.getegid())),
             self._tokens, health,

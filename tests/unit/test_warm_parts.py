@@ -19,7 +19,7 @@ from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_tiers.arena_walk import HEADER
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
-from kvstored.clients.reception import Reception
+from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.lifetime.warm import restart
 from kvstored.lifetime.warm.entering import Entering
@@ -124,18 +124,16 @@ def test_an_arena_is_granted_without_a_look_at_the_others(host: HostTier, monkey
     slot = host.allocate(SLOT, OWNER)
     assert slot is not None
     nobody: Any = None
-    reception = Reception(
-        nobody, nobody, nobody, nobody, host, nobody, [], nobody, nobody, nobody, nobody, epoch=b"", data_socket=Path()
-    )
+    arenas = ArenaGrants(host, nobody)
     monkeypatch.setattr(host, "containers", lambda: pytest.fail("a report of all arenas"))
     session: Any = SimpleNamespace(tenant=SimpleNamespace(index_name=OWNER))
-    grant, descriptor = reception.grant_arena(session, hs.ArenaRequest(arena_id=slot.container))
+    grant, descriptor = arenas.grant(session, hs.ArenaRequest(arena_id=slot.container))
     os.close(descriptor)
     assert (grant.arena_id, grant.size_bytes) == (slot.container, MIB)
     session.tenant.index_name = "another"
     for arena_id in (slot.container, slot.container + 1):
         with pytest.raises(KVStoreError, match=f"no arena {arena_id}"):
-            reception.grant_arena(session, hs.ArenaRequest(arena_id=arena_id))
+            arenas.grant(session, hs.ArenaRequest(arena_id=arena_id))
 
 
 def test_blocks_behind_one_that_is_dropped_are_entered_all_the_same(host: HostTier, tmp_path: Path) -> None:

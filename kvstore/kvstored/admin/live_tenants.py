@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 
 from kvstored.clients.handshake import HandshakeServer
-from kvstored.clients.reception import Reception
 from kvstored.clients.sessions import Session
+from kvstored.clients.shares import TenantShares
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.directory import uid_of
 from kvstored.clients.tenants.reach import follow_users
@@ -28,13 +28,13 @@ class LiveTenants:
         self,
         tenants: TenantDirectory,
         residency: Residency,
-        reception: Reception,
+        shares: TenantShares,
         handshake: HandshakeServer,
         tokens: Tokens | None,
     ) -> None:
         self._tenants = tenants
         self._residency = residency
-        self._reception = reception
+        self._shares = shares
         self._handshake = handshake
         self._tokens = tokens
         self._entries: list[tuple[bytes, str]] = []
@@ -55,7 +55,7 @@ class LiveTenants:
         except OSError as error:
             tenants.relist(*former)
             raise ConfigError(f"the tenants' names cannot be written down: {error.strerror}") from None
-        self._reception.set_shares()
+        self._shares.set_all()
         left = self._handshake.hang_up(self._is_another_now)
         if left:
             log.info("%d clients have to connect again: they are of another tenant now", left)

@@ -15,7 +15,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
 from kvstored.admin.lifetime import Lifetime, State
-from kvstored.clients.reception import Reception
+from kvstored.clients.session_factory import SessionFactory
 from kvstored.clients.sessions import Session
 from kvstored.clients.tenants import Tenant
 from kvstored.rpc.callers import Callers, end_with
@@ -50,14 +50,14 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         self,
         calls: InlineCalls,
         callers: Callers,
-        reception: Reception,
+        factory: SessionFactory,
         lifetime: Lifetime,
         limit: CallLimit,
         max_keys: int,
     ) -> None:
         self._calls = calls
         self._callers = callers
-        self._reception = reception
+        self._factory = factory
         self._lifetime = lifetime
         self._limit = limit
         self._max_keys = max_keys
@@ -72,7 +72,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     async def Put(self, request: pb.UnaryPutRequest, context: Any) -> pb.UnaryPutReply:  # noqa: N802
         async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryPutReply:
             if len(request.payloads) == len(blocks) and not blocks.are_given:
-                self._reception.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
+                self._factory.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
             return await self._calls.put(session, blocks, request)
 
         return await self._answer(request, context, call)
@@ -121,7 +121,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     ) -> Reply:
         with self._limit:
             named = request.chain
-            session = self._reception.open_call(tenant, fingerprint_of(named), "unary call")
+            session = self._factory.open_call(tenant, fingerprint_of(named), "unary call")
             blocks = await blocks_of(session, named, self._max_keys)
             reply: Any = await call(session, blocks)
             if not blocks.are_given:

@@ -1,0 +1,52 @@
+"""Which arenas a client may map: read-only those of its own tenant and no other's, and writable only those for puts in
+place, where its tenant may do that.
+"""
+
+from __future__ import annotations
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import handshake_pb2 as hs
+from kvstore_tiers.arena import writable_owner
+from kvstore_tiers.host import HostTier
+from kvstored.clients.sessions import Session
+from kvstored.clients.tenants import Tenant
+from kvstored.config import Config
+
+
+class ArenaGrants:
+    """See the module."""
+
+    def __init__(self, host: HostTier, config: Config) -> None:
+        self._host = host
+        self._config = config
+
+    def puts_in_place(self, tenant: Tenant) -> bool:
+        return tenant.puts_in_place(self._config.put)
+
+    def prepare(self, tenant: Tenant) -> None:
+        """The first client of a tenant is coming that may store: make arenas for it."""
+        owner = writable_owner(tenant.index_name) if self.puts_in_place(tenant) else tenant.index_name
+        if not self._arenas_of(owner):
+            self._host.precreate(owner, self._config.host.prefault_ahead_bytes)
+
+    def announce(self, tenant: Tenant, welcome: hs.Welcome) -> None:
+        """Enter into a welcome which arenas there are."""
+        writable = self._arenas_of(writable_owner(tenant.index_name))
+        welcome.arena_ids.extend([*self._arenas_of(tenant.index_name), *writable])
+        welcome.put_in_place = self.puts_in_place(tenant)
+        if welcome.put_in_place:
+            welcome.writable_arena_ids.extend(writable)
+
+    def grant(self, session: Session, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
+        """KVStoreError for an arena that is not this tenant's, in the same words as for one that is not there."""
+        number, index_name = request.arena_id, session.tenant.index_name
+        owners = {writable_owner(index_name)} if request.writable else {index_name, writable_owner(index_name)}
+        if self._host.owner(number) not in owners:
+            raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no arena {number}")
+        if request.writable and not self.puts_in_place(session.tenant):
+            raise KVStoreError(ErrorKind.FORBIDDEN, f"put.in_place is off for tenant {session.tenant.name}")
+        grant = hs.ArenaGrant(arena_id=number, size_bytes=self._host.container_bytes(number), writable=request.writable)
+        return grant, self._host.writable_fd(number) if request.writable else self._host.readonly_fd(number)
+
+    def _arenas_of(self, owner: str) -> list[int]:
+        return [report.container for report in self._host.containers() if report.owner == owner]

@@ -1,0 +1,40 @@
+"""What each tenant is owed and allowed in each tier, handed to the tiers' policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstored.clients.tenants import Tenant, TenantDirectory
+from kvstored.store.blocks import Residency
+from kvstored.store.policies import Policy, Share
+from kvstored.store.tiering import MAPPED
+
+
+class TenantShares:
+    """`policies` are those of all tiers."""
+
+    def __init__(self, tenants: TenantDirectory, residency: Residency, policies: Sequence[Policy]) -> None:
+        self._tenants = tenants
+        self._residency = residency
+        self._policies = policies
+
+    def set_all(self) -> None:
+        """Of all that are listed with any, at the start: blocks of before are protected before their tenant comes. And
+        after a change of what is listed, of all that have a share."""
+        shares = {number for policy in self._policies for number in policy.shares}
+        for tenant in self._tenants.all():
+            limits = tenant.limits
+            is_limited = limits.host_min_bytes or limits.host_max_bytes or limits.nvme_max_bytes
+            number = self._residency.tenant(tenant.index_name) if is_limited or shares else -1
+            if is_limited or number in shares:
+                self.set(tenant, number)
+
+    def set(self, tenant: Tenant, tenant_id: int) -> None:
+        limits = tenant.limits
+        shares = {
+            MAPPED: Share(limits.host_min_bytes, limits.host_max_bytes or None),
+            self._residency.durable: Share(0, limits.nvme_max_bytes or None),
+        }
+        for policy in self._policies:
+            if policy.tier in shares:
+                policy.set_share(tenant_id, shares[policy.tier])
