@@ -80,6 +80,7 @@ SUITE = (
     Benchmark("prefill_vs_llama", _prefill, _without_engine),
     Benchmark("ttft_restore", _json, _without_engine),
     Benchmark("many_clients", _json),
+    Benchmark("busy_machine", _json),
     Benchmark("degraded", _json, _without_engine),
     Benchmark("vs_llama_server", _json, _without_engine),
     Benchmark("engine_decode", _quick, _without_engine),

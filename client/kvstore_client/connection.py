@@ -24,7 +24,7 @@ from kvstore_client.handshake import PROTOCOL_VERSION, GrantedArena, Handshake, 
 from kvstore_client.keys import KeyChains
 from kvstore_client.loan import Loan
 from kvstore_client.lookup_index import IndexSource
-from kvstore_client.memory import Bytes, map_present, map_read_only, map_read_write, prefault, step_behind
+from kvstore_client.memory import Bytes, map_present, map_read_only, map_read_write, prefault
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
 from kvstore_client.stream import Stream
 from kvstore_client.transport.base import Transport
@@ -134,7 +134,6 @@ class Connection:
             mapped = list(self._map_arenas(descriptors))
             if self.staging is not None:
                 mapped += self.writable.map_announced(descriptors, PREFAULT_GRANT_TIMEOUT_S, PREFAULT_ARENAS_BYTES)
-            step_behind()  # not before: while we ask, others wait for the handshake connection
             if self.staging is not None:
                 prefault(self.staging, lambda: not self._dead)
             left_bytes = sum(len(arena) for arena, _ in mapped)

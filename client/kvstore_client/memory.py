@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-import threading
+import time
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -23,8 +23,8 @@ Bytes = npt.NDArray[np.uint8]
 
 MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 MADV_POPULATE_WRITE = 23
-PREFAULT_SLICE_BYTES = 2 * 1024 * 1024
-PRESENT_SLICE_BYTES = 256 * 1024  # what an arena that is emptied meanwhile may get back of its memory
+SLICE_BYTES = 256 * 1024  # what an arena that is emptied meanwhile may get back of its memory; about 0.1 ms
+REST = 7  # times as long as a slice took: an eighth of a core
 _libc: ctypes.CDLL | None = None
 
 
@@ -59,25 +59,20 @@ def populate(arena: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
         _madvise(arena, offset, length, MADV_POPULATE_READ)
 
 
-def step_behind() -> None:
-    """Let everything else go before the calling thread: for work that nobody waits for.
-
-    Not by niceness: a thread that wakes up may then still wait a slice, 3 ms, for the nice one to finish its own.
-    """
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-
-
 def prefault(memory: Bytes, is_wanted: Callable[[], bool]) -> None:
     """Enter all pages of a mapping into our page table, in slices, while it is wanted. For a thread of its own.
 
+    It rests between slices, so that it takes an eighth of a core at most. Not by a low priority: on a busy machine such
+    a thread waits for seconds with the interpreter's lock, or the kernel's lock on our address space, in its hands.
     A first put into untouched pages takes some 1.2 ms a MiB, into touched ones 0.15. For memory that is ours to fill:
     what has no page yet gets one.
     """
-    for offset in range(0, len(memory), PREFAULT_SLICE_BYTES):
-        length = min(PREFAULT_SLICE_BYTES, len(memory) - offset)
+    for offset in range(0, len(memory), SLICE_BYTES):
+        length = min(SLICE_BYTES, len(memory) - offset)
+        began = time.monotonic()
         if not is_wanted() or not _madvise(memory, offset, length, MADV_POPULATE_WRITE):
             return
+        time.sleep(REST * (time.monotonic() - began))
 
 
 def map_present(arena: Bytes, descriptor: int, is_wanted: Callable[[], bool]) -> int:
@@ -91,11 +86,13 @@ def map_present(arena: Bytes, descriptor: int, is_wanted: Callable[[], bool]) ->
     with contextlib.suppress(OSError):  # ENXIO: nothing but holes to the end
         while is_wanted():
             offset = os.lseek(descriptor, offset, os.SEEK_DATA)
-            end = min(os.lseek(descriptor, offset, os.SEEK_HOLE), offset + PRESENT_SLICE_BYTES)
+            began = time.monotonic()
+            end = min(os.lseek(descriptor, offset, os.SEEK_HOLE), offset + SLICE_BYTES)
             if not _madvise(arena, offset, end - offset, MADV_POPULATE_READ):
                 break
             done_bytes += end - offset
             offset = end
+            time.sleep(REST * (time.monotonic() - began))
     return done_bytes
 
 

@@ -68,7 +68,7 @@ from kvstored.lifetime.recovery import drop_blocks, recover_blocks
 from kvstored.lifetime.usage_file import UsageFile, restore_usage
 from kvstored.lifetime.warm import Adopted, FormerClients, KeeperError, open_warm
 from kvstored.lifetime.warm.ledger import LEDGER_BYTES
-from kvstored.process import end_without_order, raise_descriptor_limit, since_process_start_s
+from kvstored.process import end_without_order, raise_descriptor_limit, set_priority, since_process_start_s
 from kvstored.rpc import unary
 from kvstored.rpc.admin import AdminService, Looks
 from kvstored.rpc.direct_stream import DirectStreams
@@ -125,6 +125,7 @@ def run(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
     raise_descriptor_limit()
+    set_priority(config.daemon.nice)
     return asyncio.run(_serve(config, read, ahead, new_secret))
 
 

@@ -21,6 +21,14 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def set_priority(nice: int) -> None:
+    """For the calling thread and those it begins from now on, unless the process was given a priority by others. A
+    higher one takes a right (CAP_SYS_NICE) that the daemon may lack: it does without."""
+    if os.getpriority(os.PRIO_PROCESS, 0) == 0:
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+
+
 def since_process_start_s() -> float:
     """Seconds since this process was started, by the kernel's account."""
     started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

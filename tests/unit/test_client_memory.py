@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_client.memory import (
-    PREFAULT_SLICE_BYTES,
-    PRESENT_SLICE_BYTES,
+    SLICE_BYTES,
     contiguous_runs,
     map_present,
     map_read_only,
@@ -78,7 +77,7 @@ def test_populate_leaves_the_bytes_alone() -> None:
 
 
 def test_prefault_stops_when_it_is_no_longer_wanted_and_changes_no_byte() -> None:
-    size_bytes = 3 * PREFAULT_SLICE_BYTES
+    size_bytes = 3 * SLICE_BYTES
     descriptor = memfd(size_bytes)
     staging = map_read_write(os.dup(descriptor), size_bytes)
     staging[5] = 9
@@ -86,7 +85,7 @@ def test_prefault_stops_when_it_is_no_longer_wanted_and_changes_no_byte() -> Non
     thread = threading.Thread(target=prefault, args=(staging, lambda: next(answers)))
     thread.start()
     thread.join()
-    assert PREFAULT_SLICE_BYTES <= os.fstat(descriptor).st_blocks * 512 < size_bytes
+    assert SLICE_BYTES <= os.fstat(descriptor).st_blocks * 512 < size_bytes
     os.close(descriptor)
     assert staging[5] == 9
     assert not staging[6:].any()
@@ -94,23 +93,23 @@ def test_prefault_stops_when_it_is_no_longer_wanted_and_changes_no_byte() -> Non
 
 def test_mapping_what_is_present_gives_an_arena_no_page_that_it_has_not() -> None:
     """An arena that was emptied since holds capacity that is in use elsewhere."""
-    size_bytes = 3 * PRESENT_SLICE_BYTES
+    size_bytes = 3 * SLICE_BYTES
     descriptor = memfd(size_bytes)
     writer = map_read_write(os.dup(descriptor), size_bytes)
-    writer[PRESENT_SLICE_BYTES : 2 * PRESENT_SLICE_BYTES + 4096] = 7
+    writer[SLICE_BYTES : 2 * SLICE_BYTES + 4096] = 7
     arena = map_read_only(os.dup(descriptor), size_bytes)
     present_bytes = os.fstat(descriptor).st_blocks * 512
-    assert map_present(arena, descriptor, lambda: True) == present_bytes == PRESENT_SLICE_BYTES + 4096
+    assert map_present(arena, descriptor, lambda: True) == present_bytes == SLICE_BYTES + 4096
     assert os.fstat(descriptor).st_blocks * 512 == present_bytes
     os.close(descriptor)
 
 
 def test_mapping_what_is_present_stops_when_it_is_no_longer_wanted() -> None:
-    descriptor = memfd(3 * PRESENT_SLICE_BYTES)
-    writer = map_read_write(os.dup(descriptor), 3 * PRESENT_SLICE_BYTES)
+    descriptor = memfd(3 * SLICE_BYTES)
+    writer = map_read_write(os.dup(descriptor), 3 * SLICE_BYTES)
     writer[:] = 7
     answers = iter([True, False])
-    assert map_present(writer, descriptor, lambda: next(answers)) == PRESENT_SLICE_BYTES
+    assert map_present(writer, descriptor, lambda: next(answers)) == SLICE_BYTES
     os.close(descriptor)
 
 

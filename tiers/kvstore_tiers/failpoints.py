@@ -81,6 +81,11 @@ def arm(specification: str) -> None:
     _armed.update(armed)
 
 
+def are_armed() -> bool:
+    """Whether any place may wait or fail: then nothing is done on a thread that must not wait."""
+    return bool(_armed)
+
+
 def disarm() -> None:
     """Disarm everything."""
     _armed.clear()

@@ -43,6 +43,10 @@ class ResidentThreads:
     def __len__(self) -> int:
         return len(self._threads)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def submit(self, transfer: Transfer, done: Completion) -> None:
         """Run `transfer` on some thread, then `done` with its outcome. After `close`: CANCELLED, at once."""
         if not self.post(lambda: complete(transfer, done)):

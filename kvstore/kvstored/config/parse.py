@@ -177,6 +177,7 @@ def _build(raw: Table, source: str, our_staging: str) -> Config:
         daemon=DaemonSection(
             Path(daemon["socket_dir"]).absolute(), daemon["socket_group"], daemon["admin_group"], state_dir,
             Path(daemon["record"]).absolute() if daemon["record"] else None, daemon["log_level"],
+            daemon["nice"],
         ),
         host=HostSection(
             host_bytes, min(size("host", "staging"), host_bytes // 4),
@@ -303,6 +304,7 @@ def _check(config: Config, memory_bytes: int) -> None:
         f"nvme.endurance_bytes_per_day must be 0 (no limit) or at least {show_size(MIN_ENDURANCE_BYTES)}",
     )
     one_of("daemon.log_level", config.daemon.log_level, LOG_LEVELS)
+    need(-20 <= config.daemon.nice <= 19, f"daemon.nice must be from -20 to 19, got {config.daemon.nice}")
     one_of("host.policy", host.policy, POLICIES)
     one_of("host.warm_restart", host.warm_restart, WARM_RESTARTS)
     need(

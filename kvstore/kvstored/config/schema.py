@@ -22,6 +22,7 @@ class DaemonSection:
     state_dir: Path
     record: Path | None
     log_level: str
+    nice: int
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from kvstored.store.operations.offer import NOWHERE, Offer
 from kvstored.store.reservations import Reservation, Reservations
 from kvstored.store.transfer.room import Room
 
+LOOK_AGAIN_S = 0.25
 SLICE_SLOTS = 64  # between two looks at the loop: about 0.2 ms
 
 
@@ -121,11 +122,14 @@ class Reserving:
     def leave(self, session: Session) -> None:
         """The session has ended. Its process may live on with the arenas mapped, a thread of it in the middle of a
         write: then its slots are free when it would have had to be done."""
-        if has_exited(session.peer):
+        self._leave(session, self._clock.monotonic_ns() + self._limits.lease_ttl_ms * NS_PER_MS)
+
+    def _leave(self, session: Session, done_ns: int) -> None:
+        """A process that ends closes its sockets before the kernel says that it has exited: so look again."""
+        if has_exited(session.peer) or self._clock.monotonic_ns() >= done_ns:
             self._reservations.end_session(session.session_id)
         elif self._reservations.held_bytes(session.session_id):
-            seconds = self._limits.lease_ttl_ms / 1000
-            asyncio.get_running_loop().call_later(seconds, self._reservations.end_session, session.session_id)
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._leave, session, done_ns)
 
     async def _fill(self, session: Session, reservation: Reservation, request: pb.ReserveSlots) -> None:
         """Find slots one by one, evicting for them; fewer where there is no room for more."""
