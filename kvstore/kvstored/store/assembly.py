@@ -102,7 +102,7 @@ class Store:
         demoter, below = self._make_rooms_of_keyed()
         if nvme is not None and self.breaker is not None:
             below = [self._make_room(residency.durable, demoter, self._relocation_on(nvme, self.breaker)), *below]
-            demoter = self.writeback = self._make_writeback(nvme, below[0], self.breaker)
+            demoter = self.writeback = self._make_writeback(below[0], self.breaker)
             self.damage.rewrite = self.writeback.write_through
             self.damage.is_coming = self.writeback.is_coming
             self.damage.make_durable = self.writeback.sync
@@ -235,7 +235,7 @@ class Store:
         for breaker in self._breakers.values():
             breaker.tick()
 
-    def _make_writeback(self, nvme: Tier, room: Room, breaker: TierBreaker) -> WriteBack:
+    def _make_writeback(self, room: Room, breaker: TierBreaker) -> WriteBack:
         config, lane = self.config, self.mover.lanes[self._write_lane]
         gate = WriteGate(
             self.residency,
@@ -246,6 +246,6 @@ class Store:
         )  # fmt: skip
         links = [self._link(source, self.residency.durable) for source in range(len(self._in_memory))]
         return WriteBack(
-            self.residency, links, nvme, room, self.completions, self.counters, self.flows, gate,
+            self.residency, links, room, self.completions, self.counters, self.flows, gate,
             BatchLimits(config.durability.batch_ms, config.durability.batch_blocks),
         )  # fmt: skip

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
@@ -60,6 +60,16 @@ DEFAULT_QUARANTINE_SLOTS = 16
 _UNEXPLAINED = "quarantined before the last start"
 
 
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """Of an NVMe tier, as in `open`."""
+
+    io_threads: int
+    quarantine_slots: int
+    clock: Callable[[], float]
+    name: str
+
+
 class NvmeTier(Tier):
     """See `open`."""
 
@@ -70,14 +80,10 @@ class NvmeTier(Tier):
         index: KeyIndex,
         report: RecoveryReport,
         recovered: RecoveredBlocks,
-        *,
-        io_threads: int,
-        quarantine_slots: int,
-        clock: Callable[[], float],
-        name: str,
+        options: TierOptions,
     ) -> None:
         self.info = TierInfo(
-            name, "nvme", MemoryKind.FILE, Durability.DURABLE, ALIGNMENT_BYTES, space.capacity_bytes, True,
+            options.name, "nvme", MemoryKind.FILE, Durability.DURABLE, ALIGNMENT_BYTES, space.capacity_bytes, True,
             space.growth_bytes,
         )  # fmt: skip
         self.recovery_report = report
@@ -86,14 +92,14 @@ class NvmeTier(Tier):
         self._directory = directory
         self._space = space
         self._index = index
-        self._max_quarantined = quarantine_slots
+        self._max_quarantined = options.quarantine_slots
         self._quarantined: dict[Slot, str] = {}
         self._unexplained: set[Slot] = set()  # of those; why is in the index
         self._journal = Journal(report.last_sequence + 1)
-        self._health = TierHealth(clock)
+        self._health = TierHealth(options.clock)
         self._counters = TransferCounters()
         self._io = SlotIO()
-        self._threads = ResidentThreads(f"{name}-io", io_threads)
+        self._threads = ResidentThreads(f"{options.name}-io", options.io_threads)
         self._commit = GroupCommit(self._journal, index, self._health.watch_write, lambda: space.index_budget_bytes)
         self._blocks = 0
         self._blocks_bytes = 0
@@ -142,17 +148,8 @@ class NvmeTier(Tier):
         finally:
             if ahead is not None:
                 ahead.close()
-        return cls(
-            opened,
-            space,
-            index,
-            report,
-            recovered,
-            io_threads=io_threads,
-            quarantine_slots=quarantine_slots,
-            clock=clock,
-            name=name,
-        )
+        options = TierOptions(io_threads, quarantine_slots, clock, name)
+        return cls(opened, space, index, report, recovered, options)
 
     @property
     def path(self) -> Path:

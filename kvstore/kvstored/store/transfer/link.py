@@ -53,6 +53,10 @@ class Link:
         self._is_upwards = destination < source
 
     @property
+    def destination_tier(self) -> Tier:
+        return self._to
+
+    @property
     def is_open(self) -> bool:
         """Whether blocks may be moved now."""
         if self.breaker is None:

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore_tiers.base import Outcome, OutcomeKind, Slot, Tier
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
 from kvstored.store.endurance import Verdict
@@ -46,13 +46,12 @@ class _Write:
 
 
 class WriteBack:
-    """Along `links`, one from each tier in memory, to `durable`, whose room is `room`."""
+    """Along `links`, one from each tier in memory to the durable one, whose room is `room`."""
 
     def __init__(
         self,
         residency: Residency,
         links: Sequence[Link],
-        durable: Tier,
         room: Room,
         completions: CompletionQueue,
         counters: Counters,
@@ -62,8 +61,8 @@ class WriteBack:
     ) -> None:
         self._residency = residency
         self._links = {link.source: link for link in links}
+        self._to_durable = links[0]
         self._position = residency.durable
-        self._durable = durable
         self._room = room
         self._counters = counters
         self._flows = flows
@@ -74,7 +73,7 @@ class WriteBack:
         self._running: dict[int, _Write] = {}
         self._throttle = Throttle(gate, counters, self._write_paid)
         self._commit = GroupCommit(
-            durable, residency, completions, counters, gate,
+            links[0].destination_tier, residency, completions, counters, gate,
             lambda: bool(self._running), lambda: bool(self._running or self._waiting), batch,
         )  # fmt: skip
         self._timer: asyncio.TimerHandle | None = None
@@ -274,7 +273,7 @@ class WriteBack:
         if slot is None:
             self._give_up(write, Refusal.ROOM)
         elif not self._residency.is_current(write.token):
-            self._durable.free(slot)
+            self._to_durable.free(slot)
             self._abandon(write)
         else:
             self._begin(write, slot)
@@ -296,11 +295,11 @@ class WriteBack:
         if residency.is_held_by_another(row, self._position):
             # Only keys that clients chose can be equal between tenants, and NVMe knows blocks by key alone: it keeps
             # the first, and whoever comes second is told that his is volatile.
-            self._durable.free(slot)
+            self._to_durable.free(slot)
             self._give_up(write, Refusal.OTHER_TENANT)
             return
         if not self.gate.breaker.takes_writes:
-            self._durable.free(slot)
+            self._to_durable.free(slot)
             self._give_up(write, Refusal.TIER)
             return
         link = self._links[residency.fastest_in_memory(row)]
