@@ -351,11 +351,13 @@ async def test_a_failing_index_costs_nothing_but_the_next_start(small: SmallStor
 async def test_an_index_whose_map_is_full_costs_nothing_but_the_next_start(small: SmallStore) -> None:
     """The index may take so many bytes of the capacity; here far fewer, and it is not let grow."""
     assert await small.is_durable(1)
+    assert small.nvme.locate(small.key(1)) is not None  # the index has caught up with the answer
     index = small.nvme._index
     index.resize = lambda budget_bytes: None  # type: ignore[method-assign]
     assert index._environment is not None
     index._environment.set_mapsize(4096)  # as many pages as it uses now
     await small.fill(range(2, 300))
+    assert small.nvme.locate(small.key(299)) is None
     assert "MDB_MAP_FULL" in small.nvme.statistics().message
     assert small.breaker.mode is Mode.OK
     small.drop_from_dram(299)
