@@ -101,9 +101,11 @@ def test_a_map_that_cannot_grow_costs_the_index_alone(tmp_path: Path) -> None:
 
     with closing(open_tier(tmp_path)) as tier:
         assert put(tier, *block(1, 5000)) and finish(tier.sync).ok
+        assert tier.locate(block(1, 0)[0].key) is not None  # the index has caught up with the answer
         tier._index._environment.close()  # type: ignore[union-attr]
         tier._index._environment = Unyielding()
         assert put(tier, *block(2, 200_000)) and finish(tier.sync).ok
+        assert tier.locate(block(2, 0)[0].key) is None
         assert "index is off" in tier.statistics().message
         assert put(tier, *block(3, 200_000)) and finish(tier.sync).ok
     with closing(open_tier(tmp_path)) as tier:
