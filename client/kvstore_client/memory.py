@@ -24,7 +24,8 @@ Bytes = npt.NDArray[np.uint8]
 MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 MADV_POPULATE_WRITE = 23
 SLICE_BYTES = 256 * 1024  # what an arena that is emptied meanwhile may get back of its memory; about 0.1 ms
-REST = 7  # times as long as a slice took: an eighth of a core
+STAGING_REST, ARENA_REST = 7, 60  # times as long as a slice took. A put waits for staging, nobody for arenas: a GiB of
+# them, in each of many clients, is seconds of work
 _libc: ctypes.CDLL | None = None
 
 
@@ -62,7 +63,7 @@ def populate(arena: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
 def prefault(memory: Bytes, is_wanted: Callable[[], bool]) -> None:
     """Enter all pages of a mapping into our page table, in slices, while it is wanted. For a thread of its own.
 
-    It rests between slices, so that it takes an eighth of a core at most. Not by a low priority: on a busy machine such
+    It rests between slices, so that it takes little of a core. Not by a low priority: on a busy machine such
     a thread waits for seconds with the interpreter's lock, or the kernel's lock on our address space, in its hands.
     A first put into untouched pages takes some 1.2 ms a MiB, into touched ones 0.15. For memory that is ours to fill:
     what has no page yet gets one.
@@ -72,7 +73,7 @@ def prefault(memory: Bytes, is_wanted: Callable[[], bool]) -> None:
         began = time.monotonic()
         if not is_wanted() or not _madvise(memory, offset, length, MADV_POPULATE_WRITE):
             return
-        time.sleep(REST * (time.monotonic() - began))
+        time.sleep(STAGING_REST * (time.monotonic() - began))
 
 
 def map_present(arena: Bytes, descriptor: int, is_wanted: Callable[[], bool]) -> int:
@@ -92,7 +93,7 @@ def map_present(arena: Bytes, descriptor: int, is_wanted: Callable[[], bool]) ->
                 break
             done_bytes += end - offset
             offset = end
-            time.sleep(REST * (time.monotonic() - began))
+            time.sleep(ARENA_REST * (time.monotonic() - began))
     return done_bytes
 
 
