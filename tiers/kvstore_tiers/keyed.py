@@ -37,6 +37,7 @@ from kvstore_tiers.base import (
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import judge_header
 from kvstore_tiers.segments import AlignedBuffer, checksum_at, gather_and_checksum, put_bytes, scatter, total_bytes
+from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads, deliver, run_transfer
 
@@ -94,11 +95,7 @@ class KeyedTier(Tier):
             ALIGNMENT_BYTES, capacity_bytes, True,
         )  # fmt: skip
         self._store = store
-        self._capacity_bytes = capacity_bytes
-        self._used_bytes = 0
-        self._slots: dict[int, Slot] = {}  # by container
-        self._free: dict[int, list[Slot]] = {}  # by size
-        self._containers = 0
+        self._slots = SingleSlots(capacity_bytes)
         self._counters = TransferCounters()
         self._threads = ResidentThreads(store.name, threads)
         self._lock = threading.Lock()
@@ -117,25 +114,10 @@ class KeyedTier(Tier):
 
     def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
         require_slot_size(nbytes)
-        if self._closed or self._used_bytes + nbytes > self._capacity_bytes:
-            return None
-        free = self._free.get(nbytes)
-        if free:
-            former = free.pop()
-            slot = former._replace(generation=former.generation + 1)
-        else:
-            self._containers += 1
-            slot = Slot(self._containers, 0, nbytes, 1)
-        self._slots[slot.container] = slot
-        self._used_bytes += nbytes
-        return slot
+        return None if self._closed else self._slots.take(nbytes)
 
     def free(self, slot: Slot) -> None:
-        if self._slots.get(slot.container) != slot:
-            raise RuntimeError(f"{slot} is freed but not allocated")
-        del self._slots[slot.container]
-        self._free.setdefault(slot.nbytes, []).append(slot)
-        self._used_bytes -= slot.nbytes
+        self._slots.free(slot)
         with self._lock:
             name = self._names.pop(slot.container, None)
             if name is None:
@@ -234,8 +216,8 @@ class KeyedTier(Tier):
     def statistics(self) -> TierStatistics:
         return self._counters.report(
             state=TierState.CLOSED if self._closed else TierState.OK,
-            capacity_bytes=self._capacity_bytes, used_bytes=self._used_bytes, blocks=len(self._slots),
-            used_by={"blocks": self._used_bytes},
+            capacity_bytes=self._slots.capacity_bytes, used_bytes=self._slots.used_bytes, blocks=len(self._slots),
+            used_by={"blocks": self._slots.used_bytes},
         )  # fmt: skip
 
     def close(self) -> None:

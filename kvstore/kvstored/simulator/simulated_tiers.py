@@ -22,6 +22,7 @@ from kvstore_tiers.base import (
     TierState,
     TierStatistics,
 )
+from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.sizes import require_slot_size
 from kvstored.simulator.media import Lane, Medium
 from kvstored.simulator.virtual_time import VirtualLoop
@@ -40,40 +41,21 @@ class SimulatedTier(Tier):
             medium.spec.name, medium.spec.name, MemoryKind.FILE, Durability.DURABLE, _ALIGNMENT_BYTES, capacity_bytes,
             False,
         )  # fmt: skip
-        self._capacity_bytes = capacity_bytes
         self._loop = loop
         self._coming, self._going = coming, going
-        self._used_bytes = 0
-        self._taken: dict[int, Slot] = {}  # by container
-        self._free: dict[int, list[Slot]] = {}  # by size
-        self._containers = 0
+        self._slots = SingleSlots(capacity_bytes)
         self._reads = self._writes = self._read_bytes = self._written_bytes = 0
 
     @property
     def used_bytes(self) -> int:
-        return self._used_bytes
+        return self._slots.used_bytes
 
     def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
         require_slot_size(nbytes)
-        if self._used_bytes + nbytes > self._capacity_bytes:
-            return None
-        free = self._free.get(nbytes)
-        if free:
-            old = free.pop()
-            slot = old._replace(generation=old.generation + 1)
-        else:
-            self._containers += 1
-            slot = Slot(self._containers, 0, nbytes, 1)
-        self._taken[slot.container] = slot
-        self._used_bytes += nbytes
-        return slot
+        return self._slots.take(nbytes)
 
     def free(self, slot: Slot) -> None:
-        if self._taken.get(slot.container) != slot:
-            raise RuntimeError(f"{slot} is freed but not allocated")
-        del self._taken[slot.container]
-        self._free.setdefault(slot.nbytes, []).append(slot)
-        self._used_bytes -= slot.nbytes
+        self._slots.free(slot)
 
     def retire(self, slot: Slot) -> None:
         """As the host tier's: nothing is left for a later process here."""
@@ -112,9 +94,9 @@ class SimulatedTier(Tier):
 
     def statistics(self) -> TierStatistics:
         return TierStatistics(
-            TierState.OK, self._capacity_bytes, self._used_bytes, len(self._taken),
+            TierState.OK, self._slots.capacity_bytes, self._slots.used_bytes, len(self._slots),
             bytes_read=self._read_bytes, bytes_written=self._written_bytes, reads=self._reads, writes=self._writes,
-            used_by={"blocks": self._used_bytes},
+            used_by={"blocks": self._slots.used_bytes},
         )  # fmt: skip
 
     def close(self) -> None:
