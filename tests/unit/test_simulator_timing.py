@@ -246,6 +246,8 @@ def _balances(node: Node) -> None:
         assert sum(nbytes for _, nbytes in lane.moved) == lane.nbytes
     copied = sum(sum(visit.found) - visit.recomputed for visit in node.served.visits)
     assert lanes["dram→engine"].nbytes >= copied * SLOT, "what was used of the store was copied to the engine"
+    found = sum(sum(visit.found) for visit in node.served.visits)
+    assert lanes["dram→engine"].nbytes <= found * SLOT, "once, and nothing else goes that way"
 
 
 @pytest.mark.parametrize("plan", [BASELINE, ORCHESTRATED], ids=lambda plan: plan.name)

@@ -15,6 +15,7 @@ from typing import cast
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.host import HostTier
+from kvstore_tiers.segments import MemoryKind
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, load_config
@@ -98,14 +99,17 @@ class NodeStore:
         self.to_engine = Lane(f"{top}→engine", first, link)
         self.from_engine = Lane(f"engine→{top}", link, first)
         self.lanes = [self.to_engine, self.from_engine]
-        self.tiers = [SimulatedTier(first, settings.capacities[0], loop, self.from_engine, self.to_engine)]
+        self.tiers = [
+            SimulatedTier(first, settings.capacities[0], loop, self.from_engine, self.to_engine, MemoryKind.HOST)
+        ]
         above = first
         for medium, nbytes in zip(rest, settings.capacities[1:], strict=True):
             name, is_last = medium.spec.name, medium is rest[-1]
             source = first if is_last else above  # blocks are written to the last one from the first, mostly
             up, down = Lane(f"{name}→{top}", medium, first), Lane(f"{source.spec.name}→{name}", source, medium)
             self.lanes += [up, down]
-            self.tiers.append(SimulatedTier(medium, nbytes, loop, down, up))
+            kind = MemoryKind.FILE if is_last else MemoryKind.HOST
+            self.tiers.append(SimulatedTier(medium, nbytes, loop, down, up, kind))
             above = medium
         host, *memory = self.tiers
         below = memory.pop() if memory else None

@@ -14,6 +14,7 @@ from typing import cast
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.host import HostTier
+from kvstore_tiers.segments import MemoryKind
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
@@ -54,20 +55,21 @@ class _RecordedStore:
         self._trace, self._clock, self._slot_bytes = trace, clock, slot_bytes
         engine, host = Medium(_spec("engine")), Medium(_spec("host"))
 
-        def tier(name: str, capacity_bytes: int) -> SimulatedTier:
+        def tier(name: str, capacity_bytes: int, kind: MemoryKind) -> SimulatedTier:
             medium = Medium(_spec(name))
             up, down = Lane(f"{name}→host", medium, host), Lane(f"host→{name}", host, medium)
-            return SimulatedTier(medium, capacity_bytes, loop, down, up)
+            return SimulatedTier(medium, capacity_bytes, loop, down, up, kind)
 
         dram = SimulatedTier(
-            host, config.host.capacity_bytes, loop, Lane("engine→host", engine, host), Lane("host→engine", host, engine)
-        )
+            host, config.host.capacity_bytes, loop, Lane("engine→host", engine, host),
+            Lane("host→engine", host, engine), MemoryKind.HOST,
+        )  # fmt: skip
         config = replace(config, host=replace(config.host, verify_reads="off"))  # there are no bytes
         self._store = Store(
             config, clock, CompletionQueue(loop), make_residency(config),
             cast(HostTier, dram),  # all that the store asks of it is what a simulated tier has
-            tier("nvme", config.nvme.capacity_bytes) if config.nvme.enabled else None,
-            [tier(section.name, section.capacity_bytes) for section in config.memory],
+            tier("nvme", config.nvme.capacity_bytes, MemoryKind.FILE) if config.nvme.enabled else None,
+            [tier(section.name, section.capacity_bytes, MemoryKind.HOST) for section in config.memory],
         )  # fmt: skip
         self._operations = Operations(self._store, DeletionLog(clock))
 

@@ -31,14 +31,23 @@ _ALIGNMENT_BYTES = 4096
 
 
 class SimulatedTier(Tier):
-    """`coming` is the lane that `move_in` and `write` use, `going` that of `move_out` and `read`."""
+    """`coming` is the lane that `move_in` and `write` use, `going` that of `move_out` and `read`. `memory`: HOST
+    where other tiers read it in place, FILE where it hands its bytes out."""
 
     writable: frozenset[int] = frozenset()  # as the host tier's: by no client
 
-    def __init__(self, medium: Medium, capacity_bytes: int, loop: VirtualLoop, coming: Lane, going: Lane) -> None:
+    def __init__(
+        self,
+        medium: Medium,
+        capacity_bytes: int,
+        loop: VirtualLoop,
+        coming: Lane,
+        going: Lane,
+        memory: MemoryKind = MemoryKind.FILE,
+    ) -> None:
         self.medium = medium
         self.info = TierInfo(
-            medium.spec.name, medium.spec.name, MemoryKind.FILE, Durability.DURABLE, _ALIGNMENT_BYTES, capacity_bytes,
+            medium.spec.name, medium.spec.name, memory, Durability.DURABLE, _ALIGNMENT_BYTES, capacity_bytes,
             False,
         )  # fmt: skip
         self._loop = loop
