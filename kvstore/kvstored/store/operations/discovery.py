@@ -51,11 +51,13 @@ class Discovery:
     async def find(self, client: Client, keys: bytes, group: int = 0, deadline_ms: int = DEADLINE_MS) -> int:
         """Enter the blocks into the index that continue the leading run of a chain, which begins at its root; how many
         there were. `keys` are packed."""
+        if not self._tiers:
+            return 0
         residency, tenant = self._residency, client.tenant_id
         chain = split_keys(keys)
         first = len(residency.find_run(tenant, keys))
         missing = chain[first:]
-        if not missing or not self._tiers:
+        if not missing:
             return 0
         loop = asyncio.get_running_loop()
         asked: dict[int, asyncio.Future[list[int]]] = {}

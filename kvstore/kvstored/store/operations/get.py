@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstore_tiers.base import Slot
 from kvstored.clock import NS_PER_MS, Clock
@@ -201,7 +200,7 @@ class Get:
 
     async def _discovered_run(self, client: Client, wanted: Wanted) -> list[int]:
         """`_run`, with what other processes stored where this one can find it."""
-        if not wanted.mapped_only and self._loader.discovery.helps(client, wanted.keys):
+        if not wanted.mapped_only:
             limit_ms = min(wanted.max_wait_ms or DEADLINE_MS, wanted.deadline_ms or DEADLINE_MS)
             await self._loader.discovery.find(client, wanted.keys, wanted.group, limit_ms)
         return self._run(client, wanted)
@@ -274,12 +273,6 @@ class Get:
         """The keys of the request after the first `found`; none where a block is there that just cannot be had."""
         keys = split_keys(wanted.keys[found * KEY_BYTES : (found + MISSING_MAX) * KEY_BYTES])
         return keys if keys and self._residency.find(client.tenant_id, keys[0]) < 0 else []
-
-
-def require_few_leases(get: Get, client: Client, most: int) -> None:
-    """Raise KVStoreError when a client holds so many leases already."""
-    if get.leases_of(client) >= most:
-        raise KVStoreError(ErrorKind.THROTTLED, f"this client holds {most} leases: release some", 10)
 
 
 def _runs(positions: Sequence[int]) -> list[list[int]]:
