@@ -18,8 +18,10 @@ from kvstored.policy_names import POLICIES
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies import PolicySettings
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.store.policies.chains.following import COLD_ORDERS, PRIOR_ORDERS
+from kvstored.store.policies.chains.following import COLD_ORDERS, PRIOR_ORDERS, LearningSettings
 from kvstored.store.policies.chains.hazards import Ladder
 from kvstored.store.policies.chains.prior import Prior, write
 
@@ -27,20 +29,18 @@ _ROOMY = 0.2
 _LEAST_USES = 4
 
 
-class Fitting(ChainHazard):
+NAME = "chain-hazard-fitting"
+
+
+def _empty_tables() -> list[Ladder]:
+    orders = dict.fromkeys((*COLD_ORDERS, *(order for orders in PRIOR_ORDERS.values() for order in orders)))
+    return [Ladder(order) for order in orders]
+
+
+def fitting(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> ChainHazard:
     """Starts from nothing, forgets nothing, and needs no guard."""
-
-    name = "chain-hazard-fitting"
-    guarded = False
-    forgets = False
-
-    @classmethod
-    def starting_tables(cls) -> list[Ladder]:
-        orders = dict.fromkeys((*COLD_ORDERS, *(order for orders in PRIOR_ORDERS.values() for order in orders)))
-        return [Ladder(order) for order in orders]
-
-    def ladders(self) -> list[Ladder]:
-        return self._book.tables.counts()
+    learning = LearningSettings(_empty_tables, is_guarded=False, forgets=False)
+    return ChainHazard(residency, tier, settings, name=NAME, learning=learning)
 
 
 def counts_of(traces: list[Trace], workload: str) -> list[Prior]:
@@ -48,10 +48,10 @@ def counts_of(traces: list[Trace], workload: str) -> list[Prior]:
     wanted = PRIOR_ORDERS[workload]
     priors = [Prior(workload, order, {}) for order in wanted]
     for trace in traces:
-        replay = Replay(trace, ReplaySettings(Fitting.name, max(1, round(trace.distinct_blocks * _ROOMY))))
+        replay = Replay(trace, ReplaySettings(NAME, max(1, round(trace.distinct_blocks * _ROOMY))))
         replay.run()
-        assert isinstance(replay.policy, Fitting)
-        seen = {ladder.order: ladder.counts for ladder in replay.policy.ladders()}
+        assert isinstance(replay.policy, ChainHazard)
+        seen = {ladder.order: ladder.counts for ladder in replay.policy.follower.book.tables.counts()}
         for prior in priors:
             for path, counts in seen[prior.order].items():
                 prior.counts[path] = prior.counts.get(path, 0.0) + counts
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2, help="draws of session starts for agent traces")
     parser.add_argument("--write", type=Path, required=True, metavar="FILE.json")
     arguments = parser.parse_args()
-    POLICIES[Fitting.name] = f"{__name__}:{Fitting.__name__}"
+    POLICIES[NAME] = f"{__name__}:{fitting.__name__}"
     chat = [read_trace(path, "mooncake", ReadOptions(), lambda *_: None) for path in arguments.chat]
     agent = [
         read_trace(path, "claude-code", ReadOptions(seed=seed), lambda *_: None)

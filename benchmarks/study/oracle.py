@@ -1,7 +1,7 @@
 """What each kind of knowledge would give: the policy that ships, told what nobody can know. Never in a daemon.
 
-`Informed` is the production policy with one more feature, the class of a request by what is foreseen of it: whether the
-session goes on, in about how long, or both. Its hazard tables learn what the class is worth, as they learn any other's.
+`informed` makes the production policy with one more feature, the class of a request by what is foreseen of it: whether
+the session goes on, in about how long, or both. Its hazard tables learn what the class is worth, as any other's.
 A request that does not go on gets, where only the time is told, a time drawn from those that do. The answer's length is
 told when a request arrives instead of when it ends. Told the very time of the next turn, chains are ranked by it.
 """
@@ -11,16 +11,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 
 from kvstored.policy_names import POLICIES
 from kvstored.simulator.future import next_uses
 from kvstored.simulator.trace import Trace
-from kvstored.store.policies import ChainHint, RequestContext
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies import ChainHint, PolicySettings, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.store.policies.chains.following import COLD_ORDERS
+from kvstored.store.policies.chains.following import COLD_ORDERS, LearningSettings, starting_tables
 from kvstored.store.policies.chains.hazards import Ladder
 
 # Each by what it tells: whether, when (in classes), the very time, the answer.
@@ -36,6 +36,8 @@ KNOWLEDGE = {
     ALL: "the very time, and the answer's length",
 }
 _GAPS_S = (8.0, 20.0, 50.0, 120.0, 300.0, 800.0)  # the policy tells eight types of request apart: these, and never
+_INFORMED, _UNPRIMED = "chain-hazard-informed", "chain-hazard-unprimed"
+_TOLD_UNPRIMED = "chain-hazard-told-unprimed"
 _ENDS, _GOES_ON = "ends", "goes on"
 _ORDERS = (("type", "kind", "new_blocks", "length", "answer"), ("type", "kind", "gap", "new_blocks", "answer"))
 
@@ -64,7 +66,6 @@ def foresee(trace: Trace, seed: int = 0) -> Foresight:
 class Told(ChainHazard):
     """Foresight reaches it the way an engine's word would: by `expect`, `answered` and `told`."""
 
-    name: ClassVar[str] = "chain-hazard-told"
     _foresight: Foresight
     _knowledge: str = ""
     _number = -1
@@ -98,36 +99,33 @@ class Told(ChainHazard):
         return ""
 
 
-class Informed(Told):
+def _by_class() -> list[Ladder]:
+    return [Ladder(order) for order in _ORDERS] + starting_tables()
+
+
+def _empty() -> list[Ladder]:
+    return [Ladder(order) for order in COLD_ORDERS]
+
+
+def informed(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> Told:
     """With tables by class as well."""
-
-    name: ClassVar[str] = "chain-hazard-informed"
-
-    @classmethod
-    def starting_tables(cls) -> list[Ladder]:
-        return [Ladder(order) for order in _ORDERS] + super().starting_tables()
+    return Told(residency, tier, settings, name=_INFORMED, learning=LearningSettings(_by_class))
 
 
-class Unprimed(ChainHazard):
+def unprimed(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> ChainHazard:
     """With empty tables: nothing of it has been seen before."""
-
-    name: ClassVar[str] = "chain-hazard-unprimed"
-
-    @classmethod
-    def starting_tables(cls) -> list[Ladder]:
-        return [Ladder(order) for order in COLD_ORDERS]
+    return ChainHazard(residency, tier, settings, name=_UNPRIMED, learning=LearningSettings(_empty))
 
 
-class ToldUnprimed(Told, Unprimed):
+def told_unprimed(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> Told:
     """Both."""
-
-    name: ClassVar[str] = "chain-hazard-told-unprimed"
+    return Told(residency, tier, settings, name=_TOLD_UNPRIMED, learning=LearningSettings(_empty))
 
 
 def policy_for(knowledge: str) -> str:
     """The name of the policy that takes it, known in this process from now on."""
-    for policy in (Informed, Unprimed, ToldUnprimed):
-        POLICIES[policy.name] = f"{policy.__module__}:{policy.__name__}"
+    for name, make in ((_INFORMED, informed), (_UNPRIMED, unprimed), (_TOLD_UNPRIMED, told_unprimed)):
+        POLICIES[name] = f"{make.__module__}:{make.__name__}"
     if knowledge == UNPRIMED:
-        return Unprimed.name
-    return ToldUnprimed.name if knowledge == ANSWER else Informed.name
+        return _UNPRIMED
+    return _TOLD_UNPRIMED if knowledge == ANSWER else _INFORMED

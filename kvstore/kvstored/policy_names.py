@@ -1,4 +1,4 @@
-"""The policies and admissions that there are: each name with the address of its class.
+"""The policies and admissions that there are: each name with the address of what makes it.
 
 Outside of `policies`: the configuration allows these names, and is read before that package and numpy are loaded.
 """
@@ -10,12 +10,12 @@ from typing import Final
 POLICIES: Final[dict[str, str]] = {
     "lru": "kvstored.store.policies.lru:Lru",
     "fifo": "kvstored.store.policies.fifo:Fifo",
-    "lfu": "kvstored.store.policies.lfu:Lfu",
+    "lfu": "kvstored.store.policies.lfu_ttl:lfu",
     "lfu-ttl": "kvstored.store.policies.lfu_ttl:LfuTtl",
-    "s3-fifo": "kvstored.store.policies.s3fifo:S3Fifo",
-    "sieve": "kvstored.store.policies.sieve:Sieve",
-    "arc": "kvstored.store.policies.arc:Arc",
-    "w-tinylfu": "kvstored.store.policies.w_tinylfu:WTinyLfu",
+    "s3-fifo": "kvstored.store.policies.s3fifo:s3_fifo",
+    "sieve": "kvstored.store.policies.sieve:sieve",
+    "arc": "kvstored.store.policies.arc:arc",
+    "w-tinylfu": "kvstored.store.policies.w_tinylfu:w_tinylfu",
     "gdsf": "kvstored.store.policies.gdsf:Gdsf",
     "chain-hazard": "kvstored.store.policies.chain_hazard:ChainHazard",
 }

@@ -5,6 +5,7 @@ import pytest
 from kvstored.lifecycle import Cause
 from kvstored.store.policies import POLICIES, WITH_WORTH, Policy, PolicySettings, ResidencyClass, Share, create
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
+from tests.reference.policies import trust_at_once
 
 S = 1_000_000_000
 HOST, NVME = 0, 1
@@ -252,7 +253,7 @@ def test_expiry_is_about_those_who_may_leave(name: str, ttl_s: float | None) -> 
 def test_what_is_kept_by_worth_leaves_leaves_first(name: str) -> None:
     shelf = Shelf(tenants=2)
     policy = create(name, shelf.residency, HOST, PolicySettings(keep_worth=1e9))
-    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[attr-defined]  # of those that learn
+    trust_at_once(policy)
     rows = [shelf.chain(0, 1, tenant=tenant) for tenant in (0, 1)]
     pinned = shelf.chain(5, 6)
     shelf.residency.pin(pinned[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvstore_client import Session
 from kvstored.store.transfer.refusals import Refusal
 from tests.reference.clocked_daemon import ClockedDaemon, clocked_daemon
+from tests.reference.policies import trust_at_once
 from tests.reference.running_daemon import eventually, model, payloads_of, tokens_of
 from tests.reference.tiers import HOST, NVME
 
@@ -71,7 +72,7 @@ def test_by_worth_what_is_not_stays_volatile_and_says_why() -> None:
         for number in range(REQUESTS):
             request(daemon, session, number, 2)
         request(daemon, session, 1, 4)
-        daemon.ask(lambda store: setattr(store.policies[HOST], "requests_min", 0))
+        daemon.ask(lambda store: trust_at_once(store.policies[HOST]))
         daemon.clock.advance(ns=5_000_000_000)
         # The look at all chains that is due at this time, so that the next one comes when the clock has moved.
         daemon.ask(lambda store: store.policies[HOST].expired(store.clock.monotonic_ns(), 1))

@@ -8,6 +8,7 @@ from hypothesis.stateful import invariant
 from kvstored.store.policies.chain_hazard import ChainHazard
 from tests.property.test_policies_model import HOST, AnyPolicy
 from tests.reference.examples import examples
+from tests.reference.policies import trust_at_once
 
 
 class ChainsFromTheStart(AnyPolicy):
@@ -16,12 +17,12 @@ class ChainsFromTheStart(AnyPolicy):
     def __init__(self) -> None:
         super().__init__()
         assert isinstance(self.policy, ChainHazard)
-        self.policy.requests_min = self.policy.declining_min = self.policy.returns_min = 0  # type: ignore[misc]
+        trust_at_once(self.policy)
 
     @invariant()
     def tails_are_rows_of_their_chain_in_the_tier(self) -> None:
         assert isinstance(self.policy, ChainHazard)
-        book = self.policy._book
+        book = self.policy.follower.book
         owned = {}
         for row in self.stamps:
             if book.owner[row] >= 0:

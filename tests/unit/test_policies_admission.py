@@ -6,6 +6,7 @@ from kvstored.store.policies.base import WARM_WORTH
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.transfer.prefix import MAX_PATH_BLOCKS, missing_path
 from tests.reference.blocks import Shelf
+from tests.reference.policies import trust_at_once
 
 
 def test_always_admits() -> None:
@@ -43,7 +44,7 @@ def test_a_parent_follows_its_child() -> None:
 
 def knowing(shelf: Shelf, keep_worth: float = 0.0) -> Policy:
     policy = create(ChainHazard.name, shelf.residency, 0, PolicySettings(None, keep_worth))
-    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[attr-defined]
+    trust_at_once(policy)
     return policy
 
 

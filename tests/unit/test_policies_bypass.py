@@ -123,9 +123,9 @@ def test_a_prompt_s_length_is_not_taken_for_another_request_s() -> None:
     tokens, prompt = [shelf.residency.token(row) for row in below], RequestContext(5, 777)
     get._count_access(SESSION, tokens, Wanted(key(1) + key(2), context=prompt), 2, S)
     shelf.chain(11, 12, tenant=1)
-    assert policy._book.chains.tokens[policy._book.owner[shelf.residency.find(1, key(12))]] == -1
+    assert policy.follower.book.chains.tokens[policy.follower.book.owner[shelf.residency.find(1, key(12))]] == -1
     get._count_access(SESSION, tokens, Wanted(key(1) + key(2) + key(3), context=prompt), 2, S)
-    assert policy._book.chains.tokens[policy._book.owner_of(key(3), 0)] == 777
+    assert policy.follower.book.chains.tokens[policy.follower.book.owner_of(key(3), 0)] == 777
 
 
 def test_an_answer_that_is_told_again_counts_once() -> None:
@@ -133,13 +133,13 @@ def test_an_answer_that_is_told_again_counts_once() -> None:
     policy = in_force(shelf)
     policy.expect(RequestContext(1, 200))
     rows = shelf.chain(1, 2, 3)
-    chains, chain = policy._book.chains, policy._book.owner[rows[-1]]
+    chains, chain = policy.follower.book.chains, policy.follower.book.owner[rows[-1]]
     for tokens in (30, 30, 45):
         policy.told(0, rows[-1], key(3), ChainHint(answer_tokens=tokens), S)
     assert chains.tokens[chain] == 245
     policy.expect(RequestContext(2, 260))
     rows = shelf.chain(1, 2, 3, 4)
-    chain = policy._book.owner[rows[-1]]
+    chain = policy.follower.book.owner[rows[-1]]
     policy.told(0, rows[-1], key(4), ChainHint(answer_tokens=10), 2 * S)
     assert chains.tokens[chain] == 270, "of the next request it is another one"
 
@@ -204,7 +204,7 @@ def test_what_is_not_told_stays_as_it_was_told() -> None:
     rows = shelf.chain(1, 2, 3)
     for hint in (ChainHint(0.95), ChainHint(next_step=NextStep.NEXT_STEP_TOOL_CALL), ChainHint(answer_tokens=40)):
         policy.told(0, rows[-1], key(3), hint, 2 * S)
-    features = policy._book.features[policy._book.owner[rows[-1]]]
+    features = policy.follower.book.features[policy.follower.book.owner[rows[-1]]]
     assert (features.chance, features.next_step, features.answer) == (5, NextStep.NEXT_STEP_TOOL_CALL, 2)
 
 
@@ -212,7 +212,7 @@ def test_a_queued_request_holds_what_it_will_use_and_no_more() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
     first = shelf.chain(1, 2, 3, 4, 5)
-    book = policy._book
+    book = policy.follower.book
     chain = book.owner[first[-1]]
     for now_ns in (0, S):
         policy.told(0, first[1], key(2), ChainHint(due_ns=9 * S), now_ns)  # of another session, which begins alike
@@ -235,7 +235,7 @@ def test_what_is_told_becomes_a_feature_of_the_chain(told: ChainHint) -> None:
     policy = in_force(shelf)
     rows = shelf.chain(1, 2, 3)
     policy.told(0, rows[-1], key(3), told, 2 * S)
-    features = policy._book.features[policy._book.owner[rows[-1]]]
+    features = policy.follower.book.features[policy.follower.book.owner[rows[-1]]]
     expected = 0 if told.will_continue is None else 1 + min(int(told.will_continue * 5), 4)
     assert (features.chance, features.next_step) == (expected, told.next_step)
     assert (features.answer > 0) == (told.answer_tokens > 0)
@@ -252,7 +252,7 @@ def test_a_hint_about_another_tenant_s_block_does_nothing_and_tells_nothing() ->
     shelf = Shelf(tenants=2)
     policy = in_force(shelf)
     theirs = shelf.chain(1, 2, 3, tenant=1)
-    book = policy._book
+    book = policy.follower.book
     chain = book.owner[theirs[-1]]
     before = book.features[chain]
     keys = b"".join(map(key, (1, 2, 3)))
@@ -290,4 +290,4 @@ def test_a_next_step_of_a_later_release_is_none() -> None:
     hint = pb.Hint(set=pb.KeySet(keys=key(3)))
     hint.MergeFromString(bytes((4 << 3, 99)))  # next_step = 99
     hints_over(shelf, policy, S).hint(SESSION, hint)
-    assert policy._book.features[policy._book.owner[2]].next_step == 0
+    assert policy.follower.book.features[policy.follower.book.owner[2]].next_step == 0

@@ -22,6 +22,7 @@ from kvstored.store.policies.chains.ghost import SHARDS, TOUCHED_MAX, ChainGhost
 from kvstored.store.policies.chains.gittins import EDGES_S
 from kvstored.store.policies.chains.guard import LruGuard
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
+from tests.reference.policies import trust_at_once
 
 S = 1_000_000_000
 NAME = ChainHazard.name
@@ -57,7 +58,7 @@ def replayed(trace: Trace, capacity: int, policy: str = NAME) -> tuple[Replay, l
 def in_force(shelf: Shelf) -> ChainHazard:
     policy = create(NAME, shelf.residency, 0)
     assert isinstance(policy, ChainHazard)
-    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[misc]
+    trust_at_once(policy)
     return policy
 
 
@@ -84,7 +85,7 @@ def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstored.store.policies.chains.collector._SLACK", 50)
     replay, _ = replayed(mixed_trace(3000), 100)
     assert isinstance(replay.policy, ChainHazard)
-    book = replay.policy._book
+    book = replay.policy.follower.book
     assert len(book._ghosts[0]) <= 2 * 10 * (100 + 40)
     assert book.chains.in_use < 2500
 
@@ -102,7 +103,7 @@ def test_a_session_that_was_evicted_is_known_when_it_returns() -> None:
         shelf.residency.remove(row, Cause.EVICTED, shelf.now_ns)
     shelf.now_ns += 5 * S
     shelf.chain(0, 1, 2, 3, 4)
-    assert policy._book.returns == 1
+    assert policy.follower.book.returns == 1
 
 
 def test_branches_from_a_shared_prompt_continue_nobody() -> None:
@@ -111,9 +112,9 @@ def test_branches_from_a_shared_prompt_continue_nobody() -> None:
     for number in range(10, 20):
         shelf.now_ns += S
         shelf.chain(0, 1, number, number + 100)
-    assert policy._book.returns == 0
+    assert policy.follower.book.returns == 0
     first = shelf.residency.find(0, (1).to_bytes(16, "big"))
-    assert policy._book.shared[first] > 5
+    assert policy.follower.book.shared[first] > 5
 
 
 def test_a_branch_is_told_from_a_new_chain_and_from_a_continued_one() -> None:
@@ -123,7 +124,7 @@ def test_a_branch_is_told_from_a_new_chain_and_from_a_continued_one() -> None:
     def kind_after(*blocks: int) -> int:
         shelf.now_ns += S
         rows = shelf.chain(*blocks)
-        return policy._book.features[policy._book.owner[rows[-1]]].kind
+        return policy.follower.book.features[policy.follower.book.owner[rows[-1]]].kind
 
     assert kind_after(0, 1, 2, 3, 4, 5) == 0
     assert kind_after(0, 1, 20) == 2, "two blocks of another chain, then its own way"
@@ -136,7 +137,7 @@ def test_learning_does_not_wait_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("kvstored.store.policies.chains.upkeep._LATE", 4)
     shelf = Shelf()
     policy = in_force(shelf)
-    book = policy._book
+    book = policy.follower.book
     for number in range(200):
         shelf.now_ns += S
         shelf.chain(number)
@@ -148,7 +149,7 @@ def test_draws_are_rare_and_follow_what_is_used() -> None:
     replay = Replay(mixed_trace(), ReplaySettings(NAME, 250))
     policy = replay.policy
     assert isinstance(policy, ChainHazard)
-    candidates = policy._candidates
+    candidates = policy.follower.candidates
     drawn = set()
     request = replay.request
 
@@ -167,18 +168,18 @@ def test_the_answer_is_a_class_of_its_own_once_known() -> None:
     policy = in_force(shelf)
     policy.expect(RequestContext(7, 2048, "chat", is_answered_later=True))
     shelf.chain(0, 1, 2)
-    before = policy._book.features[0]
+    before = policy.follower.book.features[0]
     policy.answered(7, 300, shelf.now_ns + S)
-    assert policy._book.features[0] == with_answer(before, 300)
+    assert policy.follower.book.features[0] == with_answer(before, 300)
     policy.answered(7, 1, shelf.now_ns + S)
-    assert policy._book.features[0] == with_answer(before, 300), "told once"
+    assert policy.follower.book.features[0] == with_answer(before, 300), "told once"
 
 
 def test_blocks_that_came_by_themselves_have_chains_too() -> None:
     """A demotion fills the tier from the tail to the head, and nothing is used."""
     shelf = Shelf("host", "nvme")
     policy = create(NAME, shelf.residency, 1)
-    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[attr-defined]
+    trust_at_once(policy)
     assert isinstance(policy, ChainHazard)
     rows = shelf.chain(0, 1, 2, 3)
     for row in reversed(rows):
@@ -186,7 +187,7 @@ def test_blocks_that_came_by_themselves_have_chains_too() -> None:
     for row in rows:
         shelf.residency.detach(row, 0)
     assert policy.next_victim(1) == rows[-1]
-    assert len({policy._book.owner[row] for row in rows}) == 1
+    assert len({policy.follower.book.owner[row] for row in rows}) == 1
 
 
 def test_shares_stand_above_its_order() -> None:
@@ -224,11 +225,11 @@ def test_what_another_chain_has_continued_waits_for_nobody() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
     first = shelf.chain(1, 2, 3, 4)
-    chains, chain = policy._book.chains, policy._book.owner[first[-1]]
+    chains, chain = policy.follower.book.chains, policy.follower.book.owner[first[-1]]
     policy.told(0, first[-1], key(4), ChainHint(due_ns=5 * S), 0)
     shelf.now_ns = S
     again = shelf.chain(1, 2, 3, 5, 6)  # the last block was partial
-    assert policy._book.owner[again[-1]] != chain == policy._book.owner[first[-1]]
+    assert policy.follower.book.owner[again[-1]] != chain == policy.follower.book.owner[first[-1]]
     assert (chains.live[chain], chains.due_s[chain]) == (0, 0.0)
     assert policy.next_victim(2 * S) == first[-1]
 
@@ -239,10 +240,10 @@ def test_parts_of_an_answer_do_not_change_the_pace() -> None:
     shelf.chain(1, 2, 3)
     shelf.now_ns = 60 * S
     row = shelf.chain(1, 2, 3, 4)[-1]
-    chain, pace = policy._book.owner[row], policy._book.chains.pace[policy._book.owner[row]]
+    chain, pace = policy.follower.book.owner[row], policy.follower.book.chains.pace[policy.follower.book.owner[row]]
     policy.arriving(0, row, [key(5)], 61 * S)
-    assert policy._book.chains.length[chain] == 5
-    assert policy._book.chains.pace[chain] == pace == pytest.approx(math.log(60))
+    assert policy.follower.book.chains.length[chain] == 5
+    assert policy.follower.book.chains.pace[chain] == pace == pytest.approx(math.log(60))
 
 
 def test_the_pace_of_a_session_is_the_mean_of_its_gaps() -> None:
@@ -253,11 +254,11 @@ def test_the_pace_of_a_session_is_the_mean_of_its_gaps() -> None:
         shelf.now_ns += gap_s * S
         row = shelf.chain(*blocks)[-1]
         blocks.append(blocks[-1] + 1)
-        chain = policy._book.owner[row]
+        chain = policy.follower.book.owner[row]
         if turn:
             pace = math.log(gap_s) if turn == 1 else 0.5 * (pace + math.log(gap_s))
-        assert policy._book.chains.pace[chain] == pytest.approx(pace)
-    features = policy._book.features[chain]
+        assert policy.follower.book.chains.pace[chain] == pytest.approx(pace)
+    features = policy.follower.book.features[chain]
     alike = dict.fromkeys(("new_blocks", "length", "turn"), 1)
     same = features_of(
         is_continued=True, gap_s=64.0, pace_s=math.exp(pace), text_tokens=None, type_number=0, **alike
@@ -274,7 +275,7 @@ def test_a_chain_that_never_returned_counts_in_every_bin() -> None:
     shelf.now_ns = round(EDGES_S[-1] * 3) * S
     for number in range(1000, 1200, 2):
         shelf.chain(number, number + 1)
-    exposed, returned = policy._book.tables.counts()[-1].counts[()]
+    exposed, returned = policy.follower.book.tables.counts()[-1].counts[()]
     assert exposed[-1] > 50 > 0 == returned[-1]
 
 
@@ -284,7 +285,7 @@ def test_of_chains_worth_the_same_the_one_that_is_dearer_to_compute_stays() -> N
     short = shelf.chain(*range(1, 50))
     shelf.now_ns += 1
     long = shelf.chain(*range(1000, 1200))
-    book, candidates = policy._book, policy._candidates[0]
+    book, candidates = policy.follower.book, policy.follower.candidates[0]
     chains, ours, theirs = book.chains, book.owner[short[-1]], book.owner[long[-1]]
     chains.base[theirs] = chains.base[ours]
     worth = candidates.worth(ours, 0.0)
@@ -297,13 +298,13 @@ def test_what_others_gave_a_prefix_is_known_when_it_comes_back() -> None:
     for number in range(10, 20):
         rows = shelf.chain(1, 2, number)
         shelf.residency.remove(rows[2], Cause.EVICTED, shelf.now_ns)
-    before = policy._book.shared[rows[1]]
+    before = policy.follower.book.shared[rows[1]]
     assert before > 3
     for row in (rows[1], rows[0]):
         shelf.residency.remove(row, Cause.EVICTED, shelf.now_ns)
-    assert policy._book.shared[rows[1]] == 0
+    assert policy.follower.book.shared[rows[1]] == 0
     again = shelf.chain(1, 2, 20)
-    assert policy._book.shared[again[1]] >= before
+    assert policy.follower.book.shared[again[1]] >= before
 
 
 def test_touches_of_what_has_left_are_bounded() -> None:
@@ -319,11 +320,11 @@ def test_a_request_that_can_bear_it_looks_at_all_chains_anew() -> None:
     policy = in_force(shelf)
     for number in range(0, 20, 2):
         shelf.chain(number, number + 1)
-    candidates = policy._candidates[0]
+    candidates = policy.follower.candidates[0]
     for _ in range(2):  # the first draws, the second says that somebody goes on asking
         policy.next_victim(shelf.now_ns)
     now_s = shelf.now_ns * 1e-9
-    took_us = next(us for us in range(1, 1000) if us >= 4 * _DRAW_US + 4 * policy._book.chains.slots / 40)
+    took_us = next(us for us in range(1, 1000) if us >= 4 * _DRAW_US + 4 * policy.follower.book.chains.slots / 40)
     assert candidates.refresh(now_s, took_us * 0.9) == 0.0, "it has just been done"
     assert candidates.refresh(now_s, took_us) > 0.0
     assert candidates.refresh(now_s, took_us) == 0.0, "nobody has asked since"
@@ -407,7 +408,7 @@ def test_blocks_that_wait_for_their_use_cost_no_request_a_look_at_all_of_them() 
     policy = in_force(shelf)
     for number in range(2000):
         shelf.store(number)
-    assert len(policy._fresh) < 600
+    assert len(policy.follower.fresh) < 600
     assert policy.next_victim(S) == shelf.residency.find(0, key(0))
 
 
@@ -419,15 +420,15 @@ def test_a_block_that_went_before_its_use_is_forgotten() -> None:
         shelf.residency.remove(row, Cause.EVICTED, S)
     row = shelf.store(1)  # the ghost knows whose it was
     shelf.residency.remove(row, Cause.DROPPED, S)
-    assert policy._fresh == []
+    assert policy.follower.fresh == []
     assert shelf.store(7) == row
-    assert policy._fresh == [row]
+    assert policy.follower.fresh == [row]
 
 
 def test_a_chain_s_number_that_becomes_another_tenant_s_names_none_of_its_blocks_to_the_first() -> None:
     shelf = Shelf(tenants=2)
     policy = in_force(shelf)
-    book = policy._book
+    book = policy.follower.book
     rows = shelf.chain(1, 2)
     chain = book.owner[rows[0]]
     assert policy.next_victim(S, tenant=0) == rows[-1]  # it is among the candidates
@@ -436,9 +437,9 @@ def test_a_chain_s_number_that_becomes_another_tenant_s_names_none_of_its_blocks
     stale = book.chains.entry[chain]
     theirs = shelf.chain(11, 12, tenant=1)
     book.chains.tenant[chain], book.chains.tail[chain] = 1, theirs[-1]  # it was free, and was taken
-    policy._candidates[1].look_at(chain, 1.0)
+    policy.follower.candidates[1].look_at(chain, 1.0)
     while book.chains.entry[chain] < stale:
-        policy._candidates[1].look_at(chain, 1.0)
+        policy.follower.candidates[1].look_at(chain, 1.0)
     assert policy.next_victim(S, tenant=0) == -1
 
 
@@ -447,7 +448,7 @@ def test_who_goes_first_of_one_tenant_stays_when_another_is_asked() -> None:
     policy = in_force(shelf)
     shelf.chain(1, 2)
     theirs = shelf.chain(11, 12, tenant=1)
-    entry, chain = policy._book.chains.entry, policy._book.owner[theirs[-1]]
+    entry, chain = policy.follower.book.chains.entry, policy.follower.book.owner[theirs[-1]]
     assert policy.next_victim(S, tenant=1) == theirs[-1]
     valid = entry[chain]
     assert valid

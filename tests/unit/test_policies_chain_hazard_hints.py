@@ -39,7 +39,7 @@ def test_hints_that_say_nothing_change_nothing() -> None:
     replay = Replay(trace, ReplaySettings("chain-hazard", trace.distinct_blocks // 10, hints=Hints(0.5)))
     replay.run()
     assert isinstance(replay.policy, ChainHazard)
-    chance, next_step = replay.policy._book.tables.hint_factors()
+    chance, next_step = replay.policy.follower.book.tables.hint_factors()
     assert chance[1:, 4:16].mean(axis=1) == pytest.approx([1.0] * CHANCES, abs=0.3)
     assert (next_step == 1.0).all(), "of which nothing was told"
 

@@ -11,6 +11,7 @@ from kvstored.store.policies import ChainHint, Policy, PolicySettings, Residency
 from kvstored.store.policies.base import WARM_WORTH
 from kvstored.store.policies.chain_hazard import ChainHazard
 from tests.reference.blocks import Shelf, key
+from tests.reference.policies import trust_at_once
 from tests.reference.traces import sessions, trace_of
 
 S = 1_000_000_000
@@ -20,7 +21,7 @@ LATE = 7200 * S  # by then a chain that was used at 0 is worth little
 def knowing(shelf: Shelf, keep_worth: float, ttl_s: float | None = None, tier: int = 0) -> Policy:
     """A policy that believes its tables from the first request on."""
     policy = create(ChainHazard.name, shelf.residency, tier, PolicySettings(ttl_s, keep_worth))
-    policy.requests_min = policy.declining_min = policy.returns_min = 0  # type: ignore[attr-defined]
+    trust_at_once(policy)
     return policy
 
 
@@ -204,7 +205,7 @@ def test_the_guard_does_not_hold_chosen_room_against_the_policy() -> None:
 
     def watched(now_ns: int) -> None:
         assert isinstance(replay.policy, ChainHazard)
-        verdicts.append(replay.policy._guard.is_lru_ahead)
+        verdicts.append(replay.policy.follower.guard.is_lru_ahead)
         expire(now_ns)
 
     replay._expire = watched  # type: ignore[method-assign]

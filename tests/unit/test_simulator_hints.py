@@ -124,7 +124,7 @@ def test_a_recorded_prompt_is_told_in_either_order() -> None:
         builder.add(10**9, ["c"], op=op)
         replay = Replay(builder.build(), ReplaySettings("chain-hazard", 8))
         replay.run()
-        book = replay.policy._book  # type: ignore[attr-defined]
+        book = replay.policy.follower.book  # type: ignore[attr-defined]
         assert book.chains.tokens[:2].tolist() == [150, -1]
 
 
@@ -139,6 +139,6 @@ def test_a_recorded_answer_reaches_the_policys_classes() -> None:
         builder.add(2 * 10**9, ["x"], op=Op.GET)
         replay = Replay(builder.build(), ReplaySettings("chain-hazard", 8))
         replay.run()
-        book = replay.policy._book  # type: ignore[attr-defined]
+        book = replay.policy.follower.book  # type: ignore[attr-defined]
         classes.append([each.answer for each in book.features])
     assert classes == [[1, -1], [5, -1]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Container, Sequence
 from heapq import heapify, heappop, heappush
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +46,7 @@ def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
 class Clairvoyant(Policy):
     """`foresee` is called with the next uses of a request's rows before anything is evicted."""
 
-    name: ClassVar[str] = "clairvoyant"
+    name = "clairvoyant"
 
     def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
         super().__init__(residency, tier, settings)

@@ -10,36 +10,34 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import ClassVar
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import PolicySettings
-from kvstored.store.policies.queued import QueuedPolicy, first_of
+from kvstored.store.policies.discipline import Discipline, Queues, first_of
+from kvstored.store.policies.queued import QueuedPolicy
 
 _ONCE, _OFTEN, _DOOR = 0, 1, 2
 _NOBODY = -1
 
 
-class Arc(QueuedPolicy):
+class Arc(Discipline):
     """O(1) an event; remembers as many keys as the tenant has blocks, of both queues together."""
 
-    name: ClassVar[str] = "arc"
-    queues: ClassVar[int] = 2
+    inside = 2
 
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
+    def __init__(self, queues: Queues) -> None:
+        super().__init__(queues)
         self._gone: list[tuple[OrderedDict[bytes, None], OrderedDict[bytes, None]]] = []  # by tenant: B1, B2
         self._target: list[float] = []  # by tenant: the size that T1 should have
         self._known: list[tuple[int, int]] = []  # by tenant: whose return has moved the target already, and from where
 
-    def removed(self, row: int) -> None:
-        tenant, queue = self.residency.tenant_of(row), self._queue_of[row]
+    def leaving(self, row: int, tenant: int) -> None:
+        queue = self.queues.queue_of[row]
         if queue == _DOOR:
             if self._known[tenant][0] == row:
                 self._known[tenant] = (_NOBODY, _DOOR)
         else:
-            self._gone[tenant][queue][self.residency.key(row)] = None
-        super().removed(row)
+            self._gone[tenant][queue][self.key(row)] = None
 
     def _recall(self, row: int, tenant: int) -> int:
         """The queue that `row` left, if that is remembered, else the door; a return moves the target, once."""
@@ -47,25 +45,25 @@ class Arc(QueuedPolicy):
         if known == row:
             return queue
         once, often = self._gone[tenant]
-        key, target = self.residency.key(row), self._target[tenant]
+        key, target = self.key(row), self._target[tenant]
         queue = _DOOR
         if key in once:
             queue = _ONCE
-            self._target[tenant] = min(target + max(1.0, len(often) / len(once)), float(sum(self._sizes[tenant])))
+            self._target[tenant] = min(target + max(1.0, len(often) / len(once)), float(sum(self.queues.sizes[tenant])))
         elif key in often:
             queue = _OFTEN
             self._target[tenant] = max(target - max(1.0, len(once) / len(often)), 0.0)
         self._known[tenant] = (row, queue)
         return queue
 
-    def _entrance(self, row: int, tenant: int) -> int:
+    def entrance(self, row: int, tenant: int) -> int:
         queue = self._recall(row, tenant)
         self._known[tenant] = (_NOBODY, _DOOR)
         if queue != _DOOR:
-            del self._gone[tenant][queue][self.residency.key(row)]
+            del self._gone[tenant][queue][self.key(row)]
             return _OFTEN
         # It is new, and counts: what is remembered gives way.
-        (once, often), sizes = self._gone[tenant], self._sizes[tenant]
+        (once, often), sizes = self._gone[tenant], self.queues.sizes[tenant]
         blocks = sum(sizes) + 1
         while once and sizes[_ONCE] + 1 + len(once) > blocks:
             once.popitem(last=False)
@@ -73,11 +71,11 @@ class Arc(QueuedPolicy):
             often.popitem(last=False)
         return _ONCE
 
-    def _used(self, row: int, tenant: int) -> None:
-        self._move(row, tenant, _OFTEN)
+    def used(self, row: int, tenant: int) -> None:
+        self.queues.move(row, tenant, _OFTEN)
 
-    def _candidate(self, tenant: int, refused: Collection[int]) -> int:
-        queues, size = self._queues[tenant], self._sizes[tenant][_ONCE]
+    def candidate(self, tenant: int, refused: Collection[int]) -> int:
+        queues, size = self.queues.of[tenant], self.queues.sizes[tenant][_ONCE]
         comes = queues[_DOOR].front
         returns_often = comes >= 0 and self._recall(comes, tenant) == _OFTEN
         target = self._target[tenant]
@@ -85,8 +83,11 @@ class Arc(QueuedPolicy):
         row = first_of(queues[first], refused)
         return row if row >= 0 else first_of(queues[1 - first], refused)
 
-    def _add_tenant(self) -> None:
-        super()._add_tenant()
+    def add_tenant(self) -> None:
         self._gone.append((OrderedDict(), OrderedDict()))
         self._target.append(0.0)
         self._known.append((_NOBODY, _DOOR))
+
+
+def arc(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> QueuedPolicy:
+    return QueuedPolicy(residency, tier, settings, "arc", Arc)

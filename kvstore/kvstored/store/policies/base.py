@@ -23,7 +23,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +84,7 @@ class ChainHint:
 class Policy(ABC):
     """See the module for what both sides owe each other. Implements residency's TierListener."""
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
         self.residency = residency

@@ -16,61 +16,146 @@ choice where chains say nothing: blocks without parents, each used by itself; it
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import ClassVar
+from collections.abc import Container, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.store.policies.base import HOT_WORTH, WARM_WORTH, ResidencyClass
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies.base import (
+    HOT_WORTH,
+    WARM_WORTH,
+    ChainHint,
+    Policy,
+    PolicySettings,
+    RequestContext,
+    ResidencyClass,
+    Share,
+)
 from kvstored.store.policies.chains.book import NOBODY, NS, UNKNOWN
-from kvstored.store.policies.chains.following import APART, HOUR_S, ChainFollower
+from kvstored.store.policies.chains.following import APART, HOUR_S, ChainFollower, LearningSettings
 from kvstored.store.policies.chains.keeping import worth_of
-from kvstored.store.policies.lru import Lru
+from kvstored.store.policies.classes import Masks, count_classes, sum_classes
+from kvstored.store.policies.tenants import choose_tenant
 
 _HOT_RANK = HOT_WORTH / HOUR_S  # worth one use a minute of holding it
 _WARM_RANK = WARM_WORTH / HOUR_S
 _NOT_OURS = -1.0
+_DEFAULT = LearningSettings()
 
 
-class ChainHazard(ChainFollower):
+class ChainHazard(Policy):
     """O(1) an access but for the looks at all chains, one in some requests; 21 bytes a row more than LRU, 100 a chain,
     and a key of the ghost costs a dictionary entry.
     """
 
-    name: ClassVar[str] = "chain-hazard"
+    name = "chain-hazard"
+
+    def __init__(
+        self,
+        residency: ResidencyView,
+        tier: int,
+        settings: PolicySettings | None = None,
+        *,
+        name: str = name,
+        learning: LearningSettings = _DEFAULT,
+    ) -> None:
+        super().__init__(residency, tier, settings)
+        self.name = name
+        self.follower = ChainFollower(residency, tier, self.settings, learning)
+        self._is_sure = False  # enough has been seen to decline a newcomer, once and for all
+
+    @property
+    def is_lru(self) -> bool:
+        """Whether LRU's order is in force: too little is known, or LRU leads."""
+        return self.follower.is_lru
+
+    def set_share(self, tenant: int, share: Share) -> None:
+        super().set_share(tenant, share)
+        self.follower.lru.set_share(tenant, share)
+
+    # Events
+
+    def inserted(self, row: int, now_ns: int) -> None:
+        self.follower.inserted(row, now_ns)
+
+    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+        self.follower.inserted_run(rows, now_ns)
+
+    def adopt(self, rows: npt.NDArray[np.int64]) -> None:
+        self.follower.adopt(rows)
+
+    def expect(self, context: RequestContext) -> None:
+        self.follower.expect(context)
+
+    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        self.follower.requested(rows, (), self.residency.tenant_of(rows[0]), now_ns)
+
+    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        self.follower.requested(rows, missing, tenant, now_ns)
+
+    def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:
+        self.follower.arriving(tenant, parent, keys, now_ns)
+
+    def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
+        self.follower.answered(number, output_tokens, now_ns, hint)
+
+    def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
+        self.follower.told(tenant, row, key, hint, now_ns)
+
+    def removed(self, row: int) -> None:
+        self.follower.removed(row)
+
+    def removed_run(self, rows: Sequence[int]) -> None:
+        self.follower.removed_run(rows)
+
+    def released(self, row: int) -> None:
+        self.follower.released(row)
+
+    def __len__(self) -> int:
+        return self.follower.lru.rows
 
     # Decisions
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        row = self._next
+        follower = self.follower
+        row = follower.next
         is_next = row >= 0 and tenant is None and row not in exclude and not self.shares
         if is_next and self.residency.may_leave(row, self.tier):
-            self._named = row
+            follower.named = row
             return row
-        self._next = self._named = -1
-        self._named_worth = -1.0
-        self._now_s = now_s = now_ns * NS
-        self._was_full = True
-        if self._fresh:
-            self._settle()
-        if self._is_plain and not self.shares and not self._unknown and len(self._queues) == 1:
-            candidates = self._candidates[0]
+        follower.next = follower.named = -1
+        follower.named_worth = -1.0
+        follower.now_s = now_s = now_ns * NS
+        follower.was_full = True
+        if follower.fresh:
+            follower.settle()
+        tenants = len(follower.candidates)
+        if follower.is_plain and not self.shares and not follower.unknown and tenants == 1:
+            candidates = follower.candidates[0]
             row = candidates.first(now_s, exclude)
             if row >= 0:
-                self._named, self._named_worth = row, candidates.worth_of_first
+                follower.named, follower.named_worth = row, candidates.worth_of_first
                 return row
-        if self.is_lru and self._ttl_ns is None:
-            return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
-        if len(self._queues) == 1 and not self.shares:
+        if follower.is_lru and follower.ttl_ns is None:
+            return follower.lru.next_victim(now_ns, exclude=exclude, tenant=tenant)
+        if tenant is not None:
+            return self._first(tenant, now_ns, exclude) if tenant < tenants else -1
+        if tenants == 1 and not self.shares:
             return self._first(0, now_ns, exclude)
-        return super(Lru, self).next_victim(now_ns, exclude=exclude, tenant=tenant)
+        return choose_tenant(
+            self,
+            tenants,
+            first=lambda number: self._first(number, now_ns, exclude),
+            is_expired=lambda row: self._is_expired(row, now_ns),
+            standing=self._standing,
+        )
 
     def next_victims(self, now_ns: int, limit: int) -> list[int]:
         row = self.next_victim(now_ns)
-        if row < 0 or row != self._named:
+        if row < 0 or row != self.follower.named:
             return [row] if row >= 0 else []
-        book = self._book
+        book = self.follower.book
         owner, shared, chain = book.owner, book.shared, book.owner[row]
         # All but the last block of a chain go together.
         far = book.chains.length[chain] - APART
@@ -85,96 +170,107 @@ class ChainHazard(ChainFollower):
         return run
 
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
-        book = self._book
+        follower = self.follower
+        book = follower.book
         chains, theirs = book.chains, book.owner[victim]
-        if tenant >= len(self._queues):
-            self._know_tenant(tenant)
-        if victim != self._named and not self._is_by_worth(tenant, theirs, victim, now_ns):
+        if tenant >= len(follower.candidates):
+            follower.know_tenant(tenant)
+        if victim != follower.named and not self._is_by_worth(tenant, theirs, victim, now_ns):
             return False
         if not self._is_sure:
-            learning = book.learning
-            if learning.requests < self.declining_min or learning.returns < self.returns_min:
+            if book.requests < follower.learning.declining_min or book.returns < follower.learning.returns_min:
                 return False  # what a client asks to be stored is refused on evidence alone
             self._is_sure = True
         ours = book.promised_owner(key, tenant)
         if ours < 0:
             return False
-        its_worth = self._named_worth
-        if victim != self._named or its_worth < 0.0:
-            its_worth = self._named_worth = self._candidates[chains.tenant[theirs]].worth(theirs, now_ns * NS)
-        worth = self._candidates[tenant].worth_of_new(ours, depth)
+        its_worth = follower.named_worth
+        if victim != follower.named or its_worth < 0.0:
+            candidates = follower.candidates[chains.tenant[theirs]]
+            its_worth = follower.named_worth = candidates.worth(theirs, now_ns * NS)
+        worth = follower.candidates[tenant].worth_of_new(ours, depth)
         if worth > its_worth:
             return False
         return worth < its_worth or (worth == its_worth and chains.order[ours] < chains.order[theirs])
 
     def _is_by_worth(self, tenant: int, theirs: int, victim: int, now_ns: int) -> bool:
         """Whether `victim` of chain `theirs` was chosen by what chains are worth."""
-        if theirs < 0 or self._book.chains.tail[theirs] != victim:
+        if theirs < 0 or self.follower.book.chains.tail[theirs] != victim:
             return False
-        if not self._is_plain and (self.is_lru or self._is_expired(victim, now_ns)):
+        if not self.follower.is_plain and (self.follower.is_lru or self._is_expired(victim, now_ns)):
             return False
         # What tenants are owed goes before what blocks are worth.
         return not self.shares or self.residency.tenant_of(victim) == tenant
 
     def _first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
-        if self._unknown or self._ttl_ns is not None or self.is_lru:
-            row = super()._first(tenant, now_ns, exclude)
-            if row < 0 or self.is_lru or self._book.owner[row] == UNKNOWN or self._is_expired(row, now_ns):
+        follower = self.follower
+        if follower.unknown or follower.ttl_ns is not None or follower.is_lru:
+            row = follower.lru.first(tenant, now_ns, exclude)
+            if row < 0 or follower.is_lru or follower.book.owner[row] == UNKNOWN or self._is_expired(row, now_ns):
                 return row
-        row = self._candidates[tenant].first(now_ns * NS, exclude)
-        return row if row >= 0 else super()._first(tenant, now_ns, exclude)
+        row = follower.candidates[tenant].first(now_ns * NS, exclude)
+        return row if row >= 0 else follower.lru.first(tenant, now_ns, exclude)
 
     def expired(self, now_ns: int, limit: int) -> list[int]:
+        follower = self.follower
         found: list[int] = []
-        for tenant in range(len(self._queues)):
+        for tenant in range(len(follower.candidates)):
             while len(found) < limit:
-                row = super()._first(tenant, now_ns, found)
+                row = follower.lru.first(tenant, now_ns, found)
                 if row < 0 or not self._is_expired(row, now_ns):
                     break
                 found.append(row)
-        if self._keeping is not None and len(found) < limit and not self.is_lru:
-            if self._fresh:
-                self._settle()
-            found += self._keeping.expired(now_ns * NS, limit - len(found), found)
+        if follower.keeping is not None and len(found) < limit and not follower.is_lru:
+            if follower.fresh:
+                follower.settle()
+            found += follower.keeping.expired(now_ns * NS, limit - len(found), found)
         return found
 
     def _is_expired(self, row: int, now_ns: int) -> bool:
-        return self._ttl_ns is not None and now_ns - self.residency.rows.last_access_ns[row] >= self._ttl_ns
+        ttl_ns = self.follower.ttl_ns
+        return ttl_ns is not None and now_ns - self.residency.rows.last_access_ns[row] >= ttl_ns
 
     def _standing(self, row: int) -> float:
-        if self.is_lru:
-            return super()._standing(row)
-        chain = self._book.owner[row]
-        if chain < 0 or self._book.chains.tail[chain] != row:
+        if self.follower.is_lru:
+            return self.follower.lru.stamp[row]
+        chain = self.follower.book.owner[row]
+        if chain < 0 or self.follower.book.chains.tail[chain] != row:
             return _NOT_OURS
-        return self._candidates[self._book.chains.tenant[chain]].worth(chain, self._now_s)
+        return self.follower.candidates[self.follower.book.chains.tenant[chain]].worth(chain, self.follower.now_s)
 
     def worth(self, row: int, now_ns: int) -> float | None:
-        chain = self._book.owner[row] if row < len(self._book.owner) else NOBODY
-        if self.is_lru or chain < 0:
+        chain = self.follower.book.owner[row] if row < len(self.follower.book.owner) else NOBODY
+        if self.follower.is_lru or chain < 0:
             return None
-        return worth_of(self._book, chain, row, now_ns * NS) * HOUR_S
+        return worth_of(self.follower.book, chain, row, now_ns * NS) * HOUR_S
 
     # Classes: from the ranks, once there are any
 
     def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        chain = self._book.owner[row]
-        if self.is_lru or chain < 0:
-            return super().residency_class(row, now_ns)
+        chain = self.follower.book.owner[row]
+        if self.follower.is_lru or chain < 0:
+            return self.follower.lru.residency_class(row, now_ns)
         rank = self._rank_of(np.array([chain]), now_ns)[0]
         if rank >= _HOT_RANK:
             return ResidencyClass.HOT
         return ResidencyClass.WARM if rank >= _WARM_RANK else ResidencyClass.COLD
 
     def _rank_of(self, chains: npt.NDArray[np.int64], now_ns: int) -> npt.NDArray[np.float64]:
-        table = self._book.chains
-        return self._book.ranks(chains, now_ns * NS) * table.flags(table.live)[chains]
+        table = self.follower.book.chains
+        return self.follower.book.ranks(chains, now_ns * NS) * table.flags(table.live)[chains]
 
-    def _class_masks(self, now_ns: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        hot, warm = super()._class_masks(now_ns)
-        if self.is_lru:
+    def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
+        return count_classes(self.follower.lru.here(), self._class_masks(now_ns))
+
+    def class_bytes(self, now_ns: int) -> dict[ResidencyClass, int]:
+        nbytes = self.residency.copies[self.tier].nbytes
+        return sum_classes(self.follower.lru.here(), self._class_masks(now_ns), nbytes)
+
+    def _class_masks(self, now_ns: int) -> Masks:
+        hot, warm = self.follower.lru.class_masks(now_ns)
+        if self.follower.is_lru:
             return hot, warm
-        owner = np.frombuffer(self._book.owner, np.int32)
+        owner = np.frombuffer(self.follower.book.owner, np.int32)
         owned = np.flatnonzero(owner >= 0)
         chains, place = np.unique(owner[owned], return_inverse=True)
         rank = self._rank_of(chains.astype(np.int64), now_ns)[place]

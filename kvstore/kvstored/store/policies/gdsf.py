@@ -12,13 +12,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import PolicySettings, ResidencyClass
+from kvstored.store.policies.classes import Masks
 from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
 
 _DEPTH_OF_TWICE = 64  # costs are in parts of the first block's: so many
@@ -31,7 +30,7 @@ _SLACK_ENTRIES = 1024
 class Gdsf(OrderedPolicy):
     """O(log n) an event; 16 bytes a row and up to two entries of a heap."""
 
-    name: ClassVar[str] = "gdsf"
+    name = "gdsf"
 
     def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
         super().__init__(residency, tier, settings)
@@ -43,14 +42,14 @@ class Gdsf(OrderedPolicy):
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
         tenant = self.residency.tenant_of(rows[0])
         for row in reversed(rows):
-            if self._where[row] == OUT:
+            if self.where[row] == OUT:
                 continue
-            self._accesses += 1
-            self._stamp[row] = self._accesses
-            if self._where[row] == QUEUED:
+            self.accesses += 1
+            self.stamp[row] = self.accesses
+            if self.where[row] == QUEUED:
                 self._dequeue(row, tenant)
             self._enqueue(row, tenant)
-            self._where[row] = QUEUED
+            self.where[row] = QUEUED
 
     def next_victim(self, now_ns: int, **question: object) -> int:
         row = super().next_victim(now_ns, **question)  # type: ignore[arg-type]
@@ -93,13 +92,13 @@ class Gdsf(OrderedPolicy):
 
     def _is_valid(self, entry: tuple[int, int]) -> bool:
         rank, row = entry
-        return self._where[row] == QUEUED and self._rank(row) == rank
+        return self.where[row] == QUEUED and self._rank(row) == rank
 
     def _rank(self, row: int) -> int:
-        return self._key[row] << _STAMP_BITS | self._stamp[row]
+        return self._key[row] << _STAMP_BITS | self.stamp[row]
 
-    def _add_tenant(self) -> None:
-        super()._add_tenant()
+    def add_tenant(self) -> None:
+        super().add_tenant()
         self._heaps.append([])
         self._queued.append(0)
 
@@ -115,6 +114,6 @@ class Gdsf(OrderedPolicy):
             return ResidencyClass.HOT
         return ResidencyClass.WARM if lead > 2 * _DEPTH_OF_TWICE else ResidencyClass.COLD
 
-    def _class_masks(self, now_ns: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    def class_masks(self, now_ns: int) -> Masks:
         keys = np.frombuffer(self._key, dtype=np.uint64)
         return keys >= self._age + _HOT_LEAD, keys > self._age + 2 * _DEPTH_OF_TWICE

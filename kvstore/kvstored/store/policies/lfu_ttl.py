@@ -17,7 +17,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Container, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,7 @@ import numpy.typing as npt
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import grown
 from kvstored.store.policies.base import PolicySettings, ResidencyClass
+from kvstored.store.policies.classes import Masks
 from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy, together
 from kvstored.store.policies.rowqueue import Links, RowQueue
 
@@ -83,10 +83,11 @@ class _Buckets:
 class LfuTtl(OrderedPolicy):
     """O(1) an access, O(log K) a new K; 21 bytes a row, and 9 more where there is a time to live."""
 
-    name: ClassVar[str] = "lfu-ttl"
-
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
+    def __init__(
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "lfu-ttl"
+    ) -> None:
         super().__init__(residency, tier, settings)
+        self.name = name
         ttl_s = self.settings.ttl_s
         self._ttl_ns = None if ttl_s is None else round(ttl_s * 1e9)
         self._age = 0
@@ -102,7 +103,7 @@ class LfuTtl(OrderedPolicy):
     # Events
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        where, stamp, keys, uses = self._where, self._stamp, self._key, self.residency.rows.accesses
+        where, stamp, keys, uses = self.where, self.stamp, self._key, self.residency.rows.accesses
         age, held = self._age, self._held
         tenant = self.residency.tenant_of(rows[0])
         buckets, by_use, has_ttl = self._buckets[tenant], self._by_use[tenant], self._ttl_ns is not None
@@ -110,8 +111,8 @@ class LfuTtl(OrderedPolicy):
             state = where[row]
             if state == OUT:
                 continue
-            self._accesses += 1
-            stamp[row] = self._accesses
+            self.accesses += 1
+            stamp[row] = self.accesses
             if state == QUEUED:
                 buckets.unlink(row, keys[row])
             if has_ttl:
@@ -162,11 +163,11 @@ class LfuTtl(OrderedPolicy):
                 found.append(row)
         return found
 
-    def _first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
+    def first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
         for row in self._expired_of(tenant, now_ns):
             if row not in exclude:
                 return row
-        return super()._first(tenant, now_ns, exclude)
+        return super().first(tenant, now_ns, exclude)
 
     def _is_expired(self, row: int, now_ns: int) -> bool:
         return self._ttl_ns is not None and now_ns - self.residency.rows.last_access_ns[row] >= self._ttl_ns
@@ -192,7 +193,7 @@ class LfuTtl(OrderedPolicy):
             return ResidencyClass.HOT
         return ResidencyClass.WARM if lead > 1 else ResidencyClass.COLD
 
-    def _class_masks(self, now_ns: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    def class_masks(self, now_ns: int) -> Masks:
         keys = np.frombuffer(self._key, dtype=np.uint32)
         return keys >= self._age + _HOT_LEAD, keys > self._age + 1
 
@@ -221,18 +222,25 @@ class LfuTtl(OrderedPolicy):
         return iter(self._buckets[tenant])
 
     def _rank(self, row: int) -> int:
-        return self._key[row] << _STAMP_BITS | self._stamp[row]
+        return self._key[row] << _STAMP_BITS | self.stamp[row]
 
-    def _add_tenant(self) -> None:
-        super()._add_tenant()
+    def add_tenant(self) -> None:
+        super().add_tenant()
         self._buckets.append(_Buckets(self._links))
         self._by_use.append(RowQueue(self._use_links))
 
     def _grow(self, rows: int) -> None:
-        more = rows - len(self._where)
+        more = rows - len(self.where)
         super()._grow(rows)
         self._key = grown(self._key, more)
         self._links.grow(rows)
         if self._ttl_ns is not None:
             self._held.extend(bytes(more))
             self._use_links.grow(rows)
+
+
+def lfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> LfuTtl:
+    """Without the clock: `settings.ttl_s` is ignored. It shows what the time to live is worth: what was used often and
+    is over stays until as much else has passed.
+    """
+    return LfuTtl(residency, tier, PolicySettings(ttl_s=None), "lfu")

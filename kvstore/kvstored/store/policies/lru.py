@@ -9,30 +9,35 @@ other; put an admission in front.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import ClassVar
+from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.store.policies.base import ResidencyClass
-from kvstored.store.policies.one_queue import OneQueuePolicy
-from kvstored.store.policies.ordered import OUT, QUEUED
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies.base import PolicySettings, ResidencyClass
+from kvstored.store.policies.classes import Masks
+from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
+from kvstored.store.policies.rowqueue import TenantQueues
 
 _HOT_SHARE = 4  # hot: used within the last quarter of a tier's worth of accesses; warm: within one tier's worth
 
 
-class Lru(OneQueuePolicy):
+class Lru(OrderedPolicy):
     """O(1) an event; 16 bytes a row."""
 
-    name: ClassVar[str] = "lru"
+    name = "lru"
+
+    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
+        super().__init__(residency, tier, settings)
+        self.queues = TenantQueues()
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        where, stamp = self._where, self._stamp
-        accesses = self._accesses
+        where, stamp = self.where, self.stamp
+        accesses = self.accesses
         tenant_of = self.residency.tenant_of
-        queue = self._queues[tenant_of(rows[0])]  # rows used together are one tenant's
-        befores, afters = self._links.before, self._links.after
+        queue = self.queues.of[tenant_of(rows[0])]  # rows used together are one tenant's
+        befores, afters = self.queues.links.before, self.queues.links.after
         back = queue.back
         for row in reversed(rows):
             accesses += 1
@@ -59,13 +64,13 @@ class Lru(OneQueuePolicy):
             afters[row] = -1
             back = row
         queue.back = back
-        self._accesses = accesses
+        self.accesses = accesses
 
     def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
-        tenant = self._know(rows)
-        where, stamp, accesses = self._where, self._stamp, self._accesses
-        queue = self._queues[tenant]
-        befores, afters, back = self._links.before, self._links.after, queue.back
+        tenant = self.know(rows)
+        where, stamp, accesses = self.where, self.stamp, self.accesses
+        queue = self.queues.of[tenant]
+        befores, afters, back = self.queues.links.before, self.queues.links.after, queue.back
         if back < 0:
             queue.front = rows[0]
         for row in rows:
@@ -78,22 +83,22 @@ class Lru(OneQueuePolicy):
             back = row
         afters[back] = -1
         queue.back = back
-        self._accesses = accesses
-        self._rows += len(rows)
+        self.accesses = accesses
+        self.rows += len(rows)
 
     def removed(self, row: int) -> None:
-        if self._where[row] == QUEUED:
-            queues = self._queues
+        if self.where[row] == QUEUED:
+            queues = self.queues.of
             (queues[0] if len(queues) == 1 else queues[self.residency.tenant_of(row)]).unlink(row)
-        self._where[row] = OUT
-        self._rows -= 1
+        self.where[row] = OUT
+        self.rows -= 1
 
     def removed_run(self, rows: Sequence[int]) -> None:
-        queue = self._queues[0]
-        where, afters = self._where, self._links.after
-        befores = self._links.before
-        if len(self._queues) > 1:
-            queue = self._queues[self.residency.tenant_of(rows[0])]
+        queue = self.queues.of[0]
+        where, afters = self.where, self.queues.links.after
+        befores = self.queues.links.before
+        if len(self.queues.of) > 1:
+            queue = self.queues.of[self.residency.tenant_of(rows[0])]
         for row in rows:
             if where[row] == QUEUED:  # `unlink`, without a call
                 before, after = befores[row], afters[row]
@@ -106,14 +111,14 @@ class Lru(OneQueuePolicy):
                 else:
                     queue.back = before
             where[row] = OUT
-        self._rows -= len(rows)
+        self.rows -= len(rows)
 
     def next_victims(self, now_ns: int, limit: int) -> list[int]:
         row = self.next_victim(now_ns)
-        if row < 0 or self._queues[0].front != row or len(self._queues) > 1 or self.shares or self._returned[0]:
+        if row < 0 or self.queues.of[0].front != row or len(self.queues.of) > 1 or self.shares or self._returned[0]:
             return [row] if row >= 0 else []
         run = self.residency.run_above(row, self.tier, limit)
-        afters = self._links.after
+        afters = self.queues.links.after
         for at in range(1, len(run)):
             if afters[row] != run[at]:
                 return run[:at]
@@ -121,18 +126,43 @@ class Lru(OneQueuePolicy):
         return run
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        if not exclude and len(self._queues) == 1 and not self.shares and not self._returned[0]:
-            row = self._queues[0].front  # of nearly every question the answer
+        if not exclude and len(self.queues.of) == 1 and not self.shares and not self._returned[0]:
+            row = self.queues.of[0].front  # of nearly every question the answer
             if row >= 0 and self.residency.may_leave(row, self.tier):
                 return row
         return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
 
     def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        age = self._accesses - self._stamp[row]
-        if age * _HOT_SHARE < self._rows:
+        age = self.accesses - self.stamp[row]
+        if age * _HOT_SHARE < self.rows:
             return ResidencyClass.HOT
-        return ResidencyClass.WARM if age < self._rows else ResidencyClass.COLD
+        return ResidencyClass.WARM if age < self.rows else ResidencyClass.COLD
 
-    def _class_masks(self, now_ns: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        age = np.uint64(self._accesses) - np.frombuffer(self._stamp, dtype=np.uint64)
-        return age * np.uint64(_HOT_SHARE) < self._rows, age < self._rows
+    def class_masks(self, now_ns: int) -> Masks:
+        age = np.uint64(self.accesses) - np.frombuffer(self.stamp, dtype=np.uint64)
+        return age * np.uint64(_HOT_SHARE) < self.rows, age < self.rows
+
+    # The order: a row goes to the back when its stamp is set, so the front has the smallest rank
+
+    def _enqueue(self, row: int, tenant: int) -> None:
+        self.queues.of[tenant].push_back(row)
+
+    def _enqueue_all(self, rows: npt.NDArray[np.int64], tenant: int) -> None:
+        self.queues.of[tenant].extend(rows)
+
+    def _dequeue(self, row: int, tenant: int) -> None:
+        self.queues.of[tenant].unlink(row)
+
+    def _queue(self, tenant: int) -> Iterator[int]:
+        return iter(self.queues.of[tenant])
+
+    def _rank(self, row: int) -> int:
+        return self.stamp[row]
+
+    def add_tenant(self) -> None:
+        super().add_tenant()
+        self.queues.add()
+
+    def _grow(self, rows: int) -> None:
+        super()._grow(rows)
+        self.queues.links.grow(rows)

@@ -20,22 +20,27 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import grown
-from kvstored.store.policies.base import Policy, PolicySettings, ResidencyClass, Share
+from kvstored.store.policies.base import Policy, PolicySettings, ResidencyClass
+from kvstored.store.policies.classes import Mask, Masks, count_classes, sum_classes
+from kvstored.store.policies.tenants import choose_tenant
 
 OUT, QUEUED, PARKED, RETURNED = range(4)
-_NO_SHARE = Share()
 _GROWTH_MIN_ROWS = 1024
 
 
 class OrderedPolicy(Policy):
-    """Subclasses keep the order (`_enqueue`, `_dequeue`, `_queue`, `_rank`) and set `_stamp` on every access."""
+    """Subclasses keep the order (`_enqueue`, `_dequeue`, `_queue`, `_rank`) and set `stamp` on every access.
+
+    `where`: OUT, QUEUED, PARKED or RETURNED, by row. `stamp`: `accesses` when the row was last used, by row: unique, so
+    ranks made of it are. `accesses`: of the tier so far. `rows`: in the tier.
+    """
 
     def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
         super().__init__(residency, tier, settings)
-        self._where = bytearray()  # OUT, QUEUED, PARKED, RETURNED
-        self._stamp = array("Q")  # the access count of the tier when the row was last used: unique, so ranks are
-        self._accesses = 0
-        self._rows = 0
+        self.where = bytearray()
+        self.stamp = array("Q")
+        self.accesses = 0
+        self.rows = 0
         self._returned: list[list[tuple[int, int]]] = []  # by tenant: heap of (rank, row)
 
     # The subclass's order
@@ -60,18 +65,14 @@ class OrderedPolicy(Policy):
     def _rank(self, row: int) -> int:
         """Unique among the tier's rows; the smallest leaves first."""
 
-    def _standing(self, row: int) -> float:
-        """Between the first rows of two tenants, nothing else told apart, the one of lower standing goes."""
-        return self._rank(row)
-
-    def _add_tenant(self) -> None:
+    def add_tenant(self) -> None:
         self._returned.append([])
 
     def _grow(self, rows: int) -> None:
         """Make room for `rows` rows."""
-        more = rows - len(self._where)
-        self._where.extend(bytes(more))
-        self._stamp = grown(self._stamp, more)
+        more = rows - len(self.where)
+        self.where.extend(bytes(more))
+        self.stamp = grown(self.stamp, more)
 
     def _is_expired(self, row: int, now_ns: int) -> bool:
         return False
@@ -79,21 +80,21 @@ class OrderedPolicy(Policy):
     # Events
 
     def inserted(self, row: int, now_ns: int) -> None:
-        tenant = self._know((row,))
-        self._accesses += 1
-        self._stamp[row] = self._accesses
+        tenant = self.know((row,))
+        self.accesses += 1
+        self.stamp[row] = self.accesses
         self._enqueue(row, tenant)
-        self._where[row] = QUEUED
-        self._rows += 1
+        self.where[row] = QUEUED
+        self.rows += 1
 
-    def _know(self, rows: Sequence[int]) -> int:
+    def know(self, rows: Sequence[int]) -> int:
         """Make room for `rows` of one tenant, which are about to come; the tenant."""
         last = max(rows)
-        if last >= len(self._where):
-            self._grow(max(last + 1, self.residency.rows.capacity, len(self._where) + _GROWTH_MIN_ROWS))
+        if last >= len(self.where):
+            self._grow(max(last + 1, self.residency.rows.capacity, len(self.where) + _GROWTH_MIN_ROWS))
         tenant = self.residency.tenant_of(last)
         while tenant >= len(self._returned):
-            self._add_tenant()
+            self.add_tenant()
         return tenant
 
     def adopt(self, rows: npt.NDArray[np.int64]) -> None:
@@ -103,55 +104,49 @@ class OrderedPolicy(Policy):
             by_tenant = [(tenant, rows[tenants == tenant]) for tenant in range(int(tenants.max()) + 1)]
         for _, ours in by_tenant:
             if len(ours):
-                self._know((int(ours.max()), int(ours[-1])))
-        first = self._accesses + 1
-        np.frombuffer(self._stamp, np.uint64)[rows] = np.arange(first, first + len(rows), dtype=np.uint64)
+                self.know((int(ours.max()), int(ours[-1])))
+        first = self.accesses + 1
+        np.frombuffer(self.stamp, np.uint64)[rows] = np.arange(first, first + len(rows), dtype=np.uint64)
         for tenant, ours in by_tenant:
             if len(ours):
                 self._enqueue_all(ours, tenant)
-        np.frombuffer(self._where, np.uint8)[together(rows)] = QUEUED
-        self._accesses += len(rows)
-        self._rows += len(rows)
+        np.frombuffer(self.where, np.uint8)[together(rows)] = QUEUED
+        self.accesses += len(rows)
+        self.rows += len(rows)
 
     def removed(self, row: int) -> None:
-        if self._where[row] == QUEUED:
+        if self.where[row] == QUEUED:
             self._dequeue(row, self.residency.tenant_of(row))
-        self._where[row] = OUT
-        self._rows -= 1
+        self.where[row] = OUT
+        self.rows -= 1
 
     def released(self, row: int) -> None:
-        if self._where[row] == PARKED:
-            self._where[row] = RETURNED
+        if self.where[row] == PARKED:
+            self.where[row] = RETURNED
             heappush(self._returned[self.residency.tenant_of(row)], (self._rank(row), row))
 
     def __len__(self) -> int:
-        return self._rows
+        return self.rows
 
     # Decisions
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
         if tenant is not None:
-            return self._first(tenant, now_ns, exclude) if tenant < len(self._returned) else -1
+            return self.first(tenant, now_ns, exclude) if tenant < len(self._returned) else -1
         if len(self._returned) == 1 and not self.shares:
-            return self._first(0, now_ns, exclude)
-        chosen = -1
-        smallest: tuple[bool, int, bool, float] | None = None
-        for number in range(len(self._returned)):
-            share = self.shares.get(number, _NO_SHARE)
-            held_bytes = self.residency.tenant_bytes(number, self.tier)
-            row = self._first(number, now_ns, exclude)
-            if row < 0 or held_bytes - self.residency.copies[self.tier].nbytes[row] < share.min_bytes:
-                continue
-            within = share.max_bytes is None or held_bytes <= share.max_bytes
-            order = (within, share.priority, not self._is_expired(row, now_ns), self._standing(row))
-            if smallest is None or order < smallest:
-                chosen, smallest = row, order
-        return chosen
+            return self.first(0, now_ns, exclude)
+        return choose_tenant(
+            self,
+            len(self._returned),
+            first=lambda number: self.first(number, now_ns, exclude),
+            is_expired=lambda row: self._is_expired(row, now_ns),
+            standing=self._rank,
+        )
 
     def expired(self, now_ns: int, limit: int) -> list[int]:
         return []
 
-    def _first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
+    def first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
         """The tenant's row of smallest rank that may leave and is not excluded, or -1."""
         best = self._first_returned(tenant, exclude)
         best_rank = self._rank(best) if best >= 0 else 0
@@ -164,7 +159,7 @@ class OrderedPolicy(Policy):
                     return row
             else:
                 self._dequeue(row, tenant)
-                self._where[row] = PARKED
+                self.where[row] = PARKED
         return best
 
     def _first_returned(self, tenant: int, exclude: Container[int]) -> int:
@@ -173,11 +168,11 @@ class OrderedPolicy(Policy):
         found = -1
         while heap:
             rank, row = heap[0]
-            if self._where[row] != RETURNED or self._rank(row) != rank:
+            if self.where[row] != RETURNED or self._rank(row) != rank:
                 heappop(heap)  # used, removed or replaced since
             elif not self.residency.may_leave(row, self.tier):
                 heappop(heap)
-                self._where[row] = PARKED
+                self.where[row] = PARKED
             elif row in exclude:
                 skipped.append(heappop(heap))
             else:
@@ -189,33 +184,20 @@ class OrderedPolicy(Policy):
 
     # Classes
 
+    def here(self) -> Mask:
+        """By row number: is it in the tier."""
+        found: Mask = np.frombuffer(self.where, dtype=np.uint8) != OUT
+        return found
+
     def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
-        here = np.frombuffer(self._where, dtype=np.uint8) != OUT
-        hot, warm = self._class_masks(now_ns)
-        n_hot = int(np.count_nonzero(here & hot))
-        n_warm = int(np.count_nonzero(here & warm)) - n_hot
-        return {
-            ResidencyClass.HOT: n_hot,
-            ResidencyClass.WARM: n_warm,
-            ResidencyClass.COLD: self._rows - n_hot - n_warm,
-        }
+        return count_classes(self.here(), self.class_masks(now_ns))
 
     def class_bytes(self, now_ns: int) -> dict[ResidencyClass, int]:
-        here = np.frombuffer(self._where, dtype=np.uint8) != OUT
-        hot, warm = self._class_masks(now_ns)
-        sizes = np.frombuffer(self.residency.copies[self.tier].nbytes, np.uint32)
-        known = min(len(here), len(sizes))  # rows beyond have no copy
-        sizes, here, hot, warm = sizes[:known], here[:known], hot[:known], warm[:known]
-        all_bytes, hot_bytes, warm_bytes = (int(sizes[here & rows].sum()) for rows in (here, hot, hot | warm))
-        return {
-            ResidencyClass.HOT: hot_bytes,
-            ResidencyClass.WARM: warm_bytes - hot_bytes,
-            ResidencyClass.COLD: all_bytes - warm_bytes,
-        }
+        return sum_classes(self.here(), self.class_masks(now_ns), self.residency.copies[self.tier].nbytes)
 
     @abstractmethod
-    def _class_masks(self, now_ns: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """For every row number: is it hot; is it hot or warm. Rows that are OUT may have any value."""
+    def class_masks(self, now_ns: int) -> Masks:
+        """Of every row number."""
 
 
 def together(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | slice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -45,14 +46,14 @@ def resolve(name: str) -> str:
     return SHIPPED if name == BEST else name
 
 
-def _load(name: str, known: dict[str, str], what: str) -> type:
+def _load(name: str, known: dict[str, str], what: str) -> Callable[..., object]:
     address = known.get(name)
     if address is None:
         near = get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown {what} {name!r}: known are {', '.join(sorted(known))}{hint}")
     module, _, attribute = address.partition(":")
-    loaded: type = getattr(import_module(module), attribute)
+    loaded: Callable[..., object] = getattr(import_module(module), attribute)
     return loaded
 
 

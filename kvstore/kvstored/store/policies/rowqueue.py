@@ -116,3 +116,17 @@ class RowQueue:
 
     def __bool__(self) -> bool:
         return self.front >= 0
+
+
+class TenantQueues:
+    """One queue a tenant, over the same links."""
+
+    __slots__ = ("links", "of")
+
+    def __init__(self) -> None:
+        self.links = Links()
+        self.of: list[RowQueue] = []  # by tenant
+
+    def add(self) -> None:
+        """The next tenant's queue."""
+        self.of.append(RowQueue(self.links))

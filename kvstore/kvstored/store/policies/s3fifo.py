@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import ClassVar
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import PolicySettings
+from kvstored.store.policies.discipline import Discipline, Queues
 from kvstored.store.policies.queued import QueuedPolicy
 
 _SMALL, _MAIN = 0, 1
@@ -23,35 +23,32 @@ _SMALL_SHARE = 10
 _USES_MAX = 3
 
 
-class S3Fifo(QueuedPolicy):
+class S3Fifo(Discipline):
     """O(1) an event; remembers as many keys as the main queue has room for, nine tenths of the tenant's blocks."""
 
-    name: ClassVar[str] = "s3-fifo"
-    queues: ClassVar[int] = 2
+    inside = 2
 
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
+    def __init__(self, queues: Queues) -> None:
+        super().__init__(queues)
         self._failed: list[OrderedDict[bytes, None]] = []  # by tenant
 
-    def removed(self, row: int) -> None:
-        if self._queue_of[row] == _SMALL:
-            tenant = self.residency.tenant_of(row)
+    def leaving(self, row: int, tenant: int) -> None:
+        if self.queues.queue_of[row] == _SMALL:
             failed = self._failed[tenant]
-            failed[self.residency.key(row)] = None
-            blocks = sum(self._sizes[tenant])
+            failed[self.key(row)] = None
+            blocks = sum(self.queues.sizes[tenant])
             while len(failed) > max(1, blocks - blocks // _SMALL_SHARE):
                 failed.popitem(last=False)
-        super().removed(row)
 
-    def _entrance(self, row: int, tenant: int) -> int:
-        failed, key = self._failed[tenant], self.residency.key(row)
+    def entrance(self, row: int, tenant: int) -> int:
+        failed, key = self._failed[tenant], self.key(row)
         if key not in failed:
             return _SMALL
         del failed[key]
         return _MAIN
 
-    def _candidate(self, tenant: int, refused: Collection[int]) -> int:
-        uses, queues, sizes = self._uses, self._queues[tenant], self._sizes[tenant]
+    def candidate(self, tenant: int, refused: Collection[int]) -> int:
+        uses, queues, sizes = self.queues.uses, self.queues.of[tenant], self.queues.sizes[tenant]
         while True:
             is_small_full = sizes[_SMALL] * _SMALL_SHARE >= sizes[_SMALL] + sizes[_MAIN]
             for number in (_SMALL, _MAIN) if is_small_full else (_MAIN, _SMALL):
@@ -63,8 +60,11 @@ class S3Fifo(QueuedPolicy):
             if not uses[row]:
                 return row
             uses[row] = 0 if number == _SMALL else min(uses[row], _USES_MAX) - 1
-            self._move(row, tenant, _MAIN)
+            self.queues.move(row, tenant, _MAIN)
 
-    def _add_tenant(self) -> None:
-        super()._add_tenant()
+    def add_tenant(self) -> None:
         self._failed.append(OrderedDict())
+
+
+def s3_fifo(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> QueuedPolicy:
+    return QueuedPolicy(residency, tier, settings, "s3-fifo", S3Fifo)

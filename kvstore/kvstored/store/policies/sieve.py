@@ -9,35 +9,33 @@ than they hurt LRU.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import ClassVar
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import PolicySettings
-from kvstored.store.policies.queued import QueuedPolicy, first_of
+from kvstored.store.policies.discipline import Discipline, Queues, first_of
+from kvstored.store.policies.queued import QueuedPolicy
 
 
-class Sieve(QueuedPolicy):
+class Sieve(Discipline):
     """O(1) an event; a question costs the blocks it spares, each paid for by a use."""
 
-    name: ClassVar[str] = "sieve"
-    queues: ClassVar[int] = 2
+    inside = 2
 
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
+    def __init__(self, queues: Queues) -> None:
+        super().__init__(queues)
         self._ahead: list[int] = []  # by tenant: the queue that the hand is in
 
-    def _add_tenant(self) -> None:
-        super()._add_tenant()
+    def add_tenant(self) -> None:
         self._ahead.append(0)
 
-    def _entrance(self, row: int, tenant: int) -> int:
-        ahead, queues = self._ahead, self._queues[tenant]
+    def entrance(self, row: int, tenant: int) -> int:
+        ahead, queues = self._ahead, self.queues.of[tenant]
         if not queues[ahead[tenant]]:  # the hand is through: it goes round before it meets what comes now
             ahead[tenant] = 1 - ahead[tenant]
         return ahead[tenant]
 
-    def _candidate(self, tenant: int, refused: Collection[int]) -> int:
-        uses, queues, ahead = self._uses, self._queues[tenant], self._ahead
+    def candidate(self, tenant: int, refused: Collection[int]) -> int:
+        uses, queues, ahead = self.queues.uses, self.queues.of[tenant], self._ahead
         for _ in range(2):
             for row in queues[ahead[tenant]]:
                 if row in refused:
@@ -45,9 +43,13 @@ class Sieve(QueuedPolicy):
                 if not uses[row]:
                     return row
                 uses[row] = 0
-                self._move(row, tenant, 1 - ahead[tenant])
+                self.queues.move(row, tenant, 1 - ahead[tenant])
             if queues[ahead[tenant]]:
                 break  # only refused ones ahead
             ahead[tenant] = 1 - ahead[tenant]  # the hand has gone round
         found = first_of(queues[ahead[tenant]], refused)
         return found if found >= 0 else first_of(queues[1 - ahead[tenant]], refused)
+
+
+def sieve(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> QueuedPolicy:
+    return QueuedPolicy(residency, tier, settings, "sieve", Sieve)

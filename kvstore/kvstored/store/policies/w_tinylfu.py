@@ -12,11 +12,11 @@ lose against any old ones that were seen twice. Good where few prompts are share
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import ClassVar
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import PolicySettings
-from kvstored.store.policies.queued import QueuedPolicy, first_of
+from kvstored.store.policies.discipline import Discipline, Queues, first_of
+from kvstored.store.policies.queued import QueuedPolicy
 from kvstored.store.policies.sketch import FrequencySketch
 
 _WINDOW, _ARRIVED, _TRIAL, _KEPT, _DOOR = range(5)
@@ -25,60 +25,61 @@ _KEPT_SHARE = 0.8
 _FIRST_KEYS = 1024
 
 
-class WTinyLfu(QueuedPolicy):
+class WTinyLfu(Discipline):
     """O(1) an event, and four counters a use."""
 
-    name: ClassVar[str] = "w-tinylfu"
-    queues: ClassVar[int] = 4
+    inside = 4
 
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
+    def __init__(self, queues: Queues) -> None:
+        super().__init__(queues)
         self._seen = FrequencySketch(_FIRST_KEYS)
         self._is_full = False
         self._is_contest = False  # who waits came to a full tier
         self._has_won = False  # or there was room
+        self._arrived = -1  # who waited when the block that is leaving was in its queue
 
-    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+    def arriving(self) -> None:
         self._is_contest = self._is_full
-        super().inserted_run(rows, now_ns)
-        if self._rows > self._seen.keys:
-            self._seen = FrequencySketch(2 * self._rows)  # what was counted with too few counters is worth little
+
+    def stored(self, rows: Sequence[int], held: int) -> None:
+        if held > self._seen.keys:
+            self._seen = FrequencySketch(2 * held)  # what was counted with too few counters is worth little
         for row in rows:
-            self._seen.add(self.residency.key(row))
+            self._seen.add(self.key(row))
 
-    def removed(self, row: int) -> None:
-        tenant, queue = self.residency.tenant_of(row), self._queue_of[row]
-        arrived = self._queues[tenant][_ARRIVED].front
+    def leaving(self, row: int, tenant: int) -> None:
+        self._arrived = self.queues.of[tenant][_ARRIVED].front
         self._has_won = True
-        super().removed(row)
-        self._has_won = False
-        if queue in (_TRIAL, _KEPT) and arrived >= 0:
-            self._move(arrived, tenant, _TRIAL)
 
-    def _entrance(self, row: int, tenant: int) -> int:
+    def left(self, queue: int, tenant: int) -> None:
+        self._has_won = False
+        if queue in (_TRIAL, _KEPT) and self._arrived >= 0:
+            self.queues.move(self._arrived, tenant, _TRIAL)
+
+    def entrance(self, row: int, tenant: int) -> int:
         """The window. Who has to give way there goes on to the main part, or to stand against its oldest."""
-        window = self._queues[tenant][_WINDOW]
+        window = self.queues.of[tenant][_WINDOW]
         while window and self._is_window_full(tenant):
-            self._move(window.front, tenant, _TRIAL if self._has_won or not self._is_full else _ARRIVED)
+            self.queues.move(window.front, tenant, _TRIAL if self._has_won or not self._is_full else _ARRIVED)
         return _WINDOW
 
     def _is_window_full(self, tenant: int) -> bool:
-        sizes = self._sizes[tenant]
+        sizes = self.queues.sizes[tenant]
         return sizes[_WINDOW] >= max(1, sum(sizes) // _WINDOW_SHARE)
 
-    def _used(self, row: int, tenant: int) -> None:
-        self._seen.add(self.residency.key(row))
-        if self._queue_of[row] in (_WINDOW, _ARRIVED):
-            self._move(row, tenant, self._queue_of[row])
+    def used(self, row: int, tenant: int) -> None:
+        self._seen.add(self.key(row))
+        if self.queues.queue_of[row] in (_WINDOW, _ARRIVED):
+            self.queues.move(row, tenant, self.queues.queue_of[row])
             return
-        self._move(row, tenant, _KEPT)
-        sizes = self._sizes[tenant]
-        while sizes[_KEPT] > max(1, _KEPT_SHARE * (sizes[_TRIAL] + sizes[_KEPT])) and self._queues[tenant][_KEPT]:
-            self._move(self._queues[tenant][_KEPT].front, tenant, _TRIAL)
+        self.queues.move(row, tenant, _KEPT)
+        sizes = self.queues.sizes[tenant]
+        while sizes[_KEPT] > max(1, _KEPT_SHARE * (sizes[_TRIAL] + sizes[_KEPT])) and self.queues.of[tenant][_KEPT]:
+            self.queues.move(self.queues.of[tenant][_KEPT].front, tenant, _TRIAL)
 
-    def _candidate(self, tenant: int, refused: Collection[int]) -> int:
+    def candidate(self, tenant: int, refused: Collection[int]) -> int:
         self._is_full = True
-        queues = self._queues[tenant]
+        queues = self.queues.of[tenant]
         window, newcomer, trial, kept = (first_of(queue, refused) for queue in queues[:_DOOR])
         old = trial if trial >= 0 else kept
         if newcomer < 0 and queues[_DOOR] and self._is_contest and self._is_window_full(tenant):
@@ -88,4 +89,8 @@ class WTinyLfu(QueuedPolicy):
         return next((row for row in (newcomer, trial, window, kept) if row >= 0), -1)
 
     def _count(self, row: int) -> int:
-        return self._seen.count(self.residency.key(row))
+        return self._seen.count(self.key(row))
+
+
+def w_tinylfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> QueuedPolicy:
+    return QueuedPolicy(residency, tier, settings, "w-tinylfu", WTinyLfu)
