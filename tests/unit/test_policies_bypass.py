@@ -77,7 +77,7 @@ def test_who_ranks_no_chains_declines_nothing(policy: str) -> None:
 
 def test_what_was_declined_is_remembered_as_evicted() -> None:
     shelf = Shelf()
-    shelf.residency.pass_by(0, key(3), 5)
+    shelf.residency.record_bypass(0, key(3), 5)
     absence = shelf.residency.why_missing(0, key(3))
     assert (absence.cause.name, absence.accesses) == ("EVICTED", 1)
 

@@ -177,7 +177,9 @@ def _link_to_others(
     rows, kids = residency.rows, residency.copies[tier].kids
     for position in hanging.tolist():
         row, tenant = first + position, kinds[int(blocks.origin[position])].tenant
-        parent = residency.parent_or_placeholder(tenant, blocks.parent_of(position), row)
+        parent = residency.parent_or_placeholder(
+            tenant, blocks.parent_of(position), rows.kind[row], rows.depth[row], rows.payload_bytes[row]
+        )
         rows.parent[row] = parent
         rows.links[parent] += 1
         kids[parent] += 1

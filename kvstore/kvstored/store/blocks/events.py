@@ -1,14 +1,14 @@
-"""What residency tells others: the policy of a tier the four things that can happen to a copy, and one observer where
-each block can be read.
+"""The events of residency: what happens to a tier's copies, for its policy; and where blocks can be read.
 
-Residency calls; a listener only updates its own books and never calls back into a method that changes
-residency.
+Residency calls; a listener only updates its own state and never calls back into a method that changes residency.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
+
+from kvstored.store.blocks.view import ResidencyView
 
 
 class TierListener(Protocol):
@@ -36,7 +36,7 @@ class TierListener(Protocol):
         """What kept `row` from leaving this tier (a lease, a child, being the last copy) may be gone."""
 
 
-class NobodyListens:
+class NullListener:
     """The listener of a tier without a policy."""
 
     def inserted(self, row: int, now_ns: int) -> None:
@@ -62,7 +62,39 @@ class NobodyListens:
 
 
 class PresenceListener(Protocol):
-    """Told of every change of where a block can be read, in any tier."""
+    """Notified of every change of where a block can be read, in any tier."""
 
     def changed(self, tenant: int, key: bytes, mask: int) -> None:
         """Bit t of `mask`: there is a readable copy in tier t now; 0: in none."""
+
+
+class Listeners:
+    """Whom the index notifies. `by_tier`: the listener of each tier. `presence`: the observer, if there is one."""
+
+    __slots__ = ("_view", "by_tier", "presence")
+
+    def __init__(self, view: ResidencyView) -> None:
+        self._view = view
+        self.by_tier: list[TierListener] = [NullListener() for _ in view.tiers]
+        self.presence: PresenceListener | None = None
+
+    def listen(self, tier: int, listener: TierListener) -> None:
+        """Notify `listener` of what happens in `tier` from now on; one listener a tier."""
+        self.by_tier[tier] = listener
+
+    def observe(self, listener: PresenceListener) -> None:
+        """Notify `listener` where blocks can be read, from now on; there is one."""
+        self.presence = listener
+
+    def presence_changed(self, row: int) -> None:
+        """Where `row` can be read has changed."""
+        if self.presence is not None:
+            rows = self._view.rows
+            key: bytes = rows.keys[row]  # type: ignore[assignment]  # a live row has a key
+            self.presence.changed(self._view.kind_tenant[rows.kind[row]], key, rows.mask[row])
+
+    def release(self, row: int, tiers: int) -> None:
+        """`row` may perhaps leave the tiers whose bit in `tiers` is set."""
+        for tier, listener in enumerate(self.by_tier):
+            if tiers >> tier & 1:
+                listener.released(row)

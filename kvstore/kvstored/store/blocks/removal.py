@@ -1,7 +1,7 @@
-"""The half of the index that takes blocks and copies away, and tells the listeners.
+"""How blocks and copies leave the index.
 
-Owns the rules of leaving: leaf-first by choice, everything by force, and what becomes of a row that is left empty. See
-`index` for the invariants. Never frees a slot: whoever takes a copy does.
+Owns the rules: leaf-first by choice, everything by force. See `index` for the invariants. Never frees a slot: the
+caller does.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import BY_CHOICE, Cause, CopyState, Step, advance
-from kvstored.store.blocks.events import NobodyListens, PresenceListener, TierListener
-from kvstored.store.blocks.temperature import Temperature
+from kvstored.store.blocks.events import Listeners
+from kvstored.store.blocks.temperature import cool, wake
+from kvstored.store.blocks.tree import ChainTree
+from kvstored.store.blocks.view import ResidencyView
 
 _FILLING = int(CopyState.FILLING)  # plain ints: half the time of a comparison with a member
 _RESIDENT = int(CopyState.RESIDENT)
@@ -27,14 +29,13 @@ class TakenCopy(NamedTuple):
     slot: Slot
 
 
-class Removal(Temperature):
-    """A base of `Residency`."""
+class Removal:
+    """By choice a block leaves whole or one copy at a time; by force it leaves whole."""
 
-    def __init__(self, tiers: Sequence[str], durable: int | None, in_memory: int | None) -> None:
-        super().__init__(tiers, durable, in_memory)
-        self._listeners: list[TierListener] = [NobodyListens() for _ in tiers]
-        self._presence: PresenceListener | None = None
-        self.changes = 0  # differs whenever a row or a copy came, went or changed its state; uses and pins do not count
+    def __init__(self, view: ResidencyView, tree: ChainTree, listeners: Listeners) -> None:
+        self._view = view
+        self._tree = tree
+        self._listeners = listeners
 
     def remove(self, row: int, cause: Cause, now_ns: int) -> list[TakenCopy]:
         """Take every copy of a block and remember why. The row ends, or stays as a placeholder under its
@@ -44,25 +45,25 @@ class Removal(Temperature):
         causes) leases end too: pins are dropped, and the caller sees to it that readers keep their bytes
         (limbo).
         """
-        if _IS_BY_CHOICE[cause] and not self.may_forget(row):
+        if _IS_BY_CHOICE[cause] and not self._view.may_forget(row):
             raise RuntimeError(f"row {row} cannot be {cause.name.lower()}: pinned, parent of a block, or being filled")
-        rows = self.rows
+        rows = self._view.rows
         if rows.keys[row] is None:
-            self._wake(row)
+            wake(self._view, row)
         key = rows.keys[row]
         if key is None:
             raise RuntimeError(f"row {row} removed twice")
-        self.pins.pop(row, None)
+        self._view.pins.pop(row, None)
         taken: list[TakenCopy] = []
         held = rows.mask[row] | rows.filling[row]
         while held:
             tier = held.bit_length() - 1
             held ^= 1 << tier
             taken.append(self._take_copy(row, tier))
-        index = self.tenants[self._kind_tenant[rows.kind[row]]]
+        index = self._view.tenants[self._view.kind_tenant[rows.kind[row]]]
         index.ghost.remember(key, cause, now_ns, rows.accesses[row])
         rows.renew(row)
-        self.forget_empty(row)
+        self._tree.forget_empty(row)
         return taken
 
     def remove_chosen(
@@ -73,11 +74,12 @@ class Removal(Temperature):
 
         What nearly every eviction is about goes the short way: a block with one readable copy and nothing on it.
         """
-        rows, copies, pins, bit = self.rows, self.copies[tier], self.pins, 1 << tier
+        view, listener, bit = self._view, self._listeners.by_tier[tier], 1 << tier
+        rows, copies, pins, kind_tenant = view.rows, view.copies[tier], view.pins, view.kind_tenant
         keys, kinds, parents, links, accesses = rows.keys, rows.kind, rows.parent, rows.links, rows.accesses
-        mask, filling, state, kids, kind_tenant = rows.mask, rows.filling, copies.state, copies.kids, self._kind_tenant
-        removed, released = self._listeners[tier].removed, self._listeners[tier].released
-        self.changes += 1
+        mask, filling, state, kids = rows.mask, rows.filling, copies.state, copies.kids
+        removed, released = listener.removed, listener.released
+        view.changes += 1
         freed: list[Slot] = []
         ended: list[int] = []
         for _ in range(count):
@@ -91,7 +93,7 @@ class Removal(Temperature):
                 freed.extend(taken.slot for taken in self.remove(row, cause, now_ns))
                 continue
             tenant = kind_tenant[kinds[row]]
-            index = self.tenants[tenant]
+            index = self._view.tenants[tenant]
             key: bytes = keys[row]  # type: ignore[assignment]  # a live row has a key
             parent = parents[row]
             state[row] = _RETIRED
@@ -99,8 +101,8 @@ class Removal(Temperature):
             mask[row] = 0
             del index.readable[key]
             removed(row)
-            if self._presence is not None:
-                self._tell_presence(row)
+            if self._listeners.presence is not None:
+                self._listeners.presence_changed(row)
             index.ghost.remember(key, cause, now_ns, accesses[row])
             keys[row] = None
             ended.append(row)
@@ -114,9 +116,9 @@ class Removal(Temperature):
                 if not kids[parent]:
                     released(parent)
             elif not above:
-                self.forget_empty(parent)
+                self._tree.forget_empty(parent)
             elif not links[parent]:
-                self._release(parent, above)
+                self._listeners.release(parent, above)
             elif not kids[parent] and above & bit:
                 released(parent)
         rows.give_back_run(ended)
@@ -127,10 +129,10 @@ class Removal(Temperature):
         The listener hears of them together. Raises as `remove` does, for the first that may not go, once those before
         it have.
         """
-        rows, copies, pins, bit = self.rows, self.copies[tier], self.pins, 1 << tier
+        rows, copies, pins, bit = self._view.rows, self._view.copies[tier], self._view.pins, 1 << tier
         keys, parents, links, accesses = rows.keys, rows.parent, rows.links, rows.accesses
         mask, filling, state, kids = rows.mask, rows.filling, copies.state, copies.kids
-        self.changes += 1
+        self._view.changes += 1
         below, plain = -1, 0
         for row in run:
             hangs = 1 if below >= 0 else 0
@@ -143,18 +145,18 @@ class Removal(Temperature):
         rest, gone = run[plain:], run[:plain]
         freed: list[Slot] = []
         if gone:
-            tenant = self._kind_tenant[rows.kind[below]]
-            index = self.tenants[tenant]
+            tenant = self._view.kind_tenant[rows.kind[below]]
+            index = self._view.tenants[tenant]
             parent = parents[below]
             freed = copies.take_run(gone, tenant)
             for row in gone:
                 state[row] = _RETIRED
                 mask[row] = 0
-            self._listeners[tier].removed_run(gone)
+            self._listeners.by_tier[tier].removed_run(gone)
             readable = index.readable
             for row in gone:
-                if self._presence is not None:
-                    self._tell_presence(row)
+                if self._listeners.presence is not None:
+                    self._listeners.presence_changed(row)
                 key: bytes = keys[row]  # type: ignore[assignment]  # a live row has a key
                 del readable[key]
                 keys[row] = None
@@ -166,11 +168,11 @@ class Removal(Temperature):
                 links[parent] -= 1
                 above = mask[parent]
                 if not above:
-                    self.forget_empty(parent)
+                    self._tree.forget_empty(parent)
                 elif not links[parent]:
-                    self._release(parent, above)
+                    self._listeners.release(parent, above)
                 elif not kids[parent] and above & bit:
-                    self._listeners[tier].released(parent)
+                    self._listeners.by_tier[tier].released(parent)
             rows.give_back_run(gone)
         for row in rest:
             freed.extend(taken.slot for taken in self.remove(row, cause, now_ns))
@@ -183,81 +185,47 @@ class Removal(Temperature):
         `forget_empty`. A readable one may go only while another tier has one, else RuntimeError: that is
         `remove`, with a cause.
         """
-        state = self.copies[tier].state[row]
-        if state != _FILLING and not self.rows.mask[row] & ~(1 << tier):
-            raise RuntimeError(f"the last readable copy of row {row} cannot be detached from {self.tiers[tier]}")
-        if self.rows.keys[row] is None:
-            self._wake(row)
+        state = self._view.copies[tier].state[row]
+        if state != _FILLING and not self._view.rows.mask[row] & ~(1 << tier):
+            raise RuntimeError(f"the last readable copy of row {row} cannot be detached from {self._view.tiers[tier]}")
+        if self._view.rows.keys[row] is None:
+            wake(self._view, row)
         taken = self._take_copy(row, tier)
-        if not self.rows.mask[row]:
-            self.forget_empty(row)
+        if not self._view.rows.mask[row]:
+            self._tree.forget_empty(row)
         else:
-            self._cool(row)
+            cool(self._view, row)
         return taken.slot
-
-    def forget_empty(self, row: int) -> None:
-        """End a row that has no copy, unless children hang on it; then its placeholder ancestors, likewise."""
-        rows = self.rows
-        self.changes += 1
-        while row >= 0 and not (rows.links[row] or rows.mask[row] or rows.filling[row]):
-            key = rows.keys[row]
-            if key is None:
-                raise RuntimeError(f"row {row} ended twice")
-            del self.tenants[self._kind_tenant[rows.kind[row]]].unreadable[key]
-            parent = self._unlink(row)
-            rows.give_back(row)
-            row = parent
 
     # Inside
 
     def _take_copy(self, row: int, tier: int) -> TakenCopy:
         """Books only: the rules are the caller's."""
-        copies, rows, bit = self.copies[tier], self.rows, 1 << tier
-        self.changes += 1
+        copies, rows, bit = self._view.copies[tier], self._view.rows, 1 << tier
+        self._view.changes += 1
         before = copies.state[row]
         copies.state[row] = advance(before, Step.ABORT if before == _FILLING else Step.RETIRE)
-        tenant = self._kind_tenant[rows.kind[row]]
+        tenant = self._view.kind_tenant[rows.kind[row]]
         slot = copies.take(row, tenant)
         if before == _FILLING:
             rows.filling[row] &= ~bit
         else:
             rows.mask[row] &= ~bit
             if not rows.mask[row]:
-                index = self.tenants[tenant]
+                index = self._view.tenants[tenant]
                 key = rows.keys[row]
                 index.unreadable[key] = index.readable.pop(key)  # type: ignore[index, arg-type]
-            self._listeners[tier].removed(row)
-            if self._presence is not None:
-                self._tell_presence(row)
+            self._listeners.by_tier[tier].removed(row)
+            if self._listeners.presence is not None:
+                self._listeners.presence_changed(row)
         parent = rows.parent[row]
         if parent >= 0:
             self._child_leaves(parent, tier)
         return TakenCopy(tier, slot)
 
-    def _tell_presence(self, row: int) -> None:
-        rows = self.rows
-        key, tenant = rows.keys[row], self._kind_tenant[rows.kind[row]]
-        self._presence.changed(tenant, key, rows.mask[row])  # type: ignore[union-attr, arg-type]  # a live row has a key
-
     def _child_leaves(self, parent: int, tier: int) -> None:
         """One child less of `parent` is in `tier`."""
-        kids = self.copies[tier].kids
+        kids = self._view.copies[tier].kids
         kids[parent] -= 1
-        if not kids[parent] and self.rows.mask[parent] >> tier & 1:
-            self._listeners[tier].released(parent)
-
-    def _unlink(self, row: int) -> int:
-        """Cut `row` from its parent and return that parent, or -1."""
-        rows = self.rows
-        parent = rows.parent[row]
-        if parent >= 0:
-            rows.parent[row] = -1
-            rows.links[parent] -= 1
-            if not rows.links[parent]:
-                self._release(parent, rows.mask[parent])
-        return parent
-
-    def _release(self, row: int, tiers: int) -> None:
-        for tier, listener in enumerate(self._listeners):
-            if tiers >> tier & 1:
-                listener.released(row)
+        if not kids[parent] and self._view.rows.mask[parent] >> tier & 1:
+            self._listeners.by_tier[tier].released(parent)

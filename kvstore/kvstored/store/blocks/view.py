@@ -1,7 +1,6 @@
-"""What the residency index knows, for reading: the half of `Residency` that policies and listings are given.
+"""What the residency index knows: its columns, and every question about them.
 
-Owns the columns and every question about them. Changes nothing: see `index` for the changes and the
-invariants.
+This is what policies and listings are given. It changes nothing itself: the parts that `index` puts together do.
 """
 
 from __future__ import annotations
@@ -51,7 +50,8 @@ class ResidencyView:
     """Questions about rows; a tier is named by its position. Rows are those of live blocks: a free row's
     answers mean nothing. `durable`: the position of the tier that outlives the daemon, -1 where there is none; the
     last one unless said otherwise. `in_memory`: how many tiers, from the first on, are memory; those before the durable
-    one unless said otherwise.
+    one unless said otherwise. `changes` differs whenever a row or a copy was added, removed or changed its state; uses
+    and pins do not count.
     """
 
     def __init__(self, tiers: Sequence[str], durable: int | None = None, in_memory: int | None = None) -> None:
@@ -65,7 +65,8 @@ class ResidencyView:
         self.tenants: list[TenantIndex] = []
         self.kinds: list[Kind] = []
         self.pins: dict[int, int] = {}
-        self._kind_tenant: list[int] = []
+        self.kind_tenant: list[int] = []  # by kind number
+        self.changes = 0
 
     def tier(self, name: str) -> int:
         """The position of a tier. Raises ValueError for an unknown name."""
@@ -241,11 +242,11 @@ class ResidencyView:
         return NO_PARENT if parent < 0 else self.key(parent)
 
     def tenant_of(self, row: int) -> int:
-        return self._kind_tenant[self.rows.kind[row]]
+        return self.kind_tenant[self.rows.kind[row]]
 
     def tenants_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """`tenant_of` each row, vectorised."""
-        return np.array(self._kind_tenant, np.int64)[np.frombuffer(self.rows.kind, np.uint32)[rows]]
+        return np.array(self.kind_tenant, np.int64)[np.frombuffer(self.rows.kind, np.uint32)[rows]]
 
     def kind(self, row: int) -> Kind:
         """(tenant, fingerprint_id, group)."""

@@ -162,7 +162,7 @@ class Intake:
                     newcomer = self._newcomer(block, parent, mode)
                     found = await self._room.allocate_for(newcomer, block.nbytes, tenant, parent=parent)
                     if found is BYPASSED:
-                        began = self._pass_by(tenant, taken, began, statuses)
+                        began = self._record_bypass(tenant, taken, began, statuses)
                         continue
                     slot = found
                 if slot is None:
@@ -190,13 +190,13 @@ class Intake:
             return None
         return block.key, self._residency.depth(parent) + 1 if parent >= 0 else 0
 
-    def _pass_by(self, tenant: int, taken: Taken, began: int, statuses: bytearray) -> int:
+    def _record_bypass(self, tenant: int, taken: Taken, began: int, statuses: bytearray) -> int:
         """The policy would rather keep what is here than block `began`: nor do those come that continue it."""
         now_ns = self._clock.monotonic_ns()
         while True:
             position, block = taken[began]
             statuses[position] = StoreStatus.THROTTLED
-            self._residency.pass_by(tenant, block.key, now_ns)
+            self._residency.record_bypass(tenant, block.key, now_ns)
             self._counters.add("bypassed_blocks")
             began += 1
             if began == len(taken) or taken[began][1].parent != block.key:

@@ -1,0 +1,219 @@
+"""How blocks and copies are entered into the index.
+
+Owns the numbers of tenants and of row kinds. See `index` for the invariants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvstore_proto.identity import NO_PARENT
+from kvstore_tiers.base import Slot
+from kvstored.lifecycle import CopyState, Step, advance
+from kvstored.store.blocks.events import Listeners, NullListener
+from kvstored.store.blocks.temperature import wake
+from kvstored.store.blocks.tenant import TenantIndex
+from kvstored.store.blocks.tree import ChainTree, CyclicChainError
+from kvstored.store.blocks.view import Kind, ResidencyView
+
+_FILLING = int(CopyState.FILLING)  # a plain int: half the time of a comparison with a member
+_STORED = int(advance(CopyState.ABSENT, Step.RECOVER))  # what a copy is that comes whole
+
+
+class Arrival:
+    """One block at a time (`insert`, `attach`, `publish`), or a piece of a chain at once (`store_run`)."""
+
+    def __init__(self, view: ResidencyView, tree: ChainTree, listeners: Listeners, ghost_keys: int) -> None:
+        self._view = view
+        self._tree = tree
+        self._listeners = listeners
+        self._ghost_keys = ghost_keys
+        self._tenant_numbers: dict[str, int] = {}
+        self._kind_numbers: dict[Kind, int] = {}
+
+    def tenant(self, name: str) -> int:
+        """The number of a tenant, new when first seen."""
+        number = self._tenant_numbers.get(name)
+        if number is None:
+            number = self._tenant_numbers[name] = len(self._view.tenants)
+            self._view.tenants.append(TenantIndex(name, self._ghost_keys))
+            for copies in self._view.copies:
+                copies.bytes_by_tenant.append(0)
+        return number
+
+    def insert(
+        self,
+        tenant: int,
+        key: bytes,
+        parent_key: bytes,
+        *,
+        fingerprint_id: int,
+        group: int,
+        depth: int,
+        payload_bytes: int,
+        now_ns: int,
+    ) -> int:
+        """A row for a block without copies yet: `attach` one next, or `forget_empty` it.
+
+        `parent_key` is 16 zero bytes for the first of a chain; a parent that is not stored becomes a
+        placeholder. The new row starts with the access count that the ghost remembers; storing is an access
+        of its own only through `touch_run`. Raises CyclicChainError for a block that would be its own ancestor;
+        RuntimeError when the block is readable or being filled already.
+        """
+        index = self._view.tenants[tenant]
+        self._view.changes += 1
+        if key == parent_key:
+            raise CyclicChainError(f"block {key.hex()} names itself as its parent")
+        kind = self._kind(tenant, fingerprint_id, group)
+        parent = index.row(parent_key) if parent_key != NO_PARENT else -1
+        row = index.row(key)
+        before = -1
+        if row < 0:
+            row = self._tree.take(key, kind, depth, payload_bytes)
+            index.unreadable[key] = row
+        else:
+            self._tree.check_revivable(row, parent)
+            before = self._tree.unlink(row)
+            self._view.rows.kind[row] = kind
+            self._view.rows.depth[row] = depth
+            self._view.rows.payload_bytes[row] = payload_bytes
+        if parent < 0 and parent_key != NO_PARENT:
+            parent = self._tree.parent_or_placeholder(tenant, parent_key, kind, depth, payload_bytes)
+        if parent >= 0:
+            self._view.rows.parent[row] = parent
+            self._view.rows.links[parent] += 1
+        if before >= 0:
+            self._tree.forget_empty(before)
+        index.fingerprints.add(fingerprint_id)
+        self._view.rows.last_access_ns[row] = now_ns
+        self._view.rows.accesses[row] = index.ghost.accesses(key)
+        return row
+
+    def store_run(
+        self,
+        tenant: int,
+        keys: Sequence[bytes],
+        parent: int,
+        tier: int,
+        slots: Sequence[Slot],
+        *,
+        fingerprint_id: int,
+        group: int,
+        payload_bytes: int,
+        now_ns: int,
+    ) -> list[int]:
+        """`insert` and `attach` of each of `keys`, which continue the chain of row `parent` (-1: begin one), whole and
+        readable in `tier` at once. Raises RuntimeError for a key that has a row already.
+        """
+        rows, copies, index = self._view.rows, self._view.copies[tier], self._view.tenants[tenant]
+        readable, unreadable, ghost = index.readable, index.unreadable, index.ghost
+        kind = self._kind(tenant, fingerprint_id, group)
+        depth = rows.depth[parent] + 1 if parent >= 0 else 0
+        free = rows.reserve(len(keys))
+        if rows.capacity > len(copies.state):
+            for each in self._view.copies:
+                each.grow(rows.capacity)
+        row_keys, parents, links, kinds, depths = rows.keys, rows.parent, rows.links, rows.kind, rows.depth
+        sizes, last, accesses, mask = rows.payload_bytes, rows.last_access_ns, rows.accesses, rows.mask
+        state, kids, bit, recall = copies.state, copies.kids, 1 << tier, ghost.accesses
+        self._view.changes += 1
+        found: list[int] = []
+        for key in keys:
+            if key in readable or key in unreadable or (index.cold is not None and index.cold.get(key) >= 0):
+                raise RuntimeError(f"block {key.hex()} is stored already")
+            row = free.pop()
+            row_keys[row] = key
+            parents[row] = parent
+            kinds[row] = kind
+            depths[row] = depth
+            sizes[row] = payload_bytes
+            last[row] = now_ns
+            accesses[row] = recall(key)
+            mask[row] = bit
+            state[row] = _STORED
+            readable[key] = row
+            if parent >= 0:
+                links[parent] += 1
+                kids[parent] += 1
+            parent = row
+            depth += 1
+            found.append(row)
+        rows.live += len(found)
+        copies.put_run(found, slots, tenant)
+        index.fingerprints.add(fingerprint_id)
+        self._listeners.by_tier[tier].inserted_run(found, now_ns)
+        if self._listeners.presence is not None:
+            for row in found:
+                self._listeners.presence_changed(row)
+        return found
+
+    def attach(self, row: int, tier: int, slot: Slot, now_ns: int, *, filling: bool = False) -> None:
+        """Give `row` a copy in `tier`: readable at once, or (`filling`) after `publish`."""
+        copies = self._view.copies[tier]
+        self._view.changes += 1
+        if self._view.rows.keys[row] is None:
+            wake(self._view, row)
+        advance(copies.state[row], Step.RESERVE if filling else Step.RECOVER)
+        copies.put(row, slot, self._view.kind_tenant[self._view.rows.kind[row]])
+        parent = self._view.rows.parent[row]
+        if parent >= 0:
+            copies.kids[parent] += 1
+        copies.state[row] = _FILLING
+        self._view.rows.filling[row] |= 1 << tier
+        if not filling:
+            self.publish(row, tier, now_ns)
+
+    def publish(self, row: int, tier: int, now_ns: int) -> None:
+        """The copy that was being filled is whole: readable from now on."""
+        copies = self._view.copies[tier]
+        self._view.changes += 1
+        copies.state[row] = advance(copies.state[row], Step.PUBLISH)
+        rows = self._view.rows
+        others = rows.mask[row]
+        if not others:
+            index = self._view.tenants[self._view.kind_tenant[rows.kind[row]]]
+            key = rows.keys[row]
+            index.readable[key] = index.unreadable.pop(key)  # type: ignore[index, arg-type]  # a live row has a key
+        rows.mask[row] = others | 1 << tier
+        rows.filling[row] &= ~(1 << tier)
+        self._listeners.by_tier[tier].inserted(row, now_ns)
+        if self._listeners.presence is not None:
+            self._listeners.presence_changed(row)
+        if others:
+            self._listeners.release(row, others)
+
+    def move(self, row: int, tier: int, slot: Slot) -> Slot:
+        """The bytes of a readable copy were copied to `slot`, of the same size: the copy is there from now on. Returns
+        the slot that it left. Raises RuntimeError for a copy that is not readable or a slot of another size."""
+        copies = self._view.copies[tier]
+        left = self._view.slot(row, tier)
+        if copies.state[row] != _STORED or left.nbytes != slot.nbytes:
+            raise RuntimeError(f"row {row} cannot move from {left} to {slot}: it is {self._view.state(row, tier).name}")
+        self._view.changes += 1
+        copies.place(row, slot)
+        return left
+
+    def kind_number(self, kind: Kind) -> int:
+        """What stands for `kind` in its column."""
+        return self._kind(kind.tenant, kind.fingerprint_id, kind.group)
+
+    def notify_adopted(self, rows: Iterable[int], tier: int, now_ns: int) -> None:
+        """`rows` are new in `tier`, all at once."""
+        listener, presence, view = self._listeners.by_tier[tier], self._listeners.presence, self._view
+        if isinstance(listener, NullListener) and presence is None:
+            return
+        for row in rows:
+            listener.inserted(row, now_ns)
+            if presence is not None:
+                presence.changed(view.tenant_of(row), view.key(row), view.rows.mask[row])
+
+    # Inside
+
+    def _kind(self, tenant: int, fingerprint_id: int, group: int) -> int:
+        kind = (tenant, fingerprint_id, group)
+        number = self._kind_numbers.get(kind)  # type: ignore[call-overload]  # a plain tuple equals its Kind
+        if number is None:
+            number = self._kind_numbers[Kind(*kind)] = len(self._view.kinds)
+            self._view.kinds.append(Kind(*kind))
+            self._view.kind_tenant.append(tenant)
+        return int(number)

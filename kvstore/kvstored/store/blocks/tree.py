@@ -1,0 +1,71 @@
+"""The chain tree: rows, each under its parent, and the placeholders that keep a chain together.
+
+Owns when a row begins and ends. See `index` for the invariants.
+"""
+
+from __future__ import annotations
+
+from kvstored.store.blocks.events import Listeners
+from kvstored.store.blocks.view import ResidencyView
+
+
+class CyclicChainError(ValueError):
+    """A block was to be stored as its own ancestor: the caller's keys are forged or mixed up."""
+
+
+class ChainTree:
+    """`forget_empty` ends what nothing needs any more; a row that has a copy or a child stays."""
+
+    def __init__(self, view: ResidencyView, listeners: Listeners) -> None:
+        self._view = view
+        self._listeners = listeners
+
+    def take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
+        """A new row, without parent, children or copies."""
+        row = self._view.rows.take(key, kind, depth, payload_bytes)
+        if row >= len(self._view.copies[0].state):
+            for copies in self._view.copies:
+                copies.grow(self._view.rows.capacity)
+        return row
+
+    def check_revivable(self, row: int, parent: int) -> None:
+        """Raises RuntimeError for a row that has a copy, CyclicChainError where `parent` descends from it."""
+        if self._view.rows.mask[row] or self._view.rows.filling[row]:
+            raise RuntimeError(f"row {row} inserted while it has a copy")
+        ancestor = parent
+        while ancestor >= 0:  # only here: a row without children cannot close a cycle
+            if ancestor == row:
+                raise CyclicChainError(f"block {self._view.key(row).hex()} would be its own ancestor")
+            ancestor = self._view.rows.parent[ancestor]
+
+    def unlink(self, row: int) -> int:
+        """Cut `row` from its parent and return that parent, or -1."""
+        rows = self._view.rows
+        parent = rows.parent[row]
+        if parent >= 0:
+            rows.parent[row] = -1
+            rows.links[parent] -= 1
+            if not rows.links[parent]:
+                self._listeners.release(parent, rows.mask[parent])
+        return parent
+
+    def forget_empty(self, row: int) -> None:
+        """End a row that has no copy, unless children hang on it; then its placeholder ancestors, likewise."""
+        rows = self._view.rows
+        self._view.changes += 1
+        while row >= 0 and not (rows.links[row] or rows.mask[row] or rows.filling[row]):
+            key = rows.keys[row]
+            if key is None:
+                raise RuntimeError(f"row {row} ended twice")
+            del self._view.tenants[self._view.kind_tenant[rows.kind[row]]].unreadable[key]
+            parent = self.unlink(row)
+            rows.give_back(row)
+            row = parent
+
+    def parent_or_placeholder(self, tenant: int, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
+        """The row of the parent `key` of a block in `depth`, or a new placeholder of that block's `kind` and size."""
+        index = self._view.tenants[tenant]
+        row = index.row(key)
+        if row < 0:
+            row = index.unreadable[key] = self.take(key, kind, max(0, depth - 1), payload_bytes)
+        return row
