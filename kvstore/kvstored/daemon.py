@@ -24,7 +24,6 @@ import grpc
 from kvstore_proto.state_identity import read_ownership
 from kvstore_proto.v1 import admin_pb2_grpc, kvstore_pb2_grpc
 from kvstore_tiers.heap import trim
-from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.directory import TierDirectory, make_directory
 from kvstore_tiers.nvme.errors import DirectoryError
 from kvstore_tiers.nvme.judging_ahead import JudgingAhead
@@ -56,7 +55,7 @@ from kvstored.clients.tenants import Peer, TenantDirectory
 from kvstored.clients.tenants.keyring import Keyring
 from kvstored.clients.tenants.reach import follow_users
 from kvstored.clients.tenants.tokens import load_tokens, names_in
-from kvstored.clock import NS_PER_MS, Clock, SystemClock
+from kvstored.clock import Clock, SystemClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
 from kvstored.health.integrity import Integrity
@@ -66,8 +65,8 @@ from kvstored.lifetime.instance import AlreadyRunning, InstanceLock, who_else_ca
 from kvstored.lifetime.notify import notify
 from kvstored.lifetime.recovery import drop_blocks, recover_blocks
 from kvstored.lifetime.usage_file import UsageFile, restore_usage
-from kvstored.lifetime.warm import Adopted, FormerClients, KeeperError, open_warm
-from kvstored.lifetime.warm.ledger import LEDGER_BYTES
+from kvstored.lifetime.warm import KeeperError
+from kvstored.lifetime.warm.node_memory import NodeMemory
 from kvstored.process import end_without_order, raise_descriptor_limit, set_priority, since_process_start_s
 from kvstored.rpc import unary
 from kvstored.rpc.admin import AdminService, Looks
@@ -136,7 +135,7 @@ async def _serve(config: Config, read: Callable[[], Config], ahead: JudgingAhead
 
     def interrupted() -> None:
         """By somebody at a terminal, who wants the memory back; a service manager sends SIGTERM."""
-        daemon.forgets_memory = True
+        daemon.memory.is_forgotten = True
         daemon.asked_by = "SIGINT"
         stop_wanted.set()
 
@@ -181,9 +180,9 @@ class Daemon:
         self._ready_after_s = 0.0
         self._has_served = False
         self._fresh = FreshDirectories()
+        self.memory = NodeMemory(config)
         self.lifetime: Lifetime | None = None
         self.asked_by = "kvctl"  # to stop
-        self.forgets_memory = False  # at the end: nothing of DRAM is left to a next process
 
     async def start(self) -> None:
         """Everything up to serving. Raises StartupError, leaving nothing behind."""
@@ -229,7 +228,7 @@ class Daemon:
                 if self._has_served:
                     blocks = len(self._store.residency)
                     audit_log.info(
-                        "stopping, as %s asked, with %d blocks: %s", self.asked_by, blocks, self._after_stop()
+                        "stopping, as %s asked, with %d blocks: %s", self.asked_by, blocks, self.memory.after_stop()
                     )
                 self.lifetime.state = State.STOPPING
                 self._handshake.accepting = False
@@ -261,16 +260,19 @@ class Daemon:
         keyring = self._open_keyring()
         self._tenants = TenantDirectory(config.daemon.state_dir, config.tenants, config.tenant_default, keyring)
         self._stack.callback(self._tenants.close)
-        self._warm = open_warm(config.host, config.daemon.state_dir, forget=keyring.dram_is_lost)
-        self._sessions = SessionTable(self._warm.ledger.last_session_id if self._warm is not None else 0)
-        host, residency = self._open_host(), make_residency(config)
+        memory = self.memory
+        self._stack.callback(lambda: memory.close(has_served=self._has_served))
+        host, residency = memory.open(forget=keyring.dram_is_lost), make_residency(config)
+        self._sessions = SessionTable(memory.last_session_id)
         self._nvme = self._open_nvme(residency, forget=keyring.nvme_is_lost) if config.nvme.enabled else None
         keyring.settle()  # with what `TenantDirectory` claimed
-        adopted = self._adopt(host, residency)
+        memory.adopt(residency, self._tenants, self._clock)
         restore_usage(config.daemon.state_dir, residency, self._clock)
-        memory = [open_memory(section, self._stack) for section in config.memory]
-        self._store = Store(config, self._clock, self._completions, residency, host, self._nvme, memory)
-        self._former = self._restore_clients(adopted)
+        slower = [open_memory(section, self._stack) for section in config.memory]
+        self._store = Store(config, self._clock, self._completions, residency, host, self._nvme, slower)
+        self._former = memory.restore_clients(self._store, self._clock)
+        if self._former is not None:
+            self._stack.callback(self._former.close)
         self._usage = UsageFile(config.daemon.state_dir, residency, self._clock, self._store.counters)
         self._stack.push_async_callback(self._usage.save)
         self._stack.push_async_callback(self._store.endurance.close)
@@ -283,57 +285,6 @@ class Daemon:
         if nvme_dir is not None and nvme_dir.is_dir() and read_ownership(state_dir, nvme_dir).problem:
             TierDirectory(nvme_dir, create=False).close()  # that another daemon has it is the better reason
         return Keyring(state_dir, nvme_dir, new_secret=self._new_secret)
-
-    def _open_host(self) -> HostTier:
-        host = self.config.host
-        tier = HostTier(
-            host.capacity_bytes,
-            arena_bytes=host.arena_bytes,
-            mode="sealed" if host.sealed else "owned",
-            copy_threads=host.copy_threads,
-            witness=self._warm,
-            first_number=self._warm.ledger.next_arena if self._warm is not None else 1,
-        )
-        self._stack.callback(self._close_host, tier)
-        if not tier.charge(host.staging_bytes, "staging"):
-            raise StartupError("host.staging does not fit host.capacity")
-        if self._warm is not None and not tier.charge(LEDGER_BYTES, "ledger"):
-            raise StartupError('host.capacity is too small for host.warm_restart; raise it or set warm_restart = "off"')
-        return tier
-
-    def _close_host(self, tier: HostTier) -> None:
-        """The last of the store to go. Memory that is kept stays as it is, blocks and all."""
-        if self._warm is None:
-            tier.close()
-            return
-        if not self._has_served and not self._warm.ledger.arenas():
-            self.forgets_memory = True  # a start that failed, with nothing to keep: no holder stays behind
-        if self.forgets_memory:
-            tier.close()
-        else:
-            self._warm.settle()
-            tier.leave()
-        self._warm.close(forget=self.forgets_memory)
-
-    def _adopt(self, host: HostTier, residency: Residency) -> Adopted:
-        if self._warm is None:
-            return Adopted()
-        adopted = self._warm.adopt(host, residency, self._tenants, self._clock)
-        if adopted.rows:
-            log.info("%d blocks of the process before are in DRAM still", len(adopted.rows))
-        return adopted
-
-    def _restore_clients(self, adopted: Adopted) -> FormerClients | None:
-        if self._warm is None:
-            return None
-        store = self._store
-        former = FormerClients(self._warm.ledger, store.leases, store.counters)
-        former.restore(
-            adopted, store.residency, self._clock.monotonic_ns() + self.config.limits.lease_ttl_ms * NS_PER_MS
-        )
-        self._stack.callback(former.close)
-        self._warm.count(adopted, store.counters)
-        return former
 
     def _open_nvme(self, residency: Residency, *, forget: bool) -> NvmeTier:
         from kvstore_tiers.nvme.tier import NvmeTier
@@ -394,7 +345,7 @@ class Daemon:
 
         def end_session(session: Session) -> None:
             self._verbs.left(session)
-            if self._former is None or self.forgets_memory or self._state() != State.STOPPING.value:
+            if self._former is None or self.memory.is_forgotten or self._state() != State.STOPPING.value:
                 store.leases.release_session(session.session_id)
                 if self._former is not None:
                     self._former.left(session)  # else it may come back to the next process, for its leases
@@ -413,14 +364,8 @@ class Daemon:
         self._handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits.max_clients)
         self.lifetime = Lifetime(
             self._handshake, self._sessions, store.leases, residency, store.writeback, self._on_shutdown,
-            self._after_stop,
+            self.memory.after_stop,
         )  # fmt: skip
-
-    def _after_stop(self) -> str:
-        """What becomes of DRAM, in a sentence."""
-        if self._warm is None:
-            return 'DRAM is given back: nothing keeps it (host.warm_restart = "off", or host.sealed)'
-        return "DRAM is given back, as Ctrl-C asks for" if self.forgets_memory else self._warm.keeper.after_stop
 
     def _recorded(self, verbs: Verbs) -> Verbs:
         """`verbs`, with a recorder listening where the configuration asks for one."""
@@ -530,8 +475,8 @@ class Daemon:
     def _start_tasks(self) -> None:
         tasks = [asyncio.create_task(self._maintenance.run(), name="maintenance")]
         tasks.append(asyncio.create_task(self._tenants.run(), name="names"))
-        if self._warm is not None:
-            tasks.append(asyncio.create_task(self._warm.run(), name="warm restart"))
+        if (warm := self.memory.warm) is not None:
+            tasks.append(asyncio.create_task(warm.run(), name="warm restart"))
         tasks.append(asyncio.create_task(self._usage.run(), name="usage"))
         if self.config.host.prefault:
             wanted = lambda: self._state() != State.STOPPING.value  # noqa: E731

@@ -149,7 +149,7 @@ class Life:
         self.keeper.calls_left = -1
         with suppress(RuntimeError):
             self.former.close()
-        self.tier._threads.close()
+        self.tier._transfers.close()
         descriptors = {self.ledger.fd, *self.warm._kept.values()}
         for arena in {**self.warm._arenas, **self.tier._arenas}.values():
             each: Arena | None = arena

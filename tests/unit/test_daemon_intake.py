@@ -21,7 +21,6 @@ from kvstored.clients.tenants import Peer, Tenant
 from kvstored.config.schema import TenantSection
 from kvstored.rpc.verbs.lending import Lending
 from kvstored.rpc.verbs.storing import Storing
-from kvstored.store.blocks import Residency
 from kvstored.store.blocks.check import check
 from kvstored.store.operations import Operations, intake
 from kvstored.telemetry import DeletionLog
@@ -133,7 +132,7 @@ def test_a_mistake_while_blocks_begin_leaves_nothing(
     async def test(store: Store) -> None:
         small = store.small
         owners: dict[str, object] = {
-            "residency": Residency, "room": small.store.rooms[HOST], "host": small.store.host,
+            "residency": small.residency, "room": small.store.rooms[HOST], "host": small.store.host,
             "staging": store.session.staging,
         }  # fmt: skip
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a mistake of ours"):
@@ -174,7 +173,7 @@ def test_what_is_published_already_stays_published(tmp_path: Path, monkeypatch: 
 
     async def test(store: Store) -> None:
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a mistake of ours"):
-            fail_once(patch, Residency, "publish", 6)
+            fail_once(patch, store.small.residency, "publish", 6)
             await store.store(KEYS)
         store.assert_nothing_left(blocks=5)
         assert await store.store(KEYS) == [pb.STORE_STATUS_PRESENT] * 5 + [STORED]

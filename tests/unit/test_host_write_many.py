@@ -12,7 +12,8 @@ import pytest
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Outcome, OutcomeKind
-from kvstore_tiers.host import AT_ONCE_BYTES, HostTier
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.host_transfers import AT_ONCE_BYTES
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.driving import block, get
 
@@ -72,7 +73,7 @@ def test_a_closed_tier_writes_nothing(payload_bytes: int) -> None:
     assert slot is not None
     segment = tier.slot_segment(slot)
     handed: list[Sequence[Outcome]] = []
-    tier._threads.close()
+    tier._transfers.close()
     tier.write_many([(slot, header, [segment_of(payload)])], handed.append)
     assert [[outcome.kind for outcome in outcomes] for outcomes in handed] == [[OutcomeKind.CANCELLED]]
     assert segment.nbytes == slot.nbytes

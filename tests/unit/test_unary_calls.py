@@ -18,7 +18,6 @@ from kvstored.rpc.unary import CallLimit
 from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.rpc.verbs.naming import NamedBlocks
-from kvstored.store.blocks import Residency
 from tests.reference.tiers import HOST
 from tests.reference.unary_client import names
 from tests.unit.test_daemon_intake import STORED, Store, fail_once, key_of, run
@@ -87,7 +86,7 @@ def test_a_block_that_another_client_is_writing_is_pending(tmp_path: Path) -> No
 def test_a_mistake_in_a_put_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(calls: Calls) -> None:
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a mistake of ours"):
-            fail_once(patch, Residency, "insert", 2)
+            fail_once(patch, calls.store.small.residency, "insert", 2)
             await calls.put(("a", NO_PARENT, 100), ("b", NO_PARENT, 100))
         calls.store.assert_nothing_left()
         assert names((await calls.put(("a", NO_PARENT, 100), ("b", NO_PARENT, 100))).statuses) == ["STORED"] * 2

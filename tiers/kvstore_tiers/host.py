@@ -1,6 +1,6 @@
 """The host tier: blocks in DRAM, in arenas that clients map read-only.
 
-Owns arenas, their capacity and the copy threads (what they do: `image_copies`). Never knows which client maps what, nor
+Owns arenas and their capacity; `host_transfers` owns the copy threads. Never knows which client maps what, nor
 what a lease is.
 Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and whatever the
 daemon `charge`s: staging, the ledger.
@@ -16,10 +16,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
-from kvstore_tiers import failpoints
 from kvstore_tiers.adoption import AdoptedArena, take_over
 from kvstore_tiers.arena import Arena, ArenaMode, ArenaRecord, ArenaWitness
 from kvstore_tiers.base import (
@@ -34,20 +32,14 @@ from kvstore_tiers.base import (
     TierInfo,
     TierState,
     TierStatistics,
-    require_fits,
 )
-from kvstore_tiers.batch import Batch
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.image_copies import ImageCopies
+from kvstore_tiers.host_transfers import HostTransfers, Write, segment_of
 from kvstore_tiers.segments import Bytes
 from kvstore_tiers.sizes import aligned_down, require_slot_size
-from kvstore_tiers.threads import ResidentThreads, Transfer
 
 DEFAULT_ARENA_BYTES = 64 * 2**20
 MAPPED_NAME = "host"
-AT_ONCE_BYTES = 256 * 1024  # copied and hashed in 0.1 ms; a hand-over waits for a core, on a busy machine some ms
-MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second thread and its GIL takes
-Write = tuple[Slot, BlockHeader, Sequence[Segment]]
 
 
 class HostTier(Tier):
@@ -68,7 +60,7 @@ class HostTier(Tier):
     ) -> None:
         kind = "host" if name == MAPPED_NAME else "memory"
         self.info = TierInfo(
-            name, kind, MemoryKind.HOST, Durability.VOLATILE, ALIGNMENT_BYTES, capacity_bytes, True,
+            name, kind, MemoryKind.SYSTEM, Durability.VOLATILE, ALIGNMENT_BYTES, capacity_bytes, True,
             aligned_down(arena_bytes),
         )  # fmt: skip
         self._numa_node = numa_node
@@ -89,9 +81,8 @@ class HostTier(Tier):
         self._blocks_bytes = 0
         self._charges: defaultdict[str, int] = defaultdict(int)
         self._counters = TransferCounters()
-        self._copies = ImageCopies(self._counters)
         self._reshaping = threading.Lock()  # between the control thread and whoever prefaults
-        self._threads = ResidentThreads(f"{name}-copy", copy_threads)
+        self._transfers = HostTransfers(f"{name}-copy", copy_threads, self._counters, self._arena_of)
         self._closed = False
 
     # -- places ------------------------------------------------------------------------------------------------------
@@ -231,9 +222,7 @@ class HostTier(Tier):
         return self._arena_of(slot).view(slot)
 
     def slot_segment(self, slot: Slot) -> Segment:
-        arena = self._arena_of(slot)
-        arena.require_out(slot)
-        return arena.segment(slot)
+        return segment_of(self._arena_of(slot), slot)
 
     def readonly_fd(self, container: int) -> int:
         """A new read-only descriptor of an arena, to be handed to a client; the caller closes it."""
@@ -286,62 +275,26 @@ class HostTier(Tier):
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
-        require_fits(slot, header, segments)
-        self._threads.submit(self._storing(slot, header, segments), done)
+        self._transfers.store(slot, header, segments, done)
 
     def write_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
         """`write` for a batch, over all copy threads where it is large; `done` gets the outcomes in the order of
         `writes`, once, when the last of them has ended. A batch that takes less time than waking a thread is written
         before this returns."""
-        transfers: list[Transfer] = []
-        nbytes = 0
-        for slot, header, segments in writes:
-            require_fits(slot, header, segments)
-            nbytes += header.payload_bytes
-            transfers.append(self._storing(slot, header, segments))
-        parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
-        batch = Batch(transfers, parts, done)
-        if nbytes <= AT_ONCE_BYTES and not failpoints.are_armed() and not self._threads.is_closed:
-            batch.run()
-            return
-        for _ in range(parts):
-            if not self._threads.post(batch.run):
-                batch.end_part()
+        self._transfers.store_many(writes, done)
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
-        source = self.slot_segment(slot)
-        self._threads.submit(lambda: self._copies.load(source, expect_key, segments), done)
+        self._transfers.load(slot, expect_key, segments, done)
 
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
-        self._threads.submit(self._moving(source, slot, expect_key), done)
+        self._transfers.move(source, slot, expect_key, done)
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
-        self._threads.submit(self._moving(self.slot_segment(source), target, expect_key), done)
+        self._transfers.move(self.slot_segment(source), target, expect_key, done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
         """Whether the slot still holds the block as it was stored: DONE or CORRUPT. Moves nothing, counts no read."""
-        source = self.slot_segment(slot)
-        self._threads.submit(lambda: self._copies.verify(source, expect_key), done)
-
-    def _storing(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> Transfer:
-        return self._vouching(slot, partial(self._copies.store, self.slot_segment(slot), header, segments))
-
-    def _moving(self, source: Segment, slot: Slot, expect_key: bytes) -> Transfer:
-        return self._vouching(slot, partial(self._copies.relocate, source, self.slot_segment(slot), expect_key))
-
-    def _vouching(self, slot: Slot, transfer: Transfer) -> Transfer:
-        """The transfer into a slot, after which its arena knows the header that was written."""
-        arena = self._arenas[slot.container]
-        if not arena.is_writable:
-            return transfer
-
-        def run() -> Outcome:
-            outcome = transfer()
-            if outcome.ok and outcome.header is not None:
-                arena.vouch(slot, outcome.header)
-            return outcome
-
-        return run
+        self._transfers.verify(slot, expect_key, done)
 
     # -- over the end of a process -----------------------------------------------------------------------------------
 
@@ -389,7 +342,7 @@ class HostTier(Tier):
         if self._closed:
             return
         self._closed = True
-        self._threads.close()
+        self._transfers.close()
         with self._reshaping:
             for arena in self._arenas.values():
                 part_with(arena)

@@ -36,7 +36,7 @@ class MemoryTier(Tier):
 
     def __init__(self, capacity_bytes: int, *, name: str = "memory") -> None:
         self.info = TierInfo(
-            name, "memory", MemoryKind.HOST, Durability.VOLATILE, 1, capacity_bytes, verifies_reads=True
+            name, "memory", MemoryKind.SYSTEM, Durability.VOLATILE, 1, capacity_bytes, verifies_reads=True
         )
         self._capacity_bytes = capacity_bytes
         self._slots: dict[Slot, tuple[BlockHeader, bytes] | None] = {}

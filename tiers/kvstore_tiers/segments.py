@@ -1,7 +1,7 @@
 """Memory that a transfer reads or fills, named by address.
 
 Owns the `Segment` record and the few operations on raw addresses that every host-memory tier shares: copy, view,
-checksum. Never allocates payload memory and never follows an address that is not HOST or HOST_PINNED.
+checksum. Never allocates payload memory and never follows an address that is not SYSTEM or PINNED.
 Invariants: every copy and checksum of payload here releases the GIL (ctypes.memmove is a foreign call; python-xxhash
 lets go above 100 KiB, and hashes less in microseconds), because a copy that holds it stalls the control thread for
 milliseconds. Headers are copied with the GIL held: that takes a tenth of a microsecond, and getting the GIL back from a
@@ -34,8 +34,8 @@ _small_memmove.restype = None
 class MemoryKind(Enum):
     """What a segment's address means."""
 
-    HOST = "host"  # an address in this process
-    HOST_PINNED = "host-pinned"  # the same, page-locked and known to the GPU driver
+    SYSTEM = "system"  # an address in this process
+    PINNED = "pinned"  # the same, page-locked and known to the GPU driver
     CUDA = "cuda"  # a device address; `Segment.device` says which
     FILE = "file"  # no address: reached by reads and writes alone
 
@@ -51,7 +51,7 @@ class Segment:
 
     address: int
     nbytes: int
-    memory: MemoryKind = MemoryKind.HOST
+    memory: MemoryKind = MemoryKind.SYSTEM
     device: int = 0
     owner: object = None
     generation: int = 0

@@ -100,7 +100,7 @@ class NodeStore:
         self.from_engine = Lane(f"engine→{top}", link, first)
         self.lanes = [self.to_engine, self.from_engine]
         self.tiers = [
-            SimulatedTier(first, settings.capacities[0], loop, self.from_engine, self.to_engine, MemoryKind.HOST)
+            SimulatedTier(first, settings.capacities[0], loop, self.from_engine, self.to_engine, MemoryKind.SYSTEM)
         ]
         above = first
         for medium, nbytes in zip(rest, settings.capacities[1:], strict=True):
@@ -108,7 +108,7 @@ class NodeStore:
             source = first if is_last else above  # blocks are written to the last one from the first, mostly
             up, down = Lane(f"{name}→{top}", medium, first), Lane(f"{source.spec.name}→{name}", source, medium)
             self.lanes += [up, down]
-            kind = MemoryKind.FILE if is_last else MemoryKind.HOST
+            kind = MemoryKind.FILE if is_last else MemoryKind.SYSTEM
             self.tiers.append(SimulatedTier(medium, nbytes, loop, down, up, kind))
             above = medium
         host, *memory = self.tiers

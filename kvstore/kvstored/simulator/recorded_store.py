@@ -62,14 +62,14 @@ class _RecordedStore:
 
         dram = SimulatedTier(
             host, config.host.capacity_bytes, loop, Lane("engine→host", engine, host),
-            Lane("host→engine", host, engine), MemoryKind.HOST,
+            Lane("host→engine", host, engine), MemoryKind.SYSTEM,
         )  # fmt: skip
         config = replace(config, host=replace(config.host, verify_reads="off"))  # there are no bytes
         self._store = Store(
             config, clock, CompletionQueue(loop), make_residency(config),
             cast(HostTier, dram),  # all that the store asks of it is what a simulated tier has
             tier("nvme", config.nvme.capacity_bytes, MemoryKind.FILE) if config.nvme.enabled else None,
-            [tier(section.name, section.capacity_bytes, MemoryKind.HOST) for section in config.memory],
+            [tier(section.name, section.capacity_bytes, MemoryKind.SYSTEM) for section in config.memory],
         )  # fmt: skip
         self._operations = Operations(self._store, DeletionLog(clock))
 

@@ -1,0 +1,99 @@
+"""The daemon's DRAM: the host tier, and what a restart keeps of it.
+
+Opens the tier, takes over what the process before left, and closes it: given back, or left to whatever keeps it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvstore_tiers.host import HostTier
+from kvstored.clients.tenants import TenantDirectory
+from kvstored.clock import NS_PER_MS, Clock
+from kvstored.config import Config
+from kvstored.lifetime.warm.clients import FormerClients
+from kvstored.lifetime.warm.ledger import LEDGER_BYTES
+from kvstored.lifetime.warm.restart import Adopted, WarmRestart, open_warm
+from kvstored.store.assembly import Store
+from kvstored.store.blocks import Residency
+
+log = logging.getLogger(__name__)
+
+
+class NodeMemory:
+    """In this order: `open`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over a restart, None where
+    nothing does. `is_forgotten`: at the end nothing of DRAM is left to a next process.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._host: HostTier | None = None
+        self._adopted = Adopted()
+        self.warm: WarmRestart | None = None
+        self.is_forgotten = False
+
+    def open(self, *, forget: bool) -> HostTier:
+        """`forget`: what is in DRAM is of no use any more. Raises KeeperError; ValueError for a capacity that is too
+        small.
+        """
+        host = self._config.host
+        warm = self.warm = open_warm(host, self._config.daemon.state_dir, forget=forget)
+        tier = self._host = HostTier(
+            host.capacity_bytes,
+            arena_bytes=host.arena_bytes,
+            mode="sealed" if host.sealed else "owned",
+            copy_threads=host.copy_threads,
+            witness=warm,
+            first_number=warm.ledger.next_arena if warm is not None else 1,
+        )
+        if not tier.charge(host.staging_bytes, "staging"):
+            raise ValueError("host.staging does not fit host.capacity")
+        if warm is not None and not tier.charge(LEDGER_BYTES, "ledger"):
+            raise ValueError('host.capacity is too small for host.warm_restart; raise it or set warm_restart = "off"')
+        return tier
+
+    @property
+    def last_session_id(self) -> int:
+        """Of the process before; 0 where nothing is known of one."""
+        return self.warm.ledger.last_session_id if self.warm is not None else 0
+
+    def adopt(self, residency: Residency, tenants: TenantDirectory, clock: Clock) -> None:
+        """Enter the blocks that the process before left in DRAM."""
+        if self.warm is None or self._host is None:
+            return
+        self._adopted = self.warm.adopt(self._host, residency, tenants, clock)
+        if self._adopted.rows:
+            log.info("%d blocks of the process before are in DRAM still", len(self._adopted.rows))
+
+    def restore_clients(self, store: Store, clock: Clock) -> FormerClients | None:
+        """The clients of the process before, with their leases on what was adopted. The caller closes them."""
+        if self.warm is None:
+            return None
+        former = FormerClients(self.warm.ledger, store.leases, store.counters)
+        until_ns = clock.monotonic_ns() + self._config.limits.lease_ttl_ms * NS_PER_MS
+        former.restore(self._adopted, store.residency, until_ns)
+        self.warm.count(self._adopted, store.counters)
+        self._adopted = Adopted()
+        return former
+
+    def after_stop(self) -> str:
+        """What becomes of DRAM, in a sentence."""
+        if self.warm is None:
+            return 'DRAM is given back: nothing keeps it (host.warm_restart = "off", or host.sealed)'
+        return "DRAM is given back, as Ctrl-C asks for" if self.is_forgotten else self.warm.keeper.after_stop
+
+    def close(self, *, has_served: bool) -> None:
+        """The last of the store to be closed. Memory that is kept stays as it is, blocks and all."""
+        host, warm = self._host, self.warm
+        if warm is None:
+            if host is not None:
+                host.close()
+            return
+        if not has_served and not warm.ledger.arenas():
+            self.is_forgotten = True  # a start that failed, with nothing to keep: no holder stays behind
+        if host is not None and self.is_forgotten:
+            host.close()
+        elif host is not None:
+            warm.settle()
+            host.leave()
+        warm.close(forget=self.is_forgotten)

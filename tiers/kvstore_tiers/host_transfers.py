@@ -1,0 +1,95 @@
+"""What the copy threads of the host tier do: copies into slots, out of them and between them, and verification.
+
+Owns the threads. Never allocates or frees a slot. What one copy is: `image_copies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvstore_proto.arena import BlockHeader
+from kvstore_tiers import failpoints
+from kvstore_tiers.arena import Arena
+from kvstore_tiers.base import Completion, Outcome, Segment, Slot, require_fits
+from kvstore_tiers.batch import Batch
+from kvstore_tiers.counters import TransferCounters
+from kvstore_tiers.image_copies import ImageCopies
+from kvstore_tiers.threads import ResidentThreads, Transfer
+
+AT_ONCE_BYTES = 256 * 1024  # copied and hashed in 0.1 ms; a hand-over waits for a core, on a busy machine some ms
+MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second thread and its GIL takes
+Write = tuple[Slot, BlockHeader, Sequence[Segment]]
+
+
+def segment_of(arena: Arena, slot: Slot) -> Segment:
+    """Where an allocated slot is in this process. Raises RuntimeError for one that is not allocated."""
+    arena.require_out(slot)
+    return arena.segment(slot)
+
+
+class HostTransfers:
+    """`arena_of` names the arena of a slot, or raises RuntimeError. `name` is that of the threads."""
+
+    def __init__(
+        self, name: str, copy_threads: int, counters: TransferCounters, arena_of: Callable[[Slot], Arena]
+    ) -> None:
+        self._arena_of = arena_of
+        self._copies = ImageCopies(counters)
+        self._threads = ResidentThreads(name, copy_threads)
+
+    def store(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
+        require_fits(slot, header, segments)
+        self._threads.submit(self._storing(slot, header, segments), done)
+
+    def store_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
+        """See `HostTier.write_many`."""
+        transfers: list[Transfer] = []
+        nbytes = 0
+        for slot, header, segments in writes:
+            require_fits(slot, header, segments)
+            nbytes += header.payload_bytes
+            transfers.append(self._storing(slot, header, segments))
+        parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
+        batch = Batch(transfers, parts, done)
+        if nbytes <= AT_ONCE_BYTES and not failpoints.are_armed() and not self._threads.is_closed:
+            batch.run()
+            return
+        for _ in range(parts):
+            if not self._threads.post(batch.run):
+                batch.end_part()
+
+    def load(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
+        source = segment_of(self._arena_of(slot), slot)
+        self._threads.submit(lambda: self._copies.load(source, expect_key, segments), done)
+
+    def move(self, source: Segment, slot: Slot, expect_key: bytes, done: Completion) -> None:
+        """Copy a whole image to `slot`."""
+        arena = self._arena_of(slot)
+        copy = partial(self._copies.relocate, source, segment_of(arena, slot), expect_key)
+        self._threads.submit(_vouching(arena, slot, copy), done)
+
+    def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
+        source = segment_of(self._arena_of(slot), slot)
+        self._threads.submit(lambda: self._copies.verify(source, expect_key), done)
+
+    def close(self) -> None:
+        self._threads.close()
+
+    def _storing(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> Transfer:
+        arena = self._arena_of(slot)
+        return _vouching(arena, slot, partial(self._copies.store, segment_of(arena, slot), header, segments))
+
+
+def _vouching(arena: Arena, slot: Slot, transfer: Transfer) -> Transfer:
+    """`transfer` into `slot`; afterwards the arena knows the header that was written."""
+    if not arena.is_writable:
+        return transfer
+
+    def run() -> Outcome:
+        outcome = transfer()
+        if outcome.ok and outcome.header is not None:
+            arena.vouch(slot, outcome.header)
+        return outcome
+
+    return run
