@@ -96,7 +96,8 @@ def _ours(socket_dir: Path) -> Any:
     import contextlib
     from functools import partial
 
-    from kvstore_engine.generation import GenerationSettings, Prompt
+    from kvstore_engine.batching import RequestSettings
+    from kvstore_engine.generation import Prompt
     from kvstore_engine.kernels import build, selection
     from kvstore_engine.loading import LoadOptions, open_model
     from kvstore_engine.models.locate import locate
@@ -107,7 +108,7 @@ def _ours(socket_dir: Path) -> Any:
     loaded = stack.enter_context(open_model(locate(MODEL), options))
 
     def respond(prompt: str, keep: object = stack) -> float:
-        answer = loaded.generator.generate(Prompt(prompt), GenerationSettings(max_tokens=1))
+        answer = loaded.generator.generate(Prompt(prompt), RequestSettings(max_tokens=1))
         return answer.timings.ttft_s
 
     return respond

@@ -1,17 +1,11 @@
-"""What is asked of a generation, and the record of what happened: plain values.
-
-Owns the terms in which a request and its answer are described, and their JSON form. It never runs anything.
-"""
+"""A prompt in text, and the record of its answer: plain values, and their JSON form. It never runs anything."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from kvstore_engine.restore.prefix import RestoreReport
-from kvstore_engine.restore.store import StoreReport
-from kvstore_engine.sampler import SamplingSettings
-
-StopReason = Literal["end", "length", "context"]
+from kvstore_engine.batching.events import Reason
+from kvstore_engine.restore.report import RestoreReport, StoreReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +16,6 @@ class Prompt:
 
     text: str
     rendered: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationSettings:
-    """`ignore_end` generates on after the end-of-text token, for measurements of a fixed length."""
-
-    max_tokens: int = 256
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    store: bool = True
-    ignore_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +42,13 @@ class Timings:
 class Generation:
     """One answer. `tokens` are the generated ids, without the one that ended it.
 
-    `stop`: the model ended ("end"), `max_tokens` were reached ("length"), or the context is full ("context").
+    `stop`: why it ended (see `batching.Finished`).
     """
 
     text: str
     tokens: Sequence[int]
     prompt_tokens: int
-    stop: StopReason
+    stop: Reason
     timings: Timings
     restore: RestoreReport
     store: StoreReport

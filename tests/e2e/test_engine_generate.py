@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvstore_engine.errors import UsageError
+from kvstore_engine.batching import BeamSettings, RequestSettings
+from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executor import Executor
 from kvstore_engine.generate import Generator
-from kvstore_engine.generation import GenerationSettings, Prompt
+from kvstore_engine.generation import Prompt
 from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model import load_model
@@ -70,8 +72,8 @@ def bench(model_path: Path) -> Iterator[Bench]:
         yield Bench(model_path, stack)
 
 
-def _settings(max_tokens: int = 12, **changes: object) -> GenerationSettings:
-    return GenerationSettings(max_tokens=max_tokens, ignore_end=True, **changes)  # type: ignore[arg-type]
+def _settings(max_tokens: int = 12, **changes: object) -> RequestSettings:
+    return RequestSettings(max_tokens=max_tokens, ignore_end=True, **changes)  # type: ignore[arg-type]
 
 
 def test_a_warm_answer_equals_a_cold_one(bench: Bench) -> None:
@@ -110,6 +112,34 @@ def test_a_failing_store_costs_nothing_but_its_savings(bench: Bench) -> None:
     assert "storing failed: ConnectionResetError" in answer.store.reason
 
 
+def test_a_store_that_cannot_be_reached_is_not_asked(bench: Bench) -> None:
+    session = bench.session()
+    session.state = "degraded"
+    answer = bench.generator(session).generate(Prompt(LONG), _settings())
+    assert (answer.restore.reason, session.leases, session.puts) == ("the store cannot be reached", [], [])
+
+
+def test_an_answer_is_one(bench: Bench) -> None:
+    for settings in (_settings(n=2), _settings(beams=BeamSettings(2))):
+        with pytest.raises(UsageError, match="one answer"):
+            bench.generator().generate(Prompt("x"), settings)
+
+
+def test_an_answer_that_cannot_be_computed_says_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = bench.generator()
+    free, forward = generator.pool.free_blocks, generator.executor.forward
+
+    def broken(*arguments: object) -> object:
+        logits = forward(*arguments)  # type: ignore[arg-type]
+        logits[:] = np.nan
+        return logits
+
+    monkeypatch.setattr(generator.executor, "forward", broken)
+    with pytest.raises(OperationError, match="the answer failed"):
+        generator.generate(Prompt("the cat"), _settings())
+    assert generator.pool.free_blocks == free
+
+
 def test_no_store_reads_but_does_not_write(bench: Bench) -> None:
     session = bench.session()
     bench.generator(session).generate(Prompt(LONG), _settings(store=False))
@@ -137,7 +167,7 @@ def test_an_end_token_stops_and_is_not_part_of_the_answer(bench: Bench) -> None:
     end = bench.tokenizer.vocabulary.end_ids
     try:
         object.__setattr__(bench.tokenizer.vocabulary, "end_ids", frozenset([last]))
-        stopped = generator.generate(Prompt("the cat"), GenerationSettings(max_tokens=60))
+        stopped = generator.generate(Prompt("the cat"), RequestSettings(max_tokens=60))
     finally:
         object.__setattr__(bench.tokenizer.vocabulary, "end_ids", end)
     assert stopped.stop == "end"
@@ -147,9 +177,9 @@ def test_an_end_token_stops_and_is_not_part_of_the_answer(bench: Bench) -> None:
 def test_a_prompt_is_stored_although_its_answer_ends_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     session = bench.session()
     generator = bench.generator(session)
-    first = generator.generate(Prompt(LONG), GenerationSettings(max_tokens=1, store=False)).tokens[0]
+    first = generator.generate(Prompt(LONG), RequestSettings(max_tokens=1, store=False)).tokens[0]
     monkeypatch.setattr(type(bench.tokenizer), "end_ids", property(lambda tokenizer: frozenset({first})))
-    answer = generator.generate(Prompt(LONG), GenerationSettings(max_tokens=4))
+    answer = generator.generate(Prompt(LONG), RequestSettings(max_tokens=4))
     assert (list(answer.tokens), answer.stop) == ([], "end")
     assert answer.store.stored == answer.prompt_tokens // 64 > 0
 
@@ -160,7 +190,7 @@ def test_the_context_ends_an_answer_and_refuses_a_prompt(bench: Bench) -> None:
     answer = generator.generate(Prompt("the cat sat"), _settings(500))
     assert answer.stop == "context"
     assert count + len(answer.tokens) == 100 + 1  # the last token was chosen and needs no place
-    with pytest.raises(UsageError, match=r"prompt has \d+ tokens and the context holds 100.*raise the context"):
+    with pytest.raises(UsageError, match=r"prompt has \d+ tokens and the context holds 100.*larger context"):
         generator.generate(Prompt(LONG), _settings())
     with pytest.raises(UsageError, match="prompt is empty"):
         generator.generate(Prompt(""), _settings())

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_engine.generation import GenerationSettings, Prompt
+from kvstore_engine.batching import RequestSettings
+from kvstore_engine.generation import Prompt
 from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.loading import LoadOptions, open_model
 from kvstore_engine.models import KNOWN_MODELS, locate
@@ -27,7 +28,7 @@ def _ask(model: Path, question: str, begun: str) -> str:
     with open_model(model, LoadOptions(context=512, threads=1, warm_up=False)) as loaded:
         # The answer is begun: how the model would begin it is a near tie, which any change of rounding decides.
         text = loaded.chat_template().render([{"role": "user", "content": question}]) + begun
-        answer = loaded.generator.generate(Prompt(text, rendered=True), GenerationSettings(max_tokens=24))
+        answer = loaded.generator.generate(Prompt(text, rendered=True), RequestSettings(max_tokens=24))
     assert answer.tokens
     return answer.text
 

@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 
 from kvstore_engine import loading
-from kvstore_engine.generation import Generation, GenerationSettings, Prompt
+from kvstore_engine.batching import RequestSettings
+from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.loading import LoadOptions, open_model
 from tests.reference.fake_daemon import FakeDaemon
 from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
 
 PROMPT = Prompt("the cat sat on the mat and the hat of the rat that ran. " * 16)
-SETTINGS = GenerationSettings(max_tokens=30, ignore_end=True)
+SETTINGS = RequestSettings(max_tokens=30, ignore_end=True)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from kvstore_client.testing import EngineSetting, Restored
 from kvstore_engine import loading
-from kvstore_engine.generation import Generation, GenerationSettings, Prompt
+from kvstore_engine.batching import RequestSettings
+from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.loading import LoadOptions, open_model
 from tests.reference.tiny_llama import write_tiny_llama
 
@@ -35,16 +36,16 @@ class OwnEngine:
         self._generator.tokenizer = _TakesIds(self._generator.tokenizer)  # type: ignore[assignment]
 
     def store(self, tokens: Sequence[int]) -> None:
-        self._answer(tokens, GenerationSettings(max_tokens=1, ignore_end=True))
+        self._answer(tokens, RequestSettings(max_tokens=1, ignore_end=True))
 
     def restore(self, tokens: Sequence[int]) -> Restored:
-        answer = self._answer(tokens, GenerationSettings(max_tokens=_ANSWER_TOKENS, ignore_end=True, store=False))
+        answer = self._answer(tokens, RequestSettings(max_tokens=_ANSWER_TOKENS, ignore_end=True, store=False))
         return Restored(answer.tokens_restored, list(answer.tokens))
 
     def close(self) -> None:
         self._open.close()
 
-    def _answer(self, tokens: Sequence[int], settings: GenerationSettings) -> Generation:
+    def _answer(self, tokens: Sequence[int], settings: RequestSettings) -> Generation:
         self._generator.costs.compute.restore(1, _SLOW_COMPUTE)
         return self._generator.generate(Prompt(" ".join(map(str, tokens))), settings)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings
-from kvstore_engine.restore import CostModel, KvSession
+from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings, Observer
+from kvstore_engine.restore import CostModel, KvSession, RestoreReport
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.memory_session import MemorySession
 from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, twin_pool
@@ -23,7 +23,7 @@ def _session(**changes: Any) -> MemorySession:
     return MemorySession(twin_pool(4).payload_bytes(4), **changes)
 
 
-def _engine(*sessions: KvSession, blocks: int = 256, **settings: Any) -> BatchEngine:
+def _engine(*sessions: KvSession, blocks: int = 256, observer: Observer | None = None, **settings: Any) -> BatchEngine:
     """An engine whose tenants "", "1"... have the given sessions, and for which computing looks slow."""
     clock = StepClock()
     compute = TwinCompute(twin_pool(blocks), on_step=clock.step)
@@ -37,8 +37,46 @@ def _engine(*sessions: KvSession, blocks: int = 256, **settings: Any) -> BatchEn
         settings=EngineSettings(**settings),
         sessions=names.get,
         costs=costs,
+        observer=observer,
         clock=clock,
     )
+
+
+class _Reports(Observer):
+    """What an engine reports of the store."""
+
+    def __init__(self) -> None:
+        self.restored_from: list[RestoreReport] = []
+        self.not_stored: list[str] = []
+
+    def store_answered(self, request_id: str, index: int, report: RestoreReport, t: float) -> None:
+        self.restored_from.append(report)
+
+    def stored(self, request_id: str, index: int, tokens: int, reason: str, begin_s: float, end_s: float) -> None:
+        self.not_stored += [reason] if reason else []
+
+
+def _report_of(session: MemorySession, prompt: list[int]) -> RestoreReport:
+    """Of an engine that knows nothing of the prompt, but what the session has."""
+    reports = _Reports()
+    engine = _engine(session, observer=reports)
+    engine.add(request("asks", prompt, 2, store=False))
+    assert run(engine).tokens["asks", 0] == answer_alone(prompt, 2)
+    _stored(engine)
+    assert all(lease.released for lease in session.leases)
+    (report,) = reports.restored_from
+    return report
+
+
+def _holding(prompt: list[int]) -> MemorySession:
+    """A session that holds the prompt's blocks."""
+    session = _session()
+    engine = _engine(session)
+    engine.add(request("stores", prompt, 2))
+    run(engine)
+    _stored(engine)
+    session.leases.clear()
+    return session
 
 
 def _stored(engine: BatchEngine) -> None:
@@ -224,6 +262,57 @@ def test_blocks_after_a_gap_are_not_stored(status: str) -> None:
     assert outcome.tokens["long", 0] == answer_alone(_prompt(1, 640), 40)
     _stored(engine)
     assert len(session.blocks) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_why_blocks_were_not_stored_is_reported(fails: bool) -> None:
+    reports, prompt = _Reports(), _prompt(1, 640)
+    session = _session(status_of=lambda block: "throttled" if block == 1 else "stored")
+    engine = _engine(session, observer=reports)
+    engine.add(request("long", prompt, 4))
+    if fails:
+        engine.step()
+        session.fail_with = ConnectionResetError("gone")
+    run(engine)
+    _stored(engine)
+    assert ("ConnectionResetError: gone" if fails else "block 1 was throttled") in reports.not_stored[0]
+
+
+def test_what_is_mapped_takes_one_question_and_what_is_not_a_second() -> None:
+    prompt = _prompt(1, 300)
+    session = _holding(prompt)
+    report = _report_of(session, prompt)
+    assert (report.tokens, report.bytes) == (256, 4 * session.block_bytes)
+    assert [len(lease) for lease in session.leases] == [4]
+    session.leases.clear()
+    session.mapped_blocks = 1
+    assert _report_of(session, prompt).tokens == 256
+    assert [len(lease) for lease in session.leases] == [1, 4]
+
+
+def test_a_slow_store_is_not_waited_for() -> None:
+    prompt = _prompt(1, 256)
+    session = _holding(prompt)
+    session.estimated_load_s, session.mapped_blocks = 1e6, 0
+    report = _report_of(session, prompt)
+    assert report.tokens == 0
+    assert report.resident_blocks == 3, "the fourth holds the last token, which is computed in any case"
+    assert report.estimated_load_s > report.estimated_compute_s
+    assert [len(lease) for lease in session.leases] == [0]
+
+
+def test_a_report_says_why_no_more_was_restored() -> None:
+    prompt = _prompt(1, 300)
+    session = _holding(prompt)
+    session.granted_blocks, session.mapped_blocks = 2, 1
+    report = _report_of(session, prompt)
+    assert (report.tokens, "2 of 4" in report.reason) == (128, True)
+    session.leases_stay_valid = False
+    report = _report_of(session, prompt)
+    assert (report.tokens, "0 of 4" in report.reason) == (0, True)
+    assert _report_of(session, _prompt(2, 200)).reason == "never_stored"
+    session.fail_with = ConnectionResetError("gone")
+    assert _report_of(session, prompt).reason == "restoring failed: ConnectionResetError: gone"
 
 
 def test_what_led_to_a_failure_is_not_stored() -> None:

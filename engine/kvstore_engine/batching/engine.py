@@ -23,7 +23,7 @@ from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.errors import UsageError
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.restore import CostModel
+from kvstore_engine.restore import CostModel, RestoreReport
 from kvstore_engine.worker.failure import StepFailed
 
 _PATIENCE_S = 0.01  # for the daemon, beside running answers
@@ -168,6 +168,16 @@ class BatchEngine:
         self._report(plan, begin, compute_s)
         return events
 
+    def drain(self) -> None:
+        """Answer what is under way, then wait until all that was offered is stored, or given up. Each put has a
+        deadline.
+        """
+        while self.has_work:
+            self.step()
+        while self._work.storer.outstanding:
+            self._work.storer.settle(0.0, everything=True)
+            self._work.storer.wait(_IDLE_WAIT_S)
+
     def close(self) -> None:
         """Cancel what is under way and stop the threads. Compute object, pool and sessions are their makers'."""
         if not self._is_closed:
@@ -206,8 +216,8 @@ class BatchEngine:
             # A question for what lies in DRAM is answered in less than a millisecond: rather than in the next step.
             work.restorer.wait(_QUICK_ANSWER_S if is_decoding else 0.0, is_quick=True)
             beside_s = (self.settings.step_stretch - 1) * work.standings.step_s
-            for sequence, tokens in work.restorer.advance(beside_s if is_decoding else _ALONE_S):
-                self._restored(sequence, tokens)
+            for sequence, report in work.restorer.advance(beside_s if is_decoding else _ALONE_S):
+                self._restored(sequence, report)
             self._ask()  # those that waited for blocks that have just come, for what follows them
 
     def _ask(self) -> None:
@@ -220,9 +230,11 @@ class BatchEngine:
                 sequence.asked_daemon = True
                 work.restorer.begin(sequence)
 
-    def _restored(self, sequence: Sequence, tokens: int) -> None:
-        if tokens:
-            self.observer.restored(sequence.request.id, sequence.index, "daemon", tokens, self._clock())
+    def _restored(self, sequence: Sequence, report: RestoreReport) -> None:
+        request_id, now = sequence.request.id, self._clock()
+        if report.tokens:
+            self.observer.restored(request_id, sequence.index, "daemon", report.tokens, now)
+        self.observer.store_answered(request_id, sequence.index, report, now)
 
     def _idle(self, events: list[Event]) -> None:
         """Nothing can be computed now: wait for what is under way, unless there is something to tell."""
@@ -245,13 +257,16 @@ class BatchEngine:
         work.standings.stepped(seconds, len(plan.decodes))
 
     def _store(self, plan: StepPlan) -> None:
-        """Offer new blocks, once their sequence's first token is out: storing must not cost time to first token."""
+        """Offer new blocks, from the step after their sequence's first token on: storing must not delay that."""
         work = self._work
         for part in plan.parts:
             sequence = part.sequence
-            if sequence.holding is not None and sequence.generated and sequence.leads:
+            if sequence.holding is not None and sequence.generated > 1 and sequence.leads:
                 work.storer.offer(sequence)
-        work.storer.settle(_PATIENCE_S, everything=not self.has_work)
+        if self.has_work:
+            work.storer.settle(_PATIENCE_S)
+        else:
+            work.storer.settle(0.0, everything=True)
 
     def _tidy(self) -> None:
         """Give back memory that swapped sequences have left, and move the blocks of the next to yield together, if

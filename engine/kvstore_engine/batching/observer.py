@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvstore_engine.batching.events import Reason, Usage
+from kvstore_engine.restore.report import RestoreReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,9 @@ class Observer:
     def restored(self, request_id: str, index: int, source: Literal["local", "daemon"], tokens: int, t: float) -> None:
         """`tokens` of the prompt need not be computed; local ones are told at admission and when others complete."""
 
+    def store_answered(self, request_id: str, index: int, report: RestoreReport, t: float) -> None:
+        """What the daemon had of a prompt, and what of it was restored; once for each time that it was asked."""
+
     def step(self, record: StepRecord) -> None:
         """A step has been done."""
 
@@ -70,8 +74,8 @@ class Observer:
     def swapped_in(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
         """They are back."""
 
-    def stored(self, request_id: str, index: int, tokens: int, is_stored: bool, begin_s: float, end_s: float) -> None:
-        """A put of `tokens` has ended: they are in the daemon now, or were not taken. One put at a time."""
+    def stored(self, request_id: str, index: int, tokens: int, reason: str, begin_s: float, end_s: float) -> None:
+        """A put of `tokens` has ended: they are in the daemon now, or `reason` says why not. One put at a time."""
 
     def token(self, request_id: str, index: int, t: float) -> None:
         """A token was chosen."""

@@ -17,6 +17,7 @@ from kvstore_engine.blocks import BlockSpace, TrieNode
 from kvstore_engine.restore.costs import CostModel
 from kvstore_engine.restore.fetching import Fetch, Fetcher
 from kvstore_engine.restore.plan import RestorePlan, plan_restore, usable_blocks
+from kvstore_engine.restore.report import RestoreReport
 from kvstore_engine.restore.session import KvLease, KvSession, Tokens
 
 _log = logging.getLogger(__name__)
@@ -39,8 +40,10 @@ class _Restoration:
     next_block: int = 0
     resident_blocks: int = 0
     estimated_load_s: float = 0.0
+    lookup_s: float = 0.0
+    lookup_reason: str = ""
     copy_s: float = 0.0
-    waited_s: float = 0.0
+    failure: str = ""
     is_promoting: bool = field(default=False)
 
 
@@ -100,7 +103,7 @@ class Restorer:
         if fetches and not any(fetch.done for fetch in fetches):
             self._fetcher.wait(fetches, timeout_s)
 
-    def advance(self, budget_s: float) -> list[tuple[Sequence, int]]:
+    def advance(self, budget_s: float) -> list[tuple[Sequence, RestoreReport]]:
         """Go on with all that can, copying for about `budget_s`; the sequences that are through, with what they got."""
         through = []
         deadline = self._clock() + budget_s
@@ -109,13 +112,14 @@ class Restorer:
                 is_through = self._is_through(restoration, deadline)
             else:  # behind others' promotions, or a daemon that hangs: computing is not put off for it
                 is_through = self._clock() > restoration.fetch.due_s + _GRACE_S
+                if is_through:
+                    restoration.failure = "the store did not answer in time"
             if is_through:
                 sequence = restoration.sequence
                 del self._under_way[sequence]
                 self._fetcher.drop(restoration.fetch)
                 self._let_go(restoration)
-                restored = (restoration.next_block - restoration.first_block) * restoration.session.block_tokens
-                through.append((sequence, restored))
+                through.append((sequence, self._report(restoration)))
         return through
 
     def _let_go(self, restoration: _Restoration) -> None:
@@ -129,19 +133,21 @@ class Restorer:
             return self._proceed(restoration, deadline)
         except Exception as error:  # a payload of another size, say: the prompt is computed from here on
             _log.warning("restoring ended early: %s: %s", type(error).__name__, error)
+            restoration.failure = f"restoring ended early: {type(error).__name__}: {error}"
             return True
 
     def _proceed(self, restoration: _Restoration, deadline: float) -> bool:
         """One more part of the way; whether it has ended."""
         lease = restoration.fetch.lease
         if lease is None:
+            restoration.failure = restoration.fetch.failure
             return True
         if restoration.plan is None:
+            restoration.lookup_s, restoration.lookup_reason = restoration.fetch.seconds, str(lease.reason)
             restoration.plan = self._decide(restoration, lease)
         plan = restoration.plan
         if len(lease) < plan.blocks and not restoration.is_promoting:
             restoration.is_promoting = True
-            restoration.waited_s += restoration.fetch.seconds
             restoration.fetch.release()
             # Waiting longer for a promotion than computing takes would be worse than never having asked.
             deadline_s = min(max(plan.compute_s, _LEAST_DEADLINE_S), _MOST_DEADLINE_S)
@@ -167,7 +173,7 @@ class Restorer:
             prompt_tokens=sequence.length,
             resident_blocks=lease.resident_blocks,
             block_tokens=session.block_tokens,
-            block_bytes=self._space.pool.payload_bytes(session.block_tokens // self._space.block_tokens),
+            block_bytes=self._block_bytes(session),
             estimated_load_s=lease.estimated_load_s,
             step_tokens=self._step_tokens,
             costs=self._costs,
@@ -209,8 +215,37 @@ class Restorer:
         copied = restoration.next_block - restoration.first_block
         if copied and restoration.resident_blocks:
             share = copied / restoration.resident_blocks
-            nbytes = copied * self._space.pool.payload_bytes(
-                restoration.session.block_tokens // self._space.block_tokens
-            )
-            seconds = restoration.copy_s + (restoration.fetch.seconds if restoration.is_promoting else 0.0)
-            self._costs.observe_load(nbytes, restoration.estimated_load_s * share, seconds)
+            nbytes = copied * self._block_bytes(restoration.session)
+            self._costs.observe_load(nbytes, restoration.estimated_load_s * share, _restore_s(restoration))
+
+    def _block_bytes(self, session: KvSession) -> int:
+        return self._space.pool.payload_bytes(session.block_tokens // self._space.block_tokens)
+
+    def _report(self, restoration: _Restoration) -> RestoreReport:
+        copied, plan = restoration.next_block - restoration.first_block, restoration.plan
+        return RestoreReport(
+            tokens=copied * restoration.session.block_tokens,
+            bytes=copied * self._block_bytes(restoration.session),
+            resident_blocks=restoration.resident_blocks,
+            lookup_s=restoration.lookup_s,
+            restore_s=_restore_s(restoration),
+            estimated_load_s=plan.load_s if plan is not None else 0.0,
+            estimated_compute_s=plan.compute_s if plan is not None else 0.0,
+            reason=_reason(restoration, copied),
+        )
+
+
+def _restore_s(restoration: _Restoration) -> float:
+    return restoration.copy_s + (restoration.fetch.seconds if restoration.is_promoting else 0.0)
+
+
+def _reason(restoration: _Restoration, copied: int) -> str:
+    plan = restoration.plan
+    if restoration.failure or plan is None:
+        return restoration.failure
+    if restoration.session.state != "connected" and not copied:
+        return "the store cannot be reached"
+    if not plan.blocks:
+        return plan.reason if plan.compute_s else restoration.lookup_reason or plan.reason
+    planned = plan.blocks - restoration.first_block
+    return plan.reason if copied == planned else f"{copied} of {planned} planned blocks could be had"

@@ -118,9 +118,9 @@ class Storer:
         for put in puts:
             self._space.unpin(block for table in put.tables for block in table)
             assert isinstance(put, _SequencePut)
-            is_stored = put.is_stored and bool(put.statuses)
+            is_stored = put.is_stored
             request, tokens = put.sequence.request, len(put.tables) * put.session.block_tokens
-            self._observer.stored(request.id, put.sequence.index, tokens, is_stored, put.begin_s, put.end_s)
+            self._observer.stored(request.id, put.sequence.index, tokens, put.reason, put.begin_s, put.end_s)
             if not is_stored:
                 put.sequence.offered_blocks = _GIVEN_UP
                 for node in put.marks:

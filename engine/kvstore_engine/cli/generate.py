@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from kvstore_engine.batching import RequestSettings
 from kvstore_engine.errors import UsageError
-from kvstore_engine.generation import Generation, GenerationSettings, Prompt
+from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.loading import LoadedModel, LoadOptions, open_model
 from kvstore_engine.models import locate
 from kvstore_engine.sampler import SamplingSettings
@@ -22,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     # The user's own inputs first: a misspelt file must not wait for a model to load.
     text = _read(options.prompt, options.prompt_file)
     system = _read(options.system, options.system_file) if options.system_file or options.system is not None else None
-    settings = GenerationSettings(
+    settings = RequestSettings(
         max_tokens=options.max_tokens,
         sampling=SamplingSettings(options.temperature, options.top_k, options.top_p, options.seed),
         store=not options.no_store,

@@ -9,6 +9,7 @@ from typing import Literal
 
 from kvstore_engine.batching.events import Reason, Usage
 from kvstore_engine.batching.observer import Observer, StepRecord
+from kvstore_engine.restore.report import RestoreReport
 
 
 class FanOut(Observer):
@@ -29,6 +30,10 @@ class FanOut(Observer):
         for observer in self._observers:
             observer.restored(request_id, index, source, tokens, t)
 
+    def store_answered(self, request_id: str, index: int, report: RestoreReport, t: float) -> None:
+        for observer in self._observers:
+            observer.store_answered(request_id, index, report, t)
+
     def step(self, record: StepRecord) -> None:
         for observer in self._observers:
             observer.step(record)
@@ -45,9 +50,9 @@ class FanOut(Observer):
         for observer in self._observers:
             observer.swapped_in(request_id, index, nbytes, runs, begin_s, end_s)
 
-    def stored(self, request_id: str, index: int, tokens: int, is_stored: bool, begin_s: float, end_s: float) -> None:
+    def stored(self, request_id: str, index: int, tokens: int, reason: str, begin_s: float, end_s: float) -> None:
         for observer in self._observers:
-            observer.stored(request_id, index, tokens, is_stored, begin_s, end_s)
+            observer.stored(request_id, index, tokens, reason, begin_s, end_s)
 
     def token(self, request_id: str, index: int, t: float) -> None:
         for observer in self._observers:

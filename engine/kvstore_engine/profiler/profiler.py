@@ -94,8 +94,8 @@ class Profiler(Observer):
         self.events["swapped_in_bytes"] += nbytes
         self.events["swapped_in_runs"] += runs
 
-    def stored(self, request_id: str, index: int, tokens: int, is_stored: bool, begin_s: float, end_s: float) -> None:
-        self.events["stored_tokens" if is_stored else "not_stored_tokens"] += tokens
+    def stored(self, request_id: str, index: int, tokens: int, reason: str, begin_s: float, end_s: float) -> None:
+        self.events["not_stored_tokens" if reason else "stored_tokens"] += tokens
 
     def token(self, request_id: str, index: int, t: float) -> None:
         key = (request_id, index)

@@ -66,8 +66,8 @@ class TracingObserver(Observer):
         else:
             self._file.instant(drawn.track, f"restored {source}", t, tokens=tokens)
 
-    def stored(self, request_id: str, index: int, tokens: int, is_stored: bool, begin_s: float, end_s: float) -> None:
-        told = {"request": request_id, "answer": index, "stored": is_stored}
+    def stored(self, request_id: str, index: int, tokens: int, reason: str, begin_s: float, end_s: float) -> None:
+        told = {"request": request_id, "answer": index, "stored": not reason}
         self._file.span(self._file.track(LANES, "store"), f"{tokens} tokens", begin_s, end_s, **told)
 
     def step(self, record: StepRecord) -> None:

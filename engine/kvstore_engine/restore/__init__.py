@@ -5,13 +5,11 @@ computed.
 from kvstore_engine.restore.costs import CostModel
 from kvstore_engine.restore.fingerprint import model_fingerprint
 from kvstore_engine.restore.plan import RestorePlan, plan_restore
-from kvstore_engine.restore.prefix import RestoreReport, restore_prefix
 from kvstore_engine.restore.profile import CostProfile
+from kvstore_engine.restore.report import RestoreReport, StoreReport
 from kvstore_engine.restore.session import KvSession
-from kvstore_engine.restore.store import BlockStore, StoreReport
 
 __all__ = [
-    "BlockStore",
     "CostModel",
     "CostProfile",
     "KvSession",
@@ -20,5 +18,4 @@ __all__ = [
     "StoreReport",
     "model_fingerprint",
     "plan_restore",
-    "restore_prefix",
 ]

@@ -16,14 +16,22 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from kvstore_engine.restore.session import Bytes, KvSession, Tokens
-from kvstore_engine.restore.store import BlockSender
 
 _log = logging.getLogger(__name__)
 MOST_BLOCKS = 4  # storage blocks in a put: large enough to spread the round trip, a few milliseconds long
 _MOST_WAITING = 64
 _MOST_TELLINGS, _MOST_DUE = 256, 64  # that wait beside them; further ones are forgotten
+
+
+class BlockSender(Protocol):
+    """The part of the block pool that gives blocks out."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    def gather_block(self, block_ids: Sequence[int], dest: Bytes) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +50,18 @@ class Put:
     @property
     def is_stored(self) -> bool:
         """All blocks are in the daemon now."""
-        return not self.failure and all(status in ("stored", "present") for status in self.statuses)
+        return bool(self.statuses) and not self.reason
+
+    @property
+    def reason(self) -> str:
+        """Why not all of them were stored; empty where they were."""
+        if self.failure:
+            return self.failure
+        lost = next((at for at, status in enumerate(self.statuses) if status not in ("stored", "present")), None)
+        if lost is None:
+            return ""
+        # A prefix is found only up to its first gap: blocks after one would be stored in vain.
+        return f"block {self.first_block + lost} was {self.statuses[lost]}; later ones are not stored"
 
 
 @dataclass(slots=True, eq=False)

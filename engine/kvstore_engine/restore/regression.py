@@ -12,9 +12,6 @@ import math
 from collections.abc import Sequence
 from operator import mul
 
-import numpy as np
-import numpy.typing as npt
-
 _SMALLEST_COST_S = 1e-6
 _MAX_VARIANCE = 1e6
 _MAX_RELATIVE_ERROR = 1.0
@@ -25,10 +22,13 @@ class RecursiveLeastSquares:
 
     def __init__(self, prior: Sequence[float], uncertainty: float = 1.0, memory: float = 0.98) -> None:
         """Start from `prior` coefficients; `uncertainty` relative to each says how fast data may move it."""
-        self._take(np.array(prior, np.float64))
+        self.coefficients = [float(value) for value in prior]
         self.samples = 0
         self._memory = memory
-        self._covariance = np.diag(np.maximum(np.abs(self._fit), _SMALLEST_COST_S) * uncertainty) ** 2
+        # Plain lists: products of so few are quicker without NumPy, and every step is observed.
+        self._covariance = [[0.0] * len(prior) for _ in prior]
+        for at, value in enumerate(self.coefficients):
+            self._covariance[at][at] = (max(abs(value), _SMALLEST_COST_S) * uncertainty) ** 2
 
     def predict(self, features: Sequence[float]) -> float:
         """Seconds for `features`; at least 0."""
@@ -39,15 +39,18 @@ class RecursiveLeastSquares:
         if not (math.isfinite(cost_s) and all(map(math.isfinite, features))) or cost_s < 0:
             return
         scale = max(cost_s, _SMALLEST_COST_S)
-        row = np.array(features, np.float64) / scale
-        error = cost_s / scale - float(row @ self._fit)
+        row = [value / scale for value in features]
+        error = cost_s / scale - sum(map(mul, row, self.coefficients))
         error = min(max(error, -_MAX_RELATIVE_ERROR), _MAX_RELATIVE_ERROR)
-        spread = self._covariance @ row
-        gain = spread / (self._memory + float(row @ spread))
-        self._take(self._fit + gain * error)
-        covariance = (self._covariance - np.outer(gain, spread)) / self._memory
-        # Directions that are never excited would grow without bound under forgetting.
-        self._covariance = np.clip((covariance + covariance.T) / 2, -_MAX_VARIANCE, _MAX_VARIANCE)
+        covariance = self._covariance
+        spread = [sum(map(mul, line, row)) for line in covariance]
+        norm = self._memory + sum(map(mul, row, spread))
+        self.coefficients = [value + each / norm * error for value, each in zip(self.coefficients, spread, strict=True)]
+        for at, line in enumerate(covariance):
+            for other in range(at + 1):
+                value = (line[other] - spread[at] * spread[other] / norm) / self._memory
+                # Directions that are never excited would grow without bound under forgetting.
+                line[other] = covariance[other][at] = min(max(value, -_MAX_VARIANCE), _MAX_VARIANCE)
         self.samples += 1
 
     def state(self) -> dict[str, list[float] | int]:
@@ -56,12 +59,8 @@ class RecursiveLeastSquares:
 
     def restore(self, samples: int, coefficients: Sequence[float]) -> None:
         """Continue from a saved fit. ValueError if it is not one of ours."""
-        values = np.array(coefficients, np.float64)
-        if values.shape != self._fit.shape or not np.isfinite(values).all() or samples < 0:
-            raise ValueError(f"not a fit of {self._fit.size} finite coefficients")
-        self._take(values)
+        values = [float(value) for value in coefficients]
+        if len(values) != len(self.coefficients) or not all(map(math.isfinite, values)) or samples < 0:
+            raise ValueError(f"not a fit of {len(self.coefficients)} finite coefficients")
+        self.coefficients = values
         self.samples = samples
-
-    def _take(self, fit: npt.NDArray[np.float64]) -> None:
-        self._fit = fit
-        self.coefficients: list[float] = fit.tolist()  # a product of so few is quicker without NumPy

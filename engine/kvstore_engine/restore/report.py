@@ -1,0 +1,33 @@
+"""What a request got from the store and gave to it: plain values."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a request got from the store. `reason` says, for people, why no more than this was restored.
+
+    lookup_s: until the first answer; restore_s: the rest, promotion and copies. The two estimates are what was compared
+    (see `plan`).
+    """
+
+    tokens: int = 0
+    bytes: int = 0
+    resident_blocks: int = 0
+    lookup_s: float = 0.0
+    restore_s: float = 0.0
+    estimated_load_s: float = 0.0
+    estimated_compute_s: float = 0.0
+    reason: str = "no store"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What became of a request's blocks. `store_s` is the time in puts, which generation did not wait for."""
+
+    stored: int = 0
+    present: int = 0
+    throttled: int = 0
+    failed: int = 0
+    store_s: float = 0.0
+    reason: str = ""
