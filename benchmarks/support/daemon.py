@@ -77,11 +77,11 @@ class BenchDaemon:
             time.sleep(POLL_S)
 
 
-def wait_mapped(timeout_s: float = 30.0) -> None:
+def wait_mapped(timeout_s: float = 180.0) -> None:
     """Until this process's sessions have touched their staging and entered arenas into their page tables.
 
-    A session begins with that, in a thread of its own. It ends by itself within some seconds, the last of them spent
-    waiting for arenas' pages that come late.
+    A session begins with that, in a thread of its own, which rests most of the time: a GiB of arenas takes it up to a
+    minute on a slow machine.
     """
     deadline = time.monotonic() + timeout_s
     while any(thread.name == PREFAULT_THREAD for thread in threading.enumerate()):

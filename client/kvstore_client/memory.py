@@ -24,8 +24,9 @@ Bytes = npt.NDArray[np.uint8]
 MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 MADV_POPULATE_WRITE = 23
 SLICE_BYTES = 256 * 1024  # what an arena that is emptied meanwhile may get back of its memory; about 0.1 ms
-STAGING_REST, ARENA_REST = 7, 60  # times as long as a slice took. A put waits for staging, nobody for arenas: a GiB of
-# them, in each of many clients, is seconds of work
+# Times as long as a slice took. A put waits for memory that it writes; no call waits for arenas that are only read, and
+# a GiB of those, in each of many clients, is seconds of work.
+WRITTEN_REST, READ_REST = 7, 60
 _libc: ctypes.CDLL | None = None
 
 
@@ -73,11 +74,12 @@ def prefault(memory: Bytes, is_wanted: Callable[[], bool]) -> None:
         began = time.monotonic()
         if not is_wanted() or not _madvise(memory, offset, length, MADV_POPULATE_WRITE):
             return
-        time.sleep(STAGING_REST * (time.monotonic() - began))
+        time.sleep(WRITTEN_REST * (time.monotonic() - began))
 
 
-def map_present(arena: Bytes, descriptor: int, is_wanted: Callable[[], bool]) -> int:
-    """Enter those pages of an arena into our page table that exist already; how many bytes. As `prefault` otherwise.
+def map_present(arena: Bytes, descriptor: int, is_wanted: Callable[[], bool], rest: int = READ_REST) -> int:
+    """Enter those pages of an arena into our page table that exist already; how many bytes. As `prefault` otherwise,
+    with `rest` times as long a pause after each slice as it took.
 
     A first read of an arena takes about twice a later one. But reading where there is no page makes one, which counts
     against the daemon's capacity: an arena may have been emptied by now, and its memory be in use elsewhere. So the
@@ -93,7 +95,7 @@ def map_present(arena: Bytes, descriptor: int, is_wanted: Callable[[], bool]) ->
                 break
             done_bytes += end - offset
             offset = end
-            time.sleep(ARENA_REST * (time.monotonic() - began))
+            time.sleep(rest * (time.monotonic() - began))
     return done_bytes
 
 
