@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-_UNDERSTOOD = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep", "cache_position"}
-)
+_CACHES = ("past_key_values", "cache")  # the second is Transformers' name for it from 5.24 on
+_UNDERSTOOD = frozenset({"input_ids", "attention_mask", "position_ids", "logits_to_keep", "cache_position", *_CACHES})
 _HARMLESS = frozenset({"use_cache", "return_dict", "output_attentions", "output_hidden_states", "labels"})
 _ONE_PER_TOKEN = ("output_attentions", "output_hidden_states", "labels")
 
@@ -35,17 +34,18 @@ def listen(model: PreTrainedModel, cache: Listener) -> None:
     names = list(inspect.signature(model.forward).parameters)
     reference = weakref.ref(cache)
 
-    def is_ours(call: Call) -> bool:
-        given = call.get("past_key_values")
-        return given is not None and given is reference()
+    def ours_in(call: Call) -> Listener | None:
+        ours = reference()
+        return ours if ours is not None and any(call.get(name) is ours for name in _CACHES) else None
 
     def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: Call) -> tuple[tuple[Any, ...], Call] | None:
         call = {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
-        return ((), call["past_key_values"].before(call)) if is_ours(call) else None
+        ours = ours_in(call)
+        return ((), ours.before(call)) if ours is not None else None
 
     def after(_: torch.nn.Module, args: tuple[Any, ...], kwargs: Call, output: Any) -> None:
-        if is_ours(kwargs):
-            kwargs["past_key_values"].after()
+        if (ours := ours_in(kwargs)) is not None:
+            ours.after()
 
     hooks = (
         model.register_forward_pre_hook(before, with_kwargs=True),
