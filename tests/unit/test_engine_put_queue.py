@@ -45,7 +45,8 @@ def test_one_put_is_handed_over_at_a_time_with_what_is_told_around_it(session: M
     queue.settle(60.0)
     assert (session.puts, [tokens for _, tokens in session.told]) == ([(0, 1), (1, 1)], [1, 2, 3])
     assert (len(queue.finished()), queue.outstanding) == (2, 1)
-    assert [put.first_block for put in queue.close()] == [2], "given up"
+    (rest,) = queue.close()
+    assert (rest.first_block, rest.is_stored, rest.reason[:8]) == (2, False, "given up")
     assert queue.outstanding == 0
 
 

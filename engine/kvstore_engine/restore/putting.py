@@ -50,13 +50,15 @@ class Put:
     @property
     def is_stored(self) -> bool:
         """All blocks are in the daemon now."""
-        return bool(self.statuses) and not self.reason
+        return not self.reason
 
     @property
     def reason(self) -> str:
         """Why not all of them were stored; empty where they were."""
         if self.failure:
             return self.failure
+        if not self.statuses:
+            return "given up: the engine was closed first"
         lost = next((at for at, status in enumerate(self.statuses) if status not in ("stored", "present")), None)
         if lost is None:
             return ""
