@@ -20,7 +20,6 @@ from kvstored.clients.staging import Staging
 from kvstored.clients.tenants import Peer, Tenant
 from kvstored.config.schema import TenantSection
 from kvstored.rpc.verbs.lending import Lending
-from kvstored.rpc.verbs.storing import Storing
 from kvstored.store.blocks.check import check
 from kvstored.store.operations import Operations, intake
 from kvstored.telemetry import DeletionLog
@@ -42,9 +41,8 @@ class Store:
         self.small = small
         self.puts = Operations(small.store, DeletionLog(small.clock)).put
         self.finish = self.puts.finish
-        self.storing = Storing(self.puts, default_mode="none")
         limits = replace(small.config.limits, max_keys=64, max_block_bytes=1 << 20, inflight_per_client=INFLIGHT_LIMIT)
-        self.lending = Lending(self.storing, limits)
+        self.lending = Lending(self.puts, limits, default_mode="none")
         self.session = self.client()
 
     def client(self) -> Session:

@@ -53,7 +53,7 @@ class Calls:
     def __init__(self, store: Store) -> None:
         self.store = store
         small, nothing = store.small, cast(Any, None)
-        verbs = Verbs(nothing, store.storing, store.lending, nothing, nothing, nothing, nothing, nothing)
+        verbs = Verbs(nothing, store.lending, nothing, nothing, nothing, nothing, nothing)
         self._calls = InlineCalls(
             verbs, nothing, small.residency, small.store.host, small.completions, small.store.counters,
             message_bytes=1 << 20, max_block_bytes=1 << 20,

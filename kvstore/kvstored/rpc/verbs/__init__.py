@@ -20,8 +20,7 @@ from kvstored.rpc.verbs.hints import Hinting
 from kvstored.rpc.verbs.lending import Lending
 from kvstored.rpc.verbs.lookup import LookingUp
 from kvstored.rpc.verbs.reserving import Reserving
-from kvstored.rpc.verbs.storing import Storing
-from kvstored.store.operations.offer import Offer
+from kvstored.store.operations.offer import Offer, Stored
 
 
 class Verbs:
@@ -30,7 +29,6 @@ class Verbs:
     def __init__(
         self,
         look_up: LookingUp,
-        storing: Storing,
         lending: Lending,
         reserving: Reserving,
         get: Acquiring,
@@ -39,7 +37,6 @@ class Verbs:
         explain: Callable[[Session, ExplainRequest], Awaitable[ExplainReply]],
     ) -> None:
         self._look_up = look_up
-        self._storing = storing
         self._lending = lending
         self._reserving = reserving
         self._get = get
@@ -89,7 +86,7 @@ class Verbs:
         self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
         """The answers to a put whose blocks came in its message, as those of a store."""
-        return _stored(self._storing.store(session, offer, durability))
+        return _stored(self._lending.store_inline(session, offer, durability))
 
     async def _slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         if op == "lend":
@@ -111,6 +108,8 @@ class Verbs:
             raise RuntimeError(f"{op} is always answered at once")
 
 
-async def _stored(replies: AsyncGenerator[pb.StoreReply, None]) -> AsyncGenerator[pb.Response, None]:
-    async for reply in replies:
-        yield pb.Response(store=reply)
+async def _stored(answers: AsyncGenerator[Stored, None]) -> AsyncGenerator[pb.Response, None]:
+    async with aclosing(answers):
+        async for each in answers:
+            reply = pb.StoreReply(statuses=each.statuses, durability=each.durability, final=each.final)
+            yield pb.Response(store=reply)

@@ -13,7 +13,6 @@ from kvstored.rpc.verbs.hints import Hinting
 from kvstored.rpc.verbs.lending import Lending
 from kvstored.rpc.verbs.lookup import LookingUp
 from kvstored.rpc.verbs.reserving import Reserving
-from kvstored.rpc.verbs.storing import Storing
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
 from kvstored.store.tiering import MAPPED
@@ -28,11 +27,12 @@ def make_verbs(
     explain: Callable[[Session, ExplainRequest], Awaitable[ExplainReply]],
 ) -> Verbs:
     config, limits, residency = store.config, store.config.limits, store.residency
-    storing = Storing(operations.put, default_mode=config.durability.mode)
-    reserving = Reserving(storing, store.reservations, residency, store.host, store.rooms[MAPPED], store.clock, config)
+    put, default_mode = operations.put, config.durability.mode
+    lending = Lending(put, limits, default_mode=default_mode)
+    reserving = Reserving(put, store.reservations, residency, store.host, store.rooms[MAPPED], store.clock, config)
     acquiring = Acquiring(
         operations.get, residency, misses, max_keys=limits.max_keys, leases_per_client=limits.leases_per_client
     )
     looking_up = LookingUp(operations.look_up, residency, misses, max_keys=limits.max_keys)
     hinting = Hinting(operations.hints, max_keys=limits.max_keys)
-    return Verbs(looking_up, storing, Lending(storing, limits), reserving, acquiring, hinting, deleting, explain)
+    return Verbs(looking_up, lending, reserving, acquiring, hinting, deleting, explain)

@@ -18,16 +18,18 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import Session
 from kvstored.config.schema import LimitsSection
-from kvstored.rpc.verbs.storing import Storing, sent_again
+from kvstored.rpc.verbs.durability import durability_asked, sent_again
 from kvstored.rpc.verbs.validate import claimed_blocks, may_store
-from kvstored.store.operations.offer import NOWHERE, Offer
+from kvstored.store.operations.offer import NOWHERE, Offer, Stored
+from kvstored.store.operations.put import Put
 
 
 class Lending:
-    """See the module."""
+    """`default_mode` is the name of the durability of tenants that have none of their own."""
 
-    def __init__(self, storing: Storing, limits: LimitsSection) -> None:
-        self._storing = storing
+    def __init__(self, put: Put, limits: LimitsSection, *, default_mode: str) -> None:
+        self._put = put
+        self._default_mode = default_mode
         self._limits = limits
 
     async def lend(self, session: Session) -> pb.LendReply:
@@ -40,8 +42,8 @@ class Lending:
             await asyncio.wait(set(session.copying))
         return pb.LendReply(loan=number)
 
-    def store(self, session: Session, request: pb.Store) -> AsyncGenerator[pb.StoreReply, None]:
-        """As `Storing.store`. Raises KVStoreError for a request that is wrong as a whole, or one too many at a time."""
+    def store(self, session: Session, request: pb.Store) -> AsyncGenerator[Stored, None]:
+        """As `Put.store`. Raises KVStoreError for a request that is wrong as a whole, or one too many at a time."""
         limits = self._limits
         keys, parents, extras = claimed_blocks(session, request, limits.max_keys, limits.max_block_bytes)
         pages = request.pages
@@ -54,7 +56,13 @@ class Lending:
         may_store(session, limits.inflight_per_client)
         sizes = [request.payload_bytes] * len(keys)
         offer = Offer(request.group, request.keys, keys, parents, extras, sizes, staging, offsets)
-        return self._storing.store(session, offer, request.durability)
+        return self._put.store(session, offer, durability_asked(session, request.durability, self._default_mode))
+
+    def store_inline(
+        self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
+    ) -> AsyncGenerator[Stored, None]:
+        """A put whose blocks came in its message."""
+        return self._put.store(session, offer, durability_asked(session, durability, self._default_mode))
 
 
 def _offsets(pages: Sequence[int], nbytes: int, staging_bytes: int) -> list[int]:

@@ -20,10 +20,11 @@ from kvstored.clients.sessions import Session
 from kvstored.clients.tenants.peer import has_exited
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.config import Config
-from kvstored.rpc.verbs.storing import Storing, sent_again
+from kvstored.rpc.verbs.durability import durability_asked, sent_again
 from kvstored.rpc.verbs.validate import claimed_blocks, known_group, may_store, payload_size
 from kvstored.store.blocks import Residency
-from kvstored.store.operations.offer import NOWHERE, Offer
+from kvstored.store.operations.offer import NOWHERE, Offer, Stored
+from kvstored.store.operations.put import Put
 from kvstored.store.reservations import Reservation, Reservations
 from kvstored.store.transfer.room import Room
 
@@ -36,7 +37,7 @@ class Reserving:
 
     def __init__(
         self,
-        storing: Storing,
+        put: Put,
         reservations: Reservations,
         residency: Residency,
         host: HostTier,
@@ -44,13 +45,14 @@ class Reserving:
         clock: Clock,
         config: Config,
     ) -> None:
-        self._storing = storing
+        self._put = put
         self._reservations = reservations
         self._residency = residency
         self._host = host
         self._room = room
         self._clock = clock
-        self._put = config.put
+        self._in_place = config.put
+        self._default_mode = config.durability.mode
         self._limits = config.limits
 
     async def reserve(self, session: Session, request: pb.ReserveSlots) -> pb.ReserveSlotsReply:
@@ -59,7 +61,7 @@ class Reserving:
             self._reservations.give_back(session.session_id, request.give_back)
         if not request.blocks:
             return pb.ReserveSlotsReply()
-        if not session.tenant.puts_in_place(self._put):
+        if not session.tenant.puts_in_place(self._in_place):
             raise KVStoreError(
                 ErrorKind.FORBIDDEN, f"put.in_place is off for tenant {session.tenant.name}: put by way of staging"
             )
@@ -92,8 +94,8 @@ class Reserving:
         """Take back slots that their client will never hear of."""
         self._reservations.give_back(session.session_id, reply.reservation)
 
-    def store(self, session: Session, request: pb.Store) -> AsyncGenerator[pb.StoreReply, None]:
-        """As `Storing.store`. Raises KVStoreError for a request that is wrong as a whole, or one too many at a time."""
+    def store(self, session: Session, request: pb.Store) -> AsyncGenerator[Stored, None]:
+        """As `Put.store`. Raises KVStoreError for a request that is wrong as a whole, or one too many at a time."""
         limits = self._limits
         keys, parents, extras = claimed_blocks(session, request, limits.max_keys, limits.max_block_bytes)
         places = [page - 1 for page in request.pages]  # NOWHERE for a block that is not written
@@ -114,7 +116,7 @@ class Reserving:
         sizes = [request.payload_bytes] * len(keys)
         offer = Offer(request.group, request.keys, keys, parents, extras, sizes, blocks, places, blocks)
         try:
-            return self._storing.store(session, offer, request.durability)
+            return self._put.store(session, offer, durability_asked(session, request.durability, self._default_mode))
         except Exception:
             blocks.end()
             raise

@@ -19,8 +19,7 @@ from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import CyclicChainError, Residency
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.filling import Filler, Filling, Part
-from kvstored.store.operations.offer import DurabilityMode, StagedBlock, StoreStatus
-from kvstored.store.operations.settling import Settling
+from kvstored.store.operations.offer import DurabilityMode, Settling, StagedBlock, StoreStatus
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.room import BYPASSED, Room
 from kvstored.store.transfer.writeback import WriteBack

@@ -5,6 +5,7 @@ The numbers of the enumerations are those of the wire's enumerations of the same
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,6 +16,8 @@ from kvstore_tiers.segments import Segment
 from kvstore_tiers.slot import Slot
 
 NOWHERE = -1
+Settling = dict[int, asyncio.Future[bool]]
+"""By a block's place in its put, what will say whether it is durable; nothing where it is not to be written."""
 
 
 class StoreStatus(IntEnum):

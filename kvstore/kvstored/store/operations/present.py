@@ -12,8 +12,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.operations.offer import Durability, DurabilityMode
-from kvstored.store.operations.settling import Settling
+from kvstored.store.operations.offer import Durability, DurabilityMode, Settling
 from kvstored.store.transfer.writeback import WriteBack
 
 Found = Sequence[tuple[int, int]]

@@ -8,15 +8,23 @@ when its put has ended, however it ended, and whether or not its client is there
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 
 from kvstore_proto.identity import NO_PARENT
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.intake import Intake
-from kvstored.store.operations.offer import NOWHERE, DurabilityMode, Offer, StagedBlock, Stored, StoreStatus
+from kvstored.store.operations.offer import (
+    NOWHERE,
+    Durability,
+    DurabilityMode,
+    Offer,
+    Settling,
+    StagedBlock,
+    Stored,
+    StoreStatus,
+)
 from kvstored.store.operations.present import Present
-from kvstored.store.operations.settling import Settling, answers
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters
 
@@ -70,4 +78,36 @@ class Put:
 
         taking = intake.take_in(client, taken, statuses, mode, end)
         client.copying.add(taking)
-        return answers(taking, statuses, durability, settling, mode)
+        return _answers(taking, statuses, durability, settling, mode)
+
+
+async def _answers(
+    taking: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
+) -> AsyncGenerator[Stored, None]:
+    """One answer when the blocks are published; a second, final one when pending ones have settled. `durability` and
+    `present` say what is known, and what will be, of blocks that were stored before."""
+    settling = await asyncio.shield(taking)
+    settling |= present
+    if mode == DurabilityMode.ALWAYS:
+        await _all_settled(settling.values())
+    for position, settled in settling.items():
+        durability[position] = _durability_of(settled)
+    final = Durability.PENDING not in durability
+    yield Stored(bytes(statuses), bytes(durability), final)
+    if not final:
+        await _all_settled(settling.values())
+        for position, settled in settling.items():
+            durability[position] = _durability_of(settled)
+        yield Stored(bytes(statuses), bytes(durability), True)
+
+
+async def _all_settled(futures: Iterable[asyncio.Future[bool]]) -> None:
+    waiting = [future for future in futures if not future.done()]
+    if waiting:
+        await asyncio.wait(waiting)
+
+
+def _durability_of(settled: asyncio.Future[bool]) -> Durability:
+    if not settled.done():
+        return Durability.PENDING
+    return Durability.DURABLE if settled.result() else Durability.VOLATILE
