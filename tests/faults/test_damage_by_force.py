@@ -72,7 +72,7 @@ async def test_a_write_whose_block_was_taken_ends_and_is_not_charged(small: Smal
     assert await small.writeback.flush(FAR_S) == 0
     assert (await asyncio.wait_for(first, FAR_S), await asyncio.wait_for(second, FAR_S)) == (False, True)
     assert small.store.counters["endurance_bytes"] < charged_bytes
-    assert small.writeback.gate.pending_bytes == 0 and check(small.residency) == []
+    assert small.writeback.gate.backlog.nbytes == 0 and check(small.residency) == []
 
 
 @over_a_store()

@@ -243,13 +243,13 @@ async def test_a_daemon_that_stood_still_does_not_blame_the_disk(small: SmallSto
 @over_a_store()
 async def test_a_disk_that_falls_behind_is_given_no_more(small: SmallStore) -> None:
     """What waits for it may be pinned DRAM: bounded by time, at the rate that the disk has shown."""
-    small.writeback.gate.pending_bytes = 32 << 20
-    small.writeback.gate._bytes_per_s = lambda: float(1 << 20)
+    small.writeback.gate.backlog.nbytes = 32 << 20
+    small.writeback.gate.backlog._bytes_per_s = lambda: float(1 << 20)
     assert await small.put(1) is None
     assert small.writeback.why_volatile(small.find(1)) is Refusal.BEHIND
-    small.writeback.gate._bytes_per_s = lambda: float(1 << 30)
+    small.writeback.gate.backlog._bytes_per_s = lambda: float(1 << 30)
     assert await small.is_durable(2)
-    small.writeback.gate.pending_bytes = 0
+    small.writeback.gate.backlog.nbytes = 0
 
 
 @over_a_store()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -56,15 +58,19 @@ class Scene:
         self.nvme, self.clock, self.counters = Quarantining(), StoppedClock(), Counters()
         self.retired: list[Slot] = []
         self.rewritten: list[int] = []
+        self.writeback: Any = SimpleNamespace(
+            is_coming=lambda row: False,
+            write_through=self.rewritten.append,
+            sync=lambda: self.nvme.sync(lambda outcome: None),
+        )
         self.damage = Damage(
             self.residency,
             [self.nvme, self.nvme],
             [lambda slot, tenant: self.retired.append(slot)] * 2,
             self.clock,
             self.counters,
+            lambda: self.writeback,
         )
-        self.damage.rewrite = self.rewritten.append
-        self.damage.make_durable = lambda: self.nvme.sync(lambda outcome: None)
 
     def in_both(self, number: int, parent: int | None = None) -> int:
         row = self.shelf.store(number, parent, tier=NVME)

@@ -17,6 +17,7 @@ from kvstored.store.endurance.budget import DAY_S, MIN_CHUNK_BYTES, Moment
 from kvstored.store.endurance.cost import OVERHEAD_BYTES, medium_bytes
 from kvstored.store.endurance.file import FILE_NAME, BudgetFile
 from kvstored.store.endurance.shares import FairShares
+from kvstored.store.transfer.backlog import Backlog
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.refusals import Refusal, Refusals
 from kvstored.telemetry import Counters
@@ -264,16 +265,15 @@ def test_a_spent_budget_is_found_out_without_a_walk_to_the_head_of_a_long_chain(
     account = EnduranceAccount(tmp_path, DAY_BYTES, clock, Counters())
     breaker: Any = SimpleNamespace(takes_writes=True)
     nobody: Any = None
-    gate = WriteGate(
-        shelf.residency, nobody, account, breaker, Refusals(Counters()), lambda: 1.0, clock, throttle_ms=100
-    )
     walked: list[int] = []
 
-    def is_coming(row: int) -> bool:
-        walked.append(row)
-        return False
+    class Watched(Backlog):
+        def __contains__(self, token: int) -> bool:
+            walked.append(token)
+            return False
 
-    gate.is_coming = is_coming
+    backlog = Watched(lambda: 1.0)
+    gate = WriteGate(shelf.residency, nobody, account, breaker, Refusals(Counters()), backlog, clock, throttle_ms=100)
 
     async def run() -> None:
         assert gate.pay(rows[-1]) is Verdict.SPENT

@@ -22,6 +22,7 @@ from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Admission, Policy, PolicySettings, create, create_admission
 from kvstored.store.reservations import Reservations
 from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.backlog import Backlog
 from kvstored.store.transfer.cut_off import CutOff
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.demotion import Demotion
@@ -97,15 +98,12 @@ class Store:
         self.policies = self._make_policies()
         self.cut_off = CutOff(residency)
         self.mover = Mover(self._make_lanes(), completions, clock)
-        self.damage = Damage(residency, self.tiers, self.retire, clock, self.counters)
+        self.damage = Damage(residency, self.tiers, self.retire, clock, self.counters, lambda: self.writeback)
         self.writeback: WriteBack | None = None
         demoter, below = self._make_rooms_of_keyed()
         if nvme is not None and self.breaker is not None:
             below = [self._make_room(residency.durable, demoter, self._relocation_on(nvme, self.breaker)), *below]
             demoter = self.writeback = self._make_writeback(below[0], self.breaker)
-            self.damage.rewrite = self.writeback.write_through
-            self.damage.is_coming = self.writeback.is_coming
-            self.damage.make_durable = self.writeback.sync
         self.rooms = self._make_rooms_in_memory(demoter, below)
         self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
         self.promoter = Promoter(
@@ -241,7 +239,7 @@ class Store:
             self.residency,
             self._make_admission(config),
             self.endurance, breaker, Refusals(self.counters),
-            lambda: lane.statistics(self.clock.monotonic_ns()).service_bytes_per_s, self.clock,
+            Backlog(lambda: lane.statistics(self.clock.monotonic_ns()).service_bytes_per_s), self.clock,
             throttle_ms=config.nvme.endurance_wait_ms,
         )  # fmt: skip
         links = [self._link(source, self.residency.durable) for source in range(len(self._in_memory))]

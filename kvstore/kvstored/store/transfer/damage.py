@@ -17,6 +17,7 @@ from kvstore_tiers.base import Slot, Tier
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
+from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
@@ -27,10 +28,16 @@ Retire = Callable[[Slot, int], None]
 
 class Damage:
     """`tiers` and `retire` are in the order of the residency's; `retire[position](slot, tenant)` takes slots of a tier
-    in memory, a slot of the durable one is quarantined. `rewrite(row)`, if there is one, makes a row durable again."""
+    in memory, a slot of the durable one is quarantined. `writeback()` is None without a durable tier."""
 
     def __init__(
-        self, residency: Residency, tiers: Sequence[Tier], retire: Sequence[Retire], clock: Clock, counters: Counters
+        self,
+        residency: Residency,
+        tiers: Sequence[Tier],
+        retire: Sequence[Retire],
+        clock: Clock,
+        counters: Counters,
+        writeback: Callable[[], WriteBack | None],
     ) -> None:
         self._residency = residency
         self._tiers = tiers
@@ -38,16 +45,15 @@ class Damage:
         self._clock = clock
         self._counters = counters
         self._logged: OrderedDict[tuple[int, int, int], int] = OrderedDict()
-        self.rewrite: Callable[[int], object] | None = None
-        self.is_coming: Callable[[int], bool] = lambda row: False  # whether write-back is about to read its copy
-        self.make_durable: Callable[[], object] = lambda: None  # what the durable tier was told of its slots
+        self._writeback = writeback
 
     def found(self, position: int, row: int, reason: str) -> None:
         """The copy of a block in the tier at `position` is bad. A copy in memory that waits or is on its way to another
         tier stays where it is, and is found again: what is written fails its checksum."""
-        residency = self._residency
+        residency, writeback = self._residency, self._writeback()
         is_durable = position == residency.durable
-        if not is_durable and (residency.being_filled(row) or self.is_coming(row)):
+        is_coming = writeback is not None and writeback.is_coming(row)  # it is about to read this copy
+        if not is_durable and (residency.being_filled(row) or is_coming):
             return
         key, slot, tenant = residency.key(row).hex(), residency.slot(row, position), residency.tenant_of(row)
         self._counters.add("corrupt_blocks")
@@ -63,8 +69,8 @@ class Damage:
         self._part_with(position, slot, tenant, reason)
         if is_durable:
             self._log(position, slot, f"{what}{other} has it, it is written again")
-            if self.rewrite is not None:
-                self.rewrite(row)
+            if writeback is not None:
+                writeback.write_through(row)
         else:
             self._log(position, slot, f"{what}{other} has it, it is read again")
 
@@ -94,7 +100,9 @@ class Damage:
             self._retire[position](slot, tenant)
             return
         self._tiers[position].quarantine(slot, reason)
-        self.make_durable()
+        writeback = self._writeback()
+        if writeback is not None:
+            writeback.sync()
 
     def _log(self, tier: int, slot: Slot, what: str) -> None:
         place = (tier, slot.container, slot.offset)

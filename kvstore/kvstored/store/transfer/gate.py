@@ -7,25 +7,23 @@ that have to be written with it. Owns no block and no queue; remembers refusals 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import TierBreaker
 from kvstored.store.endurance import TOO_MUCH, EnduranceAccount, Verdict
 from kvstored.store.endurance.cost import COMMIT_BYTES, medium_bytes
 from kvstored.store.policies import Admission
+from kvstored.store.transfer.backlog import Backlog
 from kvstored.store.transfer.prefix import MAX_CHAIN_BLOCKS, MAX_PATH_BLOCKS, missing_path
 from kvstored.store.transfer.refusals import Refusal, Refusals
 
 MAX_BEHIND_S = 10.0  # of writing that waits; beyond it the disk is too slow for what is put
 LEASE_WAIT_S = 2.0  # a lease of the budget is a small write and a sync; a medium that takes longer takes no blocks
-_BEHIND_FROM_BYTES = 8 << 20  # less is no queue
 _USES_WHEN_SCARCE = 2
 
 
 class WriteGate:
-    """`bytes_per_s()` is what the disk has shown that it writes; `throttle_ms`: how long `always` waits for budget."""
+    """`throttle_ms`: how long `always` waits for budget."""
 
     def __init__(
         self,
@@ -34,22 +32,20 @@ class WriteGate:
         endurance: EnduranceAccount,
         breaker: TierBreaker,
         refusals: Refusals,
-        bytes_per_s: Callable[[], float],
+        backlog: Backlog,
         clock: Clock,
         *,
         throttle_ms: int,
     ) -> None:
         self._residency = residency
         self.admission = admission
-        self._bytes_per_s = bytes_per_s
+        self.backlog = backlog
         self._clock = clock
         self._throttle_s = throttle_ms / 1000
         self.endurance = endurance
         self.breaker = breaker
         self.refusals = refusals
-        self.pending_bytes = 0  # kept by write-back
         self._is_commit_paid = False
-        self.is_coming: Callable[[int], bool] = lambda row: False
 
     def admits(self, row: int) -> bool:
         """Whether a block that nobody insists on is worth a write; remembers why not."""
@@ -57,6 +53,10 @@ class WriteGate:
         if refusal is not None:
             self.refuse(row, refusal)
         return refusal is None
+
+    def is_coming(self, row: int) -> bool:
+        """Whether a write of the block waits or is under way."""
+        return self._residency.token(row) in self.backlog
 
     def _why_not(self, row: int) -> Refusal | None:
         if not self.breaker.takes_writes:
@@ -66,7 +66,7 @@ class WriteGate:
             return Refusal.WORTH if self.admission.judges_by_worth(row, now_ns) else Refusal.ADMISSION
         if self.endurance.is_scarce and not self._is_proven(row):
             return Refusal.SCARCE
-        if self.pending_bytes > _BEHIND_FROM_BYTES and self.pending_bytes / self._bytes_per_s() > MAX_BEHIND_S:
+        if self.backlog.seconds > MAX_BEHIND_S:
             return Refusal.BEHIND
         return None
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
 from kvstored.store.endurance import Verdict
+from kvstored.store.transfer.backlog import Write
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits, GroupCommit
 from kvstored.store.transfer.lane import Priority
@@ -29,20 +29,6 @@ from kvstored.store.transfer.throttle import Throttle
 from kvstored.telemetry import Counters, Flows
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Write:
-    """`written` resolves when a durable tier has a copy, `settled` when it is durable, or both to False."""
-
-    token: int
-    tenant: int
-    priority: Priority
-    nbytes: int  # of its slot
-    written: asyncio.Future[bool]
-    settled: asyncio.Future[bool]
-    link: Link | None = None
-    ticket: int = 0
 
 
 class WriteBack:
@@ -67,14 +53,12 @@ class WriteBack:
         self._counters = counters
         self._flows = flows
         self.gate = gate
-        gate.is_coming = self.is_coming
         self._batch = batch
-        self._waiting: dict[int, _Write] = {}  # not started: the next batch
-        self._running: dict[int, _Write] = {}
+        self._backlog = gate.backlog
         self._throttle = Throttle(gate, counters, self._write_paid)
         self._commit = GroupCommit(
             links[0].destination_tier, residency, completions, counters, gate,
-            lambda: bool(self._running), lambda: bool(self._running or self._waiting), batch,
+            lambda: bool(self._backlog.running), lambda: bool(self._backlog), batch,
         )  # fmt: skip
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -112,7 +96,7 @@ class WriteBack:
     def settled(self, row: int) -> asyncio.Future[bool] | None:
         """What says whether a block that is on its way becomes durable; None when it is not. Hurries nothing."""
         token = self._residency.token(row)
-        write = self._waiting.get(token) or self._running.get(token)
+        write = self._backlog.find(token)
         if write is not None:
             return write.settled
         return self._throttle.pending.get(token) or self._commit.pending.get(token)
@@ -124,7 +108,7 @@ class WriteBack:
 
     def pending(self) -> int:
         """Blocks on their way to being durable."""
-        return len(self._waiting) + len(self._running) + len(self._commit.pending) + len(self._throttle.pending)
+        return len(self._backlog) + len(self._commit.pending) + len(self._throttle.pending)
 
     def write_through(self, row: int, *, at_once: bool = False) -> asyncio.Future[bool]:
         """Resolves to whether the block is durable. `at_once`: a client waits, at the priority of demand."""
@@ -147,9 +131,9 @@ class WriteBack:
             self.gate.refuse(row, self.gate.breaker_or(paid))
             settled = loop.create_future()
             settled.set_result(False)
-        if at_once or len(self._waiting) >= self._batch.blocks:
+        if at_once or len(self._backlog.gathering) >= self._batch.blocks:
             self._start_batch()
-        elif self._timer is None and self._waiting:
+        elif self._timer is None and self._backlog.gathering:
             self._timer = loop.call_later(self._batch.delay_ms / 1000 / 2, self._start_batch)
         return settled
 
@@ -194,13 +178,12 @@ class WriteBack:
 
     def is_coming(self, row: int) -> bool:
         """Whether a write of the block waits or is under way."""
-        token = self._residency.token(row)
-        return token in self._waiting or token in self._running
+        return self.gate.is_coming(row)
 
     async def progress(self) -> bool:
         """Wait until a write has ended, starting those that still gather; False when there is nothing to wait for."""
         self._start_batch()
-        if not self._running:
+        if not self._backlog.running:
             return False
         if self._next_end is None:  # one for all who wait: hundreds of promotions may, for as many writes
             self._next_end = asyncio.get_running_loop().create_future()
@@ -211,11 +194,12 @@ class WriteBack:
         """Write and sync everything that waits now; how much of it is still pending when the time is up."""
         self._start_batch()
         self._commit.begin()
-        settling: dict[int, asyncio.Future[bool]] = {token: write.settled for token, write in self._running.items()}
+        running = self._backlog.running
+        settling: dict[int, asyncio.Future[bool]] = {token: write.settled for token, write in running.items()}
         settling |= self._commit.pending | self._throttle.pending
         if settling:
             await asyncio.wait(settling.values(), timeout=timeout_s)
-        late = (self._running, self._commit.pending, self._throttle.pending)
+        late = (self._backlog.running, self._commit.pending, self._throttle.pending)
         return sum(any(token in pending for pending in late) for token in settling)
 
     def sync(self) -> asyncio.Future[bool]:
@@ -224,17 +208,16 @@ class WriteBack:
 
     # Writing
 
-    def _enqueue(self, row: int, priority: Priority) -> _Write:
+    def _enqueue(self, row: int, priority: Priority) -> Write:
         token = self._residency.token(row)
-        write = self._waiting.get(token) or self._running.get(token)
+        write = self._backlog.find(token)
         if write is None:
             loop = asyncio.get_running_loop()
-            write = _Write(
+            write = Write(
                 token, self._residency.tenant_of(row), priority, self._source(row).nbytes,
                 loop.create_future(), loop.create_future(),
             )  # fmt: skip
-            self._waiting[token] = write
-            self.gate.pending_bytes += write.nbytes
+            self._backlog.add(write)
             self.gate.refusals.forget(token)
             self._residency.pin(row)
         elif priority < write.priority:
@@ -250,9 +233,7 @@ class WriteBack:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        batch, self._waiting = self._waiting, {}
-        self._running |= batch  # all of them, before anything is asked that may fail
-        for write in batch.values():
+        for write in self._backlog.start():  # all of them, before anything is asked that may fail
             if not self._residency.is_current(write.token):
                 self._abandon(write)
                 continue
@@ -264,7 +245,7 @@ class WriteBack:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _find_room(self, write: _Write) -> None:
+    async def _find_room(self, write: Write) -> None:
         try:
             slot = await self._room.allocate(write.nbytes, write.tenant)
         except Exception:  # a mistake of ours must not leave its block pinned and its waiters waiting for ever
@@ -278,17 +259,17 @@ class WriteBack:
         else:
             self._begin(write, slot)
 
-    def _give_up(self, write: _Write, refusal: Refusal) -> None:
+    def _give_up(self, write: Write, refusal: Refusal) -> None:
         """Nothing of it was written, so nothing of it is charged."""
         self.gate.refusals.note(write.token, refusal)
         self._abandon(write)
 
-    def _abandon(self, write: _Write) -> None:
+    def _abandon(self, write: Write) -> None:
         """As `_give_up`, of a block that may be gone: there is nobody to tell why."""
         self.gate.refund(write.tenant, write.nbytes)
         self._finish(write, False)
 
-    def _begin(self, write: _Write, slot: Slot) -> None:
+    def _begin(self, write: Write, slot: Slot) -> None:
         """Queue the write; the row is pinned, so its host copy stays until the end."""
         residency = self._residency
         row = residency.current(write.token)
@@ -309,7 +290,7 @@ class WriteBack:
             return
         write.link, write.ticket = link, ticket
 
-    def _written(self, write: _Write, row: int, slot: Slot, outcome: Outcome) -> None:
+    def _written(self, write: Write, row: int, slot: Slot, outcome: Outcome) -> None:
         residency = self._residency
         if outcome.ok:
             self._commit.note(write.token, write.settled)
@@ -331,13 +312,12 @@ class WriteBack:
 
     def cancel_queued(self) -> None:
         """NVMe is shed: what has not begun is not waited for, and its DRAM copies may leave again."""
-        for write in list(self._running.values()):
+        for write in list(self._backlog.running.values()):
             if write.link is not None:
                 write.link.cancel(write.ticket)
 
-    def _finish(self, write: _Write, written: bool) -> None:
-        del self._running[write.token]
-        self.gate.pending_bytes -= write.nbytes
+    def _finish(self, write: Write, written: bool) -> None:
+        self._backlog.end(write)
         row = self._residency.current(write.token)
         if row >= 0:
             self._residency.unpin(row)

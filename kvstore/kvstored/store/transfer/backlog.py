@@ -1,0 +1,68 @@
+"""The backlog: blocks on their way to the durable tier, those that gather for the next batch and those being written.
+
+Pure bookkeeping: write-back enters and ends writes, the gate asks how far behind the disk is.
+Invariant: a block has one write at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.link import Link
+
+_QUEUE_FROM_BYTES = 8 << 20  # less is no queue
+
+
+@dataclass(slots=True)
+class Write:
+    """`written` resolves when a durable tier has a copy, `settled` when it is durable, or both to False."""
+
+    token: int
+    tenant: int
+    priority: Priority
+    nbytes: int  # of its slot
+    written: asyncio.Future[bool]
+    settled: asyncio.Future[bool]
+    link: Link | None = None
+    ticket: int = 0
+
+
+class Backlog:
+    """Writes by the token of their row. `bytes_per_s()` is what the disk has shown that it writes."""
+
+    def __init__(self, bytes_per_s: Callable[[], float]) -> None:
+        self._bytes_per_s = bytes_per_s
+        self.gathering: dict[int, Write] = {}
+        self.running: dict[int, Write] = {}
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self.gathering) + len(self.running)
+
+    def __contains__(self, token: int) -> bool:
+        return token in self.gathering or token in self.running
+
+    def find(self, token: int) -> Write | None:
+        return self.gathering.get(token) or self.running.get(token)
+
+    def add(self, write: Write) -> None:
+        self.gathering[write.token] = write
+        self.nbytes += write.nbytes
+
+    def start(self) -> list[Write]:
+        """What gathered is running from now on."""
+        batch, self.gathering = self.gathering, {}
+        self.running |= batch
+        return [*batch.values()]
+
+    def end(self, write: Write) -> None:
+        del self.running[write.token]
+        self.nbytes -= write.nbytes
+
+    @property
+    def seconds(self) -> float:
+        """How long the disk needs for it."""
+        return self.nbytes / self._bytes_per_s() if self.nbytes > _QUEUE_FROM_BYTES else 0.0
