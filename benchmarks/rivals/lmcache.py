@@ -36,7 +36,8 @@ SHAPE = "(2,512,16,8,64):float16:8"
 REQUEST_MIB = 32
 START_TIMEOUT_S = 60.0
 L1_GB = 4
-OURS = "kvstored"
+OURS, IN_PLACE = "kvstored", "kvstored in place"
+IN_PLACE_FASTER = 5.0
 MODES = {"LMCache engine-driven": "engine_driven", "LMCache server-driven": "lmcache_driven"}
 PAUSE_S = 0.05
 PROBE_LIMIT_US = 50.0
@@ -55,13 +56,17 @@ def compare(quick: bool) -> list[Row]:
     )  # fmt: skip
     with ExitStack() as stack:
         daemon = stack.enter_context(bench_daemon(*daemon_settings))
+        writable = stack.enter_context(bench_daemon(*daemon_settings, "put.in_place=true"))
         rpc_url, http_url = stack.enter_context(_lmcache_server())
-        ours: Command = [sys.executable, WORKERS / "kvstored_client.py", daemon.socket_dir, "requests"]
-        contenders = {OURS: stack.enter_context(contender(OURS, ours))}
+        contenders = {}
+        for name, each in ((OURS, daemon), (IN_PLACE, writable)):
+            ours: Command = [sys.executable, WORKERS / "kvstored_client.py", each.socket_dir, "requests"]
+            contenders[name] = stack.enter_context(contender(name, ours))
         for name, mode in MODES.items():
             theirs: Command = [LMCACHE.bin("python"), WORKERS / "lmcache_client.py", rpc_url, http_url, mode, SHAPE]
             contenders[name] = stack.enter_context(contender(name, theirs, QUIET))
-        daemon.wait_prefaulted(arenas_mib << 20)
+        for each in (daemon, writable):
+            each.wait_prefaulted(arenas_mib << 20)
         alone, echo = stack.enter_context(copies()), stack.enter_context(echoes())
         alone.prepare(1, REQUEST_MIB << 20)
         requests = _Requests(contenders, echo, alone)
@@ -82,6 +87,7 @@ def _rows(requests: _Requests, rounds: int, lookups: int, tool: dict[str, Sample
         *lookup_rows("lookup_8_blocks", busy),
         *lookup_rows("lookup_8_blocks_after_a_pause", {**calm, **tool["lookup"]}),
         *speed_rows("store_32mib", {**stored, **tool["store"]}),
+        in_place_row({**stored, **tool["store"]}),
         *speed_rows("retrieve_32mib", {**retrieved, **tool["retrieve"]}),
     ]
     probes = take_turns({OURS: partial(requests.ask_many, "probe", lookups, OURS)}, rounds)[OURS]
@@ -104,10 +110,11 @@ class _Requests:
         self._stored: dict[str, list[int]] = {name: [] for name in self._contenders}
 
     def each(self, action: Callable[[str, int], Sequence[float]]) -> dict[str, Action]:
-        return {name: partial(action, name) for name in self._contenders}
+        return {name: partial(action, name) for name in self._contenders if name != IN_PLACE}
 
     def stores(self) -> dict[str, Action]:
-        return {**self.each(self.store), **self._alone.beside("put", REQUEST_MIB << 20)}
+        in_place = {IN_PLACE: partial(self.store, IN_PLACE)}
+        return {**self.each(self.store), **in_place, **self._alone.beside("put", REQUEST_MIB << 20)}
 
     def retrievals(self) -> dict[str, Action]:
         return {**self.each(self.retrieve), **self._alone.beside("get", REQUEST_MIB << 20)}
@@ -162,6 +169,15 @@ def speed_rows(name: str, samples: Samples) -> list[Row]:
         limits = of_copies(samples, gb)
         rows.append(Row(f"{name}_vs_{slug}", ours, "GB/s", theirs, best, AT_LEAST, 3.0, **limits))
     return rows
+
+
+def in_place_row(samples: Samples) -> Row:
+    """The put without a copy, against the better of the rival's modes."""
+    gb = REQUEST_MIB * (1 << 20) / 1e9
+    best = best_of(samples, [key for key in samples if key.startswith(tuple(MODES))])
+    ours, theirs = gb / median(samples[IN_PLACE]), gb / median(samples[best])
+    limits = of_copies(samples, gb)
+    return Row("store_32mib_in_place_vs_best", ours, "GB/s", theirs, best, AT_LEAST, IN_PLACE_FASTER, **limits)
 
 
 def parse_own_tool(text: str) -> dict[str, list[float]]:

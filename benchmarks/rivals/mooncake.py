@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from functools import partial
 
 from support.daemon import bench_daemon
 from support.report import Row
@@ -16,7 +15,7 @@ from support.report import Row
 from rivals.contender import WORKERS, Command, contender
 from rivals.environments import MOONCAKE, in_network_namespace
 from rivals.limits import copies
-from rivals.values import OURS, SIZES_MIB, VALUES, WARM_UP, arenas_mib, compare_values
+from rivals.values import IN_PLACE, OURS, SIZES_MIB, VALUES, WARM_UP, arenas_mib, compare_values
 
 NAME = "Mooncake TCP"
 QUIET = {"GLOG_minloglevel": "2"}
@@ -31,12 +30,19 @@ def compare(quick: bool) -> list[Row]:
     mib = arenas_mib(rounds)
     settings = (f"host.capacity={mib + 512}MiB", f"host.prefault_ahead={mib}MiB", "nvme.enabled=false")
     with ExitStack() as stack:
-        daemon = stack.enter_context(bench_daemon(*settings))
-        ours: Command = [sys.executable, WORKERS / "kvstored_client.py", daemon.socket_dir, "values"]
-        contenders = {
-            OURS: stack.enter_context(contender(OURS, ours)),
-            NAME: stack.enter_context(contender(NAME, in_network_namespace(command), QUIET)),
+        daemons = {
+            OURS: stack.enter_context(bench_daemon(*settings)),
+            IN_PLACE: stack.enter_context(bench_daemon(*settings, "put.in_place=true")),
         }
+        contenders = {}
+        for name, daemon in daemons.items():
+            ours: Command = [sys.executable, WORKERS / "kvstored_client.py", daemon.socket_dir, "values"]
+            contenders[name] = stack.enter_context(contender(name, ours))
+        contenders[NAME] = stack.enter_context(contender(NAME, in_network_namespace(command), QUIET))
         alone = stack.enter_context(copies())
-        ready = partial(daemon.wait_prefaulted, mib << 20, timeout_s=120)
+
+        def ready() -> None:
+            for daemon in daemons.values():
+                daemon.wait_prefaulted(mib << 20, timeout_s=120)
+
         return compare_values(contenders, alone, rounds, ready)

@@ -23,7 +23,7 @@ VALUES = 64
 SIZES_MIB = (1, 4)
 WARM_UP = 2
 FASTER = 3.0
-OURS = "kvstored"
+OURS, IN_PLACE = "kvstored", "kvstored in place"
 
 
 def arenas_mib(rounds: int) -> int:
@@ -36,7 +36,7 @@ def compare_values(
 ) -> list[Row]:
     """`ready` waits for our daemon's prefault, which starts when the first client that writes has connected."""
     rows: list[Row] = []
-    rivals = [name for name in contenders if name != OURS]
+    rivals = [name for name in contenders if name not in (OURS, IN_PLACE)]
     for one in contenders.values():
         for size_mib in SIZES_MIB:
             one.ask("prepare", values=VALUES, value_bytes=size_mib << 20)
@@ -63,16 +63,18 @@ def compare_values(
             speed_row(f"put_64_of_{size_mib}mib", puts, rivals, size_mib),
             speed_row(f"get_64_of_{size_mib}mib", gets, rivals, size_mib),
         ]
+        if IN_PLACE in contenders:
+            rows.append(speed_row(f"put_64_of_{size_mib}mib_in_place", puts, rivals, size_mib, IN_PLACE))
         progress(f"our lease of {VALUES} of {size_mib} MiB, read in place: {median(leases[OURS]) * 1e3:.2f} ms")
     return rows
 
 
-def speed_row(name: str, samples: Samples, rivals: Sequence[str], size_mib: int) -> Row:
+def speed_row(name: str, samples: Samples, rivals: Sequence[str], size_mib: int, ours_name: str = OURS) -> Row:
     best = best_of(samples, rivals)
     gb = VALUES * size_mib * (1 << 20) / 1e9
     progress(f"{name}: " + ", ".join(f"{key} {median(seconds) * 1e3:.1f} ms" for key, seconds in samples.items()))
     label = f"{name}_vs_{best.split()[0].lower()}"
-    ours, theirs = gb / median(samples[OURS]), gb / median(samples[best])
+    ours, theirs = gb / median(samples[ours_name]), gb / median(samples[best])
     return Row(label, ours, "GB/s", theirs, best, AT_LEAST, FASTER, **of_copies(samples, gb))
 
 
