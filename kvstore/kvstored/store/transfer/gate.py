@@ -7,6 +7,7 @@ that have to be written with it. Owns no block and no queue; remembers refusals 
 
 from __future__ import annotations
 
+from kvstore_proto.arena import slot_bytes
 from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import TierBreaker
@@ -145,7 +146,7 @@ class WriteGate:
         return blocks + (0 if self._is_commit_paid else COMMIT_BYTES)
 
     def _slot_bytes(self, row: int) -> int:
-        return self._residency.slot(row, self._residency.fastest_in_memory(row)).nbytes
+        return slot_bytes(self._residency.payload_bytes(row))
 
     # Saying no
 

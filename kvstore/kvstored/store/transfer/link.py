@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
 from kvstore_tiers.segments import AlignedBuffer
 from kvstored.clock import Clock
@@ -62,6 +63,10 @@ class Link:
         if self.breaker is None:
             return True
         return self.breaker.serves_reads if self._is_upwards else self.breaker.takes_writes
+
+    def slot_bytes(self, row: int) -> int:
+        """The size of the slot that a copy of `row` needs in the destination, whatever its size in the source."""
+        return slot_bytes(self._residency.rows.payload_bytes[row])
 
     def begin(self, row: int, slot: Slot, priority: Priority, ended: Callable[[Outcome], None]) -> int | None:
         """Queue the copy of `row` into `slot`, which the link frees if that fails. A ticket; None when the lane is

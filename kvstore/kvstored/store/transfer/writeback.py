@@ -214,7 +214,7 @@ class WriteBack:
         if write is None:
             loop = asyncio.get_running_loop()
             write = Write(
-                token, self._residency.tenant_of(row), priority, self._source(row).nbytes,
+                token, self._residency.tenant_of(row), priority, self._to_durable.slot_bytes(row),
                 loop.create_future(), loop.create_future(),
             )  # fmt: skip
             self._backlog.add(write)
@@ -225,9 +225,6 @@ class WriteBack:
             if write.link is not None:
                 write.link.raise_priority(write.ticket, priority)
         return write
-
-    def _source(self, row: int) -> Slot:
-        return self._residency.slot(row, self._residency.fastest_in_memory(row))
 
     def _start_batch(self) -> None:
         if self._timer is not None:
