@@ -11,7 +11,9 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.wrap.faulty import Fault, hung
 from kvstored.clock import NS_PER_S
+from kvstored.lifecycle import Cause
 from kvstored.store.blocks import check
+from kvstored.store.transfer import evacuation
 from tests.reference.small_store import SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 
@@ -499,6 +501,63 @@ def test_one_put_evicts_no_more_than_promised_when_its_tenant_is_over_its_maximu
         lost = before - small.residency.tenant_bytes(tenant, HOST)
         promised = (1 << 20) + slot_bytes(4 * KIB)
         assert lost <= promised, f"{lost} of {promised} bytes"
+
+    run(tmp_path, scenario)
+
+
+def test_evictions_that_are_not_waited_for_take_nothing_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way down of each victim takes longer than an evacuation waits. The put goes on to the next container; what it
+    has left behind must not evict more than one put may, whenever the disk comes back."""
+    monkeypatch.setattr(evacuation, "EVICTION_WAIT_S", 0.005)
+
+    async def scenario(small: SmallStore) -> None:
+        numbers = await fill(small, HOST, 1, 250 * KIB)
+        small.disk.plan(Fault("write", "hang"))
+        put = asyncio.create_task(small.store_in(HOST, 5001, payload_bytes=60 * KIB))
+        await small.until(lambda: small.writeback.pending() > 6 or put.done())
+        small.disk.plan()
+        small.disk.let_go()
+        await asyncio.wait_for(put, WAIT_S)
+        await small.settle()
+        lost = sum(slot_bytes(250 * KIB) for number in numbers if small.find(number) < 0)
+        promised = (1 << 20) + slot_bytes(60 * KIB)
+        assert lost <= promised, f"{lost} of {promised} bytes"
+
+    run(tmp_path, scenario)
+
+
+def test_a_container_that_is_cut_anew_meanwhile_is_not_evicted_from_as_if_it_were_of_the_old_size(
+    tmp_path: Path,
+) -> None:
+    """While an arena of small blocks is emptied, another one becomes empty and takes large blocks, the coldest now."""
+
+    async def scenario(small: SmallStore) -> None:
+        small.disk.plan(Fault("write", "fail"))
+        numbers = await fill(small, HOST, 1, 4 * KIB)
+        residency, room = small.residency, small.store.rooms[HOST]
+        evict, large = room._eviction.evict, []
+
+        async def evict_and_cut_another(row: int, cause: Cause) -> bool:
+            evicted = await evict(row, cause)
+            if not large:
+                large.extend(range(7001, 7003))
+                (aside,) = room._evacuation.aside
+                arena = next(each.container for each in small.store.host.containers() if each.container != aside)
+                for other in residency.rows_in(HOST, arena):
+                    for taken in residency.remove(other, Cause.DROPPED, 1):
+                        small.store.host.free(taken.slot)
+                for number in large:
+                    assert await small.store_in(HOST, number, payload_bytes=400 * KIB, uses=0) >= 0
+                for number in numbers:
+                    if (held := small.find(number)) >= 0:
+                        residency.touch(held, small.clock.monotonic_ns())
+            return evicted
+
+        room._eviction.evict = evict_and_cut_another
+        await asyncio.wait_for(small.store_in(HOST, 5001, payload_bytes=60 * KIB), WAIT_S)
+        assert large and all(small.find(number) >= 0 for number in large), "evicted for places of another size"
 
     run(tmp_path, scenario)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import count
 from typing import Any, Final, TypeVar
 
 from kvstore_tiers.base import ContainerReport, Outcome, OutcomeKind, Slot, Tier
@@ -285,40 +286,36 @@ class Evacuation:
         """Evict the coldest blocks of the container's kind until each of `left`, tokens of its blocks, has a place in
         another container; the places go to `targets`. Rows in `stuck` are passed over."""
         search = Coldest(self._residency, self._victims, self.kind_of(report.container), report, stuck)
-        evictions = 0
-        while not self._take_places(report, len(left), targets):
+        for looks in count(1):
+            if self._take_places(report, len(left), targets):  # in the step of the eviction: others want them too
+                return True
+            if looks % SLICE_EVICTIONS == 0:
+                await asyncio.sleep(0)
             row = search.next()
             needed_bytes = (len(left) - len(targets)) * report.slot_bytes
             if row < 0 or not allowance.covers(report.slot_bytes) or not self._relocation.affords(needed_bytes):
-                return False
-            token, container = self._residency.token(row), self._residency.slot(row, self._position).container
-            evicted = await self._evict(row, report, len(left), targets)
+                break
+            token, slot = self._residency.token(row), self._residency.slot(row, self._position)
+            # A container of the kind may have become empty and been cut anew meanwhile.
+            evicted = await self._evict(row) if slot.nbytes == report.slot_bytes else False
             if evicted is None:
-                return False
+                break
             if not evicted:
                 stuck.add(row)
                 continue
-            allowance.spent_bytes += report.slot_bytes
-            if container == report.container:
+            allowance.spent_bytes += slot.nbytes
+            if slot.container == report.container:
                 left.pop(token, None)
-            evictions += 1
-            if evictions % SLICE_EVICTIONS == 0:
-                await asyncio.sleep(0)
-        return True
+        return False
 
-    async def _evict(self, row: int, report: ContainerReport, wanted: int, targets: list[Slot]) -> bool | None:
-        """Whether the block has left; None when its way down takes too long, which it goes on by itself. Its place is
-        taken in the same step, before another put finds it."""
-
-        async def evict() -> bool:
-            evicted = await self._eviction.evict(row, Cause.EVICTED)
-            if evicted and report.container in self.aside:
-                self._take_places(report, wanted, targets)
-            return evicted
-
-        evicting = self._start(evict())
-        await asyncio.wait([evicting], timeout=EVICTION_WAIT_S)
-        return evicting.result() if evicting.done() else None
+    async def _evict(self, row: int) -> bool | None:
+        """Whether the block has left; None when its way down takes too long: it stays then, however that ends, since
+        what leaves after its allocation has ended is in no allowance."""
+        try:
+            async with asyncio.timeout(EVICTION_WAIT_S):
+                return await self._eviction.evict(row, Cause.EVICTED)
+        except TimeoutError:
+            return None
 
     def _take_places(self, report: ContainerReport, wanted: int, targets: list[Slot]) -> bool:
         while len(targets) < wanted:
