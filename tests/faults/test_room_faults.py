@@ -416,9 +416,9 @@ def test_one_question_within_containers_takes_no_longer_than_a_piece(name: str) 
         residency.attach(row, 0, Slot(1 if n < rows - 10 else 2, 8192 * n, 8192, 1), n)
         residency.touch(row, n)
     victims = Victims(policy, residency, CutOff(residency), ManualClock(NS_PER_S))
-    began = time.perf_counter()
+    began = time.thread_time()
     victims.next(AllBut(residency.copies[0], {2}))
-    took_ms = (time.perf_counter() - began) * 1000
+    took_ms = (time.thread_time() - began) * 1000
     assert took_ms < 20, f"{took_ms:.0f} ms on the event loop"
 
 
