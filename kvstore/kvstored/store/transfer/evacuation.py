@@ -8,7 +8,8 @@ most one container's worth of evicted blocks, and none that is worth more than w
 Owns which container is emptied, and the order: set aside, make places, copy, move the index, free.
 Invariants: one container of a tier at a time; a block with a pin or a reader does not move; a slot is freed only after
 its block's copy is whole and, on a durable tier, synced; what is evicted stays within
-`Allowance`; no other put waits for an evacuation longer than `TURN_WAIT_S`.
+`Allowance`, and nothing is evicted for an allocation that has ended; no other put waits for an evacuation longer than
+`TURN_WAIT_S`.
 """
 
 from __future__ import annotations
@@ -92,8 +93,7 @@ class Evacuation:
         self._on_damage = on_damage
         self._counters = counters
         self._turn = asyncio.Lock()
-        self._converting: asyncio.Task[Slot | None] | None = None  # it takes the turn when it begins
-        self._running: set[asyncio.Future[Any]] = set()
+        self._running: set[asyncio.Task[Any]] = set()  # one has the turn, or will have it when it begins
         self._suspects: set[int] = set()  # tokens of blocks that could not be read when they were to move
         self._failed: dict[tuple[int, str], float] = {}  # when it was insisted on such a slot in vain; few kinds
         self.aside: set[int] = set()  # the container that is being emptied: its blocks are not to be evicted for others
@@ -116,7 +116,7 @@ class Evacuation:
             return None
         if self.is_under_way:
             return AGAIN if await self.wait() else BUSY
-        task = self._converting = self._start(self._convert(container, nbytes, owner, allowance, spared, insists))
+        task = self._start(self._convert(container, nbytes, owner, allowance, spared, insists))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -128,14 +128,9 @@ class Evacuation:
         return await asyncio.shield(self._start(self._vacate(container)))
 
     async def wait(self) -> bool:
-        """Until the evacuation under way has ended; False when that takes too long."""
-        try:
-            async with asyncio.timeout(TURN_WAIT_S):
-                await asyncio.sleep(0)  # a task that was just made takes the turn first
-                async with self._turn:
-                    return True
-        except TimeoutError:
-            return False
+        """Until an evacuation that is under way has ended; False when that takes too long."""
+        ended, _ = await asyncio.wait(self._running, timeout=TURN_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        return bool(ended)
 
     async def settle(self, timeout_s: float) -> None:
         """Wait for what is under way, before the tier is closed."""
@@ -150,7 +145,7 @@ class Evacuation:
 
     @property
     def is_under_way(self) -> bool:
-        return self._turn.locked() or (self._converting is not None and not self._converting.done())
+        return bool(self._running)
 
     def _start(self, work: Coroutine[None, None, Result]) -> asyncio.Task[Result]:
         """A task of its own, so that it goes on if the caller is cancelled: copies in flight hold slots."""
@@ -291,6 +286,7 @@ class Evacuation:
                 return True
             if looks % SLICE_EVICTIONS == 0:
                 await asyncio.sleep(0)
+                continue
             row = search.next()
             needed_bytes = (len(left) - len(targets)) * report.slot_bytes
             if row < 0 or not allowance.covers(report.slot_bytes) or not self._relocation.affords(needed_bytes):

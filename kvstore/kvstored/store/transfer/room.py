@@ -18,11 +18,10 @@ from kvstore_tiers.base import Slot, Tier, TierState
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.policies import Policy
-from kvstored.store.transfer.evacuation import BUSY, Allowance, Evacuation
+from kvstored.store.transfer.evacuation import BUSY, SLICE_EVICTIONS, Allowance, Evacuation
 from kvstored.store.transfer.eviction import Eviction
 from kvstored.store.transfer.victims import PassedOver, Victims
 
-SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
 MAX_ATTEMPTS = 4096  # for one allocation
 PATIENCE, PATIENCE_S = 20, 0.005  # how often, and how long, to wait for copies in flight
 UNLIMITED = 1 << 62
