@@ -28,7 +28,7 @@ class Scene:
         self.asked = asyncio.Event()
         self.told: list[str] = []
         self.gone: set[int] = set()
-        self.is_writing = False
+        self.has_queued = False
         breaker = SimpleNamespace(began=lambda: 1, ended=lambda number, what, outcome: self.told.append(what))
         gate: Any = SimpleNamespace(breaker=breaker, commit_begins=lambda more_to_come: None)
         residency: Any = SimpleNamespace(is_current=lambda token: token not in self.gone)
@@ -37,7 +37,7 @@ class Scene:
         self.counters = Counters()
         self.commit = GroupCommit(
             nvme, residency, CompletionQueue(asyncio.get_running_loop()), self.counters, gate,
-            lambda: self.is_writing, lambda: self.is_writing, BatchLimits(1, 100),
+            lambda: self.has_queued, lambda: self.has_queued, BatchLimits(1, 100),
         )  # fmt: skip
 
     def _sync(self, done: Completion) -> None:
@@ -55,8 +55,7 @@ class Scene:
 
     def written(self, token: int) -> asyncio.Future[bool]:
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.commit.note(token, settled)
-        self.commit.write_ended()
+        self.commit.ended(self.commit.begun(token, settled), went_well=True)
         return settled
 
 
@@ -125,7 +124,7 @@ async def test_an_older_sync_says_nothing_of_a_block_that_was_written_again(scen
 @scenario
 async def test_what_is_written_during_a_sync_does_not_wait_for_writes_that_come_to_nothing(scene: Scene) -> None:
     scene.written(1)
-    scene.is_writing = True  # of a block that finds no room, so no write ends
+    scene.has_queued = True  # of a block that finds no room, so no write ends
     second = scene.written(2)
     await scene.answer(DONE)
     await scene.answer(DONE)

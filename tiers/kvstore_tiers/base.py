@@ -248,7 +248,8 @@ class Tier(ABC):
         self.read(source, expect_key, [buffer.segment(buffer.nbytes)], store)
 
     def sync(self, done: Completion) -> None:
-        """Make every write that completed and every slot freed before this call durable, then call `done`.
+        """Make every write that was begun and every slot freed before this call durable, then call `done`: after the
+        completions of those writes, each of which says how that write ended.
 
         Volatile tiers answer at once, from the caller's thread.
         """

@@ -54,6 +54,7 @@ class SimulatedTier(Tier):
         self._coming, self._going = coming, going
         self._slots = SingleSlots(capacity_bytes)
         self._reads = self._writes = self._read_bytes = self._written_bytes = 0
+        self._written_ns = 0  # when the last write ends
 
     @property
     def used_bytes(self) -> int:
@@ -98,8 +99,9 @@ class SimulatedTier(Tier):
         self._send(self._going, slot.nbytes, done)
 
     def sync(self, done: Completion) -> None:
-        """What is written is there; saying so takes one latency."""
-        self._loop.at_ns(self._loop.now_ns() + self.medium.latency_ns, done, Outcome(OutcomeKind.DONE))
+        """One latency after the last write."""
+        written_ns = max(self._loop.now_ns(), self._written_ns)
+        self._loop.at_ns(written_ns + self.medium.latency_ns, done, Outcome(OutcomeKind.DONE))
 
     def statistics(self) -> TierStatistics:
         return TierStatistics(
@@ -119,4 +121,6 @@ class SimulatedTier(Tier):
             self._reads += 1
             self._read_bytes += nbytes
         passage = lane.send(nbytes, self._loop.now_ns())
+        if lane is self._coming:
+            self._written_ns = max(self._written_ns, passage.end_ns)
         self._loop.at_ns(passage.end_ns, done, Outcome(OutcomeKind.DONE, nbytes=nbytes))

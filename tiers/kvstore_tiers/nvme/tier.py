@@ -53,6 +53,7 @@ from kvstore_tiers.recovered import RecoveredBlocks
 from kvstore_tiers.segments import checksum_of, total_bytes
 from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads
+from kvstore_tiers.under_way import WritesUnderWay
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_IO_THREADS = 6  # measured: more collapse under CPU load (they queue for the GIL), fewer leave the disk idle
@@ -99,6 +100,7 @@ class NvmeTier(Tier):
         self._health = TierHealth(options.clock)
         self._counters = TransferCounters()
         self._io = SlotIO()
+        self._under_way = WritesUnderWay()
         self._threads = ResidentThreads(f"{options.name}-io", options.io_threads)
         self._commit = GroupCommit(self._journal, index, self._health.watch_write, lambda: space.index_budget_bytes)
         self._blocks = 0
@@ -282,7 +284,8 @@ class NvmeTier(Tier):
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         require_fits(slot, header, segments)
         slab, index = self._place(slot)
-        self._threads.submit(lambda: self._store(slab, index, slot, header, segments), done)
+        store = lambda: self._store(slab, index, slot, header, segments)  # noqa: E731
+        self._threads.submit(store, self._under_way.begin(done))
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         slab, index = self._place(slot)
@@ -302,10 +305,10 @@ class NvmeTier(Tier):
             failpoints.hit("nvme.after-relocation")
             return stored
 
-        self._threads.submit(copy, done)
+        self._threads.submit(copy, self._under_way.begin(done))
 
     def sync(self, done: Completion) -> None:
-        self._commit.request(done)
+        self._under_way.when_ended(lambda: self._commit.request(done))
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
         self._threads.submit(self._probe if thorough else self._look, done)

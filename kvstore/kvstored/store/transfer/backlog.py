@@ -9,11 +9,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from kvstored.store.transfer.lane import Priority
 from kvstored.store.transfer.link import Link
 
 _QUEUE_FROM_BYTES = 8 << 20  # less is no queue
+
+
+class WriteState(Enum):
+    BEGUN = "begun"
+    WRITTEN = "written"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class UnsyncedCopy:
+    """`settled` says whether the copy is durable."""
+
+    token: int
+    settled: asyncio.Future[bool]
+    state: WriteState = WriteState.BEGUN
 
 
 @dataclass(slots=True)
@@ -28,6 +44,7 @@ class Write:
     settled: asyncio.Future[bool]
     link: Link | None = None
     ticket: int = 0
+    copy: UnsyncedCopy | None = None  # once the tier has the write
 
 
 class Backlog:
@@ -37,6 +54,7 @@ class Backlog:
         self._bytes_per_s = bytes_per_s
         self.gathering: dict[int, Write] = {}
         self.running: dict[int, Write] = {}
+        self._begun = 0  # of those
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -58,8 +76,18 @@ class Backlog:
         self.running |= batch
         return [*batch.values()]
 
+    @property
+    def queued(self) -> int:
+        """Writes that are started and that the tier does not have yet."""
+        return len(self.running) - self._begun
+
+    def begin(self, write: Write) -> None:
+        """The tier is about to get the write."""
+        self._begun += 1
+
     def end(self, write: Write) -> None:
         del self.running[write.token]
+        self._begun -= write.copy is not None
         self.nbytes -= write.nbytes
 
     @property

@@ -1,8 +1,10 @@
-"""Group commit: one sync of NVMe makes durable whatever was written before it, and then everybody who waits is told.
+"""Group commit: one sync of NVMe makes durable what was begun before it, and answers all who wait for that.
 
-Owns what is written and not synced yet, and when the next sync begins. Never writes a block.
-Invariants: one group commit at a time; a copy is called durable only by a sync that began after it was written;
-whoever waits is answered by the next sync that ends, and as long as something is not durable a next sync comes.
+Owns what is not synced yet, and when the next sync begins: with the last write that has begun, since the tier syncs
+after the writes it has. Never writes a block.
+Invariants: one group commit at a time; a copy is called durable only by a sync that was asked for after its write
+began, and that ended after the write went well; who waits is answered by the next sync that ends, and as long as
+something is not durable a next sync comes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import NamedTuple
 from kvstore_tiers.base import Outcome, Tier
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
+from kvstored.store.transfer.backlog import UnsyncedCopy, WriteState
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.telemetry import Counters
 
@@ -32,20 +35,24 @@ class BatchLimits(NamedTuple):
 
 @dataclass(slots=True)
 class _Unsynced:
-    """Copies that are written, each with what says that it is durable, and others who wait for that word."""
+    """Copies whose write has begun, and others who wait for a sync."""
 
-    written: list[tuple[int, asyncio.Future[bool]]] = field(default_factory=list)
+    copies: list[UnsyncedCopy] = field(default_factory=list)
     waiting: list[asyncio.Future[bool]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.written or self.waiting)
+        return bool(self.copies or self.waiting)
 
     def is_awaited(self) -> bool:
-        return bool(self.waiting) or any(not settled.done() for _, settled in self.written)
+        return bool(self.waiting) or any(not copy.settled.done() for copy in self.copies)
+
+    def is_worth_a_sync(self) -> bool:
+        return bool(self.waiting) or any(copy.state is WriteState.WRITTEN for copy in self.copies)
 
 
 class GroupCommit:
-    """`is_writing()`: writes are under way, whose end asks for a sync; `more_to_come()`: those that gather, too."""
+    """`has_queued()`: writes wait for their turn, and ask for a sync when they begin; `more_to_come()`: those that
+    gather, too."""
 
     def __init__(
         self,
@@ -54,7 +61,7 @@ class GroupCommit:
         completions: CompletionQueue,
         counters: Counters,
         gate: WriteGate,
-        is_writing: Callable[[], bool],
+        has_queued: Callable[[], bool],
         more_to_come: Callable[[], bool],
         batch: BatchLimits,
     ) -> None:
@@ -63,7 +70,7 @@ class GroupCommit:
         self._completions = completions
         self._counters = counters
         self._gate = gate
-        self._is_writing = is_writing
+        self._has_queued = has_queued
         self._more_to_come = more_to_come
         self._delay_s = batch.delay_ms / 1000
         self._batch_blocks = batch.blocks
@@ -73,27 +80,32 @@ class GroupCommit:
         self._retry_s = RETRY_S
         self.pending: dict[int, asyncio.Future[bool]] = {}  # by token: what says that its newest copy is durable
 
-    def note(self, token: int, settled: asyncio.Future[bool]) -> None:
-        """A copy is written; `settled` is told whether it is durable."""
-        self._unsynced.written.append((token, settled))
+    def begun(self, token: int, settled: asyncio.Future[bool]) -> UnsyncedCopy:
+        """A write is the tier's now: sync after it, or when there is more to sync. `ended` follows."""
+        copy = UnsyncedCopy(token, settled)
+        self._unsynced.copies.append(copy)
         self.pending[token] = settled
-
-    def write_ended(self) -> None:
-        """Whatever came of it: sync now, or when there is more to sync."""
-        if not self._is_writing() or len(self._unsynced.written) >= self._batch_blocks:
+        if not self._has_queued() or len(self._unsynced.copies) >= self._batch_blocks:
             self.begin()
         elif self._timer is None:  # a steady stream of writes must not put the sync off for ever
             self._begin_in(self._delay_s)
+        return copy
+
+    def ended(self, copy: UnsyncedCopy, *, went_well: bool) -> None:
+        """How the write of a copy ended: nothing of one that failed can become durable."""
+        copy.state = WriteState.WRITTEN if went_well else WriteState.FAILED
+        if not went_well:
+            self._forget(copy)
 
     def when_synced(self) -> asyncio.Future[bool]:
-        """What says that the copies which are written by now are durable."""
+        """What says that the copies whose write has begun by now are durable."""
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._unsynced.waiting.append(settled)
         self.begin()
         return settled
 
     def begin(self) -> None:
-        """Sync what is written, unless a sync runs: what is written meanwhile goes with the next one."""
+        """Sync, unless a sync runs: what begins meanwhile goes with the next one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -121,22 +133,29 @@ class GroupCommit:
     def _ended(self, batch: _Unsynced, number: int, outcome: Outcome) -> None:
         self._is_running = False
         self._gate.breaker.ended(number, "sync", outcome)
-        if outcome.ok:
-            self._counters.add("durable_blocks", len(batch.written))
+        copies = [copy for copy in batch.copies if copy.state is not WriteState.FAILED]
+        if outcome.ok:  # nothing is known of a copy whose completion is late
+            self._unsynced.copies += [copy for copy in copies if copy.state is WriteState.BEGUN]
+            copies = [copy for copy in copies if copy.state is WriteState.WRITTEN]
+            self._counters.add("durable_blocks", len(copies))
         else:
-            log.error("NVMe sync failed, %d blocks stay volatile: %s", len(batch.written), outcome.message)
-        for token, settled in batch.written:
-            if not outcome.ok and self._residency.is_current(token):
-                self._unsynced.written.append((token, settled))  # nothing calls it durable until a sync goes well
-            elif self.pending.get(token) is settled:  # else it was written again since, which this sync says nothing of
-                del self.pending[token]
-        for settled in (*(settled for _, settled in batch.written), *batch.waiting):
+            log.error("NVMe sync failed, %d blocks stay volatile: %s", len(copies), outcome.message)
+        for copy in copies:
+            if not outcome.ok and self._residency.is_current(copy.token):
+                self._unsynced.copies.append(copy)  # nothing calls it durable until a sync goes well
+            else:
+                self._forget(copy)
+        for settled in (*(copy.settled for copy in copies), *batch.waiting):
             if not settled.done():
                 settled.set_result(outcome.ok)
         self._go_on(outcome.ok)
 
+    def _forget(self, copy: UnsyncedCopy) -> None:
+        if self.pending.get(copy.token) is copy.settled:  # else a later copy is pending, which this says nothing of
+            del self.pending[copy.token]
+
     def _go_on(self, went_well: bool) -> None:
-        """After a sync: see to it that what is not durable yet is synced, though no write ends any more."""
+        """After a sync: see to it that what is not durable yet is synced, though no write begins any more."""
         if went_well or self._unsynced.is_awaited():
             self._retry_s = RETRY_S
         if not self._unsynced:
@@ -144,7 +163,7 @@ class GroupCommit:
         if not went_well:
             self._begin_in(self._retry_s)
             self._retry_s = min(LAST_RETRY_S, 2 * self._retry_s)
-        elif self._is_writing():
+        elif self._has_queued() or not self._unsynced.is_worth_a_sync():
             self._begin_in(self._delay_s)
         else:
             self.begin()

@@ -68,9 +68,17 @@ class Link:
         """The size of the slot that a copy of `row` needs in the destination, whatever its size in the source."""
         return slot_bytes(self._residency.rows.payload_bytes[row])
 
-    def begin(self, row: int, slot: Slot, priority: Priority, ended: Callable[[Outcome], None]) -> int | None:
+    def begin(
+        self,
+        row: int,
+        slot: Slot,
+        priority: Priority,
+        ended: Callable[[Outcome], None],
+        begun: Callable[[], None] | None = None,
+    ) -> int | None:
         """Queue the copy of `row` into `slot`, which the link frees if that fails. A ticket; None when the lane is
-        full. `ended` is called after the copy was published or given up."""
+        full. `begun` is called when the destination has the transfer, `ended` after the copy was published or given
+        up."""
         residency = self._residency
         source, key = residency.slot(row, self.source), residency.key(row)
         residency.attach(row, self.destination, slot, self._clock.monotonic_ns(), filling=True)
@@ -87,6 +95,8 @@ class Link:
                 self._to.move_in(slot, self._from.slot_segment(source), key, done)
             else:
                 through_buffer(done)
+            if begun is not None:
+                begun()
 
         def through_buffer(done: Completion) -> None:
             nonlocal read

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.completions import CompletionQueue
@@ -58,7 +59,7 @@ class WriteBack:
         self._throttle = Throttle(gate, counters, self._write_paid)
         self._commit = GroupCommit(
             links[0].destination_tier, residency, completions, counters, gate,
-            lambda: bool(self._backlog.running), lambda: bool(self._backlog), batch,
+            lambda: self._backlog.queued > 0, lambda: self._backlog.queued > 0 or bool(self._backlog.gathering), batch,
         )  # fmt: skip
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -281,16 +282,22 @@ class WriteBack:
             self._give_up(write, Refusal.TIER)
             return
         link = self._links[residency.fastest_in_memory(row)]
-        ticket = link.begin(row, slot, write.priority, lambda outcome: self._written(write, row, slot, outcome))
+        ended = partial(self._written, write, row, slot)
+        ticket = link.begin(row, slot, write.priority, ended, partial(self._begun, write))
         if ticket is None:
             self._give_up(write, Refusal.BEHIND)
             return
         write.link, write.ticket = link, ticket
 
+    def _begun(self, write: Write) -> None:
+        self._backlog.begin(write)
+        write.copy = self._commit.begun(write.token, write.settled)
+
     def _written(self, write: Write, row: int, slot: Slot, outcome: Outcome) -> None:
         residency = self._residency
+        if write.copy is not None:
+            self._commit.ended(write.copy, went_well=outcome.ok)
         if outcome.ok:
-            self._commit.note(write.token, write.settled)
             self._counters.add("written_back_blocks")
             self._counters.add("written_back_bytes", slot.nbytes)
             if write.link is not None:
@@ -305,7 +312,6 @@ class WriteBack:
                 self.gate.refund(write.tenant, write.nbytes)
                 self.gate.refuse(row, Refusal.TIER)
             self._finish(write, False)
-        self._commit.write_ended()
 
     def cancel_queued(self) -> None:
         """NVMe is shed: what has not begun is not waited for, and its DRAM copies may leave again."""
