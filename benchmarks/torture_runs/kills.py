@@ -22,6 +22,7 @@ import numpy as np
 from kvstore_tiers import failpoints
 from kvstore_tiers.nvme.check import Severity, check_directory
 from kvstored.config import load_config
+from kvstored.config.tiers import MemorySection
 from torture_runs.client_processes import Client
 from torture_runs.figures import Assignment, Clock, Figures
 from torture_runs.harnesses import PREFIX
@@ -222,9 +223,15 @@ class Lives:
 
     def _weigh_memory(self) -> None:
         held_bytes = self._daemon.shared_memory_bytes()
-        most_bytes = HOST_BYTES + sum(tier.capacity_bytes for tier in load_config(None, further_settings()).memory)
+        most_bytes = HOST_BYTES + sum(_further_memory())
         self._figures.at_least("over_host_capacity_bytes", max(0, held_bytes - most_bytes))
         self._figures.at_least("most_of_host_capacity_used", held_bytes / most_bytes)
+
+
+def _further_memory() -> Iterator[int]:
+    """The capacities of tiers of slower memory."""
+    tiers = load_config(None, further_settings()).tiers
+    return (tier.capacity_bytes for tier in tiers if isinstance(tier, MemorySection))
 
 
 @contextmanager

@@ -41,7 +41,8 @@ def knows_setting(setting: str) -> bool:
     """Whether this version has SECTION.KEY=value at all, by its own reference."""
     section, _, key = setting.partition("=")[0].partition(".")
     reference = tomllib.loads(resources.files("kvstored.config").joinpath("reference.toml").read_text())
-    return key in reference.get(section, {})
+    tiers = {tier["name"]: tier for tier in reference.get("tier", [])}
+    return key in (reference | tiers).get(section, {})
 
 
 class DaemonFailed(RuntimeError):

@@ -17,12 +17,13 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import grpc
 
 from kvstore_proto.state_identity import read_ownership
 from kvstore_proto.v1 import admin_pb2_grpc, kvstore_pb2_grpc
+from kvstore_tiers.base import Tier
 from kvstore_tiers.heap import trim
 from kvstore_tiers.nvme.directory import TierDirectory, make_directory
 from kvstore_tiers.nvme.errors import DirectoryError
@@ -58,6 +59,7 @@ from kvstored.clients.tenants.tokens import load_tokens, names_in
 from kvstored.clock import Clock, SystemClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
+from kvstored.config.tiers import Start
 from kvstored.health.integrity import Integrity
 from kvstored.health.maintenance import Maintenance
 from kvstored.lifetime.fresh_directories import FreshDirectories
@@ -91,7 +93,6 @@ from kvstored.sockets import (
 from kvstored.store.assembly import Store, make_residency
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded.memory import MemoryWatch
-from kvstored.store.memory_tiers import open_memory, place_of
 from kvstored.store.operations import Operations
 from kvstored.store.operations.put import Put
 from kvstored.store.tiering import MAPPED
@@ -262,14 +263,15 @@ class Daemon:
         self._stack.callback(self._tenants.close)
         memory = self.memory
         self._stack.callback(lambda: memory.close(has_served=self._has_served))
-        host, residency = memory.open(forget=keyring.dram_is_lost), make_residency(config)
+        tiers = self._open_tiers(memory.open(forget=keyring.dram_is_lost))
+        residency = make_residency(config, tiers)
         self._sessions = SessionTable(memory.last_session_id)
-        self._nvme = self._open_nvme(residency, forget=keyring.nvme_is_lost) if config.nvme.enabled else None
+        if residency.durable >= 0:
+            self._recover(tiers[residency.durable], residency, forget=keyring.nvme_is_lost)
         keyring.settle()  # with what `TenantDirectory` claimed
         memory.adopt(residency, self._tenants, self._clock)
         restore_usage(config.daemon.state_dir, residency, self._clock)
-        slower = [open_memory(section, self._stack) for section in config.memory]
-        self._store = Store(config, self._clock, self._completions, residency, host, self._nvme, slower)
+        self._store = Store(config, self._clock, self._completions, residency, tiers)
         self._former = memory.restore_clients(self._store, self._clock)
         if self._former is not None:
             self._stack.callback(self._former.close)
@@ -286,27 +288,21 @@ class Daemon:
             TierDirectory(nvme_dir, create=False).close()  # that another daemon has it is the better reason
         return Keyring(state_dir, nvme_dir, new_secret=self._new_secret)
 
-    def _open_nvme(self, residency: Residency, *, forget: bool) -> NvmeTier:
-        from kvstore_tiers.nvme.tier import NvmeTier
+    def _open_tiers(self, mapped: Tier) -> list[Tier]:
+        """All tiers, fastest first; `mapped` is open."""
+        tiers, start = [mapped], Start(ahead=self._ahead)
+        for section in self.config.tiers[len(tiers) :]:
+            tiers.append(section.open(start))
+            self._stack.callback(tiers[-1].close)
+        self._ahead = None
+        return tiers
 
-        nvme = self.config.nvme
-        tier = NvmeTier.open(
-            nvme.path,
-            nvme.capacity_bytes,
-            slab_bytes=nvme.slab_bytes,
-            io_threads=nvme.io_threads,
-            require_direct=nvme.require_direct,
-            quarantine_slots=nvme.quarantine_slots,
-            ahead=self._ahead,
-        )
-        self._stack.callback(tier.close)
+    def _recover(self, tier: Tier, residency: Residency, *, forget: bool) -> None:
         if forget:
             drop_blocks(tier)
         recovered = 0 if forget else recover_blocks(tier, residency, self._tenants, self._clock)
-        self._ahead = None
         if recovered:
             log.info("%d blocks found on NVMe", recovered)
-        return tier
 
     def _make_views(self) -> None:
         parts, store = self._parts(), self._store
@@ -336,7 +332,7 @@ class Daemon:
         self._streams = DirectStreams(self._answering, limits.message_bytes)
         self._sampler = Sampler(self._parts(), self._latencies)
         sizer = self._host_sizer()
-        self._host_resize = TierResize("host", store.host, store.rooms[MAPPED], sizer.give_back)
+        self._host_resize = TierResize(store.host.info.name, store.host, store.rooms[MAPPED], sizer.give_back)
         self._stack.push_async_callback(self._host_resize.close)
         self._maintenance = Maintenance(
             store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample,
@@ -434,16 +430,18 @@ class Daemon:
             self._stack.callback(path.unlink, missing_ok=True)
 
     def _make_reload(self) -> Reload:
-        store, nvme, tokens_file = self._store, None, self.config.unary.tokens_in_use
+        store, tokens_file = self._store, self.config.unary.tokens_in_use
+        resizes = {store.host.info.name: self._host_resize}
         self._tokens = None
         if tokens_file is not None:
             self._tokens = load_tokens(tokens_file, self._tenants.named)
-        if self._nvme is not None:
-            slabs = SlabsBack(self._nvme, self._completions)
-            nvme = TierResize("nvme", self._nvme, store.rooms[store.residency.durable], slabs.give_back)
-            self._stack.push_async_callback(nvme.close)
+        if store.nvme is not None:
+            nvme = cast("NvmeTier", store.nvme)
+            name, slabs = nvme.info.name, SlabsBack(nvme, self._completions)
+            resizes[name] = TierResize(name, nvme, store.rooms[store.residency.durable], slabs.give_back)
+            self._stack.push_async_callback(resizes[name].close)
         tenants = LiveTenants(self._tenants, store.residency, self._shares, self._handshake, self._tokens)
-        return Reload(self.config, self._read, LiveSettings(store, self._host_resize, nvme, tenants))
+        return Reload(self.config, self._read, LiveSettings(store, resizes, tenants))
 
     async def _listen_unary(self, path: Path, health: Health) -> None:
         lifetime, config, store = self.lifetime, self.config, self._store
@@ -490,8 +488,7 @@ class Daemon:
 
     def _parts(self) -> Parts:
         store = self._store
-        paths = ["memfd arenas", *(place_of(section) for section in self.config.memory)]
-        paths += [str(self.config.nvme.path)] if store.nvme is not None else []
+        paths = [section.place for section in self.config.tiers]
         return Parts(
             self.config, self._clock, store.residency, store.tiers, store.policies, paths, self._sessions,
             store.leases, self._tenants, store.mover, store.writeback, store.counters, store.flows, store.modes,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvstored.config import ConfigError, load_config
+from kvstored.config import load_config
+from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import eventually, holds, model, payloads_of, running_daemon, tokens_of
 
 MODEL = model()
@@ -56,29 +58,58 @@ def test_memory_of_a_numa_node() -> None:
         assert daemon.tiers()["far"].path == "memory of NUMA node 0"
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("tier.far.capacity=much", "tier far: 'much' is not a size"),
-        ("tier.far.capacity=1GiB tier.far.policy=best", "tier far: policy 'best' is unknown"),
-        ("tier.far.colour=red", "unknown key tier.colour"),
-        ("tier.nvme.capacity=1GiB", "tier.name 'nvme' is taken"),
-        ("tier.Far.capacity=1GiB", "tier.name 'Far'"),
-        ("tier.far.policy=lru", "tier far: capacity is missing"),
-        ("tier.capacity=1GiB", "tier.NAME.key=value"),
-    ],
-)
-def test_a_mistake_gets_one_line(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(None, override.split())
+FILE = """
+[[tier]]
+name = "nvme"
+capacity = "32MiB"
+slab = "1MiB"
+[[tier]]
+name = "far"
+capacity = "4MiB"
+arena = "1MiB"
+policy = "{far}"
+[host]
+capacity = "{host}MiB"
+staging = "1MiB"
+arena = "1MiB"
+policy = "lru"
+"""
 
 
-def test_tiers_of_a_file_are_in_its_order(tmp_path: Path) -> None:
+def test_tiers_of_a_file_are_served_listed_and_read_again(tmp_path: Path, capfdbinary: Any) -> None:
     file = tmp_path / "kvstored.toml"
-    file.write_text(
-        '[[tier]]\nname = "near"\ncapacity = "64MiB"\n[[tier]]\nname = "far"\ncapacity = "128MiB"\nttl_s = 60\n'
-    )
-    config = load_config(file, ["tier.near.policy=lru"])
-    assert [(each.name, each.capacity_bytes, each.policy, each.ttl_s) for each in config.memory] == [
-        ("near", 64 << 20, "lru", 0.0), ("far", 128 << 20, "lfu-ttl", 60.0),
-    ]  # fmt: skip
+
+    def write(more: str = "", **changes: Any) -> None:
+        file.write_text(FILE.format(**{"far": "lru", "host": 6} | changes) + more)
+
+    write()
+    with running_daemon(config=file) as daemon:
+        kvctl = Kvctl(daemon, capfdbinary)
+        with daemon.connect(MODEL) as session:
+            for number in range(CONVERSATIONS):
+                session.put(tokens_of(number, BLOCKS), payloads=payloads_of(number, BLOCKS, MODEL), wait="settled")
+            for number in range(CONVERSATIONS):
+                with session.get(tokens_of(number, BLOCKS)) as lease:
+                    assert lease.blocks == BLOCKS and holds(lease, payloads_of(number, BLOCKS, MODEL))
+        tiers = daemon.tiers()
+        assert [(name, tier.kind, tier.policy) for name, tier in tiers.items()] == [
+            ("host", "shared", "lru"), ("far", "memory", "lru"), ("nvme", "nvme", "lfu-ttl"),
+        ]  # fmt: skip
+        assert tiers["far"].blocks > 0 and tiers["far"].promoted_blocks > 0
+        shown = {each["key"]: each for each in kvctl.json("config far")["settings"]}
+        assert (shown["policy"]["written"], shown["policy"]["origin"]) == ('"lru"', str(file))
+        assert (shown["kind"]["written"], shown["copy_threads"]["origin"]) == ('"memory"', "default")
+        printed = tmp_path / "printed.toml"
+        printed.write_text(kvctl("config --toml --changed").out)
+        assert [tier.name for tier in load_config(printed).tiers] == ["host", "far", "nvme"]
+        write(more='[[tier]]\nname = "cxl"\ncapacity = "2MiB"\n', far="sieve", host=7)
+        reply = kvctl.json("reload")
+        assert {each["name"] for each in reply["applied"]} == {"host.capacity", "far.policy"}
+        assert [(each["name"], each["after"]) for each in reply["after_restart"]] == [
+            ("[[tier]]", "host (7.0 MiB), far (4.0 MiB), cxl (2.0 MiB), nvme (32.0 MiB)")
+        ]
+        assert {name: tier.policy for name, tier in daemon.tiers().items()} == {
+            "host": "lru", "far": "sieve", "nvme": "lfu-ttl",
+        }  # fmt: skip
+        write(far="sieve", host=7)
+        assert "no setting differs" in kvctl("reload").out

@@ -10,7 +10,7 @@ import gzip
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -128,12 +128,8 @@ def test_what_moves_between_tiers_is_what_the_daemon_moved(policy: str, tiers: i
     dram, *far, nvme = (blocks * block for blocks in lived.most_blocks)
     assert len(far) == tiers - 2
     config = load_config(None, chosen)
-    config = replace(
-        config,
-        host=replace(config.host, capacity_bytes=dram),
-        nvme=replace(config.nvme, capacity_bytes=nvme),
-        memory=tuple(replace(each, capacity_bytes=most) for each, most in zip(config.memory, far, strict=True)),
-    )
+    for tier, capacity_bytes in zip(config.tiers, (dram, *far, nvme), strict=True):
+        config = config.with_tier(tier.name, capacity_bytes=capacity_bytes)
     simulated = replay_recorded(trace, config, block)
     assert hits_of(trace, simulated.hits) == recorded_hits(path)
     assert lived.counters["promoted_bytes"] > 0 and lived.counters["evicted_blocks"] > 50

@@ -28,7 +28,6 @@ import numpy.typing as npt
 import kvstore_client
 from kvstore_client import Fingerprint, LayerGroup, Session
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
-from kvstored.config.written import LISTS
 from tests.reference.forked import ForkedProcess, popen
 
 MIB = 1 << 20
@@ -86,8 +85,9 @@ class RunningDaemon:
         small = list(SMALL)
         if self.config is not None:
             file = ["--config", str(self.config)]
-            sections = tomllib.loads(self.config.read_text())
-            said = {f"{section}.{key}" for section, table in sections.items() if section not in LISTS for key in table}
+            document = tomllib.loads(self.config.read_text())
+            tables = [*document.items(), *((tier["name"], tier) for tier in document.get("tier", []))]
+            said = {f"{section}.{key}" for section, table in tables if isinstance(table, dict) for key in table}
             small = [setting for setting in SMALL if setting.partition("=")[0] not in said]
         chosen = [argument for setting in (*small, *self.settings) for argument in ("--set", setting)]
         return [

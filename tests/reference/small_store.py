@@ -15,7 +15,6 @@ from pathlib import Path
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Outcome, Slot
-from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import segment_of
@@ -24,6 +23,7 @@ from kvstore_tiers.wrap.faulty import FaultyTier
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
+from kvstored.config.tiers import Start
 from kvstored.store.assembly import Store, make_residency
 from kvstored.store.transfer.lane import Priority
 from tests.reference.tiers import HOST
@@ -59,13 +59,9 @@ class SmallStore:
             clock=lambda: clock.monotonic_ns() / NS_PER_S,
         )
         self.disk = FaultyTier(self.nvme)
-        host = HostTier(self.config.host.capacity_bytes, arena_bytes=self.config.host.arena_bytes)
-        self.memory = [
-            HostTier(section.capacity_bytes, arena_bytes=section.arena_bytes, name=section.name)
-            for section in self.config.memory
-        ]
-        residency = make_residency(self.config, [tier.info.name for tier in keyed])
-        self.store = Store(self.config, clock, self.completions, residency, host, self.disk, self.memory, keyed)
+        memory = [section.open(Start()) for section in self.config.tiers if section is not nvme]
+        tiers = [*memory, self.disk, *keyed]
+        self.store = Store(self.config, clock, self.completions, make_residency(self.config, tiers), tiers)
         self.residency = self.store.residency
         assert self.store.writeback is not None and self.store.breaker is not None
         self.writeback, self.breaker = self.store.writeback, self.store.breaker
@@ -79,8 +75,7 @@ class SmallStore:
             await room.settle(FAR_S)
         await self.completions.drained()
         await self.store.endurance.close()
-        self.disk.close()
-        for tier in (self.store.host, *self.memory, *self.store.keyed.values()):
+        for tier in self.store.tiers:
             tier.close()
 
     def key(self, number: int) -> bytes:

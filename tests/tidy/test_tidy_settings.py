@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,11 +15,17 @@ import pytest
 
 from kvstored.config import ConfigError, load_config, reference_text
 from kvstored.config.schema import Config
+from kvstored.config.tiers import KINDS
 from kvstored.store.policies import ADMISSIONS, BEST, POLICIES, resolve
 from tests.tidy.tree import PACKAGES, ROOT, modules
 
+_REFERENCE = tomllib.loads(reference_text())
+_TIERS = {tier.pop("name"): tier for tier in _REFERENCE.pop("tier")}
 _SETTINGS = [
-    (section, key, value) for section, table in tomllib.loads(reference_text()).items() for key, value in table.items()
+    (section, key, value)
+    for section, table in (_REFERENCE | _TIERS).items()
+    for key, value in table.items()
+    if key != "kind"
 ]
 _COMPANY = {  # what a setting does not go without
     "unary.listen": ("unary.tokens_file=/tmp/elsewhere",),
@@ -44,7 +51,8 @@ _OTHER_VALUES = (
 
 @pytest.mark.parametrize(("section", "key", "value"), _SETTINGS, ids=lambda item: str(item)[:24])
 def test_a_setting_is_explained(section: str, key: str, value: Any) -> None:
-    line = re.search(rf"^{key} = .*$", reference_text().partition(f"[{section}]")[2], re.MULTILINE)
+    text = re.sub(r'^\[\[tier\]\]\nname = "(\w+)"', r"[\1]", reference_text(), flags=re.MULTILINE)
+    line = re.search(rf"^{key} = .*$", text.partition(f"[{section}]\n")[2], re.MULTILINE)
     assert line is not None
     assert re.search(r"#.*\w{3}", line[0]), f"{section}.{key} has no comment in reference.toml"
 
@@ -66,14 +74,15 @@ def test_a_setting_changes_the_configuration(section: str, key: str, value: Any)
 
 
 def test_every_field_of_the_schema_is_read_by_the_daemon() -> None:
-    """A field that only the configuration itself touches does nothing."""
-    sections = [kind for kind in get_type_hints(Config).values() if hasattr(kind, "__dataclass_fields__")]
+    """A field that only the configuration itself touches, other than to open a tier, does nothing."""
+    kinds = [*get_type_hints(Config).values(), *KINDS.values()]
+    sections = [kind for kind in kinds if hasattr(kind, "__dataclass_fields__")]
     declared = {field.name for kind in (Config, *sections) for field in fields(kind)}
     read = {
         node.attr
         for path in modules("kvstored")
-        if not _is_config(path)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for part in _using(path)
+        for node in ast.walk(part)
         if isinstance(node, ast.Attribute)
     }
     assert len(declared) > 30
@@ -88,8 +97,13 @@ def test_every_policy_and_admission_is_documented() -> None:
     assert resolve(BEST) == load_config(None).host.policy
 
 
-def _is_config(path: Path) -> bool:
-    return PACKAGES["kvstored"] / "config" in path.parents
+def _using(path: Path) -> Iterator[ast.AST]:
+    """What of a file uses settings: all of it, or what opens a tier."""
+    tree = ast.parse(path.read_text())
+    if PACKAGES["kvstored"] / "config" not in path.parents:
+        yield tree
+    else:
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "open")
 
 
 def _load(*overrides: str) -> Config | None:

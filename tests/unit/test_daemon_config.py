@@ -42,8 +42,9 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
     assert config.nvme.path == config.daemon.state_dir / "nvme"
     assert config.durability.mode == "batch"
     sections = tomllib.loads(reference_text())
-    known = {"daemon", "host", "nvme", "durability", "put", "limits", "movement", "scrub", "index", "unary", "tenants"}
+    known = {"daemon", "tier", "durability", "put", "limits", "movement", "scrub", "index", "unary", "tenants"}
     assert known == set(sections)
+    assert [tier["name"] for tier in sections["tier"]] == [tier.name for tier in config.tiers] == ["host", "nvme"]
 
 
 def test_reading_it_loads_no_numpy() -> None:

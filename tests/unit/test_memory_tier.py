@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from kvstore_tiers.host import HostTier
 from kvstore_tiers.testing.driving import block
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
@@ -107,7 +109,7 @@ def test_damage_in_slower_memory_is_found_on_the_way_up(tmp_path: Path, durable:
         row = small.find(number)
         if durable:
             assert await asyncio.wait_for(asyncio.shield(small.writeback.write_through(row)), 30)
-        small.memory[0].view(small.residency.slot(row, FAR))[5000] ^= 1
+        cast(HostTier, small.store.tiers[FAR]).view(small.residency.slot(row, FAR))[5000] ^= 1
         assert not await small.fetch(number)
         if durable:
             assert has(small, number) == [False, False, True]

@@ -43,7 +43,8 @@ def composed(directory: Path, policy: str, look: Callable[[Store], object]) -> o
         nvme = NvmeTier.open(directory / "nvme", config.nvme.capacity_bytes, slab_bytes=config.nvme.slab_bytes)
         try:
             completions = CompletionQueue(asyncio.get_running_loop())
-            return look(Store(config, ManualClock(), completions, make_residency(config), host, nvme))
+            tiers = [host, nvme]
+            return look(Store(config, ManualClock(), completions, make_residency(config, tiers), tiers))
         finally:
             host.close()
             nvme.close()

@@ -36,7 +36,6 @@ from kvstore_tiers.slot import Slot
 __all__ = [
     "Completion",
     "ContainerReport",
-    "Durability",
     "MemoryKind",
     "Outcome",
     "OutcomeKind",
@@ -77,22 +76,14 @@ Completion = Callable[[Outcome], None]
 Column = npt.NDArray[np.unsignedinteger]
 
 
-class Durability(Enum):
-    """What is left of a tier's blocks after its process dies."""
-
-    VOLATILE = "volatile"
-    DURABLE = "durable"
-
-
 @dataclass(frozen=True, slots=True)
 class TierInfo:
+    """What a tier can do. `is_durable`: what was synced outlives the process, and is never forgotten."""
+
     name: str
-    kind: str  # memory | host | nvme | gpu | cxl | remote
+    kind: str  # shared | memory | nvme | keyed
     memory: MemoryKind
-    durability: Durability
-    alignment_bytes: int  # of segment addresses and lengths it can move directly
-    max_slot_bytes: int
-    verifies_reads: bool
+    is_durable: bool = False
     container_bytes: int = 0  # of an arena or slab; 0 where room is not given out by containers
 
     @property
@@ -201,8 +192,8 @@ class Tier(ABC):
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         """Fill `segments` with the payload of the block in `slot`; what they hold beyond it is left as it is or zeroed.
 
-        A tier that verifies (`info.verifies_reads`) checks magic, key, generation and checksums before it reports DONE;
-        CORRUPT says the destination holds garbage. Segments shorter than the payload end in FAILED.
+        Magic, key, generation and checksums are checked before DONE is reported; CORRUPT says that the destination
+        holds garbage. Segments shorter than the payload end in FAILED.
         """
 
     def slot_segment(self, slot: Slot) -> Segment:

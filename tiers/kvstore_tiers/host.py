@@ -23,7 +23,6 @@ from kvstore_tiers.arena import Arena, ArenaMode, ArenaRecord, ArenaWitness
 from kvstore_tiers.base import (
     Completion,
     ContainerReport,
-    Durability,
     MemoryKind,
     Outcome,
     Segment,
@@ -58,11 +57,8 @@ class HostTier(Tier):
         first_number: int = 1,
         numa_node: int = -1,
     ) -> None:
-        kind = "host" if name == MAPPED_NAME else "memory"
-        self.info = TierInfo(
-            name, kind, MemoryKind.SYSTEM, Durability.VOLATILE, ALIGNMENT_BYTES, capacity_bytes, True,
-            aligned_down(arena_bytes),
-        )  # fmt: skip
+        kind = "shared" if name == MAPPED_NAME else "memory"
+        self.info = TierInfo(name, kind, MemoryKind.SYSTEM, container_bytes=aligned_down(arena_bytes))
         self._numa_node = numa_node
         self._capacity_bytes = capacity_bytes
         self.ceiling_bytes = capacity_bytes

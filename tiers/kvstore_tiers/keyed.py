@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import (
     Completion,
-    Durability,
     MemoryKind,
     Outcome,
     OutcomeKind,
@@ -85,15 +84,11 @@ class _Sync:
 
 
 class KeyedTier(Tier):
-    """`capacity_bytes` bounds the slots; `threads` operations run at once. `durable`: objects outlive this process."""
+    """`capacity_bytes` bounds the slots; `threads` operations run at once. Objects may outlive this process, or be
+    forgotten: nothing that is only here is durable."""
 
-    def __init__(
-        self, store: ObjectStore, capacity_bytes: int, *, threads: int = THREADS, durable: bool = True
-    ) -> None:
-        self.info = TierInfo(
-            store.name, "keyed", MemoryKind.FILE, Durability.DURABLE if durable else Durability.VOLATILE,
-            ALIGNMENT_BYTES, capacity_bytes, True,
-        )  # fmt: skip
+    def __init__(self, store: ObjectStore, capacity_bytes: int, *, threads: int = THREADS) -> None:
+        self.info = TierInfo(store.name, "keyed", MemoryKind.FILE)
         self._store = store
         self._slots = SingleSlots(capacity_bytes)
         self._counters = TransferCounters()

@@ -13,7 +13,6 @@ from dataclasses import replace
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader, payload_checksum
 from kvstore_tiers.base import (
     Completion,
-    Durability,
     MemoryKind,
     Outcome,
     OutcomeKind,
@@ -35,9 +34,7 @@ class MemoryTier(Tier):
     """`capacity_bytes` of slots in ordinary Python objects."""
 
     def __init__(self, capacity_bytes: int, *, name: str = "memory") -> None:
-        self.info = TierInfo(
-            name, "memory", MemoryKind.SYSTEM, Durability.VOLATILE, 1, capacity_bytes, verifies_reads=True
-        )
+        self.info = TierInfo(name, "memory", MemoryKind.SYSTEM)
         self._capacity_bytes = capacity_bytes
         self._slots: dict[Slot, tuple[BlockHeader, bytes] | None] = {}
         self._used_bytes = 0

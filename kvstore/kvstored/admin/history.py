@@ -60,9 +60,9 @@ def _settings(prefix: str, section: Any) -> Iterator[tuple[str, str]]:
         name = f"{prefix}{field.name}"
         if field.name == "written":
             continue
-        if field.name == "tenants":
-            for tenant in value:
-                yield from _settings(f"tenant.{tenant.name}.", tenant)
+        if field.name in ("tenants", "listed"):
+            for part in value:
+                yield from _settings(f"tenant.{part.name}." if field.name == "tenants" else f"{part.name}.", part)
         elif is_dataclass(value):
             yield from _settings(f"{name}.", value)
         else:

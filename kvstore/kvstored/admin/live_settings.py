@@ -6,26 +6,25 @@ Owns the list. What a setting does belongs to the part that has it. See docs/kvs
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from kvstored.admin.live_tenants import LiveTenants
 from kvstored.config import Config, ConfigError
 from kvstored.config.sizes import show_size
+from kvstored.config.tiers import TierSection
 from kvstored.store.assembly import Store
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.resize import TierResize
 
-HOST_POLICY = frozenset({"host.policy", "host.ttl_s", "host.keep_worth"})
-NVME_POLICY = frozenset({"nvme.policy", "nvme.ttl_s"})
+POLICY = frozenset({"policy", "ttl_s", "keep_worth"})  # of each tier
 TENANTS = frozenset({"[[tenant]]", "tenants.default"})
 
 
 class LiveSettings:
-    """`nvme` is None where there is no NVMe tier."""
+    """`resizes`: of the tiers whose capacity can change, by name."""
 
-    def __init__(self, store: Store, host: TierResize, nvme: TierResize | None, tenants: LiveTenants) -> None:
+    def __init__(self, store: Store, resizes: Mapping[str, TierResize], tenants: LiveTenants) -> None:
         self._store = store
-        self._host = host
-        self._nvme = nvme
+        self._resizes = resizes
         self._tenants = tenants
 
     def prepare(self, config: Config) -> None:
@@ -48,22 +47,19 @@ class LiveSettings:
         self._tenants.renew_tokens()  # their file may have changed although no setting did
         if "daemon.log_level" in applied:
             logging.getLogger().setLevel(config.daemon.log_level.upper())
-        if "host.capacity" in names:
-            self._host.resize(config.host.capacity_bytes)
-            applied.add("host.capacity")
-        if names & HOST_POLICY:
-            self._store.replace_policy(config, MAPPED)
-            applied |= names & HOST_POLICY
-        if self._nvme is not None:
-            applied |= self._apply_nvme(config, names, self._nvme)
+        for position, tier in enumerate(self._store.residency.tiers):
+            if (section := config.tier(tier)) is not None:
+                applied |= self._apply_to(position, section, config, names)
         return applied
 
-    def _apply_nvme(self, config: Config, names: set[str], resize: TierResize) -> set[str]:
-        applied = names & (NVME_POLICY | {"nvme.capacity", "nvme.admission"})
-        if "nvme.capacity" in applied:
-            resize.resize(config.nvme.capacity_bytes)
-        if applied & NVME_POLICY:
-            self._store.replace_policy(config, self._store.residency.durable)
-        if "nvme.admission" in applied:
+    def _apply_to(self, position: int, section: TierSection, config: Config, names: set[str]) -> set[str]:
+        """The settings of one tier; the names of those that took effect."""
+        live = POLICY | {"admission"} | ({"capacity"} if section.name in self._resizes else set())
+        keys = {key for key in live if f"{section.name}.{key}" in names}
+        if keys & POLICY:
+            self._store.replace_policy(config, position)
+        if "admission" in keys:
             self._store.replace_admission(config)
-        return applied
+        if "capacity" in keys:
+            self._resizes[section.name].resize(section.capacity_bytes)
+        return {f"{section.name}.{key}" for key in keys}

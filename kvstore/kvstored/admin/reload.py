@@ -15,13 +15,12 @@ from typing import Any, Protocol
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.config import Config, ConfigError, TenantSection, Written
-from kvstored.config.schema import MemorySection
 from kvstored.config.sizes import show_size
-from kvstored.config.written import LISTS
+from kvstored.config.tiers import TierSection
 from kvstored.lifetime.notify import notify
 
 log = logging.getLogger(__name__)
-_FOLLOW_CAPACITY = {"host.staging", "host.arena", "nvme.slab"}  # "auto", or a part of the capacity at most
+_FOLLOW_CAPACITY = {"staging", "arena", "slab"}  # "auto", or a part of the capacity at most
 
 
 @dataclass(frozen=True)
@@ -102,18 +101,22 @@ def differences(before: Config, after: Config) -> Iterator[Difference]:
             if old != new:
                 name = "[[tenant]]" if section.name == "tenants" else "tenants.default"
                 yield Difference(name, _shown(old), _shown(new))
-        elif section.name == "memory":
-            if old != new:
+        elif section.name == "listed":
+            if [each.name for each in old] != [each.name for each in new]:
                 yield Difference("[[tier]]", _shown_tiers(old), _shown_tiers(new))
+            for tier in old:
+                if (changed := after.tier(tier.name)) is not None:
+                    yield from _in_section(tier.name, tier, changed)
         elif section.name not in ("source", "written"):
             yield from _in_section(section.name, old, new)
 
 
 def _in_section(section: str, old: Any, new: Any) -> Iterator[Difference]:
-    follows = section in ("host", "nvme") and old.capacity_bytes != new.capacity_bytes
+    follows = isinstance(old, TierSection) and old.capacity_bytes != new.capacity_bytes
     for field in fields(old):
-        name = f"{section}.{field.name.removesuffix('_bytes')}"
-        if follows and name in _FOLLOW_CAPACITY:
+        key = field.name.removesuffix("_bytes")
+        name = f"{section}.{key}"
+        if follows and key in _FOLLOW_CAPACITY:
             continue
         before, after = getattr(old, field.name), getattr(new, field.name)
         if before != after:
@@ -127,8 +130,8 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _shown_tiers(sections: tuple[MemorySection, ...]) -> str:
-    return ", ".join(f"{each.name} ({show_size(each.capacity_bytes)})" for each in sections) or "none"
+def _shown_tiers(sections: tuple[TierSection, ...]) -> str:
+    return ", ".join(f"{each.name} ({show_size(each.capacity_bytes)})" for each in sections)
 
 
 def _shown_tenant(section: TenantSection) -> str:
@@ -158,27 +161,30 @@ def _merged(old: Config, new: Config, applied: set[str]) -> Config:
             chosen["tenant_default"] = after if "tenants.default" in applied else before
         elif section.name == "source":
             chosen["source"] = after
-        elif section.name == "memory":
-            chosen["memory"] = before
+        elif section.name == "listed":
+            chosen["listed"] = tuple(_live(each.name, each, new.tier(each.name), applied) for each in before)
         elif section.name == "written":
             chosen["written"] = tuple(_written(before, after, applied))
         else:
-            live = {
-                field.name: getattr(after, field.name)
-                for field in fields(before)
-                if f"{section.name}.{field.name.removesuffix('_bytes')}" in applied
-            }
-            chosen[section.name] = replace(before, **live)
+            chosen[section.name] = _live(section.name, before, after, applied)
     return Config(**chosen)
+
+
+def _live(section: str, before: Any, after: Any, applied: set[str]) -> Any:
+    """A section as it is in force. `after` is None of a tier that is no longer listed."""
+    live = {
+        field.name: getattr(after, field.name)
+        for field in fields(before)
+        if f"{section}.{field.name.removesuffix('_bytes')}" in applied
+    }
+    return replace(before, **live)
 
 
 def _written(before: tuple[Written, ...], after: tuple[Written, ...], applied: set[str]) -> Iterator[Written]:
     """What was written of the settings in force: a setting that waits for a restart is as it was."""
-    former = {each.name: each for each in before}
-    for each in after:
-        if each.section in LISTS:
-            continue
-        old = former.get(each.name, each)
-        yield each if each.name in applied or each.value == old.value else old
-    yield from (each for each in before if each.section == "tier")
-    yield from (each for each in (after if "[[tenant]]" in applied else before) if each.section == "tenant")
+    latter = {each.name: each for each in after}
+    for old in before:
+        if not old.tenant:
+            new = latter.get(old.name, old)
+            yield new if new.name in applied or new.value == old.value else old
+    yield from (each for each in (after if "[[tenant]]" in applied else before) if each.tenant)

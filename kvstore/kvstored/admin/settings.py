@@ -38,10 +38,8 @@ class SettingsView:
 def in_force(config: Config, setting: Written) -> str:
     """What became of a setting, where its text does not say it: a share, "auto", a relative path, a size that was cut.
     Empty elsewhere."""
-    section: Any = getattr(config, setting.section, None)
-    if setting.section == "tier":
-        section = next((tier for tier in config.memory if tier.name == setting.tenant), None)
-    elif setting.tenant:
+    section: Any = config.tier(setting.section) or getattr(config, setting.section, None)
+    if setting.tenant:
         section = next((tenant for tenant in config.tenants if tenant.name == setting.tenant), None)
     nbytes = getattr(section, f"{setting.key}_bytes", None)
     if nbytes is not None:

@@ -16,7 +16,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="override one setting; repeatable",
+        help="override one setting, such as host.capacity=4GiB; tier.NAME.KEY=VALUE also adds a tier; repeatable",
     )
 
 

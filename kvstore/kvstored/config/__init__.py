@@ -1,6 +1,9 @@
-"""The configuration: reference.toml says what there is, schema.py its shape, parse.py how a file becomes one."""
+"""The configuration: reference.toml says what there is, schema.py its shape, parse.py how a file becomes one; tiers/
+has a file for each kind of tier."""
 
-from kvstored.config.parse import load_config, reference_text
-from kvstored.config.schema import Config, ConfigError, TenantSection, Written
+from kvstored.config.documents import reference_text
+from kvstored.config.mistakes import ConfigError
+from kvstored.config.parse import load_config
+from kvstored.config.schema import Config, TenantSection, Written
 
 __all__ = ["Config", "ConfigError", "TenantSection", "Written", "load_config", "reference_text"]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from kvstored.config.schema import Config, ConfigError
+from kvstored.config.mistakes import ConfigError
+from kvstored.config.schema import Config
 from kvstored.config.sizes import show_size
 
 
-def check_plausible(config: Config, staging_bytes: int, disk_bytes: int) -> None:
-    """`staging_bytes`: what the operator asked for, 0 where he left it to us. `disk_bytes`: the whole file system that
-    NVMe blocks go to, 0 where that is not known."""
-    host, nvme = config.host, config.nvme
+def check_plausible(config: Config, staging_bytes: int) -> None:
+    """`staging_bytes`: what the operator asked for, 0 where that is the default."""
+    host = config.host
     if staging_bytes > host.capacity_bytes // 2:
         raise ConfigError(
             f"host.staging {show_size(staging_bytes)} leaves too little of host.capacity "
             f"{show_size(host.capacity_bytes)} for blocks; set at most a quarter of it, or leave it out"
-        )
-    if nvme.enabled and disk_bytes and nvme.capacity_bytes > disk_bytes:
-        raise ConfigError(
-            f"nvme.capacity {show_size(nvme.capacity_bytes)} is more than the whole file system of {nvme.path} has, "
-            f"{show_size(disk_bytes)}; lower it, or set nvme.path to another disk"
         )
     _check_shares(config)
     _check_in_place(config)

@@ -1,17 +1,15 @@
-"""The shape of the configuration: one frozen dataclass a section, sizes in bytes, paths absolute.
+"""The shape of the configuration: one frozen dataclass a section, sizes in bytes, paths absolute. Tiers: `tiers/`.
 
 Defaults live in reference.toml alone; these classes have none, so that the two cannot part.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-
-class ConfigError(Exception):
-    """A configuration that cannot be used. The message names the key, what is wrong and what would be right."""
+from kvstored.config.tiers import NvmeSection, SharedSection, TierSection
 
 
 @dataclass(frozen=True)
@@ -23,54 +21,6 @@ class DaemonSection:
     record: Path | None
     log_level: str
     nice: int
-
-
-@dataclass(frozen=True)
-class HostSection:
-    capacity_bytes: int
-    staging_bytes: int
-    arena_bytes: int
-    sealed: bool
-    prefault: bool
-    prefault_ahead_bytes: int
-    copy_threads: int
-    verify_reads: str
-    min_free_bytes: int
-    policy: str
-    ttl_s: float
-    keep_worth: float
-    warm_restart: str
-    warm_linger_s: float
-
-
-@dataclass(frozen=True)
-class NvmeSection:
-    enabled: bool
-    path: Path
-    capacity_bytes: int
-    slab_bytes: int
-    io_threads: int
-    require_direct: bool
-    policy: str
-    ttl_s: float
-    admission: str
-    quarantine_slots: int
-    endurance_bytes_per_day: int
-    endurance_wait_ms: int
-
-
-@dataclass(frozen=True)
-class MemorySection:
-    """One `[[tier]]` of kind "memory": volatile memory between the host tier and NVMe, which clients do not map.
-    `numa_node` -1: wherever the system puts it."""
-
-    name: str
-    capacity_bytes: int
-    arena_bytes: int
-    copy_threads: int
-    policy: str
-    ttl_s: float
-    numa_node: int
 
 
 @dataclass(frozen=True)
@@ -158,7 +108,7 @@ class TenantSection:
 
 class Written(NamedTuple):
     """A setting as it was written: `value` as TOML reads it, and `origin`, "default", "--set" or the file's path. For
-    one of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; a `[[tier]]` is named in the same way."""
+    one of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; for one of a tier, `section` is its name."""
 
     section: str
     key: str
@@ -173,12 +123,11 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """`written` has every setting as it was written, in the order of the reference file, tenants last."""
+    """`listed` has the tiers that there may be, fastest first. `written` has every setting as it was written, in the
+    order of the reference file, tenants last."""
 
     daemon: DaemonSection
-    host: HostSection
-    memory: tuple[MemorySection, ...]
-    nvme: NvmeSection
+    listed: tuple[TierSection, ...]
     durability: DurabilitySection
     put: PutSection
     limits: LimitsSection
@@ -190,3 +139,26 @@ class Config:
     tenants: tuple[TenantSection, ...]
     source: str
     written: tuple[Written, ...] = ()
+
+    @property
+    def tiers(self) -> tuple[TierSection, ...]:
+        """Those that are not turned off."""
+        return tuple(tier for tier in self.listed if tier.enabled)
+
+    @property
+    def host(self) -> SharedSection:
+        """The one that clients map."""
+        return next(tier for tier in self.listed if isinstance(tier, SharedSection))
+
+    @property
+    def nvme(self) -> NvmeSection:
+        """The durable one, which may be turned off."""
+        return next(tier for tier in self.listed if isinstance(tier, NvmeSection))
+
+    def tier(self, name: str) -> TierSection | None:
+        return next((tier for tier in self.listed if tier.name == name), None)
+
+    def with_tier(self, name: str, **changes: Any) -> Self:
+        """The same with other settings of one tier."""
+        listed = (replace(tier, **changes) if tier.name == name else tier for tier in self.listed)
+        return replace(self, listed=tuple(listed))

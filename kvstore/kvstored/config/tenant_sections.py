@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvstored.config.schema import Config, ConfigError, TenantSection
+from kvstored.config.mistakes import ConfigError
+from kvstored.config.schema import Config, TenantSection
 from kvstored.config.sizes import parse_size
 from kvstored.config.unknown import did_you_mean
 

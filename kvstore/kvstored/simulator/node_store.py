@@ -11,15 +11,13 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import cast
 
 from kvstore_proto.arena import slot_bytes
-from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import MemoryKind
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, load_config
-from kvstored.config.schema import MemorySection
+from kvstored.config.tiers import MemorySection
 from kvstored.simulator.media import Lane, Medium
 from kvstored.simulator.simulated_client import client_of, offer_of
 from kvstored.simulator.simulated_tiers import SimulatedTier
@@ -63,20 +61,23 @@ def config_of(settings: StoreSettings) -> Config:
     first_bytes, *more = settings.capacities
     below_bytes = more.pop() if more else 0
     memory = tuple(
-        MemorySection(f"memory-{number}", nbytes, 0, 1, config.nvme.policy, ttl_s, -1)
+        MemorySection(
+            name=f"memory-{number}", capacity_bytes=nbytes, arena_bytes=0, copy_threads=1, policy=config.nvme.policy,
+            ttl_s=ttl_s, numa_node=-1,
+        )
         for number, nbytes in enumerate(more, 1)
-    )
+    )  # fmt: skip
+    host = replace(
+        config.host, capacity_bytes=first_bytes, policy=settings.policy, ttl_s=ttl_s, keep_worth=settings.keep_worth,
+        verify_reads="off",
+    )  # fmt: skip
+    nvme = replace(
+        config.nvme, enabled=below_bytes > 0, capacity_bytes=below_bytes, ttl_s=ttl_s,
+        policy=settings.policy_below or config.nvme.policy, admission=settings.admission, endurance_bytes_per_day=0,
+    )  # fmt: skip
     return replace(
         config,
-        host=replace(
-            config.host, capacity_bytes=first_bytes, policy=settings.policy, ttl_s=ttl_s,
-            keep_worth=settings.keep_worth, verify_reads="off",
-        ),
-        memory=memory,
-        nvme=replace(
-            config.nvme, enabled=below_bytes > 0, capacity_bytes=below_bytes, ttl_s=ttl_s,
-            policy=settings.policy_below or config.nvme.policy, admission=settings.admission, endurance_bytes_per_day=0,
-        ),
+        listed=(host, *memory, nvme),
         limits=replace(
             config.limits, max_block_bytes=max(config.limits.max_block_bytes, settings.block_bytes),
             ghosts_per_tenant=settings.ghost_keys,
@@ -99,26 +100,23 @@ class NodeStore:
         self.to_engine = Lane(f"{top}→engine", first, link)
         self.from_engine = Lane(f"engine→{top}", link, first)
         self.lanes = [self.to_engine, self.from_engine]
+        config = config_of(settings)
+        host, *below = config.tiers
         self.tiers = [
-            SimulatedTier(first, settings.capacities[0], loop, self.from_engine, self.to_engine, MemoryKind.SYSTEM)
+            SimulatedTier(
+                host.name, first, host.capacity_bytes, loop, self.from_engine, self.to_engine, MemoryKind.SYSTEM
+            )
         ]
         above = first
-        for medium, nbytes in zip(rest, settings.capacities[1:], strict=True):
+        for medium, section in zip(rest, below, strict=True):
             name, is_last = medium.spec.name, medium is rest[-1]
             source = first if is_last else above  # blocks are written to the last one from the first, mostly
             up, down = Lane(f"{name}→{top}", medium, first), Lane(f"{source.spec.name}→{name}", source, medium)
             self.lanes += [up, down]
             kind = MemoryKind.FILE if is_last else MemoryKind.SYSTEM
-            self.tiers.append(SimulatedTier(medium, nbytes, loop, down, up, kind))
+            self.tiers.append(SimulatedTier(section.name, medium, section.capacity_bytes, loop, down, up, kind))
             above = medium
-        host, *memory = self.tiers
-        below = memory.pop() if memory else None
-        config = config_of(settings)
-        self.store = Store(
-            config, clock, CompletionQueue(loop), make_residency(config),
-            cast(HostTier, host),  # all that the store asks of it is what a simulated tier has
-            below, memory,
-        )  # fmt: skip
+        self.store = Store(config, clock, CompletionQueue(loop), make_residency(config, self.tiers), self.tiers)
         self.wait_s = config.movement.acquire_wait_ms / 1000
         self._operations = Operations(self.store, DeletionLog(clock))
         self._clients = [client_of(self.store.residency, number) for number in range(tenants)]

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import MemoryKind
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
+from kvstored.config.tiers import TierSection
 from kvstored.simulator.machine import MediumSpec
 from kvstored.simulator.media import Lane, Medium
 from kvstored.simulator.retelling import retell, told_before
@@ -55,22 +54,17 @@ class _RecordedStore:
         self._trace, self._clock, self._slot_bytes = trace, clock, slot_bytes
         engine, host = Medium(_spec("engine")), Medium(_spec("host"))
 
-        def tier(name: str, capacity_bytes: int, kind: MemoryKind) -> SimulatedTier:
-            medium = Medium(_spec(name))
-            up, down = Lane(f"{name}→host", medium, host), Lane(f"host→{name}", host, medium)
-            return SimulatedTier(medium, capacity_bytes, loop, down, up, kind)
+        def tier(section: TierSection) -> SimulatedTier:
+            name, is_host = section.name, section is config.host
+            medium, other = (host, engine) if is_host else (Medium(_spec(name)), host)
+            up = Lane(f"{name}→{other.spec.name}", medium, other)
+            down = Lane(f"{other.spec.name}→{name}", other, medium)
+            kind = MemoryKind.FILE if section is config.nvme else MemoryKind.SYSTEM
+            return SimulatedTier(name, medium, section.capacity_bytes, loop, down, up, kind)
 
-        dram = SimulatedTier(
-            host, config.host.capacity_bytes, loop, Lane("engine→host", engine, host),
-            Lane("host→engine", host, engine), MemoryKind.SYSTEM,
-        )  # fmt: skip
-        config = replace(config, host=replace(config.host, verify_reads="off"))  # there are no bytes
-        self._store = Store(
-            config, clock, CompletionQueue(loop), make_residency(config),
-            cast(HostTier, dram),  # all that the store asks of it is what a simulated tier has
-            tier("nvme", config.nvme.capacity_bytes, MemoryKind.FILE) if config.nvme.enabled else None,
-            [tier(section.name, section.capacity_bytes, MemoryKind.SYSTEM) for section in config.memory],
-        )  # fmt: skip
+        config = config.with_tier(config.host.name, verify_reads="off")  # there are no bytes
+        tiers = [*map(tier, config.tiers)]
+        self._store = Store(config, clock, CompletionQueue(loop), make_residency(config, tiers), tiers)
         self._operations = Operations(self._store, DeletionLog(clock))
 
     async def run(self) -> Recorded:

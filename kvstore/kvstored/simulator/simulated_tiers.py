@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import (
     Completion,
-    Durability,
     MemoryKind,
     Outcome,
     OutcomeKind,
@@ -27,17 +26,16 @@ from kvstore_tiers.sizes import require_slot_size
 from kvstored.simulator.media import Lane, Medium
 from kvstored.simulator.virtual_time import VirtualLoop
 
-_ALIGNMENT_BYTES = 4096
-
 
 class SimulatedTier(Tier):
-    """`coming` is the lane that `move_in` and `write` use, `going` that of `move_out` and `read`. `memory`: HOST
-    where other tiers read it in place, FILE where it hands its bytes out."""
+    """`name`: the configuration's. `coming` is the lane that `move_in` and `write` use, `going` that of `move_out` and
+    `read`. `memory`: HOST where other tiers read it in place, FILE where it hands its bytes out."""
 
     writable: frozenset[int] = frozenset()  # as the host tier's: by no client
 
     def __init__(
         self,
+        name: str,
         medium: Medium,
         capacity_bytes: int,
         loop: VirtualLoop,
@@ -46,10 +44,7 @@ class SimulatedTier(Tier):
         memory: MemoryKind = MemoryKind.FILE,
     ) -> None:
         self.medium = medium
-        self.info = TierInfo(
-            medium.spec.name, medium.spec.name, memory, Durability.DURABLE, _ALIGNMENT_BYTES, capacity_bytes,
-            False,
-        )  # fmt: skip
+        self.info = TierInfo(name, medium.spec.name, memory, is_durable=memory is MemoryKind.FILE)
         self._loop = loop
         self._coming, self._going = coming, going
         self._slots = SingleSlots(capacity_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.host import HostTier
@@ -47,20 +48,22 @@ KEYED_AT_ONCE, KEYED_WAIT_S = 16, 1.0  # demotions to a key-addressed tier: one 
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
 
-def make_residency(config: Config, keyed: Sequence[str] = ()) -> Residency:
-    """An empty index over the tiers that `config` names, fastest first, then those of the names `keyed`."""
-    names = ["host", *(memory.name for memory in config.memory)]
-    in_memory = len(names)
-    durable = in_memory if config.nvme.enabled else -1
-    if config.nvme.enabled:
-        names.append("nvme")
-    return Residency([*names, *keyed], ghost_keys=config.limits.ghosts_per_tenant, durable=durable, in_memory=in_memory)
+def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
+    """An empty index over `tiers`, fastest first: those in memory, a durable one, those that may forget."""
+    infos = [tier.info for tier in tiers]
+    durable = next((position for position, info in enumerate(infos) if info.is_durable), -1)
+    return Residency(
+        [info.name for info in infos],
+        ghost_keys=config.limits.ghosts_per_tenant,
+        durable=durable,
+        in_memory=sum(info.is_in_memory for info in infos),
+    )
 
 
 class Store:
-    """`residency` may hold recovered blocks already; policies and rooms take them over. `memory`: tiers between `host`
-    and `nvme`, as in `config.memory`. `nvme` None: no durable tier. `keyed`: tiers below that are addressed by key;
-    what leaves the slowest of the others goes there, and blocks that others stored there can be found."""
+    """`residency` may hold recovered blocks already; policies and rooms take them over. `tiers` as in `make_residency`:
+    clients map the first, `host`; `nvme` is the durable one, if any; `keyed` are those addressed by key. What leaves
+    the slowest of the others goes there, and blocks that others stored there can be found."""
 
     def __init__(
         self,
@@ -68,16 +71,13 @@ class Store:
         clock: Clock,
         completions: CompletionQueue,
         residency: Residency,
-        host: HostTier,
-        nvme: Tier | None,
-        memory: Sequence[Tier] = (),
-        keyed: Sequence[KeyedTier] = (),
+        tiers: Sequence[Tier],
     ) -> None:
         self.config, self.clock, self.completions = config, clock, completions
-        self.residency, self.host, self.nvme = residency, host, nvme
-        self._in_memory: list[Tier] = [host, *memory]
-        self.tiers: list[Tier] = [*self._in_memory, *([] if nvme is None else [nvme]), *keyed]
-        self.keyed = dict(enumerate(keyed, len(self.tiers) - len(keyed)))  # by position
+        self.residency, self.tiers = residency, list(tiers)
+        self.host = host = cast(HostTier, tiers[MAPPED])
+        self.nvme = nvme = tiers[residency.durable] if residency.durable >= 0 else None
+        self.keyed = {position: tier for position, tier in enumerate(tiers) if isinstance(tier, KeyedTier)}
         self.counters = Counters()
         self.flows = Flows(len(self.tiers))
         self.modes = DegradedModes(clock, self.counters)
@@ -139,8 +139,9 @@ class Store:
         """The rooms of all tiers: those in memory, then `below`. What leaves the slowest goes to `demoter`, what leaves
         another one to the next slower first."""
         rooms = below
-        for position in reversed(range(len(self._in_memory))):
-            if position + 1 < len(self._in_memory):
+        in_memory = self.residency.in_memory
+        for position in reversed(range(in_memory)):
+            if position + 1 < in_memory:
                 link = self._link(position, position + 1)
                 demoter = Demotion(self.residency, link, rooms[0], demoter, self.damage, self.flows)
             copies = MemoryRelocation(self.tiers[position], self.completions)
@@ -167,11 +168,9 @@ class Store:
         return [self._make_policy(self.config, position) for position in range(len(self.tiers))]
 
     def _make_policy(self, config: Config, position: int) -> Policy:
-        if position == MAPPED:
-            settings = PolicySettings(config.host.ttl_s or None, config.host.keep_worth)
-            return create(config.host.policy, self.residency, position, settings)
-        section = config.memory[position - 1] if position < self.residency.in_memory else config.nvme
-        return create(section.policy, self.residency, position, PolicySettings(section.ttl_s or None, 0.0))
+        section = config.tier(self.residency.tiers[position]) or config.listed[-1]  # not listed: as the slowest
+        settings = PolicySettings(section.ttl_s or None, section.keep_worth)
+        return create(section.policy, self.residency, position, settings)
 
     def replace_policy(self, config: Config, position: int) -> None:
         """Let the tier's policy be what `config` says. It begins with the blocks that are there, in the order of their
@@ -242,7 +241,7 @@ class Store:
             Backlog(lambda: lane.statistics(self.clock.monotonic_ns()).service_bytes_per_s), self.clock,
             throttle_ms=config.nvme.endurance_wait_ms,
         )  # fmt: skip
-        links = [self._link(source, self.residency.durable) for source in range(len(self._in_memory))]
+        links = [self._link(source, self.residency.durable) for source in range(self.residency.in_memory)]
         return WriteBack(
             self.residency, links, room, self.completions, self.counters, self.flows, gate,
             BatchLimits(config.durability.batch_ms, config.durability.batch_blocks),

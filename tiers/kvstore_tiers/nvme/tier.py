@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import (
     Column,
     Completion,
     ContainerReport,
-    Durability,
     MemoryKind,
     Outcome,
     OutcomeKind,
@@ -83,10 +82,7 @@ class NvmeTier(Tier):
         recovered: RecoveredBlocks,
         options: TierOptions,
     ) -> None:
-        self.info = TierInfo(
-            options.name, "nvme", MemoryKind.FILE, Durability.DURABLE, ALIGNMENT_BYTES, space.capacity_bytes, True,
-            space.growth_bytes,
-        )  # fmt: skip
+        self.info = TierInfo(options.name, "nvme", MemoryKind.FILE, is_durable=True, container_bytes=space.growth_bytes)
         self.recovery_report = report
         self._recovered: RecoveredBlocks | None = recovered
         self._is_as_recovered = True  # no slot was taken out of use since, nor freed

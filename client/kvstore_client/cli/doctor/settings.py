@@ -100,10 +100,11 @@ def _kvstored(*arguments: str) -> tuple[bool, str]:
 
 
 def _flat(document: Mapping[str, Any]) -> dict[str, str]:
-    """SECTION.KEY to text; lists of tables (tenants) are left out."""
+    """SECTION.KEY to text, of each `[[tier]]` under its name; tenants are left out."""
+    tiers = [(tier["name"], tier) for tier in document.get("tier", [])]
     return {
         f"{section}.{key}": str(value)
-        for section, table in document.items()
+        for section, table in [*document.items(), *tiers]
         if isinstance(table, dict)
         for key, value in table.items()
     }

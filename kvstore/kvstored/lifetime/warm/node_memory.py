@@ -11,6 +11,7 @@ from kvstore_tiers.host import HostTier
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.config import Config
+from kvstored.config.tiers import Start
 from kvstored.lifetime.warm.clients import FormerClients
 from kvstored.lifetime.warm.ledger import LEDGER_BYTES
 from kvstored.lifetime.warm.restart import Adopted, WarmRestart, open_warm
@@ -38,14 +39,7 @@ class NodeMemory:
         """
         host = self._config.host
         warm = self.warm = open_warm(host, self._config.daemon.state_dir, forget=forget)
-        tier = self._host = HostTier(
-            host.capacity_bytes,
-            arena_bytes=host.arena_bytes,
-            mode="sealed" if host.sealed else "owned",
-            copy_threads=host.copy_threads,
-            witness=warm,
-            first_number=warm.ledger.next_arena if warm is not None else 1,
-        )
+        tier = self._host = host.open(Start() if warm is None else Start(warm, warm.ledger.next_arena))
         if not tier.charge(host.staging_bytes, "staging"):
             raise ValueError("host.staging does not fit host.capacity")
         if warm is not None and not tier.charge(LEDGER_BYTES, "ledger"):

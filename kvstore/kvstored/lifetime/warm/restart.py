@@ -22,8 +22,8 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
-from kvstored.config.schema import HostSection
 from kvstored.config.sizes import show_size
+from kvstored.config.tiers import SharedSection
 from kvstored.lifetime.warm.entering import Entering
 from kvstored.lifetime.warm.keeper import Keeper, KeeperError, nobody_waits
 from kvstored.lifetime.warm.keepers import choose_keeper, dismiss_others
@@ -185,7 +185,7 @@ class WarmRestart:
         self.keeper.drop(name)
 
 
-def open_warm(host: HostSection, state_dir: Path, *, forget: bool = False) -> WarmRestart | None:
+def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> WarmRestart | None:
     """What `host.warm_restart` asks for; None where nothing is to be kept. With `forget` what a process before left is
     given back, because nothing reaches it. Raises KeeperError.
 

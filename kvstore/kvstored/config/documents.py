@@ -1,0 +1,160 @@
+"""The documents that settings are written in, laid one over the other by section. Each tier is a section of its name.
+
+Unknown names and values of a wrong type are errors here; what a value means is not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvstored.config.mistakes import ConfigError, need
+from kvstored.config.sizes import is_size_text
+from kvstored.config.tiers import KINDS
+from kvstored.config.tiers.base import AUTO
+from kvstored.config.unknown import did_you_mean
+from kvstored.config.written import TENANT
+
+Table = dict[str, Any]
+TIER, NEW_KIND = "tier", "memory"  # [[tier]], and what one is that does not say
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,15}\Z")
+_TAKEN = (TIER, TENANT, "absent", "remote", "gpu")
+
+
+def reference_text() -> str:
+    return resources.files("kvstored.config").joinpath("reference.toml").read_text()
+
+
+def read_reference() -> Table:
+    """Every section with its defaults, the tiers as sections too."""
+    return dict(_named(tomllib.loads(reference_text()), {}, "reference.toml")) | {TENANT: []}
+
+
+def read_file(path: Path, merged: Table) -> Table:
+    """The sections of a file. `merged` says which tiers there are already."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    return _named(document, merged, str(path))
+
+
+def read_override(text: str, merged: Table) -> Table:
+    """The section of section.key=value, or of tier.NAME.key=value, which also adds a tier."""
+    name, equals, value = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    tier, of_tier, tier_key = key.partition(".")
+    if not (equals and dot) or (section == TIER) != bool(of_tier):
+        raise ConfigError(
+            f"--set {text}: write section.key=value, for instance host.capacity=4GiB, or tier.NAME.key=value"
+        )
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    document = {TIER: [{"name": tier, tier_key: parsed}]} if of_tier else {section: {key: parsed}}
+    return _named(document, merged, f"--set {text}")
+
+
+def _named(document: Table, merged: Table, source: str) -> Table:
+    """The document with each `[[tier]]` as a section of its name, where it stands; [NAME] says more of the same."""
+    sections: Table = {}
+    for section, keys in document.items():
+        for name, table in _entries(keys, merged, source) if section == TIER else [(section, keys)]:
+            if name == TENANT:
+                sections[name] = table
+                continue
+            need(isinstance(table, dict), f"{source}: {name} is a section: write [{name}] and its keys below it")
+            former = sections.get(name, {})
+            for key in former.keys() & table.keys():
+                raise ConfigError(
+                    f'{source}: {name}.{key} is given twice, in [{name}] and in the [[tier]] with name = "{name}"'
+                )
+            sections[name] = former | table
+    for name in (entry["name"] for entry in document.get(TIER, ()) if entry["name"] not in merged):
+        sections[name] = {"kind": NEW_KIND} | sections[name]
+    return sections
+
+
+def _entries(entries: Any, merged: Table, source: str) -> Iterator[tuple[str, Table]]:
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{source}: tier: write each one as [[tier]]")
+    names = [entry.get("name") for entry in entries]
+    for name, entry in zip(names, entries, strict=True):
+        if not isinstance(name, str) or not _NAME.match(name):
+            raise ConfigError(
+                f"{source}: tier.name {name!r}: 1 to 16 lower-case letters, digits, '_', '-', a letter first"
+            )
+        need(names.count(name) == 1, f"{source}: tier {name!r} is listed twice")
+        is_taken = name in _TAKEN or (name in merged and "kind" not in merged[name])
+        need(not is_taken, f"{source}: tier.name {name!r} is taken")
+        yield name, {key: value for key, value in entry.items() if key != "name"}
+
+
+def lay_over(merged: Table, sections: Table, reference: Table, source: str) -> None:
+    """Let what `sections` say hold, in place. A value is of the type of its default. Raises ConfigError."""
+    for section, table in sections.items():
+        if section == TENANT:
+            merged[section] = table
+            continue
+        if section not in merged:
+            merged[section] = _new_tier(section, table, merged, source)
+        known = merged[section]
+        defaults = reference.get(section) or KINDS[known["kind"]].DEFAULTS
+        for key, value in table.items():
+            if key not in known:
+                raise ConfigError(f"{source}: unknown key {section}.{key}{did_you_mean(key, known)}")
+            _check_type(f"{source}: {section}.{key}", defaults[key], value)
+            need(key != "kind" or value == known[key], f"{source}: {section}.kind is {known[key]!r} and stays that")
+            known[key] = value
+
+
+def tiers_in(merged: Table) -> dict[str, Table]:
+    """The sections that are tiers, fastest first; those of one kind as they were written."""
+    tiers = {name: table for name, table in merged.items() if isinstance(table, dict) and "kind" in table}
+    order = [*KINDS]
+    return dict(sorted(tiers.items(), key=lambda item: order.index(item[1]["kind"])))
+
+
+def in_order(merged: Table) -> Table:
+    """The sections as in reference.toml, with all tiers where its tiers are."""
+    tiers = tiers_in(merged)
+    first, *others = (name for name in merged if name not in tiers)
+    return {first: merged[first]} | tiers | {name: merged[name] for name in others}
+
+
+def _new_tier(name: str, table: Table, merged: Table, source: str) -> Table:
+    """The defaults of a tier that is not listed yet."""
+    if "kind" not in table:
+        hint = '; a new tier says its kind: kind = "memory"' if "capacity" in table else ""
+        raise ConfigError(f"{source}: unknown section [{name}]{did_you_mean(name, merged)}{hint}")
+    kind = table["kind"]
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ConfigError(f"{source}: {name}.kind {kind!r} is unknown; known: {', '.join(KINDS)}")
+    need(_NAME.match(name) is not None and name not in _TAKEN, f"{source}: tier.name {name!r} is taken")
+    there = [tier for tier, other in tiers_in(merged).items() if other["kind"] == kind]
+    if len(there) >= KINDS[kind].MOST:
+        raise ConfigError(
+            f"{source}: tier {name}: of kind {kind} there may be {KINDS[kind].MOST}, and there is: {', '.join(there)}"
+        )
+    return dict(KINDS[kind].DEFAULTS)
+
+
+def _check_type(name: str, default: Any, value: Any) -> None:
+    wanted = type(default)
+    fits = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
+    is_size = (
+        wanted is str
+        and (default == AUTO or is_size_text(default))
+        and isinstance(value, int)
+        and not isinstance(value, bool)
+    )
+    is_number = name.endswith(("_s", "_worth")) and isinstance(value, float)
+    if not (fits or is_size or is_number):
+        raise ConfigError(f"{name} must be {wanted.__name__}, got {value!r}")

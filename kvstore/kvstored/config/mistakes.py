@@ -1,0 +1,18 @@
+"""What a configuration that cannot be used raises, and the checks that raise it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used. The message names the key, what is wrong and what would be right."""
+
+
+def need(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def one_of(name: str, value: str, known: Collection[str]) -> None:
+    need(value in known, f"{name}: {value!r} is unknown; known: {', '.join(known)}")

@@ -1,0 +1,41 @@
+"""From one table of a TOML document to the dataclass of its section: each field has the key of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from kvstored.config.mistakes import ConfigError
+from kvstored.config.sizes import parse_size
+
+Table = dict[str, Any]
+Section = TypeVar("Section")
+NOTHING: Mapping[str, Any] = {}
+
+
+def section_of(kind: type[Section], name: str, table: Table, known: Mapping[str, Any] = NOTHING) -> Section:
+    """`known` values, and the others as `table` has them: sizes in bytes, without the suffix in their key; paths
+    absolute, None where "" may stand for none. Raises ConfigError."""
+    hints = get_type_hints(kind)
+    values = dict(known)
+    for field in fields(kind):  # type: ignore[arg-type]
+        key = field.name if field.name in table else field.name.removesuffix("_bytes")
+        if field.name in values or key not in table:
+            continue
+        value = table[key]
+        if "_bytes" in field.name:
+            value = size(name, table, key)
+        elif hints[field.name] is Path or hints[field.name] == Path | None:
+            value = Path(value).absolute() if value else None
+        values[field.name] = value
+    return kind(**values)
+
+
+def size(section: str, table: Table, key: str, whole_bytes: int = 0) -> int:
+    """Bytes of a setting; percentages are of `whole_bytes`. Raises ConfigError."""
+    try:
+        return parse_size(table[key], whole_bytes)
+    except ValueError as error:
+        raise ConfigError(f"{section}.{key}: {error}") from None

@@ -1,0 +1,118 @@
+"""What the configuration says of a tier, of whatever kind: the settings all have, and what a kind adds.
+
+A kind is a file of this package: the keys that its tiers have, what becomes of them, how one is opened. `KINDS` lists
+them. A kind imports the code of its tiers when it opens one, not before: the configuration is read first of all.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from kvstored.config.mistakes import need, one_of
+from kvstored.config.section_fields import Table, size
+from kvstored.config.sizes import show_size
+from kvstored.policy_names import POLICIES
+
+if TYPE_CHECKING:
+    from kvstore_tiers.arena import ArenaWitness
+    from kvstore_tiers.base import Tier
+    from kvstore_tiers.nvme.judging_ahead import JudgingAhead
+
+AUTO, AUTO_CONTAINERS = "auto", 32
+MIN_CONTAINER_BYTES, MIN_AUTO_CONTAINER_BYTES = 1 << 20, 16 << 20
+MAX_AUTO_CONTAINER_BYTES = {"arena": 64 << 20, "slab": 256 << 20}
+MAX_THREADS = 64
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What shares and defaults are of."""
+
+    memory_bytes: int
+    state_dir: Path
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a start of the daemon has for a tier to open with: who records the arenas that a restart keeps, the number
+    of the first new one, and the records of NVMe that were judged meanwhile."""
+
+    witness: ArenaWitness | None = None
+    first_arena: int = 1
+    ahead: JudgingAhead | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSection(ABC):
+    """One tier. `policy`, `ttl_s` and `keep_worth` say what leaves it, and when."""
+
+    KIND: ClassVar[str]
+    MOST: ClassVar[int] = 1  # tiers of this kind
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {}  # of a kind of which reference.toml lists none
+
+    name: str
+    capacity_bytes: int
+    policy: str
+    ttl_s: float
+    keep_worth: float = 0.0
+    enabled: bool = True
+
+    @classmethod
+    @abstractmethod
+    def read(cls, name: str, table: Table, machine: Machine) -> Self:
+        """From the keys of reference.toml or `DEFAULTS`, every one of them there. Raises ConfigError."""
+
+    def check(self, machine: Machine) -> None:
+        """Raises ConfigError for what cannot be."""
+        one_of(f"{self.name}.policy", self.policy, POLICIES)
+        self._need_amount("ttl_s", self.ttl_s, "seconds")
+
+    @abstractmethod
+    def open(self, start: Start) -> Tier:
+        """Raises what the tier raises where it cannot be opened. The caller closes it."""
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """Where its blocks are, for a listing."""
+
+    def _need_amount(self, key: str, value: float, unit: str) -> None:
+        need(
+            math.isfinite(value) and value >= 0,
+            f"{self.name}.{key} must be 0 (never) or a number of {unit}, got {value}",
+        )
+
+    def _need_memory(self, machine: Machine) -> None:
+        capacity, memory = show_size(self.capacity_bytes), show_size(machine.memory_bytes)
+        need(
+            self.capacity_bytes <= machine.memory_bytes,
+            f"{self.name}.capacity {capacity} is more than this machine's memory, {memory}",
+        )
+
+    def _need_one(self, key: str, nbytes: int, staging_bytes: int = 0) -> None:
+        """That an arena or slab fits."""
+        less = f" less staging {show_size(staging_bytes)}" if staging_bytes else ""
+        need(
+            self.capacity_bytes - staging_bytes >= nbytes,
+            f"{self.name}.capacity {show_size(self.capacity_bytes)}{less} does not hold one {key} of "
+            f"{show_size(nbytes)}; lower {self.name}.{key}",
+        )
+
+    def _need_threads(self, key: str, threads: int) -> None:
+        need(1 <= threads <= MAX_THREADS, f"{self.name}.{key} must be 1..{MAX_THREADS}")
+
+
+def container(name: str, table: Table, key: str, capacity_bytes: int) -> int:
+    """Bytes of an arena or slab: `auto` is small enough that a block of a new size takes little of the tier."""
+    if table[key] != AUTO:
+        nbytes = size(name, table, key)
+        need(nbytes >= MIN_CONTAINER_BYTES, f"{name}.{key} must be at least 1MiB")
+        return nbytes
+    least_bytes = min(MIN_AUTO_CONTAINER_BYTES, capacity_bytes // 8)  # large blocks fill small containers badly
+    chosen_bytes = max(least_bytes, min(MAX_AUTO_CONTAINER_BYTES[key], capacity_bytes // AUTO_CONTAINERS))
+    return max(MIN_CONTAINER_BYTES, chosen_bytes & -MIN_CONTAINER_BYTES)

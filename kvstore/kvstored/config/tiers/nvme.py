@@ -1,0 +1,97 @@
+"""Kind "nvme": slabs on a file system, by direct I/O. Durable: what it has outlives the daemon."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from kvstored.config.mistakes import need, one_of
+from kvstored.config.section_fields import Table, section_of, size
+from kvstored.config.sizes import show_size
+from kvstored.config.tiers.base import Machine, Start, TierSection, container
+from kvstored.policy_names import ADMISSIONS
+
+if TYPE_CHECKING:
+    from kvstore_tiers.nvme.tier import NvmeTier
+
+MIN_ENDURANCE_BYTES = 1 << 20
+MAX_QUARANTINE_SLOTS = 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvmeSection(TierSection):
+    """`admission`, `endurance_...`: what may be written."""
+
+    KIND: ClassVar[str] = "nvme"
+
+    path: Path
+    slab_bytes: int
+    io_threads: int
+    require_direct: bool
+    admission: str
+    quarantine_slots: int
+    endurance_bytes_per_day: int
+    endurance_wait_ms: int
+
+    @classmethod
+    def read(cls, name: str, table: Table, machine: Machine) -> Self:
+        path = Path(table["path"]).absolute() if table["path"] else machine.state_dir / name
+        capacity_bytes = size(name, table, "capacity", _file_system_bytes(path))
+        slab_bytes = container(name, table, "slab", capacity_bytes)
+        known = {"name": name, "path": path, "capacity_bytes": capacity_bytes, "slab_bytes": slab_bytes}
+        return section_of(cls, name, table, known)
+
+    def check(self, machine: Machine) -> None:
+        name = self.name
+        self._need_threads("io_threads", self.io_threads)
+        need(self.endurance_wait_ms >= 0, f"{name}.endurance_wait_ms must not be negative")
+        one_of(f"{name}.admission", self.admission, ADMISSIONS)
+        need(
+            0 <= self.quarantine_slots <= MAX_QUARANTINE_SLOTS,
+            f"{name}.quarantine_slots must be 0 (none is kept) to {MAX_QUARANTINE_SLOTS}",
+        )
+        super().check(machine)
+        if not self.enabled:
+            return
+        disk_bytes = _file_system_bytes(self.path)
+        self._need_one("slab", self.slab_bytes)
+        need(
+            not 0 < self.endurance_bytes_per_day < MIN_ENDURANCE_BYTES,
+            f"{name}.endurance_bytes_per_day must be 0 (no limit) or at least {show_size(MIN_ENDURANCE_BYTES)}",
+        )
+        need(
+            not disk_bytes or self.capacity_bytes <= disk_bytes,
+            f"{name}.capacity {show_size(self.capacity_bytes)} is more than the whole file system of {self.path} has, "
+            f"{show_size(disk_bytes)}; lower it, or set {name}.path to another disk",
+        )
+
+    def open(self, start: Start) -> NvmeTier:
+        from kvstore_tiers.nvme.tier import NvmeTier
+
+        return NvmeTier.open(
+            self.path,
+            self.capacity_bytes,
+            slab_bytes=self.slab_bytes,
+            io_threads=self.io_threads,
+            require_direct=self.require_direct,
+            quarantine_slots=self.quarantine_slots,
+            name=self.name,
+            ahead=start.ahead,
+        )
+
+    @property
+    def place(self) -> str:
+        return str(self.path)
+
+
+def _file_system_bytes(path: Path) -> int:
+    """0 where that is not known."""
+    for candidate in (path, *path.parents):
+        try:
+            stat = os.statvfs(candidate)
+        except OSError:
+            continue
+        return stat.f_frsize * stat.f_blocks
+    return 0

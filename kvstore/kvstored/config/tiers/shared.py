@@ -1,0 +1,88 @@
+"""Kind "shared": DRAM in arenas that clients map. The first tier; a put writes into it, a get leases from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from kvstored.config.mistakes import need, one_of
+from kvstored.config.section_fields import Table, section_of, size
+from kvstored.config.sizes import show_size
+from kvstored.config.tiers.base import Machine, Start, TierSection, container
+from kvstored.policy_names import WITH_WORTH
+
+if TYPE_CHECKING:
+    from kvstore_tiers.host import HostTier
+
+WARM_RESTARTS = ("auto", "systemd", "holder", "off")
+VERIFY_READS = ("off", "first", "always")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSection(TierSection):
+    KIND: ClassVar[str] = "shared"
+
+    staging_bytes: int
+    arena_bytes: int
+    sealed: bool
+    prefault: bool
+    prefault_ahead_bytes: int
+    copy_threads: int
+    verify_reads: str
+    min_free_bytes: int
+    warm_restart: str
+    warm_linger_s: float
+
+    @classmethod
+    def read(cls, name: str, table: Table, machine: Machine) -> Self:
+        capacity_bytes = size(name, table, "capacity", machine.memory_bytes)
+        known = {
+            "name": name,
+            "capacity_bytes": capacity_bytes,
+            "staging_bytes": min(size(name, table, "staging"), capacity_bytes // 4),
+            "arena_bytes": container(name, table, "arena", capacity_bytes),
+            "min_free_bytes": size(name, table, "min_free", machine.memory_bytes),
+        }
+        return section_of(cls, name, table, known)
+
+    def check(self, machine: Machine) -> None:
+        name, memory = self.name, show_size(machine.memory_bytes)
+        self._need_memory(machine)
+        self._need_threads("copy_threads", self.copy_threads)
+        need(
+            self.min_free_bytes < machine.memory_bytes,
+            f"{name}.min_free {show_size(self.min_free_bytes)} leaves nothing of this machine's memory, {memory}",
+        )
+        one_of(f"{name}.warm_restart", self.warm_restart, WARM_RESTARTS)
+        need(
+            math.isfinite(self.warm_linger_s) and self.warm_linger_s >= 0,
+            f"{name}.warm_linger_s must be a number of seconds, got {self.warm_linger_s}",
+        )
+        one_of(f"{name}.verify_reads", self.verify_reads, VERIFY_READS)
+        self._need_one("arena", self.arena_bytes, self.staging_bytes)
+        need(self.staging_bytes >= 1 << 20, f"{name}.staging must be at least 1MiB")
+        super().check(machine)
+        self._need_amount("keep_worth", self.keep_worth, "uses an hour")
+        need(
+            not self.keep_worth or self.policy in WITH_WORTH,
+            f"{name}.keep_worth means nothing to {name}.policy {self.policy}, which has no worth: set {name}.policy to "
+            f"{', '.join(WITH_WORTH)}, or {name}.ttl_s instead",
+        )
+
+    def open(self, start: Start) -> HostTier:
+        from kvstore_tiers.host import HostTier
+
+        return HostTier(
+            self.capacity_bytes,
+            arena_bytes=self.arena_bytes,
+            mode="sealed" if self.sealed else "owned",
+            copy_threads=self.copy_threads,
+            name=self.name,
+            witness=start.witness,
+            first_number=start.first_arena,
+        )
+
+    @property
+    def place(self) -> str:
+        return "memfd arenas"
