@@ -12,7 +12,6 @@ from kvstore_tiers.base import Tier
 from kvstore_tiers.wrap.faulty import FaultyTier, hung
 from kvstored import daemon
 from kvstored.cli import main
-from kvstored.store.blocks import Residency
 from tests.reference.running_daemon import RunningDaemon
 
 LIMIT_VARIABLE = "KVSTORED_TEST_STOP_LIMIT_S"
@@ -26,8 +25,9 @@ class HangingDaemon(RunningDaemon):
 
 
 class _OnAHangingDisk(daemon.Daemon):
-    def _open_nvme(self, residency: Residency, *, forget: bool) -> Tier:
-        return FaultyTier(super()._open_nvme(residency, forget=forget), hung())
+    def _open_tiers(self, mapped: Tier) -> list[Tier]:
+        *faster, nvme = super()._open_tiers(mapped)
+        return [*faster, FaultyTier(nvme, hung())]
 
 
 if __name__ == "__main__":

@@ -102,10 +102,11 @@ def differences(before: Config, after: Config) -> Iterator[Difference]:
                 name = "[[tenant]]" if section.name == "tenants" else "tenants.default"
                 yield Difference(name, _shown(old), _shown(new))
         elif section.name == "listed":
-            if [each.name for each in old] != [each.name for each in new]:
+            if [(each.name, each.KIND) for each in old] != [(each.name, each.KIND) for each in new]:
                 yield Difference("[[tier]]", _shown_tiers(old), _shown_tiers(new))
             for tier in old:
-                if (changed := after.tier(tier.name)) is not None:
+                changed = after.tier(tier.name)
+                if changed is not None and changed.KIND == tier.KIND:
                     yield from _in_section(tier.name, tier, changed)
         elif section.name not in ("source", "written"):
             yield from _in_section(section.name, old, new)
