@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvstore_proto.arena import HEADER_BYTES, payload_checksum, read_header, slot_bytes
-from kvstore_tiers.base import Outcome, OutcomeKind, Slot, Tier, TierState
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier, TierState
 from kvstore_tiers.segments import AlignedBuffer, Segment, segment_of, view_at
 from kvstore_tiers.testing.driving import block, finish, finish_all, get, pieces, put
 
@@ -286,6 +286,22 @@ class TierContract:
             assert tier.statistics().blocks == 0
             assert finish(tier.sync).ok
 
+    def test_a_sync_of_a_durable_tier_ends_after_the_writes_before_it(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            if not tier.info.is_durable:
+                return
+            ended: list[str] = []
+
+            def write(number: int, done: Completion) -> None:
+                header, payload = block(number, PAYLOAD_BYTES)
+                slot = tier.allocate(slot_bytes(PAYLOAD_BYTES))
+                assert slot is not None
+                tier.write(slot, header, [segment_of(payload)], _noting("write", ended, done))
+
+            starts = [partial(write, 20 + number) for number in range(3)]
+            outcomes = finish_all([*starts, lambda done: tier.sync(_noting("sync", ended, done))])
+            assert all(outcome.ok for outcome in outcomes) and ended == ["write"] * 3 + ["sync"]
+
     def test_an_empty_tier_recovers_nothing(self) -> None:
         with closing(self.make_tier(CAPACITY_BYTES)) as tier:
             assert list(tier.recover()) == []
@@ -320,6 +336,16 @@ def _fill(tier: Tier, nbytes: int) -> list[Slot]:
 
 def _ignore(_outcome: Outcome) -> None:
     """For transfers that must not start."""
+
+
+def _noting(what: str, ended: list[str], done: Completion) -> Completion:
+    """Like `done`, and notes that it was called."""
+
+    def note(outcome: Outcome) -> None:
+        ended.append(what)
+        done(outcome)
+
+    return note
 
 
 def _raises(expected: type[Exception], action: Callable[[], object]) -> None:
