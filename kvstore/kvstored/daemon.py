@@ -66,7 +66,7 @@ from kvstored.lifetime.fresh_directories import FreshDirectories
 from kvstored.lifetime.instance import AlreadyRunning, InstanceLock, who_else_can_change
 from kvstored.lifetime.notify import notify
 from kvstored.lifetime.recovery import drop_blocks, recover_blocks
-from kvstored.lifetime.usage_file import UsageFile, restore_usage
+from kvstored.lifetime.usage_file import UsageFile
 from kvstored.lifetime.warm import KeeperError
 from kvstored.lifetime.warm.node_memory import NodeMemory
 from kvstored.process import end_without_order, raise_descriptor_limit, set_priority, since_process_start_s
@@ -270,13 +270,14 @@ class Daemon:
             self._recover(tiers[residency.durable], residency, forget=keyring.nvme_is_lost)
         keyring.settle()  # with what `TenantDirectory` claimed
         memory.adopt(residency, self._tenants, self._clock)
-        restore_usage(config.daemon.state_dir, residency, self._clock)
+        usage = self._usage = UsageFile(config.daemon.state_dir, residency, self._clock)
+        usage.restore({tenant.index_name for tenant in self._tenants.all()})
         self._store = Store(config, self._clock, self._completions, residency, tiers)
         self._former = memory.restore_clients(self._store, self._clock)
         if self._former is not None:
             self._stack.callback(self._former.close)
-        self._usage = UsageFile(config.daemon.state_dir, residency, self._clock, self._store.counters)
-        self._stack.push_async_callback(self._usage.save)
+        usage.follow(self._store.policies, self._store.counters)
+        self._stack.push_async_callback(usage.save)
         self._stack.push_async_callback(self._store.endurance.close)
         follow_users(self._tenants, residency, self._with_tokens())
         self._make_services()

@@ -72,3 +72,6 @@ class Cause(IntEnum):
 # Causes that obey leaf-first and leases: the daemon chose the block, so it must choose one that leaves no
 # hole.
 BY_CHOICE = frozenset({Cause.EVICTED, Cause.EXPIRED, Cause.QUOTA})
+
+# Causes by which an owner or an operator took a block away: nothing that names it is to outlive the daemon.
+BY_ORDER = frozenset({Cause.INVALIDATED, Cause.DROPPED})

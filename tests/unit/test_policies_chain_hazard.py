@@ -86,7 +86,7 @@ def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     replay, _ = replayed(mixed_trace(3000), 100)
     assert isinstance(replay.policy, ChainHazard)
     book = replay.policy.follower.book
-    assert len(book._ghosts[0]) <= 2 * 10 * (100 + 40)
+    assert len(book.ghosts[0]) <= 2 * 10 * (100 + 40)
     assert book.chains.in_use < 2500
 
 

@@ -183,9 +183,9 @@ def test_why_a_block_is_missing(shelf: Shelf) -> None:
     assert shelf.residency.why_missing(0, key(9), 8, {7, 8}).cause is Cause.OTHER_FINGERPRINT
     assert shelf.residency.why_missing(0, key(9), 8, {8, 9}).cause is Cause.NEVER_STORED, "7 is another model's"
     assert shelf.residency.why_missing(1, key(9), 8, {7, 8}).cause is Cause.NEVER_STORED
-    shelf.residency.remove(child, Cause.EXPIRED, 77)
+    shelf.residency.remove(child, Cause.EXPIRED, 77 << 20)
     absence = shelf.residency.why_missing(0, key(1))
-    assert (absence.cause, absence.at_ns, absence.accesses) == (Cause.EXPIRED, 77, 1)
+    assert (absence.cause, absence.at_ns, absence.accesses) == (Cause.EXPIRED, 77 << 20, 1)
     shelf.residency.remove(parent, Cause.QUOTA, 78)
     assert shelf.residency.why_missing(0, key(0)).cause is Cause.QUOTA
 

@@ -74,13 +74,13 @@ def test_a_run_goes_as_its_blocks_do_one_by_one() -> None:
     slots = [many.residency.slot(row, 0) for row in runs[1]]
     policies = [create("lru", shelf.residency, 0) for shelf in (one, many)]
     for row in runs[0]:
-        one.residency.remove(row, Cause.EVICTED, 7)
-    assert many.residency.remove_run(runs[1], 0, Cause.EVICTED, 7) == slots
+        one.residency.remove(row, Cause.EVICTED, 7 << 20)
+    assert many.residency.remove_run(runs[1], 0, Cause.EVICTED, 7 << 20) == slots
     for shelf, policy in zip((one, many), policies, strict=True):
         assert check(shelf.residency) == []
         assert len(policy) == len(shelf.residency) == 3
         assert shelf.residency.children(shelf.residency.find(0, key(1)), 0) == 1
-        assert shelf.residency.why_missing(0, key(4)).at_ns == 7
+        assert shelf.residency.why_missing(0, key(4)).at_ns == 7 << 20
         assert policy.next_victim(8) == shelf.residency.find(0, key(20))
     assert many.residency.tenant_bytes(0, 0) == one.residency.tenant_bytes(0, 0)
 

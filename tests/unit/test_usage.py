@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvstored.clock import NS_PER_S, ManualClock
-from kvstored.lifetime.usage_file import FILE, UsageFile, restore_usage
+from kvstored.lifetime.usage_file import FILE, UsageFile
 from kvstored.store.blocks.usage import DTYPE, STEP_ROWS, apply, collect
 from kvstored.telemetry import Counters
-from tests.reference.blocks import Shelf
+from tests.reference.blocks import Shelf, key
 from tests.reference.tiers import HOST, NVME
 
 WALL_NS = 10**18
@@ -76,32 +76,35 @@ def test_another_block_in_the_same_place_gets_nothing() -> None:
 
 def test_the_file_holds_what_was_collected(tmp_path: Path) -> None:
     shelf, clock, counters = used_shelf(), ManualClock(100 * NS_PER_S), Counters()
-    file = UsageFile(tmp_path, shelf.residency, clock, counters)
+    file = UsageFile(tmp_path, shelf.residency, clock)
+    file.follow((), counters)
     counters.add("acquires")
     asyncio.run(file.save())
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
     before = [shelf.residency.accesses(row) for row in range(BLOCKS)]
     forget(shelf)
-    assert restore_usage(tmp_path, shelf.residency, clock) == BLOCKS
+    assert UsageFile(tmp_path, shelf.residency, clock).restore(()) == BLOCKS
     assert [shelf.residency.accesses(row) for row in range(BLOCKS)] == before
     (tmp_path / FILE).unlink()
     asyncio.run(file.save())
     assert not (tmp_path / FILE).exists(), "there was no request since"
+    shelf.residency.forget(0, [key(1000)])
+    asyncio.run(file.save())
+    assert (tmp_path / FILE).exists(), "what is to be forgotten may be in the file"
 
 
 @pytest.mark.parametrize("spoil", [lambda raw: raw[: len(raw) // 2], lambda raw: b"", lambda raw: b"x" * 1000])
 def test_a_damaged_file_costs_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil) -> None:  # type: ignore[no-untyped-def]
-    shelf, clock, counters = used_shelf(), ManualClock(100 * NS_PER_S), Counters()
-    counters.add("acquires")
-    asyncio.run(UsageFile(tmp_path, shelf.residency, clock, counters).save())
+    shelf, clock = used_shelf(), ManualClock(100 * NS_PER_S)
+    asyncio.run(UsageFile(tmp_path, shelf.residency, clock).save())
     path = tmp_path / FILE
     path.write_bytes(spoil(path.read_bytes()))
-    assert restore_usage(tmp_path, shelf.residency, clock) == 0
+    assert UsageFile(tmp_path, shelf.residency, clock).restore(()) == 0
     assert len(caplog.records) == 1 and "no record of their use" in caplog.text
 
 
 def test_without_a_file_there_is_nothing_to_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert restore_usage(tmp_path, used_shelf().residency, ManualClock()) == 0
+    assert UsageFile(tmp_path, used_shelf().residency, ManualClock()).restore(()) == 0
     assert not caplog.records
 
 

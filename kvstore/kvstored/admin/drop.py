@@ -8,7 +8,7 @@ Works in slices, so that lookups go on meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
@@ -50,6 +50,8 @@ class Drop:
         tiers = [tier_named(residency, name) for name in tier_names]
         tenant = self._tenant(request.tenant)
         reply = pb.DropReply()
+        if request.all:
+            self._forget_gone(range(len(residency.tenants)) if tenant is None else (tenant,))
         keeps = not (request.all or request.discard)
         if keeps and tiers != [residency.durable] and self._writeback is not None:
             saved, _ = await save(residency, self._writeback, tiers, SAVE_TIMEOUT_S, tenant)
@@ -60,6 +62,7 @@ class Drop:
     async def empty(self, tenant: int) -> pb.DropReply:
         """All blocks of the tenant with this number in residency, whatever its name is by now."""
         reply = pb.DropReply()
+        self._forget_gone((tenant,))
         await self._drop_from(range(len(self._residency.tiers)), tenant, reply, forget=True)
         return reply
 
@@ -142,6 +145,11 @@ class Drop:
         for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
             self._retire[taken.tier](taken.slot, tenant)
         return True
+
+    def _forget_gone(self, tenants: Iterable[int]) -> None:
+        """What is still known of blocks of theirs that left earlier."""
+        for tenant in tenants:
+            self._residency.forget(tenant, None)
 
     def _tenant(self, name: str) -> int | None:
         if not name:

@@ -1,25 +1,31 @@
-"""What blocks were used for, over a restart: access counts and times of last use, in STATE_DIR/usage.npz.
+"""What the store knows of how blocks are used, over a restart, in STATE_DIR/usage.npz: access counts and times of last
+use, what policies have learned beyond them, and why blocks went.
 
-Written behind, every `INTERVAL_S` at most while there are requests, and at the end of a daemon that stops in order; so
-a crash forgets the last seconds of it. It is never needed: a file that is missing, damaged or of another state costs
-hits, no block, so it is not synced. Never in the way of an answer: columns are copied in steps, and a thread writes.
+Written behind, every `INTERVAL_S` at most while something happens, and at the end of a daemon that stops in order; so
+a crash forgets the last seconds of it. It is never needed: a file that is missing, damaged or of another version costs
+hits, no block, so it is not synced. Never in the way of an answer: it is copied in steps, and a thread writes.
+
+It names blocks by their keys, and tenants as their blocks do. What was deleted is not in the next file.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import threading
 import zipfile
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.lib import format as npy
 
-from kvstored.clients.tenants.private_file import write_private
+from kvstored.clients.tenants.private_file import private_file
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
-from kvstored.store.blocks.usage import DTYPE, Usage, apply, collect
+from kvstored.store.blocks.usage import DTYPE, apply, collect
+from kvstored.store.policies import Origin, Policy
+from kvstored.store.policies.base import Array, Piece
 from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters
 
@@ -27,39 +33,94 @@ log = logging.getLogger(__name__)
 FILE = "usage.npz"
 INTERVAL_S = 5.0
 REST = 50  # times as long as the last writing took, at least, until the next: 2 % of a core at most
-
-
-def restore_usage(state_dir: Path, residency: Residency, clock: Clock) -> int:
-    """Apply what is in the file to the blocks that were found; how many copies it knew."""
-    path = state_dir / FILE
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            tables = {name: file[name] for name in file.files}
-    except FileNotFoundError:
-        return 0
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
-        log.warning("%s cannot be read (%s): blocks begin with no record of their use", path, error)
-        return 0
-    known = 0
-    for tier, name in enumerate(residency.tiers):
-        table = tables.get(name)
-        if table is not None and table.dtype == DTYPE and table.ndim == 1:
-            known += apply(residency, tier, table, clock.monotonic_ns(), clock.wall_ns())
-    return known
+BYTES_A_S = 1 << 20  # written in the long run, at most
+FORMAT = 2  # of what is in it beside the use of copies
+_FORMAT, _GHOSTS, _TENANTS, _CLOCK = ":format", ":ghosts:", ":tenants", ":clock"  # no tier is called so
 
 
 class UsageFile:
-    """Keeps the file of one daemon, for the mapped tier, whose memory may outlive it, and the durable one."""
+    """Keeps the file of one daemon. `restore`, then make policies, then `follow` them, then `run`."""
 
-    def __init__(self, state_dir: Path, residency: Residency, clock: Clock, counters: Counters) -> None:
+    def __init__(self, state_dir: Path, residency: Residency, clock: Clock) -> None:
         self._path = state_dir / FILE
         self._residency = residency
+        # The mapped tier's memory may outlive the daemon, the durable one does.
         self._tiers = [MAPPED, *([residency.durable] if residency.durable >= 0 else [])]
         self._writing = threading.Lock()  # a stop saves while the last thread of `run` may still write
         self._clock = clock
-        self._counters = counters
-        self._saved_at = -1  # of the requests counted
+        self._policies: Sequence[Policy] = ()
+        self._counters = Counters()
+        self._former: dict[str, Array] = {}  # what the file held, until policies have it
+        self._origin = Origin(np.empty(0, np.int64), 0, 0)
+        self._saved_at = (-1, -1)  # requests counted, and changes of residency
+        self._written_bytes = 0
         self._failed = False
+
+    # At the start
+
+    def restore(self, tenants: Collection[str]) -> int:
+        """Apply what is in the file to the blocks that were found, and remember those that had gone of `tenants` (by
+        their names in residency); how many copies it knew. Before policies take over the blocks.
+        """
+        tables = self._read()
+        residency, known = self._residency, 0
+        for tier, name in enumerate(residency.tiers):
+            table = tables.get(name)
+            if table is not None and table.dtype == DTYPE and table.ndim == 1:
+                known += apply(residency, tier, table, self._clock.monotonic_ns(), self._clock.wall_ns())
+        if np.array_equal(tables.get(_FORMAT, ()), [FORMAT]):
+            self._former, self._origin = tables, self._read_origin(tables, tenants)
+            for number, tenant in enumerate(self._origin.tenants.tolist()):
+                ghosts = tables.get(f"{_GHOSTS}{number}")
+                if ghosts is not None and tenant >= 0:
+                    residency.tenants[tenant].ghost.restore(ghosts, self._origin.later_ns)
+        elif tables:
+            log.info("%s is of another version: what policies learned begins anew", self._path)
+        return known
+
+    def follow(self, policies: Sequence[Policy], counters: Counters) -> None:
+        """Let `policies` (by tier) go on from what those before had learned; what they and their successors in that
+        list learn is kept from now on.
+        """
+        self._policies, self._counters = policies, counters
+        tables, self._former = self._former, {}
+        for tier, policy in enumerate(policies):
+            began = f"{self._residency.tiers[tier]}/"
+            state = {name.removeprefix(began): table for name, table in tables.items() if name.startswith(began)}
+            if not state:
+                continue
+            ours = f"{policy.name}/"
+            state = {name.removeprefix(ours): table for name, table in state.items() if name.startswith(ours)}
+            try:
+                if not state:
+                    raise ValueError("it is of another policy")
+                policy.import_state(state, self._origin)
+            except ValueError as error:
+                log.warning("%s: %s cannot go on from what was learned (%s): it begins anew", began, policy.name, error)
+
+    def _read(self) -> dict[str, Array]:
+        try:
+            with np.load(self._path, allow_pickle=False) as file:
+                return {name: file[name] for name in file.files}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
+            log.warning("%s cannot be read (%s): blocks begin with no record of their use", self._path, error)
+            return {}
+
+    def _read_origin(self, tables: dict[str, Array], tenants: Collection[str]) -> Origin:
+        residency = self._residency
+        known = {index.name for index in residency.tenants}.union(tenants)
+        names = [name.decode() for name in tables[_TENANTS].tolist()]
+        numbers = [residency.tenant(name) if name in known else -1 for name in names]
+        later_ns = int(tables[_CLOCK][0]) - self._ahead_ns()
+        return Origin(np.array(numbers, np.int64), later_ns, self._clock.monotonic_ns())
+
+    def _ahead_ns(self) -> int:
+        """Of the wall clock before the monotonic one, which begins anew with the machine."""
+        return self._clock.wall_ns() - self._clock.monotonic_ns()
+
+    # While it serves
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -68,32 +129,52 @@ class UsageFile:
             await asyncio.sleep(pause_s)
             began_ns = self._clock.monotonic_ns()
             await self.save()
-            pause_s = max(INTERVAL_S, REST * (self._clock.monotonic_ns() - began_ns) / NS_PER_S)
+            took_s = (self._clock.monotonic_ns() - began_ns) / NS_PER_S
+            pause_s = max(INTERVAL_S, REST * took_s, self._written_bytes / BYTES_A_S)
 
     async def save(self) -> None:
-        """Write the file, unless there was no request since."""
+        """Write the file, unless nothing has happened since."""
         requests = self._counters["acquires"] + self._counters["stored_blocks"]
-        if requests == self._saved_at:
+        state = (requests, self._residency.changes)
+        if state == self._saved_at:
             return
-        tables: dict[str, list[Usage]] = {}
-        ahead_ns = self._clock.wall_ns() - self._clock.monotonic_ns()
-        for tier in self._tiers:
-            parts = tables[self._residency.tiers[tier]] = []
-            for part in collect(self._residency, tier, ahead_ns):
-                parts.append(part)
-                await asyncio.sleep(0)
+        parts: dict[str, list[Array]] = {}
+        for name, piece in self._pieces():
+            parts.setdefault(name, []).append(piece)
+            await asyncio.sleep(0)
         try:
-            await asyncio.to_thread(self._write, tables)
+            await asyncio.to_thread(self._write, parts)
         except OSError as error:
             if not self._failed:
                 log.warning("%s cannot be written (%s): a restart forgets how blocks were used", self._path, error)
             self._failed = True
             return
-        self._saved_at, self._failed = requests, False
+        self._saved_at, self._failed = state, False
 
-    def _write(self, tables: dict[str, list[Usage]]) -> None:
-        joined = {name: np.concatenate(parts) if parts else np.empty(0, DTYPE) for name, parts in tables.items()}
-        content = io.BytesIO()
-        np.savez(content, **joined)  # type: ignore[arg-type]
-        with self._writing:
-            write_private(self._path, content.getbuffer(), durable=False)
+    def _pieces(self) -> Iterator[Piece]:
+        residency = self._residency
+        yield _FORMAT, np.array([FORMAT])
+        for tier in self._tiers:
+            for usage in collect(residency, tier, self._ahead_ns()):
+                yield residency.tiers[tier], usage
+        for tier, policy in enumerate(self._policies):
+            for name, piece in policy.export_state():
+                yield f"{residency.tiers[tier]}/{policy.name}/{name}", piece
+        for number, index in enumerate(residency.tenants):
+            for piece in index.ghost.copied():
+                yield f"{_GHOSTS}{number}", piece
+        yield _CLOCK, np.array([self._ahead_ns()])
+        yield _TENANTS, np.array([index.name.encode() for index in residency.tenants], "S")  # last: none is missing
+
+    def _write(self, parts: dict[str, list[Array]]) -> None:
+        """As `np.savez` would, but piece by piece: a large copy would hold the GIL."""
+        with self._writing, private_file(self._path, durable=False) as file:
+            with zipfile.ZipFile(file, "w") as archive:
+                for name, pieces in parts.items():
+                    first, count = pieces[0], sum(map(len, pieces))
+                    descr, shape = npy.dtype_to_descr(first.dtype), (count, *first.shape[1:])
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        npy.write_array_header_1_0(member, {"descr": descr, "fortran_order": False, "shape": shape})
+                        for piece in pieces:
+                            member.write(piece.tobytes())
+            self._written_bytes = file.tell()

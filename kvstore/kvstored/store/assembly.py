@@ -20,7 +20,7 @@ from kvstored.store.blocks import Residency
 from kvstored.store.degraded import DegradedModes, TierBreaker
 from kvstored.store.endurance import EnduranceAccount
 from kvstored.store.leases import LeaseTable
-from kvstored.store.policies import Admission, Policy, PolicySettings, create, create_admission
+from kvstored.store.policies import Admission, Policy, PolicySettings, create, create_admission, succeed
 from kvstored.store.reservations import Reservations
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.backlog import Backlog
@@ -174,10 +174,11 @@ class Store:
 
     def replace_policy(self, config: Config, position: int) -> None:
         """Let the tier's policy be what `config` says. It begins with the blocks that are there, in the order of their
-        last use, and with every tenant's share; what the one before had learned is gone."""
+        last use, and with every tenant's share; one of the same name goes on from what the one before had learned."""
         former, policy = self.policies[position], self._make_policy(config, position)
         for tenant, share in former.shares.items():
             policy.set_share(tenant, share)
+        succeed(policy, former, self.clock.monotonic_ns())
         self.policies[position] = policy
         self.rooms[position].follow(policy)
         self.replace_admission(config)

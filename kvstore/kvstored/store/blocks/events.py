@@ -35,6 +35,11 @@ class TierListener(Protocol):
     def released(self, row: int) -> None:
         """What kept `row` from leaving this tier (a lease, a child, being the last copy) may be gone."""
 
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        """Keep nothing that names blocks `keys` of `tenant`, which have gone from every tier by order; or any (None)
+        that are not in this one.
+        """
+
 
 class NullListener:
     """The listener of a tier without a policy."""
@@ -58,6 +63,9 @@ class NullListener:
         pass
 
     def released(self, row: int) -> None:
+        pass
+
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         pass
 
 
@@ -92,6 +100,10 @@ class Listeners:
             rows = self._view.rows
             key: bytes = rows.keys[row]  # type: ignore[assignment]  # a live row has a key
             self.presence.changed(self._view.kind_tenant[rows.kind[row]], key, rows.mask[row])
+
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        for listener in self.by_tier:
+            listener.forget(tenant, keys)
 
     def release(self, row: int, tiers: int) -> None:
         """`row` may perhaps leave the tiers whose bit in `tiers` is set."""

@@ -65,6 +65,7 @@ class Residency(ResidencyView):
         self.remove_chosen = removal.remove_chosen
         self.remove_run = removal.remove_run
         self.detach = removal.detach
+        self.forget = removal.forget
         access = AccessLog(self, listeners)
         self.touch = access.touch
         self.touch_run = access.touch_run

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore_tiers.base import Slot
-from kvstored.lifecycle import BY_CHOICE, Cause, CopyState, Step, advance
+from kvstored.lifecycle import BY_CHOICE, BY_ORDER, Cause, CopyState, Step, advance
 from kvstored.store.blocks.events import Listeners
 from kvstored.store.blocks.temperature import cool, wake
 from kvstored.store.blocks.tree import ChainTree
@@ -20,6 +20,7 @@ _FILLING = int(CopyState.FILLING)  # plain ints: half the time of a comparison w
 _RESIDENT = int(CopyState.RESIDENT)
 _RETIRED = int(advance(CopyState.RESIDENT, Step.RETIRE))
 _IS_BY_CHOICE = [cause in BY_CHOICE for cause in range(max(Cause) + 1)]  # a set of members hashes their names
+_IS_BY_ORDER = [cause in BY_ORDER for cause in range(max(Cause) + 1)]
 
 
 class TakenCopy(NamedTuple):
@@ -60,11 +61,24 @@ class Removal:
             tier = held.bit_length() - 1
             held ^= 1 << tier
             taken.append(self._take_copy(row, tier))
-        index = self._view.tenants[self._view.kind_tenant[rows.kind[row]]]
-        index.ghost.remember(key, cause, now_ns, rows.accesses[row])
+        tenant = self._view.kind_tenant[rows.kind[row]]
+        self._view.tenants[tenant].ghost.remember(key, cause, now_ns, rows.accesses[row])
+        if _IS_BY_ORDER[cause]:
+            self._listeners.forget(tenant, (key,))
         rows.renew(row)
         self._tree.forget_empty(row)
         return taken
+
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        """Let the ghosts forget `keys`, or all that they know of `tenant` (None). Blocks that are stored stay."""
+        ghost = self._view.tenants[tenant].ghost
+        self._view.changes += 1
+        if keys is None:
+            ghost.clear()
+        else:
+            for key in keys:
+                ghost.forget(key)
+        self._listeners.forget(tenant, keys)
 
     def remove_chosen(
         self, tier: int, choose: Callable[[int], int], count: int, cause: Cause, now_ns: int

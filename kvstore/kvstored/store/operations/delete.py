@@ -81,6 +81,8 @@ class Delete:
                 payload_bytes = residency.payload_bytes(row)
                 fates[position] = self._delete_row(row, tenant)
                 nbytes += payload_bytes if fates[position] is Fate.DELETED else 0
+            else:
+                residency.forget(tenant, (keys[position],))
             if position % SLICE_BLOCKS == 0:
                 await asyncio.sleep(0)
         if Fate.DELETED in fates:

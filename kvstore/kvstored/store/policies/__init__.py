@@ -2,8 +2,17 @@
 
 from kvstored.policy_names import ADMISSIONS, POLICIES, WITH_WORTH
 from kvstored.store.policies.admission import Admission
-from kvstored.store.policies.base import ChainHint, Policy, PolicySettings, RequestContext, ResidencyClass, Share
-from kvstored.store.policies.registry import BEST, create, create_admission, resolve
+from kvstored.store.policies.base import (
+    ChainHint,
+    Origin,
+    Policy,
+    PolicySettings,
+    RequestContext,
+    ResidencyClass,
+    Share,
+    State,
+)
+from kvstored.store.policies.registry import BEST, create, create_admission, joined, resolve, succeed
 from kvstored.store.policies.telling import tell
 
 __all__ = [
@@ -13,13 +22,17 @@ __all__ = [
     "WITH_WORTH",
     "Admission",
     "ChainHint",
+    "Origin",
     "Policy",
     "PolicySettings",
     "RequestContext",
     "ResidencyClass",
     "Share",
+    "State",
     "create",
     "create_admission",
+    "joined",
     "resolve",
+    "succeed",
     "tell",
 ]

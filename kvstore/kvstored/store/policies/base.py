@@ -20,9 +20,10 @@ Obligations
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +80,22 @@ class ChainHint:
     due_ns: int | None = None
     next_step: int = 0  # the wire's NextStep
     answer_tokens: int = 0
+
+
+Array = npt.NDArray[Any]
+Piece = tuple[str, Array]  # pieces of one name are to be joined
+State = Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How to read a state of a process before: what number each of its tenants has now (-1: none), and how much later
+    the same moment is on this clock; what time it is.
+    """
+
+    tenants: npt.NDArray[np.int64]
+    later_ns: int
+    now_ns: int
 
 
 class Policy(ABC):
@@ -215,6 +232,27 @@ class Policy(ABC):
         for row in np.flatnonzero(np.frombuffer(self.residency.rows.mask, np.uint8) >> self.tier & 1).tolist():
             found[self.residency_class(row, now_ns)] += copies.nbytes[row]
         return found
+
+    # Over a restart: what was learned, by policies that learn
+
+    def export_state(self) -> Iterator[Piece]:
+        """What it has learned beyond the use of single blocks, a piece of at most half a millisecond at a time. Events
+        may come between two pieces: what they change may be in it or not. Bounded; names blocks by key and tenant, and
+        none that `forget` was called for. Nothing by default.
+        """
+        return iter(())
+
+    def import_state(self, state: State, origin: Origin) -> None:
+        """Go on from `state`, the joined pieces of a policy of the same name and tier, before any event but `adopt`;
+        what is in it of blocks that are not stored any more is kept as of blocks that have left. Raises ValueError,
+        having changed nothing, for a state that this version or these settings cannot use.
+        """
+        raise ValueError(f"{self.name} learns nothing that it could go on from")
+
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:  # noqa: B027  # optional
+        """Keep nothing that names blocks `keys` of `tenant`, which have gone from every tier by order; or any (None)
+        that are not in this one.
+        """
 
     @abstractmethod
     def __len__(self) -> int:

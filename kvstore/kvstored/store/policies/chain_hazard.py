@@ -16,7 +16,8 @@ choice where chains say nothing: blocks without parents, each used by itself; it
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +27,21 @@ from kvstored.store.policies.base import (
     HOT_WORTH,
     WARM_WORTH,
     ChainHint,
+    Origin,
+    Piece,
     Policy,
     PolicySettings,
     RequestContext,
     ResidencyClass,
     Share,
+    State,
 )
 from kvstored.store.policies.chains.book import NOBODY, NS, UNKNOWN
 from kvstored.store.policies.chains.following import APART, HOUR_S, ChainFollower, LearningSettings
 from kvstored.store.policies.chains.keeping import worth_of
+from kvstored.store.policies.chains.state import ladders as ladders_in
+from kvstored.store.policies.chains.state import pieces as state_of
+from kvstored.store.policies.chains.state import restore
 from kvstored.store.policies.classes import Masks, count_classes, sum_classes
 from kvstored.store.policies.tenants import choose_tenant
 
@@ -114,6 +121,32 @@ class ChainHazard(Policy):
 
     def __len__(self) -> int:
         return self.follower.lru.rows
+
+    # Over a restart
+
+    def export_state(self) -> Iterator[Piece]:
+        return state_of(self.follower)
+
+    def import_state(self, state: State, origin: Origin) -> None:
+        former = self.follower
+        ladders = ladders_in(state, former.book.tables.orders)
+        follower = ChainFollower(
+            self.residency, self.tier, self.settings, replace(former.learning, tables=lambda: ladders)
+        )
+        follower.learning = former.learning
+        for tenant, share in self.shares.items():
+            follower.lru.set_share(tenant, share)
+        if len(self):
+            rows = np.flatnonzero(former.lru.here())
+            follower.adopt(rows[np.argsort(np.frombuffer(former.lru.stamp, np.uint64)[rows])])
+        try:
+            restore(follower, state, origin)
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"its parts do not fit together: {error}") from None
+        self.follower = follower
+
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        self.follower.forget(tenant, keys)
 
     # Decisions
 

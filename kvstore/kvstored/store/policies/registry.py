@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -11,7 +11,7 @@ import numpy as np
 from kvstored.policy_names import ADMISSIONS, POLICIES
 from kvstored.store.blocks import Residency
 from kvstored.store.policies.admission import Admission
-from kvstored.store.policies.base import Policy, PolicySettings
+from kvstored.store.policies.base import Array, Origin, Piece, Policy, PolicySettings
 from kvstored.store.policies.ordered import together
 
 BEST = "best"
@@ -39,6 +39,21 @@ def create_admission(name: str, residency: Residency, tier: int, above: Policy |
     if not isinstance(admission, Admission):
         raise RuntimeError(f"{ADMISSIONS[name]} is no Admission")
     return admission
+
+
+def joined(pieces: Iterable[Piece]) -> dict[str, Array]:
+    """The state that a policy's pieces make up."""
+    parts: dict[str, list[Array]] = {}
+    for name, piece in pieces:
+        parts.setdefault(name, []).append(piece)
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+def succeed(policy: Policy, former: Policy, now_ns: int) -> None:
+    """Let a new policy go on from what `former`, which had its place, has learned, if they are of one kind."""
+    state = joined(former.export_state()) if policy.name == former.name else {}
+    if state:
+        policy.import_state(state, Origin(np.arange(len(policy.residency.tenants)), 0, now_ns))
 
 
 def resolve(name: str) -> str:

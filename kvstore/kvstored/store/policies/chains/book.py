@@ -65,8 +65,8 @@ class ChainBook:
         self._began_s = math.nan
         self.asked = 0  # blocks, by all requests so far
         self.features: list[Features] = []  # by slot
-        self._ghosts: list[ChainGhost] = []
-        collector = Collector(self.chains, self.owner, self._ghosts)
+        self.ghosts: list[ChainGhost] = []
+        collector = Collector(self.chains, self.owner, self.ghosts)
         self._forgotten = collector.forgotten
         self.upkeep = Upkeep(self.learning, collector)
         self._last_unused = -1
@@ -91,19 +91,33 @@ class ChainBook:
         self.shared.frombytes(bytes(8 * more))
         self.shared_s.frombytes(bytes(8 * more))
 
+    def numbers(self) -> list[float]:
+        """What is known beside the chains."""
+        return [self.asked, self._began_s, self.shared_span_s, self._most_rows]
+
+    def restore(self, numbers: Sequence[float], later_s: float, rows_here: int) -> None:
+        """Go on from what `numbers` gave when the clock was `later_s` behind, with `rows_here` blocks. Raises
+        ValueError for so many that they cannot be.
+        """
+        asked, began_s, self.shared_span_s, most_rows = numbers
+        self.asked, self._began_s = int(asked), began_s + later_s
+        self._most_rows = max(int(most_rows), rows_here)
+        for ghost in self.ghosts:
+            ghost.limit = ghost_limit(self._most_rows)
+
     def add_tenant(self) -> None:
-        self._ghosts.append(ChainGhost(ghost_limit(0), self._forgotten))
+        self.ghosts.append(ChainGhost(ghost_limit(self._most_rows), self._forgotten))
 
     @property
     def tenants(self) -> int:
-        return len(self._ghosts)
+        return len(self.ghosts)
 
     # Rows
 
     def met(self, rows: Sequence[int], tenant: int) -> None:
         """`rows` are new in the tier; the ghost may know them."""
         keys, owner, fan = self.residency.rows.keys, self.owner, self.fan
-        ghost = self._ghosts[tenant]
+        ghost = self.ghosts[tenant]
         touched = ghost.touched
         for row, packed in zip(rows, ghost.recall_run([keys[row] for row in rows]), strict=True):
             owner[row] = packed >> FAN_BITS  # NOBODY of nothing
@@ -114,7 +128,7 @@ class ChainBook:
 
     def met_one(self, row: int, tenant: int) -> None:
         """`met` of one row."""
-        key, ghost = self.residency.rows.keys[row], self._ghosts[tenant]
+        key, ghost = self.residency.rows.keys[row], self.ghosts[tenant]
         packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just come
         self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (NOBODY, 0)
         if packed >= 0 and key in ghost.touched:
@@ -124,7 +138,7 @@ class ChainBook:
         """`rows` of `chain` leave the tier, the deepest first."""
         owner, shared, fan, columns = self.owner, self.shared, self.fan, self.residency.rows
         keys = columns.keys
-        ghost = self._ghosts[tenant]
+        ghost = self.ghosts[tenant]
         ghost.remember_run([keys[row] for row in rows], chain, [fan[row] for row in rows])
         for row in rows:
             owner[row] = NOBODY
@@ -136,7 +150,7 @@ class ChainBook:
         if rows_here > self._most_rows:
             self._most_rows = rows_here
             limit = ghost_limit(rows_here)
-            for each in self._ghosts:
+            for each in self.ghosts:
                 each.limit = limit
         tails = self.chains.tail
         if tails[chain] == rows[0]:
@@ -154,7 +168,7 @@ class ChainBook:
         owner[row] = NOBODY
         key = columns.keys[row]
         if key is not None:
-            self._ghosts[tenant].remember(key, chain, self.fan[row])
+            self.ghosts[tenant].remember(key, chain, self.fan[row])
         above = columns.parent[row]
         if not (0 <= above < len(owner) and owner[above] == chain):
             above = next_above(row, chain, columns, owner)
@@ -186,7 +200,7 @@ class ChainBook:
         chains, here = self.chains, len(rows)
         if self.shared_span_s < _SPAN_FULL_S:
             self._see_longer(now_s)
-        path = path_of(rows, missing, parent, self.residency.rows, self.owner, self.fan, self._ghosts[tenant])
+        path = path_of(rows, missing, parent, self.residency.rows, self.owner, self.fan, self.ghosts[tenant])
         known, count = path.known, len(path.before)
         self.asked += count
         reach, length = path.first + known, path.first + count
@@ -220,7 +234,7 @@ class ChainBook:
         for row in rows:
             owner[row] = slot
         if missing:
-            self._ghosts[tenant].remember_run(missing, slot, path.fans)
+            self.ghosts[tenant].remember_run(missing, slot, path.fans)
         features = features_of(
             is_continued=prev >= 0, is_branch=reach >= _BRANCH_MIN, new_blocks=count - known, length=length, turn=turn,
             gap_s=gap_s, pace_s=math.exp(pace), text_tokens=text,
@@ -322,13 +336,13 @@ class ChainBook:
 
     def owner_of(self, key: bytes, tenant: int) -> int:
         """The chain of a block that is not in the tier, as far as is known, or -1."""
-        return self._ghosts[tenant].packed(key) >> FAN_BITS
+        return self.ghosts[tenant].packed(key) >> FAN_BITS
 
     def promised_owner(self, key: bytes, tenant: int) -> int:
         """`owner_of`, if the chain's last request missed blocks that may be stored yet, or -1. Without further calls:
         it is asked of each block that needs the place of another.
         """
-        shard = self._ghosts[tenant].shards[key[-1] & SHARD_MASK]
+        shard = self.ghosts[tenant].shards[key[-1] & SHARD_MASK]
         packed = shard.young.get(key)
         if packed is None:
             packed = shard.old.get(key, NOTHING)
@@ -371,7 +385,7 @@ class ChainBook:
         for row in rows:
             owner[row] = chain
         if missing:
-            self._ghosts[tenant].remember_run(missing, chain, bytes(len(missing)))
+            self.ghosts[tenant].remember_run(missing, chain, bytes(len(missing)))
         chains.new_blocks[chain] += len(rows) + len(missing)
         features = grown(self.features[chain], chains.new_blocks[chain], length)
         self._set(chain, features, rows[-1] if rows else chains.tail[chain], length, order, now_s)

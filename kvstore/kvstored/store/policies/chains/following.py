@@ -289,6 +289,19 @@ class ChainFollower:
         chains.blocked[chain] = 0
         self._look_at(chain)
 
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        """Nothing is left that names `keys`, or any block that is not in the tier (None)."""
+        if tenant >= len(self.candidates):
+            return
+        ghost = self.book.ghosts[tenant]
+        if keys is None:
+            ghost.clear()
+            self.guard.forget_all(tenant)
+            return
+        for key in keys:
+            ghost.forget(key)
+            self.guard.forget(tenant, key)
+
     def released(self, row: int) -> None:
         if self._kids[row]:
             return  # what holds it will say so in its turn

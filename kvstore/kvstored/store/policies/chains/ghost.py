@@ -9,7 +9,8 @@ dictionary, more than a shard. Knows no rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ _GHOST_MIN = 4096
 _GHOST_RATIO = 10  # of the tier's blocks,
 _GHOST_MANY = 1 << 18  # but no more than this, or than the tier's blocks
 TOUCHED_MAX = 4096  # blocks that others than their chain used
+_STEP = 2048  # keys copied between two pauses: 0.3 ms
 
 Chains = npt.NDArray[np.int64]
 
@@ -112,6 +114,43 @@ class ChainGhost:
         """Chain and fan-out, or (-1, 0)."""
         packed = self.packed(key)
         return (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (NOTHING, 0)
+
+    def forget(self, key: bytes) -> None:
+        shard = self.shards[key[-1] & SHARD_MASK]
+        for keys in (shard.young, shard.old):
+            packed = keys.pop(key, NOTHING)
+            if packed >= 0:
+                self._forgetting(np.array([packed >> FAN_BITS]))
+        self.touched.pop(key, None)
+
+    def clear(self) -> None:
+        for number, shard in enumerate(self.shards):
+            self._forgetting(self.chains(number))
+            shard.young, shard.old = {}, {}
+        self.touched.clear()
+
+    def copied(self, most: int) -> Iterator[tuple[str, bytes, Chains]]:
+        """Generation, packed keys and what is kept of each, a step at a time: about `most` keys, the young first. The
+        caller may let others go on between two steps; what changes meanwhile may be in it or not.
+        """
+        for generation in ("young", "old"):
+            for shard in self.shards:
+                kept: dict[bytes, int] = getattr(shard, generation)
+                for first in range(0, len(kept), _STEP):
+                    if most <= 0:
+                        return
+                    packed = np.fromiter(islice(kept.values(), first, first + _STEP), np.int64)
+                    most -= len(packed)
+                    yield generation, b"".join(islice(kept, first, first + _STEP)), packed
+
+    def restore(self, generation: str, keys: npt.NDArray[np.void], packed: Chains) -> None:
+        """Remember `packed` of each of `keys` (dtype V16)."""
+        at = np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 16)[:, -1] & SHARD_MASK
+        order = np.argsort(at, kind="stable")
+        ends = np.cumsum(np.bincount(at, minlength=SHARDS)).tolist()
+        names, values = keys[order].tolist(), packed[order].tolist()
+        for shard, first, last in zip(self.shards, [0, *ends], ends, strict=False):
+            getattr(shard, generation).update(zip(names[first:last], values[first:last], strict=True))
 
     def chains(self, shard: int) -> Chains:
         """Of every key that shard number `shard` remembers."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _SHADOW_MAX = 1024  # keys; a larger tier is sampled
 _MASK_MAX = 255
@@ -38,6 +38,31 @@ class LruGuard:
         self._probation = _PROBATION_MIN
         self._left = 0
         self.is_lru_ahead = False
+
+    def numbers(self) -> list[float]:
+        """All that is known but for the shadow."""
+        return [
+            self.capacity, self._most, self._mask, self._ours, self._lead, self._spread, self._probation, self._left,
+            self.is_lru_ahead,
+        ]  # fmt: skip
+
+    def shadow(self) -> list[tuple[int, bytes]]:
+        """Tenants and keys that LRU would hold, of the sample, the next to leave first."""
+        return list(self._held)
+
+    def restore(self, numbers: Sequence[float], shadow: Iterable[tuple[int, bytes]]) -> None:
+        """Go on from what `numbers` and `shadow` gave."""
+        capacity, most, mask, ours, lead, spread, probation, left, is_lru_ahead = numbers
+        self.capacity, self._most, self._mask = int(capacity), int(most), int(mask)
+        self._ours, self._lead, self._spread = ours, lead, spread
+        self._probation, self._left, self.is_lru_ahead = int(probation), int(left), bool(is_lru_ahead)
+        self._held = OrderedDict.fromkeys(shadow)
+
+    def forget(self, tenant: int, key: bytes) -> None:
+        self._held.pop((tenant, key), None)
+
+    def forget_all(self, tenant: int) -> None:
+        self._held = OrderedDict.fromkeys(name for name in self._held if name[0] != tenant)
 
     def resize(self, rows: int, *, is_full: bool = True) -> None:
         """The tier holds `rows` blocks, and is full with them or not yet."""

@@ -16,12 +16,14 @@ only. A call takes no longer the more cells there are.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstored.store.policies.base import Piece, State
 from kvstored.store.policies.chains.features import AWAITED, Features
 from kvstored.store.policies.chains.gittins import BINS, EDGES_S, WIDTHS_S, Floats, Ints, fading, places_of, ranks
 from kvstored.store.policies.chains.hinting import CHANCE_MEANS, NEXT_STEP_MEANS, Word
@@ -36,6 +38,10 @@ _EVIDENCE_DECAY = 2.0
 _FOLDED, _MADE = 48, 64  # cells a call
 _NODES_FIRST = 1 << 14  # memory that is not touched costs nothing, and a growing array is copied
 _GAIN_MAX = 1e12
+_COPIED = 256  # steps or cells copied between two pauses: 0.3 ms
+STEP = np.dtype([("path", "i1", (_STEPS_MAX,)), ("counts", "f4", (2, BINS))])  # ladder and features
+LATE = np.dtype([("cell", "i4"), ("seen", "f4", (2, BINS))])
+_PADDING = (PADDING := -2,) * (_STEPS_MAX - 1)
 FLAT: Final[Floats] = np.clip(0.02 * WIDTHS_S / (5 + EDGES_S), 1e-5, 0.05)  # before anything is known
 
 
@@ -52,6 +58,14 @@ class Ladder:
     def __init__(self, order: Sequence[str], counts: Mapping[tuple[int, ...], Floats] | None = None) -> None:
         self.order = tuple(order)
         self.counts = dict(counts or {})
+
+
+def ladders_of(orders: Sequence[Sequence[str]], steps: npt.NDArray[np.void]) -> list[Ladder]:
+    """What `HazardTables.copied` gave of ladders of these `orders`."""
+    found = [Ladder(order) for order in orders]
+    for (number, *path), counts in zip(steps["path"].tolist(), steps["counts"].astype(np.float64), strict=True):
+        found[number].counts[tuple(at for at in path if at != PADDING)] = counts
+    return found
 
 
 class HazardTables:
@@ -102,6 +116,45 @@ class HazardTables:
         for (number, path), node in self._nodes.items():
             found[number].counts[path] = self._counts[node] / self._gain
         return found
+
+    def copied(self) -> Iterator[Piece]:
+        """What is known by now, a step at a time: steps with their counts, cells by number, and what was seen of cells
+        and does not count yet.
+        """
+        for first in range(0, len(self._nodes), _COPIED):
+            names = list(islice(self._nodes, first, first + _COPIED))  # never taken out: numbered in this order from 1
+            part = np.empty(len(names), STEP)
+            part["path"] = [(number, *path, *_PADDING[len(path) :]) for number, path in names]
+            part["counts"] = self._counts[first + 1 : first + 1 + len(names)] / self._gain
+            yield "steps", part[part["counts"].any(axis=(1, 2))]
+        for first in range(0, len(self._features), _COPIED):
+            yield "cells", np.array(self._features[first : first + _COPIED], np.int8)
+        late = np.flatnonzero(np.frombuffer(self._is_late, np.uint8))
+        for first in range(0, len(late), _COPIED):
+            part = np.empty(len(late[first : first + _COPIED]), LATE)
+            part["cell"] = late[first : first + _COPIED]
+            part["seen"] = self._late[part["cell"]]
+            yield "late", part
+        yield "evidence", self.evidence.copy()
+        for number, word in enumerate(self._words):
+            yield f"word{number}", word.numbers()
+
+    def restore(self, state: State, numbers: Ints) -> None:
+        """Go on from what `copied` gave beside the steps, which the ladders were made of; `numbers`: what cells were
+        called there have here. Raises ValueError for what other ladders gave.
+        """
+        if state["evidence"].shape != self.evidence.shape:
+            raise ValueError("other ladders")
+        self.evidence = state["evidence"].copy()
+        for number, word in enumerate(self._words):
+            word.restore(state[f"word{number}"])
+        late = state.get("late", np.empty(0, LATE))
+        cells = numbers[late["cell"]]
+        np.add.at(self._late, cells, late["seen"])
+        np.frombuffer(self._is_late, np.uint8)[cells] = 1
+        np.frombuffer(self._is_wanted, np.uint8)[: len(self._features)] = 1
+        while self.make():
+            pass
 
     def cell(self, features: Features) -> int:
         """The cell of these features, new when first seen."""
@@ -290,6 +343,11 @@ class HazardTables:
         """By chance and by next step, and age bin."""
         chance, next_step = (word.factors() for word in self._words)
         return chance, next_step
+
+    @property
+    def orders(self) -> list[tuple[str, ...]]:
+        """Of the ladders."""
+        return list(self._orders)
 
     def takes(self, feature: str) -> bool:
         """Whether any ladder tells chains apart by it."""

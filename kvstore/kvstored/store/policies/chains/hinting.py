@@ -36,6 +36,17 @@ class Word:
         np.add.at(self._seen, (values, bins), returns)
         self._factors = None
 
+    def numbers(self) -> Floats:
+        """What was foretold and what was seen, by value and age bin."""
+        return np.stack([self._foretold, self._seen])
+
+    def restore(self, numbers: Floats) -> None:
+        """Go on from what `numbers` gave. Raises ValueError for another number of values or bins."""
+        if numbers.shape != (2, *self._seen.shape):
+            raise ValueError(f"words of another kind: {numbers.shape}")
+        self._foretold, self._seen = numbers
+        self._factors = None
+
     def decay(self, factor: float) -> None:
         self._foretold *= factor
         self._seen *= factor

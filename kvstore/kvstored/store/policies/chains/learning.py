@@ -43,6 +43,20 @@ class Learning:
         self._hand = 0  # chains below it have been aged
         self.renewed, self._renew_at = 0, _RENEW_MIN  # at which request
 
+    def numbers(self) -> list[float]:
+        """What is known beside the tables. A renewal under way begins anew in who goes on from it."""
+        renew_at = self._renew_at if self._phase == _IDLE else self.requests
+        ends = [value for counts in self._end_counts for value in counts]
+        return [self.requests, self.returns, self.renewed, renew_at, *ends]
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        """Go on from what `numbers` gave. Raises ValueError for so many that they cannot be."""
+        requests, returns, renewed, renew_at, *ends = numbers
+        self.requests, self.returns = int(requests), int(returns)
+        self.renewed, self._renew_at = int(renewed), int(renew_at)
+        self._end_counts = [[seen, of] for seen, of in zip(ends[::2], ends[1::2], strict=True)]
+        self.end_reuse[:] = [seen / of for seen, of in self._end_counts]  # in place: others hold it
+
     def returned(self, chain: int, missing: int, gap_s: float) -> None:
         """`chain` was continued, all but its last `missing` blocks."""
         chains = self._chains
