@@ -6,10 +6,9 @@ admission see that a block which returns is not a block that was used once. It n
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +20,9 @@ _ACCESS_BITS = 16
 _ACCESS_MAX = (1 << _ACCESS_BITS) - 1
 _TIME_SHIFT = _CAUSE_BITS + _ACCESS_BITS
 _TICK_BITS = 20  # times are kept to a millisecond: all of an entry fits into 64 bits
-_STEP = 2048  # keys copied between two pauses: 0.3 ms
-_COPIED_MAX = 1 << 16  # keys
+_STEP = 2048  # places copied between two pauses: 0.3 ms
 _BY_ORDER = [int(cause) for cause in BY_ORDER]
-ABSENCE = np.dtype([("key", "<u8", (2,)), ("packed", "<u8")])
+ABSENCE = np.dtype([("key", "V16"), ("packed", "<u8")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,62 +35,94 @@ class Absence:
 
 
 class Ghost:
-    """Key → cause, time, accesses, packed into one int each."""
+    """Key → cause, time, accesses, packed into one int each. They lie in a ring, so that they can be copied piece by
+    piece: what is remembered again moves to its head, and leaves a gap.
+    """
 
-    __slots__ = ("_limit", "_seen")
+    __slots__ = ("_keys", "_limit", "_next", "_oldest", "_packed", "_places", "_size")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self._size = 2 * limit  # of the ring: as many gaps as keys
+        self._places: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = []
+        self._packed = array("Q")
+        self._next = self._oldest = 0  # where the next key goes; no key lies between that and the oldest
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._places)
 
     def remember(self, key: bytes, cause: Cause, now_ns: int, accesses: int) -> None:
-        seen = self._seen
-        before = len(seen)
         accesses = accesses if accesses < _ACCESS_MAX else _ACCESS_MAX
-        seen[key] = now_ns >> _TICK_BITS << _TIME_SHIFT | accesses << _CAUSE_BITS | cause
-        if len(seen) == before:
-            seen.move_to_end(key)
-        elif before >= self._limit:
-            seen.popitem(last=False)
+        self._put(key, now_ns >> _TICK_BITS << _TIME_SHIFT | accesses << _CAUSE_BITS | cause)
+
+    def _put(self, key: bytes, packed: int) -> None:
+        places, keys = self._places, self._keys
+        before = places.get(key)
+        if before is not None:
+            keys[before] = None
+        elif len(places) >= self._limit:
+            self._drop_oldest()
+        at = self._next
+        if at == len(keys):
+            keys.append(key)
+            self._packed.append(packed)
+        else:
+            if (last := keys[at]) is not None:  # the ring is full of gaps: the oldest goes early
+                del places[last]
+            keys[at], self._packed[at] = key, packed
+        places[key] = at
+        self._next = after = at + 1 if at + 1 < self._size else 0
+        if at == self._oldest and len(keys) == self._size:
+            self._oldest = after
+
+    def _drop_oldest(self) -> None:
+        keys, at = self._keys, self._oldest
+        while (key := keys[at]) is None:
+            at = at + 1 if at + 1 < self._size else 0
+        del self._places[key]
+        keys[at] = None
+        self._oldest = at
 
     def recall(self, key: bytes) -> Absence | None:
-        packed = self._seen.get(key)
-        if packed is None:
+        at = self._places.get(key)
+        if at is None:
             return None
+        packed = self._packed[at]
         cause = Cause(packed & ((1 << _CAUSE_BITS) - 1))
         return Absence(cause, packed >> _TIME_SHIFT << _TICK_BITS, packed >> _CAUSE_BITS & _ACCESS_MAX)
 
     def beginning_with(self, hex_digits: str) -> list[bytes]:
         """Keys that begin so in hex. A scan of all that is remembered: a millisecond per 10,000 keys."""
         whole = bytes.fromhex(hex_digits[: len(hex_digits) // 2 * 2])
-        return [key for key in self._seen if key.startswith(whole) and key.hex().startswith(hex_digits)]
+        return [key for key in self._places if key.startswith(whole) and key.hex().startswith(hex_digits)]
 
     def accesses(self, key: bytes) -> int:
         """How often the key had been used when it went; 0 when unknown."""
-        packed = self._seen.get(key)
-        return 0 if packed is None else packed >> _CAUSE_BITS & _ACCESS_MAX
+        at = self._places.get(key)
+        return 0 if at is None else self._packed[at] >> _CAUSE_BITS & _ACCESS_MAX
 
     def forget(self, key: bytes) -> None:
-        self._seen.pop(key, None)
+        at = self._places.pop(key, None)
+        if at is not None:
+            self._keys[at] = None
 
     def clear(self) -> None:
-        self._seen.clear()
+        self._places.clear()
+        self._keys, self._packed = [], array("Q")
+        self._next = self._oldest = 0
 
     def copied(self) -> Iterator[npt.NDArray[np.void]]:
         """What is remembered (dtype ABSENCE), a step at a time, but for blocks that went by order: those are to leave
         no trace. The caller may let others go on between two steps; what changes meanwhile may be in it or not.
         """
-        seen: dict[bytes, int] = self._seen
-        keys_of, values_of = dict[bytes, int].keys, dict[bytes, int].values
-        for first in range(0, min(len(seen), _COPIED_MAX), _STEP):
-            # The views of `dict` go through an OrderedDict five times as fast, in the order of first entry.
-            keys = b"".join(islice(reversed(keys_of(seen)), first, first + _STEP))
-            packed = np.fromiter(islice(reversed(values_of(seen)), first, first + _STEP), np.uint64)
+        for first in range(0, len(self._keys), _STEP):
+            keys = self._keys[first : first + _STEP]
+            packed = np.array(self._packed[first : first + _STEP], np.uint64)
+            packed = packed[[key is not None for key in keys]]
             found = np.empty(len(packed), ABSENCE)
-            found["key"], found["packed"] = np.frombuffer(keys, "<u8").reshape(-1, 2), packed
+            found["key"] = np.frombuffer(b"".join([key for key in keys if key is not None]), "V16")
+            found["packed"] = packed
             yield found[~np.isin(packed & ((1 << _CAUSE_BITS) - 1), _BY_ORDER)]
 
     def restore(self, copied: npt.NDArray[np.void], later_ns: int) -> None:
@@ -101,5 +131,5 @@ class Ghost:
         ticks = np.maximum((packed >> _TIME_SHIFT).astype(np.int64) + (later_ns >> _TICK_BITS), 1).astype(np.uint64)
         packed = ticks << _TIME_SHIFT | packed & ((1 << _TIME_SHIFT) - 1)
         newest = np.argsort(packed, kind="stable")[-self._limit :]
-        keys = np.ascontiguousarray(copied["key"][newest]).view("V16").reshape(-1).tolist()
-        self._seen.update(zip(keys, packed[newest].tolist(), strict=True))
+        for key, what in zip(copied["key"][newest].tolist(), packed[newest].tolist(), strict=True):
+            self._put(key, what)

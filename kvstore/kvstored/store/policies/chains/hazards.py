@@ -38,7 +38,7 @@ _EVIDENCE_DECAY = 2.0
 _FOLDED, _MADE = 48, 64  # cells a call
 _NODES_FIRST = 1 << 14  # memory that is not touched costs nothing, and a growing array is copied
 _GAIN_MAX = 1e12
-_COPIED = 256  # steps or cells copied between two pauses: 0.3 ms
+_COPIED = 128  # steps or cells copied between two pauses: 0.3 ms
 STEP = np.dtype([("path", "i1", (_STEPS_MAX,)), ("counts", "f4", (2, BINS))])  # ladder and features
 LATE = np.dtype([("cell", "i4"), ("seen", "f4", (2, BINS))])
 _PADDING = (PADDING := -2,) * (_STEPS_MAX - 1)

@@ -26,7 +26,7 @@ from kvstored.store.policies.chains.table import CHAIN
 
 FORMAT = 1
 GHOSTS_KEPT = 1 << 18  # keys of blocks that have left, over all tenants
-_STEP_ROWS = 2048  # looked at between two pauses: 0.3 ms
+_STEP_ROWS, _STEP_NAMES = 2048, 512  # looked at between two pauses: 0.3 ms
 _STAYED = 0.9  # of the blocks: else the guard would compare a tier that was emptied with an LRU that was not
 _KEYED = np.dtype([("key", "V16"), ("tenant", "<i4"), ("packed", "<i8")])  # chain and fan-out, as in the ghost
 _TOUCHED = np.dtype([("key", "V16"), ("tenant", "<i4"), ("touches", "<f8"), ("as_of_s", "<f8")])
@@ -58,9 +58,10 @@ def pieces(follower: ChainFollower) -> Iterator[Piece]:
         yield "touched", _table(_TOUCHED, np.frombuffer(keys, "V16"), tenant, touches=touches, as_of_s=as_of_s)
     yield from book.tables.copied()
     yield "guard", np.array(guard.numbers(), np.float64)
-    names = guard.shadow()
-    keys = b"".join([key for _, key in names])
-    yield "shadow", _table(_NAMED, np.frombuffer(keys, "V16"), np.array([tenant for tenant, _ in names], np.int64))
+    shadow = guard.shadow()
+    for first in range(0, len(shadow), _STEP_NAMES):
+        tenants, names = zip(*shadow[first : first + _STEP_NAMES], strict=True)
+        yield "shadow", _table(_NAMED, np.frombuffer(b"".join(names), "V16"), np.array(tenants, np.int64))
 
 
 def signature(orders: Sequence[Sequence[str]]) -> Array:
