@@ -271,7 +271,8 @@ class Daemon:
         keyring.settle()  # with what `TenantDirectory` claimed
         memory.adopt(residency, self._tenants, self._clock)
         usage = self._usage = UsageFile(config.daemon.state_dir, residency, self._clock)
-        usage.restore({tenant.index_name for tenant in self._tenants.all()})
+        durable = tiers[residency.durable] if residency.durable >= 0 else None
+        usage.restore({tenant.index_name for tenant in self._tenants.all()}, durable)
         self._store = Store(config, self._clock, self._completions, residency, tiers)
         self._former = memory.restore_clients(self._store, self._clock)
         if self._former is not None:

@@ -136,10 +136,12 @@ def test_quarantine_is_listed_and_released(daemon: RunningDaemon) -> None:
     assert (told["slots"][0]["key"], told["slots"][0]["stored_again"]) == (slot.key, True)
     assert told["slots"][0]["location"].endswith(f".slab:{slot.offset}")
     assert daemon.tiers()["nvme"].used_by["quarantine"] == slot.bytes
+    usage = daemon.state_dir / "usage.npz"
+    assert eventually(lambda: usage.exists() and slot.reason.encode() in usage.read_bytes())
     daemon.kill9()
     daemon.restart()
-    (slot,) = quarantined(daemon)
-    assert slot.key == told["slots"][0]["key"], "it survives a crash"
+    (again,) = quarantined(daemon)
+    assert (again.key, again.reason) == (slot.key, slot.reason), "it survives a crash"
     code, told = kvctl(daemon, "quarantine", "release", "77:4096")
     assert code == 1 and told["error"].startswith("release quarantine: 77:4096 is not in quarantine")
     assert len(quarantined(daemon)) == 1

@@ -20,7 +20,7 @@ Obligations
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -261,6 +261,11 @@ class Tier(ABC):
     def quarantined(self) -> dict[Slot, str]:
         """Slots out of use and why. `free` ends their quarantine."""
         return {}
+
+    def explain_quarantined(self, reasons: Mapping[Slot, str]) -> None:  # noqa: B027  # optional
+        """Why slots are in quarantine, as another process knew; of slots that are not, or whose reason is known, it
+        means nothing.
+        """
 
     def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
         """What is still known of the block in a quarantined slot, without token ids. Reads the medium: may wait."""

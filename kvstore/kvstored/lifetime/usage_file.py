@@ -1,5 +1,5 @@
 """What the store knows of how blocks are used, over a restart, in STATE_DIR/usage.npz: access counts and times of last
-use, what policies have learned beyond them, and why blocks went.
+use, what policies have learned beyond them, why blocks went, and why slots are in quarantine.
 
 Written behind, every `INTERVAL_S` at most while something happens, and at the end of a daemon that stops in order; so
 a crash forgets the last seconds of it. It is never needed: a file that is missing, damaged or of another version costs
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
+from kvstore_tiers.base import Slot, Tier
 from kvstored.clients.tenants.private_file import private_file
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
@@ -35,7 +36,9 @@ INTERVAL_S = 5.0
 REST = 50  # times as long as the last writing took, at least, until the next: 2 % of a core at most
 BYTES_A_S = 1 << 20  # written in the long run, at most
 FORMAT = 2  # of what is in it beside the use of copies
-_FORMAT, _GHOSTS, _TENANTS, _CLOCK = ":format", ":ghosts:", ":tenants", ":clock"  # no tier is called so
+_FORMAT, _GHOSTS, _TENANTS, _CLOCK, _QUARANTINE = ":format", ":ghosts:", ":tenants", ":clock", ":quarantine"
+_WHY_BYTES = 200
+_QUARANTINED = np.dtype([*((name, "<u8") for name in Slot._fields), ("why", f"S{_WHY_BYTES}")])
 
 
 class UsageFile:
@@ -48,6 +51,7 @@ class UsageFile:
         self._tiers = [MAPPED, *([residency.durable] if residency.durable >= 0 else [])]
         self._writing = threading.Lock()  # a stop saves while the last thread of `run` may still write
         self._clock = clock
+        self._nvme: Tier | None = None
         self._policies: Sequence[Policy] = ()
         self._counters = Counters()
         self._former: dict[str, Array] = {}  # what the file held, until policies have it
@@ -58,10 +62,12 @@ class UsageFile:
 
     # At the start
 
-    def restore(self, tenants: Collection[str]) -> int:
-        """Apply what is in the file to the blocks that were found, and remember those that had gone of `tenants` (by
-        their names in residency); how many copies it knew. Before policies take over the blocks.
+    def restore(self, tenants: Collection[str], nvme: Tier | None = None) -> int:
+        """Apply what is in the file to the blocks that were found and to the quarantine of `nvme`, and remember blocks
+        of `tenants` (by their names in residency) that had gone; how many copies it knew. Before policies take over the
+        blocks.
         """
+        self._nvme = nvme
         tables = self._read()
         residency, known = self._residency, 0
         for tier, name in enumerate(residency.tiers):
@@ -74,6 +80,8 @@ class UsageFile:
                 ghosts = tables.get(f"{_GHOSTS}{number}")
                 if ghosts is not None and tenant >= 0:
                     residency.tenants[tenant].ghost.restore(ghosts, self._origin.later_ns)
+            if nvme is not None and (table := tables.get(_QUARANTINE)) is not None:
+                nvme.explain_quarantined({Slot(*place): why.decode(errors="replace") for *place, why in table.tolist()})
         elif tables:
             log.info("%s is of another version: what policies learned begins anew", self._path)
         return known
@@ -163,6 +171,9 @@ class UsageFile:
         for number, index in enumerate(residency.tenants):
             for piece in index.ghost.copied():
                 yield f"{_GHOSTS}{number}", piece
+        if self._nvme is not None:
+            held = [(*place, why.encode()[:_WHY_BYTES]) for place, why in self._nvme.quarantined().items()]
+            yield _QUARANTINE, np.array(held, _QUARANTINED)
         yield _CLOCK, np.array([self._ahead_ns()])
         yield _TENANTS, np.array([index.name.encode() for index in residency.tenants], "S")  # last: none is missing
 

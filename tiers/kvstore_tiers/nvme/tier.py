@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -201,6 +201,12 @@ class NvmeTier(Tier):
                 self._quarantined[slot] = reasons.get((slab.number, index), _UNEXPLAINED)
             self._unexplained.clear()
         return dict(self._quarantined)
+
+    def explain_quarantined(self, reasons: Mapping[Slot, str]) -> None:
+        for slot in self._unexplained & reasons.keys():
+            if reasons[slot] != _UNEXPLAINED:
+                self._quarantined[slot] = reasons[slot]
+                self._unexplained.discard(slot)
 
     def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
         slab, index = self._place(slot)
