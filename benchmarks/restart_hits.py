@@ -85,7 +85,7 @@ WORKLOADS: dict[str, tuple[Callable[[int], Requests], tuple[str, ...]]] = {
 
 
 def measure(quick: bool) -> list[Row]:
-    warm_up, asked = (1500, 500) if quick else (3000, 1000)
+    warm_up, asked = (900, 400) if quick else (3000, 1000)
     rows: list[Row] = []
     for workload, (requests_of, policies) in WORKLOADS.items():
         requests = requests_of(warm_up + asked)
