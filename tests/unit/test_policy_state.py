@@ -11,7 +11,7 @@ import pytest
 
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifecycle import Cause
-from kvstored.lifetime.usage_file import FILE, UsageFile
+from kvstored.lifetime.usage_file import FILE, FORMAT, UsageFile
 from kvstored.store.policies import POLICIES, Origin, Policy, create, joined, succeed
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains import state as chain_state
@@ -239,6 +239,29 @@ def test_a_state_of_another_version_is_ignored(
     version(monkeypatch)
     after = restored(tmp_path, shelf, clock)
     assert isinstance(after, ChainHazard) and not after.follower.book.requests and len(after) == len(policy)
+    assert "another version" in caplog.text and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("version", [FORMAT + 1, None])
+def test_a_file_of_another_version_gives_its_counts_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: int | None
+) -> None:
+    shelf = Shelf("host")
+    shelf.chain(1, 2)
+    shelf.chain(1, 2)
+    policy = chain_policy(shelf)
+    clock = ManualClock(shelf.now_ns)
+    saved(tmp_path, shelf, [policy], clock)
+    with np.load(tmp_path / FILE) as file:
+        tables = {name: file[name] for name in file.files}
+    del tables[":format"]
+    if version is not None:
+        tables[":format"] = np.array([version])
+    np.savez(tmp_path / FILE, **tables)
+    shelf.residency.rows.accesses[0] = 1
+    after = restored(tmp_path, shelf, clock)
+    assert isinstance(after, ChainHazard) and not after.follower.book.requests
+    assert shelf.residency.accesses(0) == 2
     assert "another version" in caplog.text and len(caplog.records) == 1
 
 

@@ -74,17 +74,27 @@ class UsageFile:
             table = tables.get(name)
             if table is not None and table.dtype == DTYPE and table.ndim == 1:
                 known += apply(residency, tier, table, self._clock.monotonic_ns(), self._clock.wall_ns())
-        if np.array_equal(tables.get(_FORMAT, ()), [FORMAT]):
-            self._former, self._origin = tables, self._read_origin(tables, tenants)
-            for number, tenant in enumerate(self._origin.tenants.tolist()):
-                ghosts = tables.get(f"{_GHOSTS}{number}")
-                if ghosts is not None and tenant >= 0:
-                    residency.tenants[tenant].ghost.restore(ghosts, self._origin.later_ns)
-            if nvme is not None and (table := tables.get(_QUARANTINE)) is not None:
-                nvme.explain_quarantined({Slot(*place): why.decode(errors="replace") for *place, why in table.tolist()})
-        elif tables:
-            log.info("%s is of another version: what policies learned begins anew", self._path)
+        if tables:
+            try:
+                self._restore_rest(tables, tenants)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                log.warning("%s is of another version (%s): what was learned begins anew", self._path, error)
         return known
+
+    def _restore_rest(self, tables: dict[str, Array], tenants: Collection[str]) -> None:
+        """What the file says beside the use of copies. Raises errors for what another version wrote."""
+        version = tables[_FORMAT].tolist()
+        if version != [FORMAT]:
+            raise ValueError(f"{version}")
+        origin = self._read_origin(tables, tenants)
+        for number, tenant in enumerate(origin.tenants.tolist()):
+            ghosts = tables.get(f"{_GHOSTS}{number}")
+            if ghosts is not None and tenant >= 0:
+                self._residency.tenants[tenant].ghost.restore(ghosts, origin.later_ns)
+        if self._nvme is not None and (table := tables.get(_QUARANTINE)) is not None:
+            reasons = {Slot(*place): why.decode(errors="replace") for *place, why in table.tolist()}
+            self._nvme.explain_quarantined(reasons)
+        self._former, self._origin = tables, origin
 
     def follow(self, policies: Sequence[Policy], counters: Counters) -> None:
         """Let `policies` (by tier) go on from what those before had learned; what they and their successors in that
@@ -92,19 +102,15 @@ class UsageFile:
         """
         self._policies, self._counters = policies, counters
         tables, self._former = self._former, {}
-        for tier, policy in enumerate(policies):
-            began = f"{self._residency.tiers[tier]}/"
-            state = {name.removeprefix(began): table for name, table in tables.items() if name.startswith(began)}
-            if not state:
-                continue
-            ours = f"{policy.name}/"
-            state = {name.removeprefix(ours): table for name, table in state.items() if name.startswith(ours)}
+        for tier, policy in zip(self._residency.tiers, policies, strict=False):
+            kept = _within(tables, tier)
             try:
-                if not state:
+                if kept and not (state := _within(kept, policy.name)):
                     raise ValueError("it is of another policy")
-                policy.import_state(state, self._origin)
+                if kept:
+                    policy.import_state(state, self._origin)
             except ValueError as error:
-                log.warning("%s: %s cannot go on from what was learned (%s): it begins anew", began, policy.name, error)
+                log.warning("%s of %s cannot go on from what was learned: %s", policy.name, tier, error)
 
     def _read(self) -> dict[str, Array]:
         try:
@@ -189,3 +195,7 @@ class UsageFile:
                         for piece in pieces:
                             member.write(piece.tobytes())
             self._written_bytes = file.tell()
+
+
+def _within(tables: dict[str, Array], group: str) -> dict[str, Array]:
+    return {name.removeprefix(f"{group}/"): table for name, table in tables.items() if name.startswith(f"{group}/")}
