@@ -108,8 +108,8 @@ def _hits(settings: tuple[str, ...], how: str, requests: Requests, warm_up: int)
         with daemon.connect(model(BLOCK_BYTES)) as session:
             for request in requests[:warm_up]:
                 _request(session, *request)
+        time.sleep(6)  # the file is written every five seconds; without a restart blocks get as old
         if how:
-            time.sleep(6)  # the file is written every five seconds
             if how.startswith("kill"):
                 daemon.kill9()
             else:
