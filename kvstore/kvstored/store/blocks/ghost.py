@@ -52,37 +52,30 @@ class Ghost:
     def __len__(self) -> int:
         return len(self._places)
 
-    def remember(self, key: bytes, cause: Cause, now_ns: int, accesses: int) -> None:
+    def remember(self, key: bytes, cause: int, now_ns: int, accesses: int) -> None:
+        places, keys, size, oldest = self._places, self._keys, self._size, self._oldest
         accesses = accesses if accesses < _ACCESS_MAX else _ACCESS_MAX
-        self._put(key, now_ns >> _TICK_BITS << _TIME_SHIFT | accesses << _CAUSE_BITS | cause)
-
-    def _put(self, key: bytes, packed: int) -> None:
-        places, keys = self._places, self._keys
+        packed = now_ns >> _TICK_BITS << _TIME_SHIFT | accesses << _CAUSE_BITS | cause
         before = places.get(key)
         if before is not None:
             keys[before] = None
         elif len(places) >= self._limit:
-            self._drop_oldest()
-        at = self._next
-        if at == len(keys):
+            while (last := keys[oldest]) is None:
+                oldest = oldest + 1 if oldest + 1 < size else 0
+            del places[last]
+            keys[oldest] = None
+        places[key] = at = self._next
+        self._next = after = at + 1 if at + 1 < size else 0
+        if len(keys) < size:
             keys.append(key)
             self._packed.append(packed)
         else:
-            if (last := keys[at]) is not None:  # the ring is full of gaps: the oldest goes early
-                del places[last]
+            if at == oldest:  # the ring is full of gaps: the oldest goes early
+                if (last := keys[at]) is not None:
+                    del places[last]
+                oldest = after
             keys[at], self._packed[at] = key, packed
-        places[key] = at
-        self._next = after = at + 1 if at + 1 < self._size else 0
-        if at == self._oldest and len(keys) == self._size:
-            self._oldest = after
-
-    def _drop_oldest(self) -> None:
-        keys, at = self._keys, self._oldest
-        while (key := keys[at]) is None:
-            at = at + 1 if at + 1 < self._size else 0
-        del self._places[key]
-        keys[at] = None
-        self._oldest = at
+        self._oldest = oldest
 
     def recall(self, key: bytes) -> Absence | None:
         at = self._places.get(key)
@@ -127,9 +120,10 @@ class Ghost:
 
     def restore(self, copied: npt.NDArray[np.void], later_ns: int) -> None:
         """Remember what `copied` gave, as of times that are `later_ns` later on this clock."""
-        packed = copied["packed"]
-        ticks = np.maximum((packed >> _TIME_SHIFT).astype(np.int64) + (later_ns >> _TICK_BITS), 1).astype(np.uint64)
-        packed = ticks << _TIME_SHIFT | packed & ((1 << _TIME_SHIFT) - 1)
-        newest = np.argsort(packed, kind="stable")[-self._limit :]
-        for key, what in zip(copied["key"][newest].tolist(), packed[newest].tolist(), strict=True):
-            self._put(key, what)
+        found = copied[np.argsort(copied["packed"], kind="stable")[-self._limit :]]
+        packed = found["packed"]
+        times_ns = np.maximum((packed >> _TIME_SHIFT << _TICK_BITS).astype(np.int64) + later_ns, 1 << _TICK_BITS)
+        causes, accesses = packed & ((1 << _CAUSE_BITS) - 1), packed >> _CAUSE_BITS & _ACCESS_MAX
+        columns = (column.tolist() for column in (found["key"], causes, times_ns, accesses))
+        for key, cause, at_ns, uses in zip(*columns, strict=True):
+            self.remember(key, cause, at_ns, uses)

@@ -26,7 +26,7 @@ from kvstored.store.policies.chains.table import CHAIN
 
 FORMAT = 1
 GHOSTS_KEPT = 1 << 18  # keys of blocks that have left, over all tenants
-_STEP_ROWS, _STEP_NAMES = 2048, 512  # looked at between two pauses: 0.3 ms
+_STEP_ROWS, _STEP_NAMES = 2048, 256  # looked at between two pauses: 0.3 ms
 _STAYED = 0.9  # of the blocks: else the guard would compare a tier that was emptied with an LRU that was not
 _KEYED = np.dtype([("key", "V16"), ("tenant", "<i4"), ("packed", "<i8")])  # chain and fan-out, as in the ghost
 _TOUCHED = np.dtype([("key", "V16"), ("tenant", "<i4"), ("touches", "<f8"), ("as_of_s", "<f8")])
