@@ -32,7 +32,7 @@ MODULES = {  # module -> its public names, in the order of the page
         "ErrorKind",
         "DaemonUnavailable",
     ),
-    "kvstore_client.aio": ("connect", "AsyncSession"),
+    "kvstore_client.aio": ("connect", "AsyncSession", "AsyncLeaseStream"),
     "kvstore_tiers.base": ("Tier", "Slot", "Segment", "Outcome"),
     "kvstored.store.policies.base": ("Policy",),
 }

@@ -3,12 +3,15 @@
     async with await kvstore_client.aio.connect(fingerprint=fingerprint) as session:
         with await session.get(tokens) as lease:
             ...
+        with await session.get_stream(tokens) as stream:
+            async for first, lease in stream:
+                ...
 
 Owns a few threads in which the synchronous session works, and what becomes of an answer whose asker was cancelled. It
 adds no behaviour of its own: arguments, results, misses and errors are those of `kvstore_client.Session`. A thread
 costs a hand-over of some 50 us a call; in return there is one client, not two, and payload functions and copies never
 run on the event loop.
-Invariants: nothing here blocks the loop; a lease whose asker was cancelled is given back.
+Invariants: nothing here blocks the loop; a lease whose asker was cancelled is given back, a stream's when it is left.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any, TypeVar
 
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease
+from kvstore_client.lease_stream import LeasedRun, LeaseStream
 from kvstore_client.opening import connect as connect_now
 from kvstore_client.receipt import PutReceipt
 from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
@@ -77,6 +81,12 @@ class AsyncSession:
         asks the daemon: call it through `asyncio.to_thread`.
         """
         return await self._call(partial(self._session.get, tokens, **options), _give_back)
+
+    async def get_stream(self, tokens: TokenIds | None = None, **options: Any) -> AsyncLeaseStream:
+        """As `Session.get_stream`. The stream holds one of the threads while its next blocks are waited for."""
+        return AsyncLeaseStream(
+            await self._call(partial(self._session.get_stream, tokens, **options), _close), self._submit
+        )
 
     async def put(
         self,
@@ -155,6 +165,61 @@ class AsyncSession:
             raise invalid("this session is closed") from None
 
 
+class AsyncLeaseStream:
+    """As `LeaseStream`, for one task, with `async for`. Leaving or closing it waits for nothing and gives everything
+    back, so `with` is enough. A run that a cancelled task was waiting for is not lost: the next one who asks gets it.
+    """
+
+    def __init__(self, stream: LeaseStream, submit: Callable[[Callable[[], Any]], Future[Any]]) -> None:
+        self._stream = stream
+        self._submit = submit
+        self._next: Future[LeasedRun | None] | None = None
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return self._stream.tiers
+
+    @property
+    def ready_s(self) -> tuple[float, ...]:
+        return self._stream.ready_s
+
+    @property
+    def reason(self) -> str:
+        return self._stream.reason
+
+    @property
+    def blocks(self) -> int:
+        return self._stream.blocks
+
+    @property
+    def payload_bytes(self) -> int:
+        return self._stream.payload_bytes
+
+    def __aiter__(self) -> AsyncLeaseStream:
+        return self
+
+    async def __anext__(self) -> LeasedRun:
+        if self._next is None:
+            self._next = self._submit(partial(next, self._stream, None))
+        run = await asyncio.shield(asyncio.wrap_future(self._next))
+        self._next = None
+        if run is None:
+            raise StopAsyncIteration
+        return run
+
+    def close(self) -> None:
+        """As `LeaseStream.close`."""
+        self._stream.close()
+
+    def __enter__(self) -> AsyncLeaseStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 async def connect(
     socket: str | os.PathLike[str] | None = None,
     *,
@@ -169,6 +234,10 @@ async def connect(
 
 def _give_back(lease: Lease) -> None:
     lease.release()
+
+
+def _close(stream: LeaseStream) -> None:
+    stream.close()
 
 
 def _discard(discard: Callable[[Result], None], done: Future[Result]) -> None:

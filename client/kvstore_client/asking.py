@@ -87,6 +87,4 @@ class _Answers:
             if late.acquire.lease_id:
                 self._connection.release(late.acquire.lease_id)
 
-        while (answered := self._call.taken()) is not None:
-            give_back(answered)
         self._connection.stream.abandon(self._call, give_back)

@@ -6,8 +6,9 @@ nobody reads, and those of answers that are late.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol
 
@@ -43,6 +44,7 @@ class LeaseStream:
 
     `tiers` and `ready_s` say, once the first run has come, where each resident block was and in how many seconds it
     was expected to be readable; `reason` says in the end why the prefix ends, or which part of it did not come.
+    `close` may be called from another thread, while this one waits for a run: it then gets none.
     `on_close` is called once, with the blocks that were leased and their payload bytes.
     """
 
@@ -61,6 +63,7 @@ class LeaseStream:
         self._clock = clock
         self._until = clock() + deadline_s
         self._on_close = on_close
+        self._lock = threading.Lock()  # of the next two
         self._is_closed = False
         self._leases: list[Lease] = []
         self.tiers: tuple[str, ...] = ()
@@ -68,46 +71,28 @@ class LeaseStream:
         self.reason = reason
         self.blocks = self.payload_bytes = 0  # leased so far
 
-    def __iter__(self) -> Iterator[LeasedRun]:
-        while self._answers is not None:
-            left_s = max(0.0, self._until - self._clock())
-            answer = self._answers.next(left_s)
-            if answer is None:
-                self.reason = REASON_DEADLINE
-                self._end()
-                return
-            if isinstance(answer, str):
-                self.reason, self._answers = answer, None
-                return
-            reply = answer.acquire
-            if reply.tiers:
-                self.tiers = tuple(map(tier_name, reply.tiers))
-                self.ready_s = tuple(each / 1e6 for each in reply.ready_us)
-            if not reply.more:
-                self.reason, self._answers = miss_reason(reply.miss_reason), None
-                return
-            lease = self._lease_of(reply, max(left_s, 0.001))
-            self._leases.append(lease)
-            if not lease.blocks:
-                self.reason = lease.reason
-                continue
-            self.blocks += lease.blocks
-            self.payload_bytes += lease.payload_bytes
-            yield LeasedRun(reply.first, lease)
+    def __iter__(self) -> LeaseStream:
+        return self
 
-    def _end(self) -> None:
-        if self._answers is not None:
-            self._answers.abandon()
-            self._answers = None
+    def __next__(self) -> LeasedRun:
+        while (reply := self._next_reply()) is not None:
+            lease = self._lease_of(reply, max(self._left_s(), 0.001))
+            if not self._keep(lease):
+                break
+            if lease.blocks:
+                return LeasedRun(reply.first, lease)
+            self.reason = lease.reason
+        raise StopIteration
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+            leases, self._leases = self._leases, []
         self._end()
-        for lease in self._leases:
+        for lease in leases:
             lease.release()
-        self._leases.clear()
-        if not self._is_closed:
-            self._is_closed = True
+        if not was_closed:
             self._on_close(self.blocks, self.payload_bytes)
 
     def __enter__(self) -> LeaseStream:
@@ -117,6 +102,47 @@ class LeaseStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _next_reply(self) -> wire.AcquireReply | None:
+        """The next answer that may hold blocks; None when there is none any more."""
+        answers = self._answers
+        if answers is None:
+            return None
+        answer = answers.next(self._left_s())
+        if answer is None:
+            self.reason = REASON_DEADLINE
+            self._end()
+            return None
+        if isinstance(answer, str):
+            self.reason, self._answers = answer, None
+            return None
+        reply = answer.acquire
+        if reply.tiers:
+            self.tiers = tuple(map(tier_name, reply.tiers))
+            self.ready_s = tuple(each / 1e6 for each in reply.ready_us)
+        if not reply.more:
+            self.reason, self._answers = miss_reason(reply.miss_reason), None
+            return None
+        return reply
+
+    def _keep(self, lease: Lease) -> bool:
+        """Hold a lease until the end; False when that has been."""
+        with self._lock:
+            if not self._is_closed:
+                self._leases.append(lease)
+                self.blocks += lease.blocks
+                self.payload_bytes += lease.payload_bytes
+                return True
+        lease.release()
+        return False
+
+    def _left_s(self) -> float:
+        return max(0.0, self._until - self._clock())
+
+    def _end(self) -> None:
+        answers, self._answers = self._answers, None
+        if answers is not None:
+            answers.abandon()
 
 
 def nothing(on_close: Callable[[int, int], None], reason: str = REASON_NO_DAEMON) -> LeaseStream:

@@ -126,18 +126,21 @@ class Stream:
         return call
 
     def abandon(self, call: PendingCall, late: Late | None = None) -> None:
-        """The caller has stopped waiting. `late`, if given, sees an answer that still comes (or has just
-        come).
+        """The caller has stopped waiting. `late`, if given, sees answers that still come (or have just come). A thread
+        that waits all the same is answered with the last one.
         """
+        answered = []
         with self._lock:
-            answered = call.taken()
+            while (answer := call.taken()) is not None:
+                answered.append(answer)
             if call.late is None and call.request_id in self._waiting:
                 self._late_answers += 1
             call.late = late or _ignore
         if self._late_answers:
             self._transport.attend()
-        if answered is not None and late is not None and not answered.HasField("error"):
-            late(answered)
+        for answer in answered:
+            if late is not None and not answer.HasField("error"):
+                late(answer)
 
     def wait(self, call: PendingCall, timeout_s: float) -> wire.Response | None:
         """As `PendingCall.wait`, which is what to call."""
@@ -194,7 +197,7 @@ class Stream:
                 del self._waiting[response.request_id]
                 self._late_answers -= call.late is not None
             late = call.late
-            if late is None:
+            if late is None or not _has_second_answer(response):  # after the last one no thread need wait any more
                 call.answer(response)
         if late is not None and not response.HasField("error"):
             late(response)

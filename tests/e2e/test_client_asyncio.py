@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvstore_client import KVStoreError, aio
+from kvstore_proto.v1 import admin_pb2
 from kvstore_proto.v1.explain_pb2 import ExplainRequest
 from tests.reference.running_daemon import (
     RunningDaemon,
@@ -22,6 +24,7 @@ from tests.reference.running_daemon import (
 )
 
 MODEL = model()
+BLOCKS = 24
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,24 @@ def daemon() -> Iterator[RunningDaemon]:
 
 async def connected(daemon: RunningDaemon, threads: int = 4) -> aio.AsyncSession:
     return await aio.connect(daemon.socket_dir, fingerprint=MODEL, required=True, deadline_s=20.0, threads=threads)
+
+
+async def leave_in_dram(
+    daemon: RunningDaemon,
+    session: aio.AsyncSession,
+    tokens: npt.NDArray[np.int32],
+    payloads: list[npt.NDArray[np.uint8]],
+    blocks: int,
+) -> None:
+    """Store a prefix durably, with only its first blocks in DRAM."""
+    await session.put(tokens, payloads=payloads, wait="settled", durability="always")
+    await asyncio.to_thread(daemon.drop, "host")
+    with await session.get(tokens, max_blocks=blocks) as lease:
+        assert lease.blocks == blocks
+
+
+def all_can_be_dropped(daemon: RunningDaemon) -> bool:
+    return bool(daemon.ask("Drop", admin_pb2.DropRequest(all=True)).kept_blocks == 0)
 
 
 def test_conversations_side_by_side_each_get_their_own_bytes(daemon: RunningDaemon) -> None:
@@ -94,6 +115,99 @@ def test_a_cancelled_get_leaves_no_lease(daemon: RunningDaemon) -> None:
                 assert holds(lease, payloads)
 
     asyncio.run(cancel())
+
+
+@pytest.mark.parametrize("order", ["front", "back"])
+def test_a_stream_hands_out_every_block_once_while_the_loop_turns(daemon: RunningDaemon, order: str) -> None:
+    tokens, payloads = tokens_of(140, BLOCKS), payloads_of(140, BLOCKS, MODEL)
+
+    async def stream() -> list[int]:
+        came: list[int] = []
+        async with await connected(daemon, threads=1) as session:
+            await leave_in_dram(daemon, session, tokens, payloads, 5)
+            with await session.get_stream(tokens, order=order) as stream:
+                async for first, lease in stream:
+                    came += range(first, first + lease.blocks)
+                    assert lease.valid
+                    assert all(bytes(lease.payload(at)) == bytes(payloads[first + at]) for at in range(lease.blocks))
+                assert stream.tiers == ("host",) * 5 + ("nvme",) * (BLOCKS - 5)
+                assert len(stream.ready_s) == BLOCKS
+                assert (stream.blocks, stream.reason) == (BLOCKS, "")
+                assert stream.payload_bytes == BLOCKS * MODEL.payload_bytes()
+            assert not lease.valid
+            assert await asyncio.to_thread(eventually, lambda: daemon.status().leases == 0)
+        return came
+
+    came = asyncio.run(stream())
+    assert sorted(came) == list(range(BLOCKS))
+    assert came[:5] == list(range(5)), "what is in DRAM comes at once"
+
+
+@pytest.mark.parametrize("how", ["left", "cancelled"])
+def test_a_stream_that_is_left_early_holds_nothing(daemon: RunningDaemon, how: str) -> None:
+    tokens, payloads = tokens_of(150, BLOCKS), payloads_of(150, BLOCKS, MODEL)
+
+    async def read(session: aio.AsyncSession, has_first: asyncio.Event, until: asyncio.Event) -> None:
+        with await session.get_stream(tokens) as stream:
+            async for first, lease in stream:
+                assert (first, lease.blocks) == (0, 3)
+                has_first.set()
+                if how == "left":
+                    break
+                await until.wait()
+
+    async def leave() -> None:
+        async with await connected(daemon) as session:
+            await leave_in_dram(daemon, session, tokens, payloads, 3)
+            has_first = asyncio.Event()
+            reading = asyncio.create_task(read(session, has_first, asyncio.Event()))
+            await has_first.wait()
+            if how == "cancelled":
+                reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            assert reading.cancelled() == (how == "cancelled")
+            assert await asyncio.to_thread(eventually, lambda: daemon.status().leases == 0)
+            assert await asyncio.to_thread(eventually, lambda: all_can_be_dropped(daemon)), "nothing is pinned"
+
+    asyncio.run(leave())
+
+
+def test_a_run_that_a_cancelled_task_waited_for_comes_to_the_next_one(daemon: RunningDaemon) -> None:
+    tokens, payloads = tokens_of(160, 4), payloads_of(160, 4, MODEL)
+
+    async def again() -> None:
+        async with await connected(daemon) as session:
+            await session.put(tokens, payloads=payloads)
+            with daemon.frozen():
+                stream = await session.get_stream(tokens)
+                waiting = asyncio.ensure_future(anext(stream))
+                await asyncio.wait([waiting], timeout=0.05)
+                waiting.cancel()
+                assert isinstance((await asyncio.gather(waiting, return_exceptions=True))[0], asyncio.CancelledError)
+            with stream:
+                first, lease = await anext(stream)
+                assert first == 0 and holds(lease, payloads)
+                assert [run async for run in stream] == []
+
+    asyncio.run(again())
+
+
+def test_a_stream_that_is_closed_while_it_is_waited_for_ends(daemon: RunningDaemon) -> None:
+    tokens, payloads = tokens_of(170, 4), payloads_of(170, 4, MODEL)
+
+    async def close() -> None:
+        async with await connected(daemon) as session:
+            await session.put(tokens, payloads=payloads)
+            with daemon.frozen():
+                stream = await session.get_stream(tokens, deadline_s=60.0)
+                waiting = asyncio.ensure_future(anext(stream, None))
+                await asyncio.wait([waiting], timeout=0.05)
+                stream.close()
+            assert await asyncio.wait_for(waiting, 30.0) is None
+            assert await asyncio.to_thread(eventually, lambda: daemon.status().leases == 0)
+            assert session.statistics().misses == 1
+
+    asyncio.run(close())
 
 
 def test_after_close_calls_say_that_the_session_is_closed(daemon: RunningDaemon) -> None:
