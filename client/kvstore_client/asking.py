@@ -87,4 +87,4 @@ class _Answers:
             if late.acquire.lease_id:
                 self._connection.release(late.acquire.lease_id)
 
-        self._connection.stream.abandon(self._call, give_back)
+        self._connection.stream.give_up(self._call, give_back)

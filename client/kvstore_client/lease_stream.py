@@ -34,7 +34,7 @@ class Answers(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Leases in answers that still come are given back."""
+        """Have the request end. Leases in answers that still come are given back."""
         ...
 
 

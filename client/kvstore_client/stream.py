@@ -142,6 +142,15 @@ class Stream:
             if late is not None and not answer.HasField("error"):
                 late(answer)
 
+    def give_up(self, call: PendingCall, late: Late) -> None:
+        """`abandon` an acquire, and have the daemon end it."""
+        self.abandon(call, late)
+        with self._lock:
+            is_under_way = call.request_id in self._waiting
+        if is_under_way:
+            release = wire.Release(request_ids=[call.request_id])
+            self._transport.send(wire.Request(request_id=next(self._ids), release=release))
+
     def wait(self, call: PendingCall, timeout_s: float) -> wire.Response | None:
         """As `PendingCall.wait`, which is what to call."""
         deadline = time.monotonic() + timeout_s

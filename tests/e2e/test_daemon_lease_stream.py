@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -48,6 +49,14 @@ def leases(daemon: RunningDaemon) -> int:
     return daemon.status().leases
 
 
+def promoted(daemon: RunningDaemon) -> int:
+    return daemon.status().counters["promoted_blocks"]
+
+
+def all_can_be_dropped(daemon: RunningDaemon) -> bool:
+    return bool(daemon.ask("Drop", admin_pb2.DropRequest(all=True)).kept_blocks == 0)
+
+
 @pytest.mark.parametrize("order", ["front", "back"])
 @pytest.mark.parametrize("in_dram", [0, 5, BLOCKS])
 def test_every_block_comes_once_with_its_bytes(
@@ -81,7 +90,42 @@ def test_a_stream_that_is_left_early_holds_nothing(daemon: RunningDaemon, sessio
         assert (first, lease.blocks) == (0, 3)
     assert not lease.valid
     assert eventually(lambda: leases(daemon) == 0)
-    assert eventually(lambda: daemon.ask("Drop", admin_pb2.DropRequest(all=True)).kept_blocks == 0), "nothing is pinned"
+    assert eventually(lambda: all_can_be_dropped(daemon)), "nothing is pinned"
+
+
+@pytest.mark.parametrize("kind", ["direct", "grpc"])
+def test_what_a_stream_that_is_left_had_queued_is_not_read(kind: str) -> None:
+    """A read takes 50 ms, and one is made at a time: when the stream is left, most wait for their turn."""
+    with (
+        running_daemon("movement.in_flight=1", failpoints="nvme.read=delay:0.05") as daemon,
+        daemon.connect(MODEL, stream=kind) as session,
+    ):
+        leave_in_dram(daemon, session, 0)
+        for turn in range(1, 4):
+            with session.get_stream(TOKENS) as stream:
+                assert next(stream).first == 0
+            assert eventually(lambda: leases(daemon) == 0)
+            assert eventually(lambda: all_can_be_dropped(daemon)), "nothing is pinned"
+            assert promoted(daemon) <= 2 * turn, "the block that came, and the one whose read was under way"
+            session.put(TOKENS, payloads=PAYLOADS, wait="settled", durability="always")
+            daemon.drop("host")
+
+
+@pytest.mark.parametrize("kind", ["direct", "grpc"])
+def test_a_thread_that_waits_for_a_stream_goes_on_when_another_closes_it(kind: str) -> None:
+    with (
+        running_daemon("movement.in_flight=1", failpoints="nvme.read=delay:0.05") as daemon,
+        daemon.connect(MODEL, stream=kind) as session,
+    ):
+        leave_in_dram(daemon, session, 0)
+        stream = session.get_stream(TOKENS)
+        assert next(stream).first == 0
+        with ThreadPoolExecutor(1) as threads:
+            rest = threads.submit(lambda: sum(lease.blocks for _, lease in stream))
+            stream.close()
+            assert rest.result() <= 1
+        assert promoted(daemon) <= 3
+        assert eventually(lambda: leases(daemon) == 0)
 
 
 def test_a_client_that_dies_in_the_middle_holds_nothing(daemon: RunningDaemon) -> None:
@@ -90,7 +134,7 @@ def test_a_client_that_dies_in_the_middle_holds_nothing(daemon: RunningDaemon) -
         stream = session.get_stream(TOKENS)
         next(iter(stream))
     assert eventually(lambda: leases(daemon) == 0)
-    assert eventually(lambda: daemon.ask("Drop", admin_pb2.DropRequest(all=True)).kept_blocks == 0)
+    assert eventually(lambda: all_can_be_dropped(daemon))
     assert daemon.status().blocks == 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
 
@@ -82,6 +82,14 @@ class DrivenStore:
         expected, *runs, end = answers
         assert isinstance(expected, Expected) and isinstance(end, Acquired)
         return expected, [run for run in runs if isinstance(run, LeasedRun)], end
+
+    async def begin_stream(self, wanted: Wanted) -> tuple[AsyncGenerator[object, None], LeasedRun]:
+        """A get in order whose first run has come."""
+        answers = self.operations.get.acquire_in_order(self.client, wanted)
+        await anext(answers)
+        first = await anext(answers)
+        assert isinstance(first, LeasedRun)
+        return answers, first
 
     def leave_host(self, keys: Sequence[bytes]) -> None:
         """Take blocks out of DRAM that another tier has."""

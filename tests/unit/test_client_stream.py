@@ -103,6 +103,27 @@ def test_a_wait_of_nothing_takes_what_has_come(far: Far) -> None:
     assert call.wait(0.0) is not None
 
 
+def test_an_acquire_that_is_given_up_is_ended_and_who_waits_for_it_goes_on(far: Far) -> None:
+    call = far.stream.submit(wire.Request(acquire=wire.Acquire(order=wire.ACQUIRE_ORDER_FRONT)))
+    assert far.request().request_id == call.request_id
+    late: list[int] = []
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(call.wait, PATIENCE_S)
+        eventually(lambda: is_read_by_somebody(far))
+        far.stream.give_up(call, lambda response: late.append(response.acquire.lease_id))
+        assert list(far.request().release.request_ids) == [call.request_id]
+        far.answer(
+            wire.Response(request_id=call.request_id, acquire=wire.AcquireReply(lease_id=7, more=True)),
+            wire.Response(request_id=call.request_id, acquire=wire.AcquireReply()),
+        )
+        answered = waiting.result(PATIENCE_S)
+    assert answered is not None and not answered.acquire.more
+    assert late == [7, 0]
+    far.stream.give_up(call, lambda response: None)
+    far.ping()
+    assert far.request().HasField("ping"), "what has ended is not ended again"
+
+
 def test_when_the_reader_leaves_one_who_waits_reads_on(far: Far) -> None:
     """Three wait; the reader is answered first, then the other two."""
     calls = [far.ping() for _ in range(3)]

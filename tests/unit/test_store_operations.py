@@ -23,6 +23,7 @@ from tests.reference.tiers import HOST, NVME
 BLOCKS = 5
 KEYS = keys_of(1, BLOCKS)
 PACKED = b"".join(KEYS)
+ON_BOTH = 1 << HOST | 1 << NVME
 
 
 async def only_on_nvme(driven: DrivenStore) -> None:
@@ -112,13 +113,38 @@ async def test_blocks_that_the_engine_holds_are_counted_and_not_loaded(driven: D
 @over_a_store("movement.in_flight=1")
 async def test_a_stream_that_its_caller_leaves_gives_everything_back(driven: DrivenStore) -> None:
     await only_on_nvme(driven)
-    answers = driven.operations.get.acquire_in_order(driven.client, Wanted(PACKED))
-    await anext(answers)
-    run = await anext(answers)
-    assert isinstance(run, LeasedRun)
+    answers, run = await driven.begin_stream(Wanted(PACKED))
+    lane = driven.small.store.mover.lanes["nvme→host"]
+    assert len(lane) == BLOCKS - 1
     await answers.aclose()
+    assert len(lane) == 1, "what was queued is not read; the read under way ends"
     assert driven.operations.get.release(driven.client, [run.lease_id]) == 1
     await driven.small.settle()
+    assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * 2 + [1 << NVME] * 3
+    assert (await driven.get(KEYS)).blocks == BLOCKS
+
+
+@over_a_store("movement.in_flight=1")
+async def test_what_another_get_waits_for_is_read_though_the_first_has_left(driven: DrivenStore) -> None:
+    await only_on_nvme(driven)
+    leaving, first = await driven.begin_stream(Wanted(PACKED))
+    staying = asyncio.ensure_future(driven.get(KEYS[:3], driven.new_client(2)))
+    await asyncio.sleep(0)
+    await leaving.aclose()
+    assert (await staying).blocks == 3
+    assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * 3 + [1 << NVME] * 2
+    driven.operations.get.release(driven.client, [first.lease_id])
+
+
+@over_a_store("movement.in_flight=1")
+async def test_a_hint_is_heeded_though_a_get_that_joined_it_has_left(driven: DrivenStore) -> None:
+    await only_on_nvme(driven)
+    assert driven.operations.hints.prefetch(driven.client, PACKED, budget_bytes=2**30).scheduled_blocks == BLOCKS
+    leaving, first = await driven.begin_stream(Wanted(PACKED))
+    await leaving.aclose()
+    driven.operations.get.release(driven.client, [first.lease_id])
+    await driven.small.settle()
+    assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * BLOCKS
 
 
 @over_a_store()

@@ -1,8 +1,8 @@
 """The requests of one open stream, whatever carries it: answered at once, or by a task, by request id.
 
-Requests that need no bytes to move are answered inline; the others run as tasks and answer when they are done. Never
-touches payload, never reads or writes a stream. Invariant: a request is answered, with a result or an error, or the
-stream is over.
+Requests that need no bytes to move are answered inline; the others run as tasks and answer when they are done. An
+acquire that its client gives up is cancelled, and answered a last time. Never touches payload, never reads or writes a
+stream. Invariant: a request is answered, with a result or an error, or the stream is over.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
@@ -49,6 +50,9 @@ class Requests:
         self._now_ns = answering.clock.monotonic_ns
         self._send = send
         self._tasks: set[asyncio.Task[None]] = set()
+        self._acquires: dict[int, asyncio.Task[None]] = {}  # of those, by request id
+        self._given_up: set[int] = set()  # of those
+        self._sending: set[int] = set()  # whose answer is on its way out
 
     def begin(self, request: pb.Request) -> pb.Response | None:
         """The answer of a request that is done at once; None when a task will answer."""
@@ -63,6 +67,8 @@ class Requests:
             await asyncio.wait(set(self._tasks))
 
     def cancel(self) -> None:
+        """The stream is over: answer nothing more."""
+        self._given_up.clear()
         for task in self._tasks:
             task.cancel()
 
@@ -78,6 +84,8 @@ class Requests:
                 raise KVStoreError(ErrorKind.INVALID, "request_id must not be 0")
             if op is None:
                 raise KVStoreError(ErrorKind.INVALID, "a request of a kind this daemon does not know")
+            if op == "release":
+                self._end_acquires(request.release.request_ids)
             quick = self._verbs.quick(self._session, op, request)
             if quick is not None:
                 self._latencies.add(op, self._now_ns() - began_ns)
@@ -96,27 +104,50 @@ class Requests:
         task = asyncio.create_task(self._run(request.request_id, op, replies, began_ns))
         self._session.in_flight += 1
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        if op == "acquire":
+            self._acquires[request.request_id] = task
+        task.add_done_callback(partial(self._done, request.request_id))
         return None
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, request_id: int, task: asyncio.Task[None]) -> None:
         self._session.in_flight -= 1
         self._tasks.discard(task)
+        self._acquires.pop(request_id, None)
+        self._given_up.discard(request_id)
+
+    def _end_acquires(self, request_ids: Iterable[int]) -> None:
+        for request_id in self._acquires.keys() & request_ids:
+            self._given_up.add(request_id)
+            # Soon, because a task that has not begun would end without an answer.
+            asyncio.get_running_loop().call_soon(self._end_acquire, request_id)
+
+    def _end_acquire(self, request_id: int) -> None:
+        task = self._acquires.get(request_id)
+        if task is not None and request_id not in self._sending:  # gRPC takes no other message after half of one
+            task.cancel()
 
     async def _run(self, request_id: int, op: str, replies: AsyncGenerator[pb.Response, None], began_ns: int) -> None:
         with contextlib.suppress(StreamOver):
-            await self._answer(request_id, op, replies, began_ns)
+            try:
+                await self._answer(request_id, op, replies, began_ns)
+            except asyncio.CancelledError:
+                if request_id not in self._given_up:
+                    raise
+                await self._reply(request_id, pb.Response(acquire=pb.AcquireReply()))
 
     async def _answer(
         self, request_id: int, op: str, replies: AsyncGenerator[pb.Response, None], began_ns: int
     ) -> None:
         is_first = True
         try:
-            async for reply in replies:
-                if is_first:  # a store may answer twice; the client goes on after the first
-                    self._latencies.add(op, self._now_ns() - began_ns)
-                    is_first = False
-                await self._reply(request_id, reply)
+            async with contextlib.aclosing(replies):
+                async for reply in replies:
+                    if is_first:  # a store may answer twice; the client goes on after the first
+                        self._latencies.add(op, self._now_ns() - began_ns)
+                        is_first = False
+                    await self._reply(request_id, reply)
+                    if request_id in self._given_up and reply.acquire.more:
+                        raise asyncio.CancelledError
         except KVStoreError as error:
             await self._reply(request_id, error_reply(error))
         except StreamOver:
@@ -126,7 +157,11 @@ class Requests:
 
     async def _reply(self, request_id: int, reply: pb.Response) -> None:
         reply.request_id = request_id
-        await self._send(reply)
+        self._sending.add(request_id)
+        try:
+            await self._send(reply)
+        finally:
+            self._sending.discard(request_id)
 
     def _broken(self, op: str) -> pb.Response:
         """The answer to a request that ran into a mistake of ours; to be made where the exception is handled."""

@@ -695,14 +695,20 @@ class Release(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASE_IDS_FIELD_NUMBER: builtins.int
+    REQUEST_IDS_FIELD_NUMBER: builtins.int
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Acquires of this stream that are to end now: each is answered a last time, without a"""
+
     def __init__(
         self,
         *,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        request_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids", "request_ids", b"request_ids"]) -> None: ...
 
 global___Release = Release
 

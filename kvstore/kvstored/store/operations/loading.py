@@ -1,7 +1,8 @@
 """The blocks of one get on their way to the mapped tier: pinned, promoted, and named as they become readable.
 
 Owns the pins of the blocks that are not leased yet. Invariant: `close` gives back every pin that `lease` has not
-passed on, however the get ended; a promotion under way goes on by itself.
+passed on, however the get ended, and promotions that wait for their turn for this get alone; a read under way ends by
+itself.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Loading:
         self.sources: dict[int, int] = {}
         self._pinned = set(range(len(rows)))
         self._arrived: list[int] = []  # positions whose promotion has ended since `wait` looked
-        self._left = 0  # promotions that have not ended
+        self._coming: dict[int, asyncio.Future[bool]] = {}  # promotions that have not ended, by position
         self._change = asyncio.Event()
         self._wakes_at = 0  # at most so many promotions left before a waiter wakes
         residency.pin_run(rows)
@@ -70,7 +71,7 @@ class Loading:
     @property
     def is_over(self) -> bool:
         """Whether no promotion is under way any more whose end `wait` has not reported."""
-        return not self._left and not self._arrived
+        return not self._coming and not self._arrived
 
     def begin(self, positions: Iterable[int]) -> int:
         """Promote those of the blocks that are not mapped, in this order, and let the others be reported by `wait`;
@@ -86,15 +87,15 @@ class Loading:
                 lacking.append((position, row))
         patience_ms = promoter.patience_ms([row for _, row in lacking])
         for position, row in lacking:
-            self._left += 1
-            promoter.promote(row, Priority.DEMAND).add_done_callback(partial(self._ended, position))
+            self._coming[position] = promotion = promoter.promote(row, Priority.DEMAND)
+            promotion.add_done_callback(partial(self._ended, position))
         return patience_ms
 
     async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
         """Ascending positions of blocks that are mapped now and were not reported before: as soon as there are any, or
         when all promotions have ended. Empty: time is up, or what ended was in vain."""
-        if self._left and (for_all or not self._arrived):
-            self._wakes_at = 0 if for_all else self._left - 1
+        if self._coming and (for_all or not self._arrived):
+            self._wakes_at = 0 if for_all else len(self._coming) - 1
             self._change.clear()
             try:
                 async with asyncio.timeout(max(0, until_ns - self._clock.monotonic_ns()) / NS_PER_S):
@@ -115,12 +116,17 @@ class Loading:
         return [self._residency.current(self.tokens[position]) for position in positions]
 
     def close(self) -> None:
-        """Give back the pins that are left. Idempotent."""
+        """Wait for nothing any more, and give back the pins that are left. Idempotent."""
+        coming, self._coming = self._coming, {}
+        for position, promotion in coming.items():
+            if not promotion.done():
+                self._promoter.give_up(self.tokens[position])
         pinned, self._pinned = self._pinned, set()
         self._residency.unpin_run(self.tokens[position] for position in pinned)
 
     def _ended(self, position: int, promotion: asyncio.Future[bool]) -> None:
-        self._left -= 1
+        if self._coming.pop(position, None) is None:  # closed meanwhile
+            return
         self._arrived.append(position)
-        if self._left <= self._wakes_at:
+        if len(self._coming) <= self._wakes_at:
             self._change.set()

@@ -53,7 +53,7 @@ class Mover:
         """End a transfer as cancelled if it is still queued."""
         transfer = self.lanes[lane_name].cancel(ticket, self._clock.monotonic_ns())
         if transfer is not None:
-            transfer.done(Outcome(OutcomeKind.CANCELLED, message="its tier is shed"))
+            transfer.done(Outcome(OutcomeKind.CANCELLED, message="nobody waits for it any more"))
 
     def close(self) -> None:
         """End what is queued as cancelled; what is in flight still completes."""

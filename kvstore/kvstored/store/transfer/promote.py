@@ -40,6 +40,7 @@ class _Promotion:
     future: asyncio.Future[bool]
     link: Link
     ticket: int = 0
+    waiters: int = 1  # a hint is one, and never gives up
 
 
 class Promoter:
@@ -109,6 +110,7 @@ class Promoter:
         token = self._residency.token(row)
         known = self._under_way.get(token)
         if known is not None:
+            known.waiters += 1
             if priority < known.priority:
                 self._hold_room(known, -1)
                 known.priority = priority
@@ -134,6 +136,14 @@ class Promoter:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return promotion.future
+
+    def give_up(self, token: int) -> None:
+        """One who asked for a promotion that has not ended waits for it no more. The last one takes it along, if its
+        read has not begun."""
+        promotion = self._under_way[token]
+        promotion.waiters -= 1
+        if not promotion.waiters and promotion.ticket:
+            promotion.link.cancel(promotion.ticket)
 
     def prefetch(self, row: int) -> bool:
         """Queue a promotion that no client waits for; False when those that wait hold all the room they may."""
@@ -185,7 +195,8 @@ class Promoter:
             log.exception("making room in the mapped tier failed")
             slot = None
         current = residency.current(promotion.token)
-        if slot is None or current < 0 or not residency.has(current, link.source) or residency.state(current, MAPPED):
+        is_there = current >= 0 and residency.has(current, link.source)
+        if slot is None or not promotion.waiters or not is_there or residency.state(current, MAPPED):
             if slot is not None:
                 link.free(slot)
             # While room was made its tier was shed, perhaps, and a put brought the block again.
