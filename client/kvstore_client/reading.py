@@ -141,6 +141,7 @@ class Reader:
         verify: bool,
     ) -> LeaseStream:
         """The leading blocks of a chain as they become readable, within the deadline. See `LeaseStream`."""
+        started = self._clock()
         keys = chain.keys[: connection.max_keys]
         acquire = wire.Acquire(
             set=key_set(self._fingerprint, group, keys.packed),
@@ -151,7 +152,7 @@ class Reader:
         def lease_of(reply: wire.AcquireReply, timeout_s: float) -> Lease:
             part = chain.part(reply.first, reply.blocks)
             blocks, stopped = self._blocks(connection, reply, part, group, timeout_s, verify=verify)
-            return self._lease(connection, reply, blocks, group, stopped)
+            return self._lease(connection, reply, blocks, group, stopped, self._clock() - started)
 
         answers = self._asker.ask_many(connection, wire.Request(acquire=acquire), deadline_s)
         return LeaseStream(answers, lease_of, deadline_s, on_close=on_close, clock=self._clock)

@@ -124,6 +124,19 @@ async def test_a_stream_that_its_caller_leaves_gives_everything_back(driven: Dri
     assert (await driven.get(KEYS)).blocks == BLOCKS
 
 
+@over_a_store("movement.in_flight=1", "movement.acquire_wait_ms=60000")
+async def test_a_lease_of_a_stream_expires_counted_from_its_beginning(driven: DrivenStore) -> None:
+    await only_on_nvme(driven)
+    answers, first = await driven.begin_stream(Wanted(PACKED))
+    driven.small.clock.advance(s=3)
+    second = await anext(answers)
+    assert isinstance(second, LeasedRun)
+    ttl_ms = driven.operations.get.limits.lease_ttl_ms
+    assert (first.expires_in_ms, second.expires_in_ms) == (ttl_ms, ttl_ms + 3000)
+    await answers.aclose()
+    await driven.small.settle()
+
+
 @over_a_store("movement.in_flight=1")
 async def test_what_another_get_waits_for_is_read_though_the_first_has_left(driven: DrivenStore) -> None:
     await only_on_nvme(driven)

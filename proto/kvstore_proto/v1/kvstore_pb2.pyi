@@ -637,6 +637,7 @@ class AcquireReply(google.protobuf.message.Message):
     blocks: builtins.int
     """leading keys held; the fields below have this many entries"""
     expires_in_ms: builtins.int
+    """from this answer on; in an order, from when the request came"""
     miss_reason: global___MissReason.ValueType
     """why the run ends where it ends"""
     promoted_bytes: builtins.int

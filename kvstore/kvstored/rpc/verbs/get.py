@@ -103,7 +103,7 @@ class Acquiring:
         """Enter a lease into a reply."""
         reply.blocks = len(run.rows)
         reply.lease_id = run.lease_id
-        reply.expires_in_ms = self._get.limits.lease_ttl_ms
+        reply.expires_in_ms = run.expires_in_ms
         reply.arena_ids.extend([slot.container for slot in run.slots])
         reply.offsets.extend([slot.offset for slot in run.slots])
         reply.generations.extend([slot.generation for slot in run.slots])

@@ -50,10 +50,12 @@ class Wanted:
 @dataclass(frozen=True, slots=True)
 class LeasedRun:
     """Blocks `first`, `first + 1`, … of a chain, readable now: one lease on their slots in the mapped tier. `promoted`:
-    how many were read from which tier for this get."""
+    how many were read from which tier for this get. `expires_in_ms` counts from when a get in order began, else from
+    now."""
 
     first: int
     lease_id: int
+    expires_in_ms: int
     rows: Sequence[int]
     slots: Sequence[Slot]
     promoted: Counter[int] = field(default_factory=Counter)
@@ -156,6 +158,7 @@ class Get:
 
         The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded.
         """
+        began_ns = self._clock.monotonic_ns()
         rows = await self._discovered_run(client, wanted)
         loading = self._loader.load(rows)
         leased = set(range(min(held, len(rows))))
@@ -170,7 +173,7 @@ class Get:
                 arrived = await loading.wait(until_ns)
                 for run in _runs(arrived):
                     leased.update(run)
-                    yield self._lease(client, loading.lease(run), run[0], loading.sources)
+                    yield self._lease(client, loading.lease(run), run[0], loading.sources, began_ns)
                 if not arrived and self._clock.monotonic_ns() >= until_ns:
                     self._counters.add("acquire_timeouts")
                     break
@@ -238,11 +241,15 @@ class Get:
         self._flows.missed(client, cause, wanted.blocks - found)
         return cause
 
-    def _lease(self, client: Client, rows: list[int], first: int, sources: dict[int, int]) -> LeasedRun:
+    def _lease(
+        self, client: Client, rows: list[int], first: int, sources: dict[int, int], began_ns: int | None = None
+    ) -> LeasedRun:
         """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`."""
         residency = self._residency
         tokens, slots = [residency.token(row) for row in rows], residency.slots(rows, MAPPED)
-        expires_ns = self._clock.monotonic_ns() + self.limits.lease_ttl_ms * NS_PER_MS
+        now_ns = self._clock.monotonic_ns()
+        expires_ns = now_ns + self.limits.lease_ttl_ms * NS_PER_MS
+        expires_in_ms = (expires_ns - (now_ns if began_ns is None else began_ns)) // NS_PER_MS
         lease = self._leases.grant(client.session_id, client.tenant_id, tokens, slots, expires_ns)
         promoted: Counter[int] = Counter()
         promoted_bytes = 0
@@ -256,7 +263,7 @@ class Get:
         self._flows.hit(MAPPED, len(rows) - promoted.total())
         for position, blocks in promoted.items():
             self._flows.hit(position, blocks)
-        return LeasedRun(first, lease.lease_id, rows, slots, promoted, promoted_bytes)
+        return LeasedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)
 
     def _count_access(self, client: Client, tokens: Sequence[int], wanted: Wanted, found: int, now_ns: int) -> None:
         """Count an access of those blocks that are still there, by a request that wanted others too."""
