@@ -72,6 +72,7 @@ SUITE = (
     Benchmark("lookup_latency", _json),
     Benchmark("index_probe", _json),
     Benchmark("get_lease", _json),
+    Benchmark("get_layers", _json),
     Benchmark("put_copy", _json),
     Benchmark("prefetch_interference", _json),
     Benchmark("durable_answer", _json),

@@ -20,6 +20,7 @@ MODULES = {  # module -> its public names, in the order of the page
         "Session",
         "Lease",
         "LeaseStream",
+        "LayerStreams",
         "LeasedRun",
         "PutReceipt",
         "Lookup",

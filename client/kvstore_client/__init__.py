@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvstore_client.errors import DaemonUnavailable
     from kvstore_client.lease import Lease
-    from kvstore_client.lease_stream import LeasedRun, LeaseStream
+    from kvstore_client.lease_stream import LayerStreams, LeasedRun, LeaseStream
     from kvstore_client.opening import connect
     from kvstore_client.receipt import PutReceipt
     from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
@@ -30,6 +30,7 @@ _HOMES = {
     "Fingerprint": "kvstore_proto.fingerprint",
     "KVStoreError": "kvstore_proto.errors",
     "LayerGroup": "kvstore_proto.fingerprint",
+    "LayerStreams": "kvstore_client.lease_stream",
     "Lease": "kvstore_client.lease",
     "LeaseStream": "kvstore_client.lease_stream",
     "LeasedRun": "kvstore_client.lease_stream",
@@ -49,6 +50,7 @@ __all__ = [
     "Fingerprint",
     "KVStoreError",
     "LayerGroup",
+    "LayerStreams",
     "Lease",
     "LeaseStream",
     "LeasedRun",

@@ -27,17 +27,18 @@ from typing import Any, TypeVar
 
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease
-from kvstore_client.lease_stream import LeasedRun, LeaseStream
+from kvstore_client.lease_stream import Closable, LayerStreams, LeasedRun, LeaseStream
 from kvstore_client.opening import connect as connect_now
 from kvstore_client.receipt import PutReceipt
 from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
 from kvstore_client.session import Session
 from kvstore_client.staging import Payload
-from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import BlockKeys, TokenIds
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
 DEFAULT_THREADS = 8
+Submit = Callable[[Callable[[], Any]], Future[Any]]
 Result = TypeVar("Result")
 
 
@@ -87,6 +88,11 @@ class AsyncSession:
         return AsyncLeaseStream(
             await self._call(partial(self._session.get_stream, tokens, **options), _close), self._submit
         )
+
+    async def get_layers(self, tokens: TokenIds | None = None, **options: Any) -> LayerStreams[AsyncLeaseStream]:
+        """As `Session.get_layers`."""
+        streams = await self._call(partial(self._session.get_layers, tokens, **options), _close)
+        return LayerStreams(AsyncLeaseStream(stream, self._submit) for stream in streams)
 
     async def put(
         self,
@@ -170,10 +176,14 @@ class AsyncLeaseStream:
     back, so `with` is enough. A run that a cancelled task was waiting for is not lost: the next one who asks gets it.
     """
 
-    def __init__(self, stream: LeaseStream, submit: Callable[[Callable[[], Any]], Future[Any]]) -> None:
+    def __init__(self, stream: LeaseStream, submit: Submit) -> None:
         self._stream = stream
         self._submit = submit
         self._next: Future[LeasedRun | None] | None = None
+
+    @property
+    def group(self) -> LayerGroup:
+        return self._stream.group
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -194,6 +204,10 @@ class AsyncLeaseStream:
     @property
     def payload_bytes(self) -> int:
         return self._stream.payload_bytes
+
+    async def expect(self) -> int:
+        """As `LeaseStream.expect`."""
+        return await asyncio.shield(asyncio.wrap_future(self._submit(self._stream.expect)))
 
     def __aiter__(self) -> AsyncLeaseStream:
         return self
@@ -236,7 +250,7 @@ def _give_back(lease: Lease) -> None:
     lease.release()
 
 
-def _close(stream: LeaseStream) -> None:
+def _close(stream: Closable) -> None:
     stream.close()
 
 

@@ -1,4 +1,5 @@
-"""A prefix whose blocks are handed out as they become readable, in an order the caller chose.
+"""A prefix whose blocks are handed out as they become readable, in an order the caller chose, or several, of one layer
+group each.
 
 Owns the leases that have come and the answers that are still to come. Leaving it gives everything back: leases that
 nobody reads, and those of answers that are late.
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvstore_client.lease import Lease
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON, miss_reason, tier_name
+from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 Order = Literal["front", "back"]
@@ -42,8 +44,9 @@ class LeaseStream:
     """Iterate over it once: a `LeasedRun` each time blocks have become readable. Use it as a context manager; all
     leases end with it.
 
-    `tiers` and `ready_s` say, once the first run has come, where each resident block was and in how many seconds it
-    was expected to be readable; `reason` says in the end why the prefix ends, or which part of it did not come.
+    `group` names the layers that each payload holds. `tiers` and `ready_s` say, after `expect` or once the first run
+    has come, where each resident block was and in how many seconds it was expected to be readable; `reason` says in the
+    end why the prefix ends, or which part of it did not come.
     `close` may be called from another thread, while this one waits for a run: it then gets none.
     `on_close` is called once, with the blocks that were leased and their payload bytes.
     """
@@ -52,18 +55,23 @@ class LeaseStream:
         self,
         answers: Answers | None,
         lease_of: Callable[[wire.AcquireReply, float], Lease],
+        group: LayerGroup,
         deadline_s: float,
         *,
         on_close: Callable[[int, int], None],
         reason: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.group = group
         self._answers = answers
         self._lease_of = lease_of
         self._clock = clock
         self._until = clock() + deadline_s
         self._on_close = on_close
-        self._lock = threading.Lock()  # of the next two
+        self._reading = threading.Lock()  # held by who waits for an answer
+        self._is_expected = False
+        self._ahead: LeasedRun | None = None  # came while `expect` waited
+        self._lock = threading.Lock()  # of the next two, and of what was leased so far
         self._is_closed = False
         self._leases: list[Lease] = []
         self.tiers: tuple[str, ...] = ()
@@ -75,20 +83,29 @@ class LeaseStream:
         return self
 
     def __next__(self) -> LeasedRun:
-        while (reply := self._next_reply()) is not None:
-            lease = self._lease_of(reply, max(self._left_s(), 0.001))
-            if not self._keep(lease):
-                break
-            if lease.blocks:
-                return LeasedRun(reply.first, lease)
-            self.reason = lease.reason
-        raise StopIteration
+        with self._reading:
+            run, self._ahead = self._ahead, None
+            while run is None:
+                reply = self._next_reply()
+                if reply is None:
+                    raise StopIteration
+                run = self._run(reply)
+            return run
+
+    def expect(self) -> int:
+        """How many leading blocks are resident. Waits for that, not for a block to be loaded."""
+        with self._reading:
+            if not self._is_expected:
+                reply = self._next_reply()
+                self._ahead = None if reply is None else self._run(reply)
+            return len(self.tiers)
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             leases, self._leases = self._leases, []
+            self._ahead = None
         self._end()
         for lease in leases:
             lease.release()
@@ -105,6 +122,7 @@ class LeaseStream:
 
     def _next_reply(self) -> wire.AcquireReply | None:
         """The next answer that may hold blocks; None when there is none any more."""
+        self._is_expected = True
         answers = self._answers
         if answers is None:
             return None
@@ -121,20 +139,24 @@ class LeaseStream:
             self.tiers = tuple(map(tier_name, reply.tiers))
             self.ready_s = tuple(each / 1e6 for each in reply.ready_us)
         if not reply.more:
-            self.reason, self._answers = miss_reason(reply.miss_reason), None
+            self.reason, self._answers = miss_reason(reply.miss_reason) or self.reason, None
             return None
         return reply
 
-    def _keep(self, lease: Lease) -> bool:
-        """Hold a lease until the end; False when that has been."""
+    def _run(self, reply: wire.AcquireReply) -> LeasedRun | None:
+        """The usable blocks of an answer, held until the end, if that has not been meanwhile."""
+        if not reply.blocks:
+            return None
+        lease = self._lease_of(reply, max(self._left_s(), 0.001))
         with self._lock:
             if not self._is_closed:
                 self._leases.append(lease)
                 self.blocks += lease.blocks
                 self.payload_bytes += lease.payload_bytes
-                return True
+                self.reason = lease.reason or self.reason
+                return LeasedRun(reply.first, lease) if lease.blocks else None
         lease.release()
-        return False
+        return None
 
     def _left_s(self) -> float:
         return max(0.0, self._until - self._clock())
@@ -145,6 +167,40 @@ class LeaseStream:
             answers.abandon()
 
 
-def nothing(on_close: Callable[[int, int], None], reason: str = REASON_NO_DAEMON) -> LeaseStream:
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+StreamKind = TypeVar("StreamKind", bound=Closable)
+
+
+class LayerStreams(Generic[StreamKind]):
+    """A stream for each layer group. Iterate over them in the order in which they were asked for: that is the order in
+    which they are loaded. As a context manager it closes them all."""
+
+    def __init__(self, streams: Iterable[StreamKind]) -> None:
+        self._streams = tuple(streams)
+
+    def __iter__(self) -> Iterator[StreamKind]:
+        return iter(self._streams)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        for stream in self._streams:
+            stream.close()
+
+    def __enter__(self) -> LayerStreams[StreamKind]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def nothing(group: LayerGroup, on_close: Callable[[int, int], None], reason: str = REASON_NO_DAEMON) -> LeaseStream:
     """A stream without a block."""
-    return LeaseStream(None, lambda reply, timeout_s: Lease(), 0.0, on_close=on_close, reason=reason)
+    return LeaseStream(None, lambda reply, timeout_s: Lease(), group, 0.0, on_close=on_close, reason=reason)

@@ -155,7 +155,7 @@ class Reader:
             return self._lease(connection, reply, blocks, group, stopped, self._clock() - started)
 
         answers = self._asker.ask_many(connection, wire.Request(acquire=acquire), deadline_s)
-        return LeaseStream(answers, lease_of, deadline_s, on_close=on_close, clock=self._clock)
+        return LeaseStream(answers, lease_of, group, deadline_s, on_close=on_close, clock=self._clock)
 
     def _lease(
         self,

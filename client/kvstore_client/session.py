@@ -20,7 +20,7 @@ from kvstore_client.errors import invalid
 from kvstore_client.hinting import Expected, NextStep
 from kvstore_client.keys import Chain
 from kvstore_client.lease import Lease
-from kvstore_client.lease_stream import LeaseStream, Order
+from kvstore_client.lease_stream import LayerStreams, LeaseStream, Order
 from kvstore_client.lease_stream import nothing as no_leases
 from kvstore_client.link import Link
 from kvstore_client.lookup_index import probe
@@ -200,12 +200,34 @@ class Session:
         if order not in ("front", "back"):
             raise invalid(f"order {order!r} is unknown; known: front, back")
         if connection is None:
-            return no_leases(self._count_get)
+            return no_leases(layers, self._count_get)
         chain = _head(connection.chains.chain(tokens, keys, layers.group_id), max_blocks)
         if not len(chain):
-            return no_leases(self._count_get, "")
+            return no_leases(layers, self._count_get, "")
         return self._reader.stream(
             connection, chain, layers, self._deadline(deadline_s), order, self._count_get, verify=verify
+        )
+
+    def get_layers(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        groups: Sequence[int] | None = None,
+        order: Order = "front",
+        max_blocks: int | None = None,
+        deadline_s: float | None = None,
+        verify: bool = True,
+    ) -> LayerStreams[LeaseStream]:
+        """By layer range: `get_stream` for each of `groups` (default: those of the fingerprint), asked for at once. The
+        whole prefix of one is queued before that of the next, so an engine whose layers are in several groups
+        (`LayerGroup.split`) computes those of the first while the others are loaded. A block is of use where every
+        group has it: `min(stream.expect() for stream in streams)` says how many are, before any is loaded."""
+        chosen = self.fingerprint.groups if groups is None else [self._group(group) for group in groups]
+        return LayerStreams(
+            self.get_stream(
+                tokens, group=group.group_id, order=order, max_blocks=max_blocks, deadline_s=deadline_s, verify=verify
+            )
+            for group in chosen
         )
 
     def _count_get(self, blocks: int, payload_bytes: int) -> None:

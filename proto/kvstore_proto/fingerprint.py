@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from kvstore_proto.identity import HASHES
@@ -36,6 +36,20 @@ class LayerGroup:
     window_tokens: int = 0
     layers: tuple[int, ...] = ()
     bytes_per_token_per_layer: int = 0
+
+    def split(self, ranges: int) -> tuple[LayerGroup, ...]:
+        """The same layers as `ranges` groups of consecutive layers, numbered from `group_id` on, the sizes as equal as
+        they can be. Each has blocks of its own, so that one range can be loaded and used before the next. Raises
+        FingerprintError for more ranges than layers.
+        """
+        count = len(self.layers)
+        if not 1 <= ranges <= count:
+            raise FingerprintError(f"group {self.group_id} has {count} layers: 1..{count} ranges, got {ranges}")
+        bounds = [count * number // ranges for number in range(ranges + 1)]
+        return tuple(
+            replace(self, group_id=self.group_id + number, layers=self.layers[bounds[number] : bounds[number + 1]])
+            for number in range(ranges)
+        )
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,14 @@ def blocks_on_disk(directory: Path) -> Iterator[tuple[Path, int, BlockHeader]]:
         yield from ((slab, offset, header) for offset, header in _images(slab, slab.stat().st_size))
 
 
-def flip_on_disk(daemon: RunningDaemon, depth: int, conversation: int | None = None) -> int:
-    """Flip a bit of each block on NVMe with `depth` blocks before it, or of the one of a conversation (`tokens_of`)
-    alone; how many there were."""
+def flip_on_disk(daemon: RunningDaemon, depth: int, conversation: int | None = None, group: int | None = None) -> int:
+    """Flip a bit of each block on NVMe with `depth` blocks before it, or of those of a conversation (`tokens_of`) or a
+    layer group alone; how many there were."""
     found = [
         (slab, at)
         for slab, at, header in blocks_on_disk(daemon.nvme_dir)
         if header.depth == depth
+        and group in (None, header.group)
         and (conversation is None or header.token_ids[0] == tokens_of(conversation, depth + 1)[-TOKENS_A_BLOCK])
     ]
     for slab, at in found:

@@ -30,6 +30,22 @@ OTHER_STATES: list[dict[str, Any]] = [
 ]
 
 
+def test_a_group_is_split_into_ranges_of_consecutive_layers() -> None:
+    whole = LayerGroup(3, "mla", 0, tuple(range(2, 9)), 512)
+    parts = whole.split(3)
+    assert [part.layers for part in parts] == [(2, 3), (4, 5), (6, 7, 8)]
+    assert [(part.group_id, part.kind, part.bytes_per_token_per_layer) for part in parts] == [
+        (number, "mla", 512) for number in (3, 4, 5)
+    ]
+    assert whole.split(1) == (whole,)
+    split, one = replace(FP, groups=parts), replace(FP, groups=(whole,))
+    assert sum(split.payload_bytes(part.group_id) for part in parts) == one.payload_bytes(3)
+    assert split.digest() != one.digest(), "their blocks are not each other's"
+    for ranges in (0, 8):
+        with pytest.raises(FingerprintError, match=f"group 3 has 7 layers: 1..7 ranges, got {ranges}"):
+            whole.split(ranges)
+
+
 def test_round_trip() -> None:
     assert parse_fingerprint(FP.canonical()) == FP
 

@@ -138,6 +138,25 @@ async def test_a_lease_of_a_stream_expires_counted_from_its_beginning(driven: Dr
 
 
 @over_a_store("movement.in_flight=1")
+async def test_what_is_asked_for_second_is_loaded_second(driven: DrivenStore) -> None:
+    """As the layer ranges of a prefix are: each get begins before the first of them has a block."""
+    others = keys_of(2, BLOCKS)
+    for keys in (KEYS, others):
+        await driven.put(keys, DurabilityMode.ALWAYS)
+        driven.leave_host(keys)
+    gets = [driven.operations.get.acquire_in_order(driven.client, Wanted(b"".join(keys))) for keys in (KEYS, others)]
+    first_us, second_us = [(await anext(get)).ready_us for get in gets]  # type: ignore[union-attr]
+    assert max(first_us) < min(second_us), "and expected so"
+    run = await anext(gets[1])
+    assert isinstance(run, LeasedRun) and run.first == 0
+    assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * BLOCKS
+    assert driven.tiers_of(others[-1]) == 1 << NVME
+    for get in gets:
+        await get.aclose()
+    await driven.small.settle()
+
+
+@over_a_store("movement.in_flight=1")
 async def test_what_another_get_waits_for_is_read_though_the_first_has_left(driven: DrivenStore) -> None:
     await only_on_nvme(driven)
     leaving, first = await driven.begin_stream(Wanted(PACKED))

@@ -650,9 +650,11 @@ class AcquireReply(google.protobuf.message.Message):
     first: builtins.int
     """in an order: the position of the first of these blocks among the keys"""
     more: builtins.bool
-    """in an order: another answer follows; the last one holds no block"""
+    """in an order: another answer follows. The last one holds no block, nor does the"""
     tiers: builtins.bytes
-    """in an order, first answer: the TierCode of each leading key that is resident"""
+    """first where all must be loaded: it comes at once
+    in an order, first answer: the TierCode of each leading key that is resident
+    """
     @property
     def arena_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property

@@ -14,6 +14,7 @@ from kvstored.rpc.verbs.validate import keys_of, known_group
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.operations.get import Acquired, Expected, Get, LeasedRun, Wanted
 from kvstored.store.policies import RequestContext
+from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import RecentMisses
 
 
@@ -45,7 +46,7 @@ class Acquiring:
         self, session: Session, request: pb.Acquire, deadline_ms: int
     ) -> AsyncGenerator[pb.AcquireReply, None]:
         """Answers as blocks become readable: each a lease on one run of them, the last one without any, with the reason
-        why the chain ends. The first one says what is to be expected."""
+        why the chain ends. The first one says what is to be expected, without a lease if all blocks must be loaded."""
         answers = self._get.acquire_in_order(session, self._wanted(session, request, deadline_ms))
         expected = pb.AcquireReply()
         async with aclosing(answers):
@@ -53,8 +54,10 @@ class Acquiring:
                 if isinstance(answer, Expected):
                     tiers = bytes(self._codes[position] for position in answer.tiers)
                     expected = pb.AcquireReply(tiers=tiers, ready_us=answer.ready_us)
-                    continue
-                if isinstance(answer, LeasedRun):
+                    if not answer.tiers or MAPPED in answer.tiers:
+                        continue  # another answer comes at once
+                    reply = pb.AcquireReply(more=True)
+                elif isinstance(answer, LeasedRun):
                     reply = pb.AcquireReply(first=answer.first, more=True)
                     self._enter(answer, reply)
                 else:

@@ -165,9 +165,10 @@ class Get:
         try:
             intact = await self._loader.verify(rows, loading.tokens)
             self._count_access(client, loading.tokens[:intact], wanted, intact, self._clock.monotonic_ns())
-            yield self._expected(rows[:intact])
+            expected = self._expected(rows[:intact])
             order = range(held, intact)
             loading.begin(reversed(order) if wanted.from_back else order)
+            yield expected
             until_ns = self._until_ns(wanted)  # however slow: the caller computes meanwhile, and leaves when it is done
             while not loading.is_over and not client.closed:
                 arrived = await loading.wait(until_ns)
