@@ -75,6 +75,21 @@ def test_a_unary_put_is_written_as_any_other(tmp_path: Path) -> None:
     assert [len(trace.blocks[trace.starts[at] : trace.starts[at + 1]]) for at in range(trace.requests)] == [3, 3]
 
 
+def test_a_stream_that_is_left_is_written_with_what_was_there(tmp_path: Path) -> None:
+    path, tokens = tmp_path / "trace.jsonl.gz", tokens_of(1, 6)
+    slow = "nvme.read=delay:0.05"
+    with (
+        running_daemon(f"daemon.record={path}", "movement.in_flight=1", failpoints=slow) as daemon,
+        daemon.connect() as session,
+    ):
+        session.put(tokens, payloads=payloads_of(1, 6, MODEL), wait="settled", durability="always")
+        daemon.drop("host")
+        with session.get_stream(tokens) as stream:
+            assert next(stream).lease.blocks < 6
+        assert eventually(lambda: daemon.status().leases == 0)
+    assert [line["f"] for line in recorded(path) if line.get("op") == "get"] == [6]
+
+
 def test_a_hint_is_written_as_it_was_given(recording: Path) -> None:
     hints = [line for line in recorded(recording) if line.get("op") == "hint"]
     told = [{name: line[name] for name in ("f", "w", "s", "a", "d") if name in line} for line in hints]

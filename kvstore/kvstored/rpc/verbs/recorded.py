@@ -62,16 +62,22 @@ class RecordedVerbs(Verbs):
         self, session: Session, asked: pb.Acquire, answers: AsyncGenerator[pb.Response, None]
     ) -> AsyncGenerator[pb.Response, None]:
         leased: set[int] = set()
-        async with aclosing(answers):
-            async for response in answers:
-                reply = response.acquire
-                leased.update(range(reply.first, reply.first + reply.blocks))
-                if asked.order == pb.ACQUIRE_ORDER_WHOLE:
-                    self._note_acquire(session, asked, reply)
-                elif not reply.more:
-                    found = next(at for at in range(len(leased) + 1) if at not in leased)
-                    self._note("get", session, asked.set.keys, NO_PARENT, found, asked.prompt_tokens)
-                yield response
+        found: int | None = None  # by an acquire in an order
+        try:
+            async with aclosing(answers):
+                async for response in answers:
+                    reply = response.acquire
+                    leased.update(range(reply.first, reply.first + reply.blocks))
+                    if asked.order == pb.ACQUIRE_ORDER_WHOLE:
+                        self._note_acquire(session, asked, reply)
+                    elif not reply.more:
+                        found = next(at for at in range(len(leased) + 1) if at not in leased)
+                    elif found is None:
+                        found = len(reply.tiers)  # what is resident, should the client leave before the end
+                    yield response
+        finally:
+            if found is not None:
+                self._note("get", session, asked.set.keys, NO_PARENT, found, asked.prompt_tokens)
 
     async def _store_listened(
         self,
