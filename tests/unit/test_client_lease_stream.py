@@ -1,0 +1,93 @@
+"""A stream of leases over answers that a test gives: what it says, what it keeps, and what closing it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore_client.keys import KeyChains
+from kvstore_client.lease import Anchor, Lease, LeasedBlock
+from kvstore_client.lease_stream import LeaseStream
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+GROUP = LayerGroup(0)
+EXPECTED = wire.AcquireReply(more=True, tiers=bytes([wire.TIER_CODE_NVME] * 3), ready_us=[10, 20, 30])
+END = wire.AcquireReply()
+
+
+def run(first: int, *, lease_id: int) -> wire.AcquireReply:
+    return wire.AcquireReply(more=True, first=first, blocks=1, lease_id=lease_id)
+
+
+class Scene:
+    """Implements `Answers`. Leases with an id in `unusable` hold no block that the client trusts."""
+
+    def __init__(self, replies: Sequence[wire.AcquireReply], unusable: Sequence[int] = ()) -> None:
+        self.replies = list(replies)
+        self.unusable = unusable
+        self.released: list[int] = []
+        self.abandoned = False
+        self.counted: list[int] = []
+        self.stream = LeaseStream(
+            self, self.lease_of, GROUP, 60.0, on_close=lambda blocks, payload_bytes: self.counted.append(blocks)
+        )
+
+    def next(self, timeout_s: float) -> wire.Response | str | None:
+        return wire.Response(acquire=self.replies.pop(0)) if self.replies else None
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+    def lease_of(self, reply: wire.AcquireReply, timeout_s: float) -> Lease:
+        if reply.lease_id in self.unusable:
+            return Lease(reason="verify_failed")
+        anchor = Anchor(
+            renew=lambda lease_id: None,
+            release=self.released.append,
+            is_alive=lambda: True,
+            chain=lambda tokens: KeyChains(Fingerprint("m", "w"), [b"r" * 16]).chain(tokens, None, 0),
+        )
+        block = LeasedBlock(np.zeros(8192, np.uint8), 0, 4096, 1, b"k" * 16)
+        return Lease([block], lease_id=reply.lease_id, anchor=anchor, expires_in_s=60.0)
+
+
+def test_what_is_expected_is_known_before_a_block_has_come() -> None:
+    scene = Scene([EXPECTED, run(0, lease_id=5), END])
+    assert scene.stream.expect() == 3 == scene.stream.expect()
+    assert scene.stream.tiers == ("nvme",) * 3 and scene.stream.ready_s == (1e-05, 2e-05, 3e-05)
+    assert len(scene.replies) == 2, "it waited for no block"
+    assert [first for first, _ in scene.stream] == [0]
+
+
+def test_a_run_that_came_with_what_is_expected_is_handed_out_first() -> None:
+    first = run(0, lease_id=5)
+    first.MergeFrom(EXPECTED)
+    scene = Scene([first, run(2, lease_id=6), run(1, lease_id=7), END])
+    assert scene.stream.expect() == 3
+    assert [first for first, _ in scene.stream] == [0, 2, 1]
+    scene.stream.close()
+    assert sorted(scene.released) == [5, 6, 7] and scene.counted == [3] and not scene.abandoned
+
+
+def test_a_run_that_nobody_took_is_given_back() -> None:
+    scene = Scene([run(0, lease_id=5), run(1, lease_id=6), END])
+    scene.stream.expect()
+    scene.stream.close()
+    assert scene.released == [5] and scene.abandoned
+    assert list(scene.stream) == []
+    scene.stream.close()
+    assert scene.released == [5] and scene.counted == [1]
+
+
+def test_a_run_that_did_not_verify_is_the_reason_in_the_end() -> None:
+    scene = Scene([run(0, lease_id=5), run(1, lease_id=6), run(2, lease_id=7), END], unusable=[6])
+    assert [first for first, _ in scene.stream] == [0, 2]
+    assert (scene.stream.reason, scene.stream.blocks) == ("verify_failed", 2)
+
+
+def test_without_an_answer_in_time_the_request_is_ended() -> None:
+    scene = Scene([run(0, lease_id=5)])
+    assert [first for first, _ in scene.stream] == [0]
+    assert scene.stream.reason == "deadline" and scene.abandoned
