@@ -221,7 +221,8 @@ class Session:
         """By layer range: `get_stream` for each of `groups` (default: those of the fingerprint), asked for at once. The
         whole prefix of one is queued before that of the next, so an engine whose layers are in several groups
         (`LayerGroup.split`) computes those of the first while the others are loaded. A block is of use where every
-        group has it: `min(stream.expect() for stream in streams)` says how many are, before any is loaded."""
+        group has it: `min(stream.expect() for stream in streams)` says how many are, before any is loaded. `deadline_s`
+        is for all of them together."""
         chosen = self.fingerprint.groups if groups is None else [self._group(group) for group in groups]
         return LayerStreams(
             self.get_stream(

@@ -9,7 +9,6 @@ as a task through `slow`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
@@ -75,11 +74,13 @@ class Verbs:
         self._reserving.leave(session)
 
     def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
-        """The answers of a request that waits for bytes; a store may have two, and has begun when this returns. Raises
-        KVStoreError as `quick`, then or from the answers."""
+        """The answers of a request that waits for bytes; a store may have two, and has begun when this returns; an
+        acquire in an order has many. Raises KVStoreError as `quick`, then or from the answers."""
         if op == "store":
             way = self._reserving if request.store.reservation else self._lending
             return _stored(way.store(session, request.store))
+        if op == "acquire":
+            return self._get.acquire(session, request.acquire, request.deadline_ms)
         return self._slow(session, op, request)
 
     def store_inline(
@@ -93,13 +94,6 @@ class Verbs:
             yield pb.Response(lend=await self._lending.lend(session))
         elif op == "reserve_slots":
             yield pb.Response(reserve_slots=await self._reserving.reserve(session, request.reserve_slots))
-        elif op == "acquire" and request.acquire.order != pb.ACQUIRE_ORDER_WHOLE:
-            replies = self._get.acquire_in_order(session, request.acquire, request.deadline_ms)
-            async with aclosing(replies):
-                async for reply in replies:
-                    yield pb.Response(acquire=reply)
-        elif op == "acquire":
-            yield pb.Response(acquire=await self._get.acquire(session, request.acquire, request.deadline_ms))
         elif op == "delete":
             yield pb.Response(delete=await self._delete.delete(session, request.delete))
         elif op == "explain":

@@ -37,17 +37,17 @@ class Acquiring:
         held = self._get.acquire_mapped(session, self._wanted(session, request, 0))
         return None if held is None else self._reply(session, request, held)
 
-    async def acquire(self, session: Session, request: pb.Acquire, deadline_ms: int) -> pb.AcquireReply:
-        """See `Get.acquire`."""
-        held = await self._get.acquire(session, self._wanted(session, request, deadline_ms))
-        return self._reply(session, request, held)
-
-    async def acquire_in_order(
+    async def acquire(
         self, session: Session, request: pb.Acquire, deadline_ms: int
-    ) -> AsyncGenerator[pb.AcquireReply, None]:
-        """Answers as blocks become readable: each a lease on one run of them, the last one without any, with the reason
-        why the chain ends. The first one says what is to be expected, without a lease if all blocks must be loaded."""
-        answers = self._get.acquire_in_order(session, self._wanted(session, request, deadline_ms))
+    ) -> AsyncGenerator[pb.Response, None]:
+        """One answer, a lease on all that could be had in time. In an order: answers as blocks become readable, each a
+        lease on one run of them, the last one without any, with the reason why the chain ends. The first one says what
+        is to be expected, without a lease if all blocks must be loaded."""
+        wanted = self._wanted(session, request, deadline_ms)
+        if request.order == pb.ACQUIRE_ORDER_WHOLE:
+            yield pb.Response(acquire=self._reply(session, request, await self._get.acquire(session, wanted)))
+            return
+        answers = self._get.acquire_in_order(session, wanted)
         expected = pb.AcquireReply()
         async with aclosing(answers):
             async for answer in answers:
@@ -65,7 +65,7 @@ class Acquiring:
                     reply.blocks = 0  # of this answer
                 reply.MergeFrom(expected)
                 expected = pb.AcquireReply()
-                yield reply
+                yield pb.Response(acquire=reply)
 
     def release(self, session: Session, request: pb.Release) -> pb.ReleaseReply:
         return pb.ReleaseReply(released=self._get.release(session, request.lease_ids))
