@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from kvstored.config import load_config
-from kvstored.config.schema import ConfigError
+from kvstored.config import ConfigError, load_config
 from kvstored.process import set_priority
 
 

@@ -53,6 +53,8 @@ class Ghost:
         return len(self._places)
 
     def remember(self, key: bytes, cause: int, now_ns: int, accesses: int) -> None:
+        if not self._limit:
+            return
         places, keys, size, oldest = self._places, self._keys, self._size, self._oldest
         accesses = accesses if accesses < _ACCESS_MAX else _ACCESS_MAX
         packed = now_ns >> _TICK_BITS << _TIME_SHIFT | accesses << _CAUSE_BITS | cause
