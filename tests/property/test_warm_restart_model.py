@@ -27,7 +27,7 @@ from kvstore_tiers.testing.driving import finish, get
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import SystemClock
 from kvstored.lifecycle import Cause
-from kvstored.lifetime.warm.clients import FormerClients, start_ticks
+from kvstored.lifetime.warm.former_clients import FormerClients, start_ticks
 from kvstored.lifetime.warm.keeper import Keeper
 from kvstored.lifetime.warm.ledger import Ledger
 from kvstored.lifetime.warm.restart import LEDGER_NAME, WarmRestart

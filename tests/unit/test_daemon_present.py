@@ -17,7 +17,7 @@ from kvstored.store.degraded import Mode
 from kvstored.store.endurance import Verdict
 from kvstored.store.operations.present import Present
 from kvstored.store.transfer import group_commit
-from kvstored.store.transfer.refusals import Refusal
+from kvstored.store.transfer.write_refusals import Refusal
 from tests.reference.small_store import FAR_S, small_store
 from tests.reference.tiers import HOST, NVME
 from tests.unit.test_daemon_intake import BLOCKS, KEYS, PAYLOAD_BYTES, SLOT, Store

@@ -19,7 +19,7 @@ from kvstored.store.endurance.file import FILE_NAME, BudgetFile
 from kvstored.store.endurance.shares import FairShares
 from kvstored.store.transfer.backlog import Backlog
 from kvstored.store.transfer.gate import WriteGate
-from kvstored.store.transfer.refusals import Refusal, Refusals
+from kvstored.store.transfer.write_refusals import Refusal, Refusals
 from kvstored.telemetry import Counters
 from tests.reference.blocks import BLOCK_BYTES, Shelf
 from tests.reference.tiers import NVME

@@ -12,7 +12,7 @@ import pytest
 
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.simulator.machine import PROFILES, MediumSpec, load_machine
-from kvstored.simulator.media import Lane, Medium
+from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.virtual_time import Stuck, VirtualLoop, run_virtual
 from kvstored.simulator.worth import Model
 
@@ -29,7 +29,7 @@ def medium(**changes: object) -> Medium:
     return Medium(replace(spec, **changes))  # type: ignore[arg-type]
 
 
-def times(lane: Lane, *transfers: tuple[int, float]) -> list[tuple[float, float]]:
+def times(lane: SimulatedLane, *transfers: tuple[int, float]) -> list[tuple[float, float]]:
     """When the bytes of each (bytes, asked at) began and ended to move, in seconds."""
     passages = [lane.send(nbytes, round(at * S)) for nbytes, at in transfers]
     return [(passage.begin_ns / S, passage.end_ns / S) for passage in passages]
@@ -38,24 +38,24 @@ def times(lane: Lane, *transfers: tuple[int, float]) -> list[tuple[float, float]
 def test_transfers_queue_for_the_bandwidth_and_wait_out_latencies_together() -> None:
     # 100 bytes take a second. The second one waits out its latency while the first one moves; the third one gets a
     # place when the first has ended, at 1.5 s.
-    lane = Lane("up", medium(), FAST)
+    lane = SimulatedLane("up", medium(), FAST)
     assert times(lane, (100, 0), (100, 0), (100, 0)) == [(0.5, 1.5), (1.5, 2.5), (2.5, 3.5)]
     assert lane.waited_ns == (0 + 1 + 2) * S and lane.nbytes == 300
 
 
 def test_small_transfers_are_bound_by_latency_and_places() -> None:
-    lane = Lane("up", medium(parallel=2), FAST)
+    lane = SimulatedLane("up", medium(parallel=2), FAST)
     assert times(lane, *[(1, 0)] * 4) == [(0.5, 0.51), (0.51, 0.52), (1.01, 1.02), (1.02, 1.03)]
 
 
 def test_an_idle_medium_starts_anew() -> None:
-    assert times(Lane("up", medium(), FAST), (100, 0), (100, 10)) == [(0.5, 1.5), (10.5, 11.5)]
+    assert times(SimulatedLane("up", medium(), FAST), (100, 0), (100, 10)) == [(0.5, 1.5), (10.5, 11.5)]
 
 
 @pytest.mark.parametrize(("duplex", "begins"), [(True, 0.5), (False, 1.5)])
 def test_directions_share_a_medium_that_is_not_duplex(duplex: bool, begins: float) -> None:
     slow = medium(duplex=duplex)
-    up, down = Lane("up", slow, FAST), Lane("down", FAST, slow)
+    up, down = SimulatedLane("up", slow, FAST), SimulatedLane("down", FAST, slow)
     up.send(100, 0)
     passage = down.send(100, 0)
     assert (passage.begin_ns / S, passage.end_ns / S) == (begins, begins + 2), "writing is half as fast"
@@ -64,10 +64,10 @@ def test_directions_share_a_medium_that_is_not_duplex(duplex: bool, begins: floa
 
 def test_a_transfer_queues_at_the_slower_end_and_counts_at_both() -> None:
     slow = medium()
-    lane = Lane("up", slow, FAST)
+    lane = SimulatedLane("up", slow, FAST)
     lane.send(100, 0)
     assert FAST.writing.nbytes >= 100 and slow.reading.busy_ns == S
-    other = Lane("other", FAST, Medium(FAST.spec))
+    other = SimulatedLane("other", FAST, Medium(FAST.spec))
     assert other.send(100, 0).begin_ns == 0, "the fast end has time for others"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from kvstored.rpc.departures import expect_departures
+from kvstored.rpc.grpc_log_filter import expect_departures
 from kvstored.sockets import SocketError
 
 

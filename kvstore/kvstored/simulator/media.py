@@ -67,7 +67,7 @@ class Passage:
 
 
 @dataclass(slots=True)
-class Lane:
+class SimulatedLane:
     """From one medium to another. `moved` has (end, bytes) of each transfer, for plots."""
 
     name: str

@@ -18,7 +18,7 @@ from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, load_config
 from kvstored.config.tiers import MemorySection
-from kvstored.simulator.media import Lane, Medium
+from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.simulated_client import client_of, offer_of
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.virtual_time import VirtualLoop
@@ -97,8 +97,8 @@ class NodeStore:
         self._block_bytes = settings.block_bytes
         self._expires = settings.ttl_s is not None or settings.keep_worth > 0
         top = first.spec.name
-        self.to_engine = Lane(f"{top}→engine", first, link)
-        self.from_engine = Lane(f"engine→{top}", link, first)
+        self.to_engine = SimulatedLane(f"{top}→engine", first, link)
+        self.from_engine = SimulatedLane(f"engine→{top}", link, first)
         self.lanes = [self.to_engine, self.from_engine]
         config = config_of(settings)
         host, *below = config.tiers
@@ -111,7 +111,10 @@ class NodeStore:
         for medium, section in zip(rest, below, strict=True):
             name, is_last = medium.spec.name, medium is rest[-1]
             source = first if is_last else above  # blocks are written to the last one from the first, mostly
-            up, down = Lane(f"{name}→{top}", medium, first), Lane(f"{source.spec.name}→{name}", source, medium)
+            up, down = (
+                SimulatedLane(f"{name}→{top}", medium, first),
+                SimulatedLane(f"{source.spec.name}→{name}", source, medium),
+            )
             self.lanes += [up, down]
             kind = MemoryKind.FILE if is_last else MemoryKind.SYSTEM
             self.tiers.append(SimulatedTier(section.name, medium, section.capacity_bytes, loop, down, up, kind))

@@ -18,7 +18,7 @@ from kvstored.completions import CompletionQueue
 from kvstored.config import Config
 from kvstored.config.tiers import TierSection
 from kvstored.simulator.machine import MediumSpec
-from kvstored.simulator.media import Lane, Medium
+from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.retelling import retell, told_before
 from kvstored.simulator.simulated_client import client_of, offer_of
 from kvstored.simulator.simulated_tiers import SimulatedTier
@@ -57,8 +57,8 @@ class _RecordedStore:
         def tier(section: TierSection) -> SimulatedTier:
             name, is_host = section.name, section is config.host
             medium, other = (host, engine) if is_host else (Medium(_spec(name)), host)
-            up = Lane(f"{name}→{other.spec.name}", medium, other)
-            down = Lane(f"{other.spec.name}→{name}", other, medium)
+            up = SimulatedLane(f"{name}→{other.spec.name}", medium, other)
+            down = SimulatedLane(f"{other.spec.name}→{name}", other, medium)
             kind = MemoryKind.FILE if section is config.nvme else MemoryKind.SYSTEM
             return SimulatedTier(name, medium, section.capacity_bytes, loop, down, up, kind)
 

@@ -23,7 +23,7 @@ from kvstore_tiers.base import (
 )
 from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.sizes import require_slot_size
-from kvstored.simulator.media import Lane, Medium
+from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.virtual_time import VirtualLoop
 
 
@@ -39,8 +39,8 @@ class SimulatedTier(Tier):
         medium: Medium,
         capacity_bytes: int,
         loop: VirtualLoop,
-        coming: Lane,
-        going: Lane,
+        coming: SimulatedLane,
+        going: SimulatedLane,
         memory: MemoryKind = MemoryKind.FILE,
     ) -> None:
         self.medium = medium
@@ -108,7 +108,7 @@ class SimulatedTier(Tier):
     def close(self) -> None:
         pass
 
-    def _send(self, lane: Lane, nbytes: int, done: Completion) -> None:
+    def _send(self, lane: SimulatedLane, nbytes: int, done: Completion) -> None:
         if lane is self._coming:
             self._writes += 1
             self._written_bytes += nbytes

@@ -36,11 +36,11 @@ from kvstored.store.transfer.lane import Lane, LaneSettings, Limits, Priority
 from kvstored.store.transfer.link import Link, lane_name
 from kvstored.store.transfer.mover import Mover, Transfer
 from kvstored.store.transfer.promote import Promoter
-from kvstored.store.transfer.refusals import Refusals
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.slot_exit import SlotExit, UnmappedExit
 from kvstored.store.transfer.victims import Victims
+from kvstored.store.transfer.write_refusals import Refusals
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 

@@ -12,7 +12,7 @@ from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.config import Config
 from kvstored.config.tiers import Start
-from kvstored.lifetime.warm.clients import FormerClients
+from kvstored.lifetime.warm.former_clients import FormerClients
 from kvstored.lifetime.warm.ledger import LEDGER_BYTES
 from kvstored.lifetime.warm.restart import Adopted, WarmRestart, open_warm
 from kvstored.store.assembly import Store

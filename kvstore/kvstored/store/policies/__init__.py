@@ -12,7 +12,7 @@ from kvstored.store.policies.base import (
     Share,
     State,
 )
-from kvstored.store.policies.registry import BEST, create, create_admission, joined, resolve, succeed
+from kvstored.store.policies.factory import BEST, create, create_admission, joined, resolve, succeed
 from kvstored.store.policies.telling import tell
 
 __all__ = [

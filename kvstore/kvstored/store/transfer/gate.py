@@ -16,7 +16,7 @@ from kvstored.store.endurance.cost import COMMIT_BYTES, medium_bytes
 from kvstored.store.policies import Admission
 from kvstored.store.transfer.backlog import Backlog
 from kvstored.store.transfer.prefix import MAX_CHAIN_BLOCKS, MAX_PATH_BLOCKS, missing_path
-from kvstored.store.transfer.refusals import Refusal, Refusals
+from kvstored.store.transfer.write_refusals import Refusal, Refusals
 
 MAX_BEHIND_S = 10.0  # of writing that waits; beyond it the disk is too slow for what is put
 LEASE_WAIT_S = 2.0  # a lease of the budget is a small write and a sync; a medium that takes longer takes no blocks

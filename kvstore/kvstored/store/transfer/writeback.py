@@ -2,7 +2,7 @@
 
 Owns the blocks that wait to be written: writes of a batch run side by side, and group_commit.py makes them durable
 together. Used for write-through (modes batch and always) and for demotion of victims. What is written is charged to the
-endurance budget first (throttle.py waits for it), and goes with those of its ancestors that are in memory alone.
+endurance budget first (budget_wait.py waits for it), and goes with those of its ancestors that are in memory alone.
 Invariants: a block is written once however many ask; a pinned copy in memory is read from, never copied first;
 nothing is written that was not charged. Damage takes blocks by force, pinned or not: after each wait the token is asked
 again.
@@ -20,13 +20,13 @@ from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
 from kvstored.store.endurance import Verdict
 from kvstored.store.transfer.backlog import Write
+from kvstored.store.transfer.budget_wait import BudgetWait
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits, GroupCommit
 from kvstored.store.transfer.lane import Priority
 from kvstored.store.transfer.link import Link
-from kvstored.store.transfer.refusals import Refusal
 from kvstored.store.transfer.room import Room
-from kvstored.store.transfer.throttle import Throttle
+from kvstored.store.transfer.write_refusals import Refusal
 from kvstored.telemetry import Counters, Flows
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class WriteBack:
         self.gate = gate
         self._batch = batch
         self._backlog = gate.backlog
-        self._throttle = Throttle(gate, counters, self._write_paid)
+        self._budget_wait = BudgetWait(gate, counters, self._write_paid)
         self._commit = GroupCommit(
             links[0].destination_tier, residency, completions, counters, gate,
             lambda: self._backlog.queued > 0, lambda: self._backlog.queued > 0 or bool(self._backlog.gathering), batch,
@@ -100,16 +100,16 @@ class WriteBack:
         write = self._backlog.find(token)
         if write is not None:
             return write.settled
-        return self._throttle.pending.get(token) or self._commit.pending.get(token)
+        return self._budget_wait.pending.get(token) or self._commit.pending.get(token)
 
     def is_on_its_way(self, row: int) -> bool:
         """Whether the block will be durable if nothing goes wrong."""
         token = self._residency.token(row)
-        return self.is_coming(row) or token in self._commit.pending or token in self._throttle.pending
+        return self.is_coming(row) or token in self._commit.pending or token in self._budget_wait.pending
 
     def pending(self) -> int:
         """Blocks on their way to being durable."""
-        return len(self._backlog) + len(self._commit.pending) + len(self._throttle.pending)
+        return len(self._backlog) + len(self._commit.pending) + len(self._budget_wait.pending)
 
     def write_through(self, row: int, *, at_once: bool = False) -> asyncio.Future[bool]:
         """Resolves to whether the block is durable. `at_once`: a client waits, at the priority of demand."""
@@ -121,13 +121,13 @@ class WriteBack:
             durable.set_result(self.gate.breaker.serves_reads)  # of a medium that is gone nothing is promised anew
             return durable
         token = self._residency.token(row)
-        if token in self._throttle.pending:
-            return self._throttle.pending[token]
+        if token in self._budget_wait.pending:
+            return self._budget_wait.pending[token]
         paid = [] if self.is_coming(row) else self.gate.pay(row)
         if not isinstance(paid, Verdict):
             settled = self._enqueue_paid(paid, row, Priority.DEMAND if at_once else Priority.DEMOTION)
-        elif (at_once or paid is Verdict.LEASING) and self._throttle.has_room:
-            settled = self._throttle.wait(token, paid, insists=at_once)
+        elif (at_once or paid is Verdict.LEASING) and self._budget_wait.has_room:
+            settled = self._budget_wait.wait(token, paid, insists=at_once)
         else:
             self.gate.refuse(row, self.gate.breaker_or(paid))
             settled = loop.create_future()
@@ -157,7 +157,7 @@ class WriteBack:
         return await asyncio.shield(write.written)
 
     def _write_paid(self, token: int, path: list[int], insists: bool) -> asyncio.Future[bool] | None:
-        """For `Throttle`: its wait is over."""
+        """For `BudgetWait`: its wait is over."""
         row = self._residency.current(token)
         if row < 0:
             return None
@@ -197,10 +197,10 @@ class WriteBack:
         self._commit.begin()
         running = self._backlog.running
         settling: dict[int, asyncio.Future[bool]] = {token: write.settled for token, write in running.items()}
-        settling |= self._commit.pending | self._throttle.pending
+        settling |= self._commit.pending | self._budget_wait.pending
         if settling:
             await asyncio.wait(settling.values(), timeout=timeout_s)
-        late = (self._backlog.running, self._commit.pending, self._throttle.pending)
+        late = (self._backlog.running, self._commit.pending, self._budget_wait.pending)
         return sum(any(token in pending for pending in late) for token in settling)
 
     def sync(self) -> asyncio.Future[bool]:

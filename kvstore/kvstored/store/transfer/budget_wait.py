@@ -20,7 +20,7 @@ MAX_THROTTLED = 4096  # puts that wait at once
 Write = Callable[[int, list[int], bool], asyncio.Future[bool] | None]
 
 
-class Throttle:
+class BudgetWait:
     """`write(token, path, insists)` begins to write a path that was paid for; None when the block has gone."""
 
     def __init__(self, gate: WriteGate, counters: Counters, write: Write) -> None:
