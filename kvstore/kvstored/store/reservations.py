@@ -27,8 +27,8 @@ class Reservation:
 
 
 class Reservations:
-    """All reservations of the daemon. `free_slot` is the host tier's; `count(tenant, nbytes)` adds to what a tenant
-    holds for blocks to come."""
+    """All reservations of the daemon. When a client dies, `rpc/verbs/reserving.py` calls `end_session`. `free_slot` is
+    the host tier's; `count(tenant, nbytes)` adds to what a tenant holds for blocks to come."""
 
     def __init__(self, free_slot: Callable[[Slot], None], count: Callable[[int, int], None]) -> None:
         self._free_slot = free_slot

@@ -53,7 +53,7 @@ class TierSection(ABC):
 
     KIND: ClassVar[str]
     MOST: ClassVar[int] = 1  # tiers of this kind
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {}  # of a kind of which reference.toml lists none
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {}  # of a kind that has no [[tier]] in reference.toml
 
     name: str
     capacity_bytes: int

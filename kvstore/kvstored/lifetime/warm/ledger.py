@@ -9,8 +9,8 @@
 Owns these bytes and their order of writing. Never knows what a row means to others. The control thread writes a row as
 the thing happens, in under a microsecond a field, and may be killed between any two stores: a row is filled first and
 made live last, and everything that is changed in place is one aligned store of 8 bytes, in the machine's own order.
-All but the two tokens of a session, of 16 bytes each: the former one, which its client may still name, is written
-first, and a token that the client may name is whole in one of the two places at any moment.
+The exception are the two tokens of a session, 16 bytes each, too long for one store: the former one, which its client
+may still name, is written first, so that one whole token is there at any moment.
 Invariants: an arena's row never claims more than its bytes hold; a lease is here whole or not at all. One that found no
 row is not here: then its client cannot have it back after a crash, and is told so.
 """

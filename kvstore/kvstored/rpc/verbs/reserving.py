@@ -123,7 +123,7 @@ class Reserving:
 
     def leave(self, session: Session) -> None:
         """The session has ended. Its process may live on with the arenas mapped, a thread of it in the middle of a
-        write: then its slots are free when it would have had to be done."""
+        write: its slots are freed when the process has exited, or at the latest one lease's time later."""
         self._leave(session, self._clock.monotonic_ns() + self._limits.lease_ttl_ms * NS_PER_MS)
 
     def _leave(self, session: Session, done_ns: int) -> None:

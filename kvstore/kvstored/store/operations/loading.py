@@ -1,7 +1,7 @@
 """The blocks of one get on their way to the mapped tier: pinned, promoted, and named as they become readable.
 
-Owns the pins of the blocks that are not leased yet. Invariant: `close` gives back every pin that `lease` has not
-passed on, however the get ended, and promotions that wait for their turn for this get alone; a read under way ends by
+Owns the pins of the blocks that are not leased yet. Invariant: `close` releases every pin that `lease` has not handed
+to a lease, however the get ended, and cancels queued promotions that no other get waits for; a read under way ends by
 itself.
 """
 
@@ -74,8 +74,8 @@ class Loading:
         return not self._coming and not self._arrived
 
     def begin(self, positions: Iterable[int]) -> int:
-        """Promote those of the blocks that are not mapped, in this order, and let the others be reported by `wait`;
-        how many milliseconds it is worth to wait for them."""
+        """Start to promote the blocks that are not mapped, in this order; `wait` reports the others. Returns how many
+        milliseconds they are worth waiting for."""
         residency, promoter = self._residency, self._promoter
         lacking = []
         for position in positions:

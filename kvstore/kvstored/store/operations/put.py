@@ -84,8 +84,8 @@ class Put:
 async def _answers(
     taking: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
 ) -> AsyncGenerator[Stored, None]:
-    """One answer when the blocks are published; a second, final one when pending ones have settled. `durability` and
-    `present` say what is known, and what will be, of blocks that were stored before."""
+    """One answer when the blocks are published; a second, final one when pending ones have settled. Of blocks that were
+    stored before, `durability` holds the answers that are known and `present` the futures of those still pending."""
     settling = await asyncio.shield(taking)
     settling |= present
     if mode == DurabilityMode.ALWAYS:

@@ -89,8 +89,8 @@ State = Mapping[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How to read a state of a process before: what number each of its tenants has now (-1: none), and how much later
-    the same moment is on this clock; what time it is.
+    """How to read the state that an earlier process saved. `tenants` maps its numbers of tenants to those of now (-1:
+    the tenant is gone), `later_ns` is added to saved times, `now_ns` is the time now.
     """
 
     tenants: npt.NDArray[np.int64]

@@ -305,8 +305,8 @@ class Evacuation:
         return False
 
     async def _evict(self, row: int) -> bool | None:
-        """Whether the block has left; None when its way down takes too long: it stays then, however that ends, since
-        what leaves after its allocation has ended is in no allowance."""
+        """Whether the block has left. None on timeout: the block then keeps its place, even if its copy further down
+        completes, because a late eviction would not be counted in the allowance."""
         try:
             async with asyncio.timeout(EVICTION_WAIT_S):
                 return await self._eviction.evict(row, Cause.EVICTED)

@@ -1,8 +1,9 @@
 """The gate before NVMe: what may be written, what it costs, and why not.
 
-Joins four judges, in this order: the breaker (does the tier take writes), the admission (is the block worth one), the
-disk's own pace, and the endurance budget (may it be afforded). A block is charged together with those of its ancestors
-that have to be written with it. Owns no block and no queue; remembers refusals for `kvctl explain`.
+Joins four judges, in this order: the breaker (does the tier take writes), the admission (is the block worth one; when
+the endurance budget is scarce, only proven blocks are), the disk's own pace, and the budget itself (may it be
+afforded). A block is charged together with those of its ancestors that have to be written with it. Owns no block and no
+queue; remembers refusals for `kvctl explain`.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class _Unsynced:
 
 
 class GroupCommit:
-    """`has_queued()`: writes wait for their turn, and ask for a sync when they begin; `more_to_come()`: those that
-    gather, too."""
+    """`has_queued()`: whether writes are queued that have not begun, and will ask for a sync when they do;
+    `more_to_come()`: the same, counting also those that gather for the next batch."""
 
     def __init__(
         self,

@@ -29,8 +29,9 @@ class Link:
     """From the tier at `source` to that at `destination`, by the lane `lane`. `breaker` is of the slower of
     the two; None where that is memory.
 
-    Upwards the source fills the destination's memory; downwards the destination copies out of the source's memory, or,
-    where the source has none, out of a buffer that the source fills. The tier that moves the bytes verifies them.
+    To a faster tier, the source's `move_out` fills the destination's memory. To a slower one, the destination's
+    `move_in` reads the source's memory or, where the source is not in memory, a buffer that the source fills. The tier
+    that moves the bytes verifies them.
     """
 
     def __init__(

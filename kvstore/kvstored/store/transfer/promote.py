@@ -138,8 +138,8 @@ class Promoter:
         return promotion.future
 
     def give_up(self, token: int) -> None:
-        """One who asked for a promotion that has not ended waits for it no more. The last one takes it along, if its
-        read has not begun."""
+        """A caller no longer waits for a promotion that has not ended. When no caller is left and the read has not
+        begun, the promotion is cancelled."""
         promotion = self._under_way[token]
         promotion.waiters -= 1
         if not promotion.waiters and promotion.ticket:

@@ -3,7 +3,7 @@
 Owns the loop from "there is no slot" to a slot. A victim whose slot can serve goes alone; where slots of another size
 or owner are in the way, a container is emptied for it (`evacuation`).
 Invariants: never evicts a pinned copy, never leaves a hole in a chain, never frees a slot that has readers (limbo
-does); evicts for one block at most a container's worth and the block's own size.
+does); evicts for one block at most a container's worth and the block's own size, where a tier has containers.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ class Victims:
 
 
 class PassedOver(Container[int]):
-    """Rows that are not to be named: some by number, and all in some containers. After `MAX_LOOKS` at the latter, since
-    `begin`, it is exhausted and passes over nothing more: what is named then must not be taken.
+    """Rows that are not to be named: some by number, and all in some containers. After `MAX_LOOKS` of the latter, since
+    `begin`, it skips no more rows, so that the policy ends its search; the caller must discard the row that it then
+    names.
 
     A policy asks about one row after the other in its own order, and some begin anew with each row that they skip, so
     that the time grows with the square of the looks.
