@@ -17,6 +17,7 @@ from kvstored.lifecycle import BY_ORDER, Cause
 
 _CAUSE_BITS = 8
 _ACCESS_BITS = 16
+_CAUSE_MASK = (1 << _CAUSE_BITS) - 1
 _ACCESS_MAX = (1 << _ACCESS_BITS) - 1
 _TIME_SHIFT = _CAUSE_BITS + _ACCESS_BITS
 _TICK_BITS = 20  # times are kept to a millisecond: all of an entry fits into 64 bits
@@ -84,7 +85,7 @@ class Ghost:
         if at is None:
             return None
         packed = self._packed[at]
-        cause = Cause(packed & ((1 << _CAUSE_BITS) - 1))
+        cause = Cause(packed & _CAUSE_MASK)
         return Absence(cause, packed >> _TIME_SHIFT << _TICK_BITS, packed >> _CAUSE_BITS & _ACCESS_MAX)
 
     def beginning_with(self, hex_digits: str) -> list[bytes]:
@@ -97,15 +98,16 @@ class Ghost:
         at = self._places.get(key)
         return 0 if at is None else self._packed[at] >> _CAUSE_BITS & _ACCESS_MAX
 
-    def forget(self, key: bytes) -> None:
-        at = self._places.pop(key, None)
+    def drop(self, key: bytes) -> None:
+        """The key went by order: this process can say so, and `copied` leaves it out."""
+        at = self._places.get(key)
         if at is not None:
-            self._keys[at] = None
+            self._packed[at] = self._packed[at] & ~_CAUSE_MASK | Cause.DROPPED
 
-    def clear(self) -> None:
-        self._places.clear()
-        self._keys, self._packed = [], array("Q")
-        self._next = self._oldest = 0
+    def drop_all(self) -> None:
+        """`drop` of every key."""
+        packed = np.frombuffer(self._packed, np.uint64)
+        packed[:] = packed & np.uint64(~_CAUSE_MASK & (1 << 64) - 1) | np.uint64(Cause.DROPPED)
 
     def copied(self) -> Iterator[npt.NDArray[np.void]]:
         """What is remembered (dtype ABSENCE), a step at a time, but for blocks that went by order: those are to leave
@@ -118,14 +120,14 @@ class Ghost:
             found = np.empty(len(packed), ABSENCE)
             found["key"] = np.frombuffer(b"".join([key for key in keys if key is not None]), "V16")
             found["packed"] = packed
-            yield found[~np.isin(packed & ((1 << _CAUSE_BITS) - 1), _BY_ORDER)]
+            yield found[~np.isin(packed & _CAUSE_MASK, _BY_ORDER)]
 
     def restore(self, copied: npt.NDArray[np.void], later_ns: int) -> None:
         """Remember what `copied` gave, as of times that are `later_ns` later on this clock."""
         found = copied[np.argsort(copied["packed"], kind="stable")[-self._limit :]]
         packed = found["packed"]
         times_ns = np.maximum((packed >> _TIME_SHIFT << _TICK_BITS).astype(np.int64) + later_ns, 1 << _TICK_BITS)
-        causes, accesses = packed & ((1 << _CAUSE_BITS) - 1), packed >> _CAUSE_BITS & _ACCESS_MAX
+        causes, accesses = packed & _CAUSE_MASK, packed >> _CAUSE_BITS & _ACCESS_MAX
         columns = (column.tolist() for column in (found["key"], causes, times_ns, accesses))
         for key, cause, at_ns, uses in zip(*columns, strict=True):
             self.remember(key, cause, at_ns, uses)

@@ -70,14 +70,15 @@ class Removal:
         return taken
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Let the ghosts forget `keys`, or all that they know of `tenant` (None). Blocks that are stored stay."""
+        """Nothing of what the ghosts know of `keys` outlives the process, or of all keys of `tenant` (None): until then
+        they say `dropped`. Blocks that are stored stay."""
         ghost = self._view.tenants[tenant].ghost
         self._view.changes += 1
         if keys is None:
-            ghost.clear()
+            ghost.drop_all()
         else:
             for key in keys:
-                ghost.forget(key)
+                ghost.drop(key)
         self._listeners.forget(tenant, keys)
 
     def remove_chosen(
