@@ -77,6 +77,10 @@ class Store:
         self.policy.requested((), [key(2 * ONE_OFF * 100 + number) for number in range(600)], 0, now_ns)
         return list(self.policy.victims(now_ns, CAPACITY))
 
+    def renewals(self) -> tuple[int, bool]:
+        learning = self.policy.follower.book.learning
+        return learning.renewed, learning.is_due
+
     def worths(self, rows: list[int]) -> list[float]:
         """What the order of victims is made of, once it has been asked for."""
         follower = self.policy.follower
@@ -93,8 +97,11 @@ def test_victims_are_ranked_as_before(seed: int, requests: int) -> None:
         store.learn()
     stores[1].restart(remembers=True)
     assert stores[0].policy.is_lru == stores[1].policy.is_lru
+    renewals = [store.renewals() for store in stores]
     before, after = (store.victims() for store in stores)
     assert sorted(before) == sorted(after)
+    if renewals != [store.renewals() for store in stores]:
+        return  # the question made a renewal due, which begins with another order of classes
     if not stores[0].policy.is_lru:  # counts are kept in single precision
         assert np.allclose(stores[0].worths(before), stores[0].worths(after), rtol=1e-5, atol=0)
     else:
