@@ -395,33 +395,6 @@ def test_a_tier_that_takes_no_writes_any_more_is_not_evicted_from(tmp_path: Path
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("name", ["lru", "s3-fifo", "sieve", "arc", "w-tinylfu", "gdsf", "chain-hazard"])
-def test_one_question_within_containers_takes_no_longer_than_a_piece(name: str) -> None:
-    """4000 rows of another size are colder than the first of the wanted one."""
-    import time
-
-    from kvstored.clock import ManualClock
-    from kvstored.store.blocks import Residency
-    from kvstored.store.policies import create
-    from kvstored.store.transfer.cut_off import CutOff
-    from kvstored.store.transfer.victims import AllBut, Victims
-
-    residency, rows = Residency(["host"]), 4000
-    policy, tenant = create(name, residency, 0), residency.tenant("t")
-    for n in range(rows):
-        row = residency.insert(
-            tenant, (n + 1).to_bytes(16, "big"), bytes(16), fingerprint_id=1, group=0, depth=0, payload_bytes=4096,
-            now_ns=n,
-        )  # fmt: skip
-        residency.attach(row, 0, Slot(1 if n < rows - 10 else 2, 8192 * n, 8192, 1), n)
-        residency.touch(row, n)
-    victims = Victims(policy, residency, CutOff(residency), ManualClock(NS_PER_S))
-    began = time.thread_time()
-    victims.next(AllBut(residency.copies[0], {2}))
-    took_ms = (time.thread_time() - began) * 1000
-    assert took_ms < 20, f"{took_ms:.0f} ms on the event loop"
-
-
 def test_puts_of_the_old_size_do_not_wait_while_a_container_is_emptied(tmp_path: Path) -> None:
     """The disk is slow. One block of a new size empties an arena, writing each victim; others keep their pace."""
 
