@@ -18,7 +18,7 @@ from support.report import Row, main, within
 from support.timing import median
 
 IDLE_S = 0.5
-BARE = "import asyncio, grpc.aio, numpy, lmdb, xxhash"
+BARE = "import asyncio, grpc.aio, numpy, xxhash"
 
 
 def measure(quick: bool) -> list[Row]:

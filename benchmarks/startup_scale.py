@@ -1,17 +1,17 @@
 """How soon does a daemon serve that finds a million blocks on NVMe, and what does it weigh?
 
 The directory is made in seconds (support/many_blocks.py): records as the tier writes them, slots preallocated. Before
-each start the slab files and the index are put out of the page cache. Serving is from before the process is started
+each start the slab files are put out of the page cache. Serving is from before the process is started
 until it says READY=1; the very first lookup after that must find a whole chain. Measured:
-    after a clean stop      the index is there and sealed
-    after kill -9           the seal is gone: the index is deleted and rebuilt, beside the daemon that serves
+    after a clean stop      sealed: no slab is synced
+    after kill -9           the seal is gone: every slab is synced
     recovery                the second, less the start of an empty daemon of the same run: what a million blocks cost;
                             baseline: the same header regions read in sequence, once, into one buffer (page cache
                             empty); possible: reading them past the page cache or checking them, whichever is longer,
                             and then being given the memory that so many blocks keep
     recovery_processor      the processor time of that; possible: of checksums and page faults alone
     floor_...               those, each by itself
-    resident                growth of resident memory against the empty daemon, a block, when the index is mended; and
+    resident                growth of resident memory against the empty daemon, a block; and
                             after a client has been there, whose lookup index was built
     lookup                  64 keys, never looked up before, against the same 64 again and against a stream echo
 
@@ -32,7 +32,6 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ CHAIN_BLOCKS = 64
 PROBES = 50
 SETTLE_S = 1.0
 RESTING = 5  # so many readings alike
-MEND_TIMEOUT_S = 120.0
+REST_TIMEOUT_S = 120.0
 FINGERPRINT = model(SLOT_BYTES - 4096)
 
 
@@ -73,7 +72,7 @@ class Place:
         return self.state / "nvme"
 
     def empty_page_cache(self) -> None:
-        for path in (*self.nvme.glob("slabs/*.slab"), *self.nvme.glob("index/*")):
+        for path in self.nvme.glob("slabs/*.slab"):
             fd = os.open(path, os.O_RDONLY)
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -120,7 +119,7 @@ def measure(blocks: int, directory: Path, rounds: int) -> list[Row]:
         within("ready_after_clean_stop", median(clean), "s", 1.0),
         within("ready_after_kill", median(killed), "s", 1.0),
         Row("ready_empty", empty_s, "s", median(clean), "after a clean stop"),
-        Row("recovery_without_index", (median(killed) - empty_s) * ms, "ms", median(reads) * ms, "one sequential read",
+        Row("recovery_after_kill", (median(killed) - empty_s) * ms, "ms", median(reads) * ms, "one sequential read",
             AT_MOST, 1.5, possible=floors.sum_s * ms, possible_name="read or check, then page faults"),
         Row("recovery_vs_direct_read", (median(killed) - empty_s) * ms, "ms", floors.direct_read_s * ms,
             "one O_DIRECT read"),
@@ -173,10 +172,9 @@ def _fill(place: Place, blocks: int) -> None:
 
 
 def _leave_sealed(place: Place) -> None:
-    """What a clean stop leaves: an index that says what the records say, and its seal."""
+    """What a clean stop leaves."""
     capacity_bytes = int(place.settings[0].partition("=")[2].removesuffix("MiB")) * MIB
-    with closing(NvmeTier.open(place.nvme, capacity_bytes)) as tier:
-        assert tier.locate(place.probes[0][0]) is not None  # waits until the index is mended
+    NvmeTier.open(place.nvme, capacity_bytes).close()
 
 
 def _lookups(daemon: BenchDaemon, place: Place) -> tuple[float, float, float]:
@@ -195,8 +193,8 @@ def _lookups(daemon: BenchDaemon, place: Place) -> tuple[float, float, float]:
 
 
 def _wait_rest(daemon: BenchDaemon) -> None:
-    """Until the resident memory of the daemon rests: what its start needed is given back when the index is mended."""
-    deadline = time.monotonic() + MEND_TIMEOUT_S
+    """Until the resident memory of the daemon rests: what its start needed is given back."""
+    deadline = time.monotonic() + REST_TIMEOUT_S
     seen = [0]
     while time.monotonic() < deadline and (len(seen) < RESTING or max(seen) - min(seen) > MIB):
         time.sleep(SETTLE_S)

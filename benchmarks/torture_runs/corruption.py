@@ -2,7 +2,7 @@
 
 Owns two kinds of rounds over directories with a history. In a *running* round slots of an open tier are damaged under
 it and read back. In a *restart* round the files of a closed directory are damaged, then opened, and everything that
-recovery or the index names is read; new blocks are stored beside it, and both must hold.
+recovery names is read; new blocks are stored beside it, and both must hold.
 The judge is the plain model of bytes in `stored_directory`. Counted is each injected damage that changed a byte.
 """
 
@@ -25,7 +25,7 @@ from kvstore_tiers.testing import finish, finish_all
 from kvstore_tiers.testing.driving import put
 from torture_runs.blocks import Bytes, payload_of
 from torture_runs.figures import Assignment, Clock, Figures
-from torture_runs.file_damage import DRASTIC, FILE_DAMAGES, OF_THE_INDEX, Scene
+from torture_runs.file_damage import DRASTIC, FILE_DAMAGES, Scene
 from torture_runs.slot_damage import SLOT_DAMAGES, SlotBytes
 from torture_runs.stored_directory import (
     CAPACITY_BYTES,
@@ -42,10 +42,9 @@ RUNNING_ROUNDS, RESTART_ROUNDS = 12, 14  # on one history
 SLOTS_A_ROUND = 24
 DAMAGES_A_RESTART = 24
 DRASTIC_SHARE = 0.6  # of restart rounds have one damage that may cost a whole slab
-INDEX_SHARE = 0.7  # of restart rounds have one damage of the index: a second one would be hidden behind the first
 FRESH_BLOCKS = 6
 FRESH_NUMBER = 1 << 30
-_QUIET_KINDS = sorted(set(FILE_DAMAGES) - DRASTIC - OF_THE_INDEX)
+_QUIET_KINDS = sorted(set(FILE_DAMAGES) - DRASTIC)
 
 
 def torture(assignment: Assignment, figures: Figures) -> None:
@@ -159,8 +158,6 @@ def restart_round(rng: np.random.Generator, stored: StoredDirectory, directory: 
     kinds = [str(kind) for kind in rng.choice(_QUIET_KINDS, DAMAGES_A_RESTART)]
     if rng.random() < DRASTIC_SHARE:
         kinds.insert(int(rng.integers(len(kinds) + 1)), str(rng.choice(sorted(DRASTIC))))
-    if rng.random() < INDEX_SHARE:
-        kinds.append(str(rng.choice(sorted(OF_THE_INDEX))))
     applied = [kind for kind in kinds if FILE_DAMAGES[kind](rng, scene)]
     figures.add("corruptions", len(applied))
     for kind in applied:
@@ -205,7 +202,7 @@ def _judge_recovered(
 
 
 def _judge_all(tier: NvmeTier, stored: StoredDirectory, rolled_back: bool, figures: Figures, what: str) -> int:
-    """Read whatever recovery lists and whatever the index names; how many blocks were served."""
+    """Read whatever recovery lists; how many blocks were served."""
     places: dict[tuple[Slot, bytes], StoredBlock] = {}
     for slot, header in tier.recover():
         block = stored.blocks.get(header.key)
@@ -217,10 +214,6 @@ def _judge_all(tier: NvmeTier, stored: StoredDirectory, rolled_back: bool, figur
             figures.fail("served_wrong", f"{what}: a block that was freed is listed: {header}")
         else:
             places[slot, block.key] = block
-    for key, block in stored.blocks.items():
-        located = tier.locate(key)
-        if located is not None:
-            places[located, key] = block
     return read_and_judge(tier, [(slot, block) for (slot, _), block in places.items()], figures, what, rolled_back)
 
 

@@ -2,18 +2,16 @@
 
 Owns rounds of: clients of two fingerprints have put the same token ids with other bytes; DRAM is emptied; slots on NVMe
 are damaged where the daemon's own listing says they lie; every client reads everything, then stores again what was
-lost. In each life of the daemon its index is damaged under it once. The judge is the bytes that were put.
+lost. The judge is the bytes that were put.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import grpc
 import numpy as np
 
 from kvstore_client import Session
@@ -33,8 +31,6 @@ BLOCKS = 8
 CONVERSATIONS = 12  # of each fingerprint
 DAMAGES_A_ROUND = 40
 ROUNDS_A_LIFE = 24
-INDEX_BYTES_DAMAGED = 40
-DEATH_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -60,12 +56,7 @@ def torture(assignment: Assignment, figures: Figures) -> None:
     with MortalDaemon(assignment.directory / "corruption-daemon", *SETTINGS) as daemon:
         while clock.goes_on(figures.counts["corruptions"]):
             daemon.start()
-            try:
-                _life(daemon, chains, former, rng, clock, figures)
-            except grpc.RpcError:
-                if not _has_ended(daemon):
-                    raise
-                figures.add("daemon_deaths_after_index_damage")
+            _life(daemon, chains, former, rng, clock, figures)
             daemon.kill9()
 
 
@@ -77,38 +68,15 @@ def _life(
     clock: Clock,
     figures: Figures,
 ) -> None:
-    """Some rounds, in the middle of them one with a damaged index: without checksums in LMDB that may end a process."""
     with ExitStack() as stack:
         sessions = [stack.enter_context(daemon.connect(model)) for model in MODELS]
-        for number in range(ROUNDS_A_LIFE):
+        for _ in range(ROUNDS_A_LIFE):
             if not clock.goes_on(figures.counts["corruptions"]):
                 break
-            if number == ROUNDS_A_LIFE // 2:
-                _damage_index(daemon, rng, figures)
             _round(daemon, sessions, chains, former, rng, figures)
             figures.heartbeat()
         counters = daemon.admin("Status", pb.StatusRequest()).counters
         figures.add("corrupt_blocks_by_the_daemons_count", counters["corrupt_blocks"])
-
-
-def _damage_index(daemon: MortalDaemon, rng: np.random.Generator, figures: Figures) -> None:
-    """Other bytes in the file that the running daemon has mapped."""
-    path = daemon.nvme_dir / "index" / "data.mdb"
-    if not path.exists():
-        return  # switched off, by damage of before
-    with path.open("r+b", buffering=0) as file:
-        for place in rng.integers(0, path.stat().st_size, INDEX_BYTES_DAMAGED).tolist():
-            os.pwrite(file.fileno(), rng.bytes(1), place)
-    figures.add("corruptions")
-    figures.add_kind("corruptions_by_kind", "daemon_index")
-
-
-def _has_ended(daemon: MortalDaemon) -> bool:
-    """A process that was hit by a signal takes a moment to be gone."""
-    deadline = time.monotonic() + DEATH_PATIENCE_S
-    while daemon.is_running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not daemon.is_running
 
 
 def _round(

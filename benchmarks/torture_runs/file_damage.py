@@ -1,4 +1,4 @@
-"""What can happen to the files of a closed NVMe directory: records, superblocks, index, lengths, whole slots.
+"""What can happen to the files of a closed NVMe directory: records, superblocks, seal, lengths, whole slots.
 
 Owns the list `FILE_DAMAGES`: functions that change one place of a `Scene`, files in memory, and say whether any byte
 is now another. Never opens a tier.
@@ -6,20 +6,16 @@ is now another. Never opens a tier.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import xxhash
 
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
 from torture_runs.slot_damage import SECTOR_BYTES, SLOT_DAMAGES, SlotBytes
 from torture_runs.stored_directory import Files
 
-INDEX = "index/data.mdb"
-SEAL = "index/seal"
-FRONT_AND_END = 2
+SEAL = "seal"
 
 
 @dataclass
@@ -154,54 +150,12 @@ def roll_slab_back(rng: np.random.Generator, scene: Scene) -> bool:
     return name in scene.older and scene.replace(name, slice(0, len(scene.older[name])), scene.older[name])
 
 
-def flip_index(rng: np.random.Generator, scene: Scene) -> bool:
-    return scene.flip(rng, INDEX, slice(0, len(scene.files.get(INDEX, b""))))
-
-
-def cut_index(rng: np.random.Generator, scene: Scene) -> bool:
-    raw = scene.files.get(INDEX)
-    if not raw:
-        return False
-    del raw[int(rng.integers(len(raw))) :]
-    return True
-
-
-def zero_index_page(rng: np.random.Generator, scene: Scene) -> bool:
-    pages = len(scene.files.get(INDEX, b"")) // 4096
-    start = 4096 * int(rng.integers(pages)) if pages else 0
-    return scene.replace(INDEX, slice(start, start + 4096), bytes(4096))
-
-
-def stale_index(rng: np.random.Generator, scene: Scene) -> bool:
-    """The index of an earlier time with the seal of that time, which holds."""
-    scene.files[INDEX], scene.files[SEAL] = bytearray(scene.older[INDEX]), bytearray(scene.older[SEAL])
-    return True
-
-
 def flip_seal(rng: np.random.Generator, scene: Scene) -> bool:
     return scene.flip(rng, SEAL, slice(0, len(scene.files.get(SEAL, b""))))
 
 
-def exchange_index_values(rng: np.random.Generator, scene: Scene) -> bool:
-    """Two entries name each other's place, and the seal holds: what a fault in memory may leave."""
-    raw = scene.files.get(INDEX)
-    records = [scene.a_record(rng) for _ in range(FRONT_AND_END)]
-    keys = [bytes(scene.files[name][place])[24:40] for name, place in records if name in scene.files]
-    if raw is None or len(set(keys)) < FRONT_AND_END or not all(any(key) for key in keys):
-        return False
-    first, second = (raw.find(key) for key in keys)
-    if first < 0 or second < 0:
-        return False
-    here, there = slice(first + 16, first + 32), slice(second + 16, second + 32)
-    raw[here], raw[there] = raw[there], raw[here]
-    seal = {"bytes": len(raw), "xxh3_64": xxhash.xxh3_64_intdigest(bytes(raw))}
-    scene.files[SEAL] = bytearray(json.dumps(seal).encode())
-    return True
-
-
 def flip_format(rng: np.random.Generator, scene: Scene) -> bool:
-    name = "format" if rng.random() < 0.5 else "index/version"
-    return scene.flip(rng, name, slice(0, len(scene.files.get(name, b""))))
+    return scene.flip(rng, "format", slice(0, len(scene.files.get("format", b""))))
 
 
 def _spoil_slot(kind: str) -> FileDamage:
@@ -244,15 +198,9 @@ FILE_DAMAGES: dict[str, FileDamage] = {
     "slabs_swapped": swap_slab_files,
     "slab_removed": remove_slab,
     "slab_rolled_back": roll_slab_back,
-    "index_flipped": flip_index,
-    "index_cut": cut_index,
-    "index_page_zeroed": zero_index_page,
-    "index_stale": stale_index,
-    "index_values_exchanged": exchange_index_values,
     "seal_flipped": flip_seal,
     "format_flipped": flip_format,
 }
-OF_THE_INDEX = frozenset(kind for kind in FILE_DAMAGES if kind.startswith(("index_", "seal_")))
 DRASTIC = frozenset(  # leave little to look at: seldom, and at most one a round
     {
         "superblock_flipped", "superblock_stale", "slab_truncated", "slabs_swapped", "slab_removed",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,8 +38,6 @@ FAILPOINTS = (
     "nvme.between-records=kill@2",
     "nvme.after-records-write=kill@2",
     "nvme.after-record-sync=kill@2",
-    "nvme.before-index-commit=kill@2",
-    "nvme.after-index-commit=kill@2",
 )
 
 
@@ -208,15 +205,6 @@ def test_a_damaged_block_is_never_served_and_can_be_stored_again(daemon: Running
         assert holds(lease, payloads_of(1, BLOCKS, MODEL))
     daemon.process.kill()  # type: ignore[union-attr]  # its directory keeps the quarantined bytes: no clean check
     daemon.process.wait()  # type: ignore[union-attr]
-
-
-def test_a_lost_index_is_rebuilt(daemon: RunningDaemon) -> None:
-    stored(daemon, 1)
-    daemon.stop()
-    shutil.rmtree(daemon.nvme_dir / "index")
-    daemon.restart()
-    with daemon.connect(MODEL) as session, session.get(tokens_of(1, BLOCKS)) as lease:
-        assert holds(lease, payloads_of(1, BLOCKS, MODEL))
 
 
 def test_a_truncated_slab_costs_its_blocks_only(daemon: RunningDaemon) -> None:

@@ -13,7 +13,7 @@ from tests.reference.running_daemon import RunningDaemon, holds, model, payloads
 MODEL = model()
 BLOCKS = 3
 ESCAPE = b"\x1b]0;owned\x07\x1b[2J"
-DERIVED = ("nvme/format", "nvme/index/version", "nvme/index/seal", "nvme/lock")
+DERIVED = ("nvme/format", "nvme/seal", "nvme/lock")
 FOR_PEOPLE_OR_PACE = ("names.json", "scrub.json", "endurance.json", "lock")
 CONTENTS = {
     "random": random.Random(1).randbytes(300),
@@ -50,14 +50,13 @@ def test_damage_in_derived_and_cosmetic_files_stops_nothing(daemon: RunningDaemo
     daemon.stop()
     said = daemon.log[before:]
     assert all(char.isprintable() or char == "\n" for char in said)
-    assert (daemon.nvme_dir / "index" / "version").read_text() == "1\n"
     assert (daemon.nvme_dir / "format").read_text() == "format_version: 1\n"
     if CONTENTS[what]:
-        for name in ("nvme/format is damaged", "index/version is damaged", "names.json is damaged"):
+        for name in ("nvme/format is damaged", "names.json is damaged"):
             assert name in said, said
 
 
-@pytest.mark.parametrize("name", ["nvme/format", "nvme/index/version"])
+@pytest.mark.parametrize("name", ["nvme/format"])
 def test_a_readable_higher_number_is_a_newer_version(daemon: RunningDaemon, name: str) -> None:
     path = daemon.state_dir / name
     right = path.read_bytes()

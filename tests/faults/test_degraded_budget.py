@@ -129,10 +129,11 @@ def test_a_path_is_paid_for_whole_or_not_at_all(tmp_path: Path) -> None:
     async def run() -> None:
         async with small_store(tmp_path, BUDGET, "nvme.admission=second-touch") as small:
             parent = None
-            for number in range(1, 2 * A_DAY + 2):
+            too_many = DAY_BYTES // BLOCK_COST
+            for number in range(1, too_many + 1):
                 await small.put(number, parent)
                 parent = number
-            assert not await small.is_durable(2 * A_DAY + 2, 2 * A_DAY + 1, uses=2), "too much hangs on it"
+            assert not await small.is_durable(too_many + 1, too_many, uses=2), "too much hangs on it"
             assert small.store.counters["endurance_bytes"] == 0
             assert small.residency.tier_blocks(NVME) == 0
 

@@ -333,38 +333,6 @@ async def test_the_tiers_own_state_counts_too_and_a_probe_clears_it(small: Small
 
 
 @over_a_store()
-async def test_a_failing_index_costs_nothing_but_the_next_start(small: SmallStore) -> None:
-    from kvstore_tiers import failpoints
-
-    failpoints.arm("nvme.before-index-commit=error:ENOSPC")
-    try:
-        assert await small.is_durable(1)
-        assert small.nvme.locate(small.key(1)) is None  # the index comes behind the answer
-    finally:
-        failpoints.disarm()
-    assert await small.is_durable(2)
-    assert small.breaker.mode is Mode.OK
-    assert "index is off" in small.nvme.statistics().message
-
-
-@over_a_store()
-async def test_an_index_whose_map_is_full_costs_nothing_but_the_next_start(small: SmallStore) -> None:
-    """The index may take so many bytes of the capacity; here far fewer, and it is not let grow."""
-    assert await small.is_durable(1)
-    assert small.nvme.locate(small.key(1)) is not None  # the index has caught up with the answer
-    index = small.nvme._index
-    index.resize = lambda budget_bytes: None  # type: ignore[method-assign]
-    assert index._environment is not None
-    index._environment.set_mapsize(4096)  # as many pages as it uses now
-    await small.fill(range(2, 300))
-    assert small.nvme.locate(small.key(299)) is None
-    assert "MDB_MAP_FULL" in small.nvme.statistics().message
-    assert small.breaker.mode is Mode.OK
-    small.drop_from_dram(299)
-    assert await small.fetch(299)
-
-
-@over_a_store()
 async def test_dram_goes_on_when_the_disk_under_it_fails(small: SmallStore) -> None:
     """Eviction does not wait for a tier that takes nothing: leaves are given up."""
     small.disk.plan(*gone(errno.EROFS))

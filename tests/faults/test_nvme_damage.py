@@ -1,4 +1,4 @@
-"""Damaged directories: flipped bits, truncated slabs, lost or newer indexes. Never served wrong, never a traceback."""
+"""Damaged directories: flipped bits, truncated slabs, newer formats. Never served wrong, never a traceback."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import pytest
 
 from kvstore_tiers.base import OutcomeKind, Slot
 from kvstore_tiers.nvme import DirectoryUnusable, FormatUnsupported, NvmeTier
 from kvstore_tiers.nvme.check import Severity, check_directory
-from kvstore_tiers.nvme.index_seal import write_seal
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, read_superblock
 from kvstore_tiers.testing.driving import block, finish, get, put
 
@@ -85,9 +83,8 @@ def test_a_flipped_bit_in_a_slot_costs_that_block_alone(directory: Path, where: 
         assert tier.statistics().corrupt == 1
         tier.quarantine(slots[5], "flipped bit")
         assert finish(tier.sync).ok
-        assert tier.locate(block(5, 0)[0].key) is None
     with opened(directory) as tier:
-        assert tier.quarantined() == {slots[5]: "flipped bit"}
+        assert list(tier.quarantined()) == [slots[5]]
         assert served(tier, recovered(tier)) == set(NUMBERS) - {5}
         tier.free(slots[5])
         assert put(tier, *block(5, PAYLOAD_BYTES))
@@ -213,55 +210,6 @@ def test_a_slab_truncated_within_its_records_keeps_nothing_and_works_on(director
     assert check_directory(directory, verify_payloads=True) == []
 
 
-@pytest.mark.parametrize("spoil", ["flip", "truncate", "delete", "delete-folder", "no-seal"])
-def test_a_lost_index_is_rebuilt_from_the_records(directory: Path, spoil: str) -> None:
-    database = directory / "index" / "data.mdb"
-    if spoil == "flip":
-        flip(database, database.stat().st_size - 4000)
-    elif spoil == "truncate":
-        os.truncate(database, 4096)
-    elif spoil == "delete":
-        database.unlink()
-    elif spoil == "no-seal":
-        (directory / "index" / "seal").unlink()
-    else:
-        for file in (directory / "index").iterdir():
-            file.unlink()
-        (directory / "index").rmdir()
-    with opened(directory) as tier:
-        assert tier.recovery_report.index_rebuilt
-        slots = recovered(tier)
-        assert served(tier, slots) == set(NUMBERS)
-        assert all(tier.locate(block(number, 0)[0].key) == slot for number, slot in slots.items())
-    assert check_directory(directory) == []
-
-
-def test_a_sound_index_is_not_rebuilt(directory: Path) -> None:
-    with opened(directory) as tier:
-        assert not tier.recovery_report.index_rebuilt
-        assert len(recovered(tier)) == len(NUMBERS)
-
-
-def test_a_newer_index_is_refused_not_deleted(directory: Path) -> None:
-    (directory / "index" / "version").write_text("9\n")
-    for _ in range(2):
-        with pytest.raises(FormatUnsupported, match="has format 9, this kvstored reads format 1"), opened(directory):
-            pass
-    (directory / "index" / "version").write_text("1\n")
-    with opened(directory) as tier:
-        assert len(recovered(tier)) == len(NUMBERS)
-
-
-def test_a_newer_version_inside_the_index_is_refused(directory: Path) -> None:
-    index = directory / "index"
-    with lmdb.open(str(index), max_dbs=3) as environment, environment.begin(write=True) as transaction:
-        transaction.put(b"format_version", b"9", db=environment.open_db(b"meta", transaction))
-    write_seal(index)  # a newer version that left it sound
-    for _ in range(2):
-        with pytest.raises(FormatUnsupported, match="format 9"), opened(directory):
-            pass
-
-
 def test_a_newer_directory_or_slab_is_refused(directory: Path) -> None:
     (directory / "format").write_text("format_version: 2\n")
     with pytest.raises(FormatUnsupported, match="run the newer version"), opened(directory):
@@ -283,5 +231,5 @@ def test_a_smaller_capacity_gives_slabs_up(tmp_path: Path) -> None:
 
 
 def test_an_impossible_capacity_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DirectoryUnusable, match="the index alone needs"):
-        NvmeTier.open(tmp_path, 100_000)
+    with pytest.raises(DirectoryUnusable, match="hold no block"):
+        NvmeTier.open(tmp_path, 10_000)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.nvme.index import BASE_BUDGET_BYTES
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, RecordState, record_header, record_holds
 from kvstore_tiers.nvme.slab_file import SlabFile
+from kvstore_tiers.nvme.space import FILES_BYTES
 from kvstore_tiers.testing.driving import block, finish, put
 
 
@@ -85,7 +85,7 @@ def test_a_free_that_was_answered_is_on_the_medium(tmp_path: Path, medium: Mediu
 def test_a_block_that_came_meanwhile_is_not_written_over(tmp_path: Path, medium: Medium) -> None:
     """The slot was freed, the sync failed, the slot holds another block when the next sync comes."""
     two_slots = 36 << 10
-    tier = NvmeTier.open(tmp_path, BASE_BUDGET_BYTES + two_slots + 1024, slab_bytes=two_slots, io_threads=1)
+    tier = NvmeTier.open(tmp_path, FILES_BYTES + two_slots + 1024, slab_bytes=two_slots, io_threads=1)
     with closing(tier):
         slot = put(tier, *block(1, 5000))
         other = put(tier, *block(2, 5000))
@@ -105,7 +105,7 @@ def test_a_block_that_came_meanwhile_is_not_written_over(tmp_path: Path, medium:
 def test_a_slab_that_got_another_geometry_is_left_alone(tmp_path: Path, medium: Medium) -> None:
     """A free record of the old geometry, written again after a failed sync, would lie across records of the new one."""
     slab_bytes = 128 << 10
-    tier = NvmeTier.open(tmp_path, BASE_BUDGET_BYTES + slab_bytes + 8192, slab_bytes=slab_bytes, io_threads=1)
+    tier = NvmeTier.open(tmp_path, FILES_BYTES + slab_bytes + 8192, slab_bytes=slab_bytes, io_threads=1)
     with closing(tier):
         slots = [put(tier, *block(number, 5000)) for number in range(1, 6)]
         assert finish(tier.sync).ok
@@ -118,7 +118,7 @@ def test_a_slab_that_got_another_geometry_is_left_alone(tmp_path: Path, medium: 
         assert all(again), "the slab was reshaped"
         assert len(tier._space.slabs) == 1 and tier._space.slabs[1].superblock.slot_bytes > 20_000
         assert finish(tier.sync).ok
-    tier = NvmeTier.open(tmp_path, BASE_BUDGET_BYTES + slab_bytes + 8192, slab_bytes=slab_bytes, io_threads=1)
+    tier = NvmeTier.open(tmp_path, FILES_BYTES + slab_bytes + 8192, slab_bytes=slab_bytes, io_threads=1)
     with closing(tier):
         assert {slot for slot, _ in tier.recover()} == set(again)
         assert tier.recovery_report.damaged_records == 0

@@ -43,12 +43,12 @@ def lose_superblocks(path: Path) -> None:
 
 
 def test_a_capacity_that_holds_costs_no_slab(directory: Path) -> None:
-    """The files fit, though with the index's whole budget a tier of this size would give one up."""
+    """The slabs fit, though with the small files beside them a tier of this size would give one up."""
     with closing(TierDirectory(directory, create=False)) as opened:
         capacity_bytes = bytes_used(opened) + 4096
-    (directory / "index" / "seal").unlink()
+    (directory / "format").unlink()
     assert {finding.kind for finding in check_directory(directory, capacity_bytes=capacity_bytes)} == {
-        Kind.INDEX_UNSEALED
+        Kind.FORMAT_MISSING
     }
     slabs = sorted((directory / "slabs").iterdir())
     report = repair_directory(directory, capacity_bytes=capacity_bytes)

@@ -13,7 +13,7 @@ import pytest
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.nvme.layout import Superblock, read_superblock
 from kvstore_tiers.testing.powerloss import CompilerMissing, Figures, Recording, replay
-from kvstore_tiers.testing.powerloss.campaign import power_loss, record_large_index, record_workload
+from kvstore_tiers.testing.powerloss.campaign import power_loss, record_workload
 from kvstore_tiers.testing.powerloss.crashes import Kept, crash_states
 from kvstore_tiers.testing.powerloss.judge import CAPACITY_BYTES, judge_tier
 from kvstore_tiers.testing.powerloss.log import Kind, Operation, UnseenChange, read_log, write_log
@@ -201,14 +201,3 @@ def test_thousands_of_states_recover() -> None:
     figures = power_loss(seed=11, states=6000)
     assert figures.states >= 5000
     assert figures.is_sound, figures.failures
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_hundreds_of_states_with_a_large_index_recover(tmp_path: Path) -> None:
-    """The index is opened and mended by its thread, while recorded and when judged."""
-    for seed in (1, 2):
-        log = record_large_index(tmp_path / str(seed), seed=seed)
-        figures = replay(log, seed=seed, states=700, judge="kvstore_tiers.testing.powerloss.judge:judge_large_index")
-        assert figures.states == 700
-        assert figures.is_sound, figures.failures

@@ -49,16 +49,15 @@ def test_an_opened_tier_is_there_with_all_directories_above_it(recording: Record
         "os._exit(0)\n"
     )
     tree = run(recording, program)
-    assert {"a/b/nvme/slabs", "a/b/nvme/index"} <= tree.keys()
+    assert "a/b/nvme/slabs" in tree
     assert tree["a/b/nvme/format"] == b"format_version: 1\n"
-    assert tree["a/b/nvme/index/version"] == b"1\n"
 
 
 def test_names_that_a_killed_process_did_not_sync_are_synced_by_the_next(recording: Recording) -> None:
     """A slab that was renamed but not synced serves the next process from the page cache: it must not stay so."""
     program = (
         "import os, sys\n"
-        "for name in ('nvme', 'nvme/slabs', 'nvme/index'): os.mkdir(sys.argv[1] + '/' + name)\n"
+        "for name in ('nvme', 'nvme/slabs'): os.mkdir(sys.argv[1] + '/' + name)\n"
         "open(sys.argv[1] + '/nvme/slabs/name-of-none-of-ours', 'w').close()\n"
         "from kvstore_tiers.nvme import NvmeTier\n"
         f"NvmeTier.open(sys.argv[1] + '/nvme', {CAPACITY_BYTES})\n"
@@ -70,13 +69,13 @@ def test_names_that_a_killed_process_did_not_sync_are_synced_by_the_next(recordi
 @pytest.mark.parametrize("left", [b"", b"\0\0"])
 def test_a_version_file_whose_bytes_were_lost_is_written_again(tmp_path: Path, left: bytes) -> None:
     NvmeTier.open(tmp_path, CAPACITY_BYTES).close()
-    (tmp_path / "index" / "version").write_bytes(left)
+    (tmp_path / "format").write_bytes(left)
     NvmeTier.open(tmp_path, CAPACITY_BYTES).close()
-    assert (tmp_path / "index" / "version").read_text() == "1\n"
+    assert (tmp_path / "format").read_text() == "format_version: 1\n"
 
 
 def test_a_newer_version_is_refused_as_before(tmp_path: Path) -> None:
     NvmeTier.open(tmp_path, CAPACITY_BYTES).close()
-    (tmp_path / "index" / "version").write_text("2\n")
+    (tmp_path / "format").write_text("format_version: 2\n")
     with pytest.raises(FormatUnsupported):
         NvmeTier.open(tmp_path, CAPACITY_BYTES)

@@ -377,12 +377,12 @@ def test_packages_that_are_old_or_missing_fail() -> None:
             return versions[name]
         raise packages.PackageNotFoundError(name)
 
-    required = ["grpcio>=1.71.2", "protobuf>=5.29", "lmdb>=1.4", 'numba>=0.60; extra == "engine"']
+    required = ["grpcio>=1.71.2", "protobuf>=5.29", "xxhash>=3.4", 'numba>=0.60; extra == "engine"']
     found = {finding.name: finding for finding in packages.python(required, installed)}
-    assert set(found) == {"python", "grpcio", "protobuf", "lmdb"}
+    assert set(found) == {"python", "grpcio", "protobuf", "xxhash"}
     assert found["grpcio"].level is Level.FAIL and "pip install 'grpcio>=1.71.2'" in found["grpcio"].advice
     assert found["protobuf"].level is Level.OK
-    assert found["lmdb"].level is Level.FAIL and "not installed" in found["lmdb"].seen
+    assert found["xxhash"].level is Level.FAIL and "not installed" in found["xxhash"].seen
 
 
 # Settings and the whole

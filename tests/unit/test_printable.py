@@ -96,8 +96,7 @@ def test_kvstored_escapes_its_last_words(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_strays_name_in_a_directory_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder in ("slabs", "index"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "slabs").mkdir()
     (tmp_path / "format").write_text("format_version: 1\n")
     (tmp_path / "slabs" / EVIL.replace("/", "")).touch()
     kvstored(["check", str(tmp_path), "--notes"])

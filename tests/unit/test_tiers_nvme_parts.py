@@ -1,4 +1,4 @@
-"""The NVMe tier's parts alone: layout, record runs, journal, index budget; and its books at the edges."""
+"""The NVMe tier's parts alone: layout, record runs, journal; and its books at the edges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import lmdb
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,9 +13,7 @@ from hypothesis import strategies as st
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme import layout as lay
-from kvstore_tiers.nvme.index import KeyIndex
 from kvstore_tiers.nvme.journal import Batch, Journal
-from kvstore_tiers.nvme.slab import Location
 from kvstore_tiers.nvme.slab_file import _runs
 from kvstore_tiers.testing.driving import block, finish, get, put
 
@@ -73,42 +70,13 @@ def test_a_batch_put_back_loses_nothing_and_the_newer_wins() -> None:
     batch = journal.take()
     assert journal.sequence == 6
     journal.note_written(slab, 0, newer)  # type: ignore[arg-type]
-    journal.note_withdrawn([(b"k" * 16, Location(1, 2, 3))])
+    journal.note_quarantined(slab, 9)  # type: ignore[arg-type]
     journal.put_back(batch)
     again = journal.take()
     assert again.written[slab] == {0: newer}  # type: ignore[index]
     assert again.freed[slab] == {3: 7}  # type: ignore[index]
-    assert len(again.withdrawn) == 1
+    assert again.quarantined[slab] == {9}  # type: ignore[index]
     assert not Batch()
-
-
-def test_an_index_that_outgrows_its_budget_turns_itself_off(tmp_path: Path) -> None:
-    index = KeyIndex(tmp_path, 128 << 10)
-    for start in range(0, 20_000, 500):
-        entries = [((start + i).to_bytes(16, "big"), Location(1, i, 1)) for i in range(500)]
-        index.apply(entries, [], {}, 1)
-    assert "index is off" in index.broken
-    assert index.get(bytes(16)) is None
-    index.close()
-    assert KeyIndex(tmp_path, 1 << 20).is_fresh
-
-
-def test_an_index_that_cannot_be_opened_costs_the_index_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(*_arguments: object, **_options: object) -> None:
-        raise lmdb.DiskError("No space left on device")
-
-    monkeypatch.setattr(lmdb, "open", no_room)
-    with closing(KeyIndex(tmp_path, 1 << 20)) as index:
-        assert "index is off" in index.broken
-
-
-def test_withdrawing_leaves_a_newer_place_alone(tmp_path: Path) -> None:
-    with closing(KeyIndex(tmp_path, 1 << 20)) as index:
-        key = b"k" * 16
-        index.apply([(key, Location(2, 9, 1))], [(key, Location(1, 4, 7))], {}, 1)
-        assert index.get(key) == Location(2, 9, 1)
-        index.apply([], [(key, Location(2, 9, 1))], {}, 2)
-        assert index.get(key) is None
 
 
 def test_the_newer_of_two_records_of_a_key_wins(tmp_path: Path) -> None:
@@ -141,8 +109,24 @@ def test_a_quarantined_block_that_was_never_synced_stays_quarantined(tmp_path: P
         assert slot is not None
         tier.quarantine(slot, "bad from the start")
     with closing(NvmeTier.open(tmp_path, 3 << 20, slab_bytes=256 << 10)) as tier:
-        assert tier.quarantined() == {slot: "bad from the start"}
+        assert list(tier.quarantined()) == [slot]
         assert list(tier.recover()) == []
+
+
+def test_why_slots_are_in_quarantine_is_said_by_who_knows(tmp_path: Path) -> None:
+    """The records do not say it: the daemon keeps it, and says so after the start."""
+    with closing(NvmeTier.open(tmp_path, 3 << 20, slab_bytes=256 << 10)) as tier:
+        slots = [put(tier, *block(number, 5000)) for number in (1, 2, 3)]
+        for slot in slots:
+            assert slot is not None
+            tier.quarantine(slot, "a flipped bit")
+    with closing(NvmeTier.open(tmp_path, 3 << 20, slab_bytes=256 << 10)) as tier:
+        first, second, third = tier.quarantined()
+        assert set(tier.quarantined().values()) == {"quarantined before the last start"}
+        tier.free(third)
+        other_use = second._replace(generation=second.generation + 1)
+        tier.explain_quarantined({first: "a flipped bit", other_use: "of another block", third: "freed since"})
+        assert tier.quarantined() == {first: "a flipped bit", second: "quarantined before the last start"}
 
 
 def test_a_slab_of_another_size_serves_once_it_is_empty(tmp_path: Path) -> None:

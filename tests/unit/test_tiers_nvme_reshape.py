@@ -28,7 +28,7 @@ def test_a_plan_given_up_twice_leaks_no_file(tmp_path: Path) -> None:
         assert finish(tier.sync).ok
         files_bytes = sum(path.stat().st_size for path in (tmp_path / "slabs").iterdir())
         statistics = tier.statistics()
-        assert files_bytes + statistics.used_by["index"] == statistics.used_bytes <= CAPACITY_BYTES
+        assert files_bytes + statistics.used_by["files"] == statistics.used_bytes <= CAPACITY_BYTES
         stored = statistics.blocks
     with closing(NvmeTier.open(tmp_path, CAPACITY_BYTES, slab_bytes=256 << 10, io_threads=1)) as tier:
         assert len(list(tier.recover())) == stored, "no slab is beyond the capacity, none is given up"

@@ -31,9 +31,7 @@ REGISTRY: dict[str, str] = {
     "nvme.after-data-sync": "slot images of the batch are on the medium, their records are not written",
     "nvme.between-records": "withdrawn records of the batch are written, new ones are not",
     "nvme.after-records-write": "all records of the batch are written, not synced",
-    "nvme.after-record-sync": "records are on the medium, the index does not know them",
-    "nvme.before-index-commit": "the batch is durable and answered, the index transaction is filled, not committed",
-    "nvme.after-index-commit": "the batch is durable and answered, and in the index",
+    "nvme.after-record-sync": "records are on the medium, nobody was answered",
     "nvme.slab-allocated": "a new slab file has its space, no superblock and no final name",
     "nvme.slab-before-rename": "a new slab file is complete under its temporary name",
     "nvme.slab-after-rename": "a new slab file has its name, the directory is not synced",
@@ -41,9 +39,9 @@ REGISTRY: dict[str, str] = {
     "nvme.slab-reformat": "a free slab has its new front superblock, not yet the one at its end",
     "nvme.slab-before-cut": "a slab file has a shorter geometry in both superblocks, and its old length",
     "nvme.recover-before-repair": "recovery read the records and is about to withdraw the bad ones",
-    "nvme.recover-before-index": "recovery is about to rebuild the index",
+    "nvme.recover-after-repair": "recovery withdrew what cannot stand, and synced that",
     "nvme.probe": "an I/O thread is about to write and read scratch bytes, to see whether the medium works again",
-    "nvme.index-seal": "the index is closed, the seal that vouches for it is not written",
+    "nvme.seal": "everything is committed, the seal that says so is not written",
 }
 
 

@@ -31,7 +31,7 @@ from kvstore_proto.v1 import admin_pb2 as wire
 _MIN_SAMPLES = 3
 _MODELS_SHOWN = 6
 _TIMED = ("lookup", "acquire", "store", "release", "prefetch")
-_PACKAGES = ("kvstored", "grpcio", "protobuf", "numpy", "lmdb", "xxhash")
+_PACKAGES = ("kvstored", "grpcio", "protobuf", "numpy", "xxhash")
 
 
 def report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:

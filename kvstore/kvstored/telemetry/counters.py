@@ -20,7 +20,7 @@ COUNTERS = {
     "prefetched_blocks": "blocks moved up by prefetch alone",
     "written_back_blocks": "blocks written to NVMe",
     "written_back_bytes": "bytes of those",
-    "endurance_bytes": "bytes charged for writes to NVMe: slots, records and index pages",
+    "endurance_bytes": "bytes charged for writes to NVMe: slots, records and commits",
     "endurance_spent_times": "how often the endurance budget ran out",
     "admission_refused_blocks": "blocks left volatile: not worth a write to NVMe",
     "budget_refused_blocks": "blocks left volatile: the endurance budget was spent, scarce, or had by others",

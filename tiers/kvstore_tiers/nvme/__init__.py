@@ -1,4 +1,4 @@
-"""The NVMe tier: preallocated slab files of one slot size each, records in front, an index that can be rebuilt."""
+"""The NVMe tier: preallocated slab files of one slot size each, records in front."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DirectoryError", "DirectoryInUse", "DirectoryUnusable", "FormatUnsup
 
 
 def __getattr__(name: str) -> Any:
-    """The tier when it is asked for: what is read ahead of it begins before NumPy and LMDB are there."""
+    """The tier when it is asked for: what is read ahead of it begins before NumPy is there."""
     if name == "NvmeTier":
         from kvstore_tiers.nvme.tier import NvmeTier
 

@@ -1,4 +1,4 @@
-"""The walker over every invariant of an NVMe directory: format, files, slabs, records, slots, chains, index, capacity.
+"""The walker over every invariant of an NVMe directory: format, files, slabs, records, slots, chains, capacity.
 
 Owns the judgement, never a repair (repair.py). It reads a directory that no tier has open (it takes the lock itself)
 and is the tests' teardown and `kvstored check`. Memory: about 400 bytes a block.
@@ -10,7 +10,6 @@ and is the tests' teardown and `kvstored check`. Memory: about 400 bytes a block
 | records | their checksum and place; generation and sequence; one live record a key |
 | slots | the record's key, generation, length, checksum, parent, tenant, fingerprint; if asked, their payload |
 | parents | stored or not: blocks behind a missing one are orphans; a chain must not close on itself |
-| index | the live records, both ways |
 | all files together | the capacity, if it is given |
 """
 
@@ -24,17 +23,15 @@ from pathlib import Path
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.state_identity import IDENTITY_FILE
 from kvstore_tiers.nvme.check_slab import Live, LiveBlock, Progress, SlabWalk
-from kvstore_tiers.nvme.directory import TierDirectory, allocated_bytes, read_format
+from kvstore_tiers.nvme.directory import TierDirectory, read_format
 from kvstore_tiers.nvme.findings import Finding, Kind, Severity, damage, leftover, note
-from kvstore_tiers.nvme.index_seal import read_sealed, read_sealed_reasons
-from kvstore_tiers.nvme.slab import Location
+from kvstore_tiers.nvme.seal import FORMER_INDEX, SEAL
 from kvstore_tiers.nvme.version_number import version_text
 
 __all__ = ["Finding", "Kind", "Severity", "check_directory", "walk"]
 
-_EXPECTED = {"lock", "format", "slabs", "index", IDENTITY_FILE}
-_EXPECTED_IN_INDEX = {"data.mdb", "lock.mdb", "version", "seal"}
-_TEMPORARY = {"format.new", f"{IDENTITY_FILE}.new", "index/seal.new", "slabs/probe.new"}
+_EXPECTED = {"lock", "format", "slabs", "index", SEAL, IDENTITY_FILE}
+_TEMPORARY = {"format.new", f"{IDENTITY_FILE}.new", f"{SEAL}.new", "slabs/probe.new"}
 _MAX_NAMED = 3  # keys that one finding names
 
 
@@ -74,12 +71,9 @@ def walk(
         quarantined += [(number, index) for index in slab.quarantined]
     yield from _walk_keys(live)
     yield from _walk_chains(live)
-    yield from _walk_index(directory.index, live)
-    reasons = read_sealed_reasons(directory.index) or {}
     for number, index in quarantined:
         where = f"{directory.slab_path(number)} slot {index}"
-        reason = reasons.get((number, index), "nothing says why")
-        yield note(Kind.QUARANTINED, where, f"in quarantine ({reason}): out of use, its bytes kept", number, index)
+        yield note(Kind.QUARANTINED, where, "in quarantine: out of use, its bytes kept", number, index)
     if capacity_bytes is not None:
         used_bytes = bytes_used(directory)
         if used_bytes > capacity_bytes:
@@ -90,7 +84,7 @@ def walk(
 def bytes_used(directory: TierDirectory) -> int:
     """What the directory's files take of a capacity."""
     files = [directory.slab_path(n, suffix) for suffix in ("slab", "new", "damaged") for n in directory.numbers(suffix)]
-    return sum(path.stat().st_size for path in files) + allocated_bytes(directory.index / "data.mdb")
+    return sum(path.stat().st_size for path in files)
 
 
 def stray_files(directory: TierDirectory) -> list[Path]:
@@ -101,8 +95,9 @@ def stray_files(directory: TierDirectory) -> list[Path]:
         for number in directory.numbers(suffix)
     }
     known = slabs | {directory.path / name for name in _EXPECTED | _TEMPORARY}
-    known |= {directory.index / name for name in _EXPECTED_IN_INDEX}
-    folders = (directory.path, directory.slabs, directory.index)
+    former = directory.path / "index"  # the next start removes it
+    known |= {former / name for name in FORMER_INDEX}
+    folders = (directory.path, directory.slabs, former)
     found = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
     return sorted(path for path in found if path not in known)
 
@@ -169,28 +164,6 @@ def _walk_chains(live: Live) -> Iterator[Finding]:
         yield note(Kind.ORPHANS, "chains", what)
 
 
-def _walk_index(path: Path, live: Live) -> Iterator[Finding]:
-    """The index against the live records, both ways."""
-    entries = read_sealed(path)
-    if entries is None:
-        what = "the index has no seal that holds; the next start rebuilds it"
-        yield leftover(Kind.INDEX_UNSEALED, path, what)
-        return
-    for key, location in entries.items():
-        if location not in _locations(live.get(key, ())):
-            yield damage(Kind.INDEX_WRONG, f"index entry {key.hex()}", f"no record says so: {_told(location)}")
-    for key in live.keys() - entries.keys():
-        yield damage(Kind.INDEX_MISSING, f"block {key.hex()}", "the index does not name it")
-
-
 def newest(blocks: Iterable[LiveBlock]) -> LiveBlock:
     """Of several records with one key, the one that recovery keeps."""
     return max(blocks, key=lambda block: block.sequence)
-
-
-def _told(location: Location) -> str:
-    return f"slab {location.slab}, slot {location.index}, generation {location.generation}"
-
-
-def _locations(blocks: Iterable[LiveBlock]) -> list[Location]:
-    return [Location(block.slab, block.slot, block.generation) for block in blocks]

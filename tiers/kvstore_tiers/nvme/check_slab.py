@@ -1,6 +1,6 @@
 """The walk over one slab file: its superblocks, its length, every record, and the slot that each record names.
 
-Owns the judgement of one file; check.py puts slabs, index and directory together. Reads only, and needs no lock of its
+Owns the judgement of one file; check.py puts slabs and directory together. Reads only, and needs no lock of its
 own: on a directory that a daemon is writing to, what it says is a guess.
 """
 
@@ -37,7 +37,7 @@ _SEQUENCE_MAX = 1 << 63  # a number of commits that nobody reaches
 
 @dataclass(frozen=True, slots=True)
 class LiveBlock:
-    """What a live record says, as far as slabs and index are compared."""
+    """What a live record says, as far as slabs are compared."""
 
     slab: int
     slot: int

@@ -3,7 +3,7 @@
     DIR/lock            held with flock for the life of the process; the holder's pid is written in it
     DIR/format          "format_version: 1"
     DIR/slabs/N.slab    slab files; N.new one that is being made; N.damaged one whose geometry is lost
-    DIR/index/          LMDB and its seal
+    DIR/seal            no record waits to be synced; only while no process has the directory open
     DIR/identity.json   whose blocks these are; the daemon's, not looked at here
 
 Owns the lock and the paths. Never reads a block. Invariant: nothing in the directory is changed before the lock is
@@ -40,7 +40,6 @@ class TierDirectory:
     def __init__(self, path: str | os.PathLike[str], *, create: bool = True) -> None:
         self.path = Path(path)
         self.slabs = self.path / "slabs"
-        self.index = self.path / "index"
         self._lock_fd = -1
         try:
             if create:
@@ -49,7 +48,6 @@ class TierDirectory:
             self._check_format(create)
             if create:
                 self.slabs.mkdir(mode=0o700, exist_ok=True)
-                self.index.mkdir(mode=0o700, exist_ok=True)
                 sync_directory(self.slabs)  # also for names that a killed process made and did not come to sync
                 sync_directory(self.path)
         except OSError as error:

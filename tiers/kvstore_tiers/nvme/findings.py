@@ -40,9 +40,6 @@ class Kind(Enum):
     CYCLE = "cycle"
     ORPHANS = "orphans"
     QUARANTINED = "quarantined"
-    INDEX_UNSEALED = "index-unsealed"
-    INDEX_WRONG = "index-wrong"
-    INDEX_MISSING = "index-missing"
     CAPACITY = "capacity"
 
 

@@ -18,7 +18,6 @@ import numpy as np
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, read_header
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_tiers.nvme.check_slab import judge_slot, read_records
-from kvstore_tiers.nvme.index_seal import read_sealed, read_sealed_reasons
 from kvstore_tiers.nvme.layout import RECORD_BYTES, RecordState, Superblock, record_header, record_holds
 from kvstore_tiers.nvme.slab_file import find_superblock, read_pages
 from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
@@ -109,12 +108,6 @@ class Inspector:
                 if header.key == key and (number, index) not in known:
                     report.slots.append({**_where(self._path(number), number, index), **_header_fields(header)})
                     report.slots[-1]["state"] = "old bytes: no record names them, the slot is free"
-        indexed = read_sealed(self.path / "index") if not self.holder_pid else None
-        if indexed is not None:
-            at = indexed.get(key)
-            report.facts["index"] = f"slab {at.slab} slot {at.index} generation {at.generation}" if at else "not named"
-        else:
-            report.facts["index"] = "not read: it is open, or was not closed cleanly"
         report.facts["stored"] = any(_is_live(fields) for fields in report.slots)
         return report
 
@@ -184,8 +177,8 @@ class Inspector:
         if state == RecordState.FREE:
             fields["state"] = "free"
             return fields | {"generation": named.generation, **_slot_fields(fd, superblock, place.slot)}
-        if state == RecordState.QUARANTINED:
-            fields["reason"] = self._reason(place)
+        if state == RecordState.QUARANTINED and self.holder_pid:
+            fields["reason"] = "ask the daemon: kvctl quarantine list"
         fields["commit"] = int.from_bytes(place.record[16:24], "little")
         fields |= _header_fields(named)
         fault = judge_slot(fd, superblock, place.slot, place.record, verify_payload=True)
@@ -193,12 +186,6 @@ class Inspector:
         slot = _slot_fields(fd, superblock, place.slot)
         fields["tokens"] = slot.get("tokens", "unknown")
         return fields
-
-    def _reason(self, place: _Place) -> str:
-        if self.holder_pid:
-            return "ask the daemon: kvctl quarantine list"
-        reasons = read_sealed_reasons(self.path / "index") or {}
-        return reasons.get((place.slab, place.slot), "nothing says why")
 
     # Files
 

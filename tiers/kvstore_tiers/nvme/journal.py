@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.nvme.slab import Slab, Withdrawn
+from kvstore_tiers.nvme.slab import Slab
 
 
 @dataclass
@@ -21,11 +21,10 @@ class Batch:
 
     written: defaultdict[Slab, dict[int, BlockHeader]] = field(default_factory=lambda: defaultdict(dict))
     freed: defaultdict[Slab, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))  # in which generation
-    quarantined: defaultdict[Slab, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
-    withdrawn: Withdrawn = field(default_factory=list)  # their records are gone already, the index still names them
+    quarantined: defaultdict[Slab, set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def __bool__(self) -> bool:
-        return bool(self.written or self.freed or self.quarantined or self.withdrawn)
+        return bool(self.written or self.freed or self.quarantined)
 
 
 class Journal:
@@ -51,14 +50,9 @@ class Journal:
         with self._lock:
             self._batch.freed[slab][index] = generation
 
-    def note_quarantined(self, slab: Slab, index: int, reason: str) -> None:
+    def note_quarantined(self, slab: Slab, index: int) -> None:
         with self._lock:
-            self._batch.quarantined[slab][index] = reason
-
-    def note_withdrawn(self, withdrawn: Withdrawn) -> None:
-        if withdrawn:
-            with self._lock:
-                self._batch.withdrawn += withdrawn
+            self._batch.quarantined[slab].add(index)
 
     def take(self) -> Batch:
         """The changes so far; the next ones go to a new batch and a higher sequence number."""
@@ -75,6 +69,5 @@ class Journal:
                 old.written[slab].update(blocks)
             for slab, indices in new.freed.items():
                 old.freed[slab].update(indices)
-            for slab, reasons in new.quarantined.items():
-                old.quarantined[slab].update(reasons)
-            old.withdrawn += new.withdrawn
+            for slab, quarantined in new.quarantined.items():
+                old.quarantined[slab].update(quarantined)

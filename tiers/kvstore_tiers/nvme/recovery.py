@@ -1,10 +1,9 @@
 """Recovery: from slab files back to books, whatever the last process was doing when it died.
 
-Reads superblocks and record regions only, in sequence (256 bytes a slot), with an index or without: the index is mended
-after it, beside the daemon that serves already (index.py). Slot images are judged when they are read.
+Reads superblocks and record regions only, in sequence (256 bytes a slot). Slot images are judged when they are read.
 Owns what follows from the records (verdicts.py says what each of them is). Steps: drop what cannot be trusted (records
 that do not hold, slots behind the end of a truncated file, older copies of a key, slabs beyond the capacity), withdraw
-it on the medium, sync, make the index agree, hand the rest out.
+it on the medium, sync, hand the rest out.
 Invariants: idempotent, since each step only withdraws and a second run finds less to do; of two records with one key
 the one with the higher sequence wins, because its slot image was on the medium before its record was written, while
 the other's slot may have been overwritten since.
@@ -27,8 +26,6 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.base import Slot
 from kvstore_tiers.heap import expect
 from kvstore_tiers.nvme.directory import TierDirectory
-from kvstore_tiers.nvme.index import KeyIndex
-from kvstore_tiers.nvme.index_mending import IndexColumns
 from kvstore_tiers.nvme.judging import JudgedSlab, judge_slabs
 from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstore_tiers.nvme.layout import (
@@ -38,6 +35,7 @@ from kvstore_tiers.nvme.layout import (
     pack_record,
     record_header,
 )
+from kvstore_tiers.nvme.seal import Seal
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.nvme.slab_file import SlabFile
 from kvstore_tiers.nvme.space import SlabSpace
@@ -62,7 +60,6 @@ class RecoveryReport:
     dropped_slabs: int = 0
     damaged_slabs: int = 0
     unfinished_slabs: int = 0
-    index_rebuilt: bool = False
     last_sequence: int = 0
 
     def sentence(self) -> str:
@@ -100,17 +97,15 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
 class Recovery:
     """One pass over the slabs that `open_slabs` opened."""
 
-    def __init__(
-        self, space: SlabSpace, index: KeyIndex, report: RecoveryReport, ahead: JudgingAhead | None = None
-    ) -> None:
+    def __init__(self, space: SlabSpace, seal: Seal, report: RecoveryReport, ahead: JudgingAhead | None = None) -> None:
         self._ahead = ahead
         self._space = space
-        self._index = index
+        self._seal = seal
         self._report = report
         self._origins = Origins()
 
     def run(self) -> RecoveredBlocks:
-        """Judge, repair, make the index agree, open the slabs for use: the blocks there are.
+        """Judge, repair, open the slabs for use: the blocks there are.
 
         Raises OSError when the medium fails.
         """
@@ -120,20 +115,17 @@ class Recovery:
             self._report.damaged_records += one.damaged
             self._report.truncated_blocks += one.truncated
         self._drop_superseded(judged, live)
+        self._seal.remove()
         judged = self._drop_excess(judged)
         if self._report.dropped_slabs or any(one.is_cut for one in judged):
             live = LiveBlocks.joined([one.live for one in judged]) if judged else LiveBlocks.room(0)
-        if self._report.dropped_slabs or any(one.withdrawn for one in judged):
-            self._index.unseal()
         failpoints.hit("nvme.recover-before-repair")
         with ThreadPoolExecutor(_REPAIR_THREADS, thread_name_prefix="nvme-repair") as threads:
             list(threads.map(self._repair, judged))
         for one in judged:
             one.slab.adopt(_SLOT_STATES[one.states].tobytes(), one.generations(), one.payload_bytes)
-        failpoints.hit("nvme.recover-before-index")
+        failpoints.hit("nvme.recover-after-repair")
         blocks = _columns(judged, live, self._origins)
-        self._index.take_seal()
-        self._mend_index(judged, blocks, live.slots)
         self._space.open_room(one.slab for one in judged)
         self._report.blocks = len(blocks)
         for one in judged:
@@ -168,9 +160,7 @@ class Recovery:
             slab.file.path.unlink()
             slab.close()
             self._space.discard(slab)
-            self._space.forget_peak()
             self._report.dropped_slabs += 1
-        self._index.reset(self._space.index_budget_bytes)
         return sorted(kept, key=lambda one: one.slab.number)
 
     def _repair(self, one: JudgedSlab) -> None:
@@ -180,7 +170,7 @@ class Recovery:
         """
         slab = one.slab
         is_whole = slab.file.is_whole
-        if self._index.was_sealed and is_whole and not one.withdrawn:
+        if self._seal.held and is_whole and not one.withdrawn:
             return
         if one.withdrawn:
             generations, seed = one.generations(), slab.superblock.record_seed
@@ -191,11 +181,6 @@ class Recovery:
             with suppress(OSError):  # no room: the slots behind the end fail when they are written
                 slab.file.restore_length()
         slab.file.sync()
-
-    def _mend_index(self, judged: list[JudgedSlab], blocks: RecoveredBlocks, slots: Array) -> None:
-        untouched = not any(one.withdrawn for one in judged) and not self._report.dropped_slabs
-        columns = IndexColumns(blocks.key, blocks.container, slots, blocks.generation)
-        self._report.index_rebuilt = self._index.mend(columns, self._space.index_budget_bytes, untouched=untouched)
 
 
 def _equal_words(words: Array) -> Array:

@@ -2,7 +2,7 @@
 
 Owns the order of mending, and a sentence for each thing done. It mends the frame of the directory itself (names and
 lengths of slab files, halves of replacements); all else it leaves to the tier, opened as a daemon opens it: recovery
-withdraws what cannot stand and rebuilds the index, `quarantine` puts blocks that fail verification aside. So a repaired
+withdraws what cannot stand, `quarantine` puts blocks that fail verification aside. So a repaired
 directory is what the daemon itself would have made of it, only sooner, and with payloads verified if asked.
 Invariants: a block that verifies is never given up, except that of two records of one key the older goes; no byte of a
 file without geometry is touched (such a file is put aside); a second repair finds nothing to do.
@@ -19,12 +19,10 @@ from functools import partial
 from pathlib import Path
 
 from kvstore_tiers.base import Outcome
-from kvstore_tiers.nvme.check import bytes_used, check_directory, temporary_files
+from kvstore_tiers.nvme.check import check_directory, temporary_files
 from kvstore_tiers.nvme.check_slab import Progress
 from kvstore_tiers.nvme.directory import TierDirectory, sync_directory
 from kvstore_tiers.nvme.findings import Finding, Kind
-from kvstore_tiers.nvme.index import BASE_BUDGET_BYTES, BUDGET_BYTES_PER_SLOT
-from kvstore_tiers.nvme.layout import RECORD_BYTES
 from kvstore_tiers.nvme.slab_file import find_superblock
 from kvstore_tiers.nvme.tier import NvmeTier
 
@@ -45,9 +43,6 @@ _MENDED_BY = {
     Kind.PAYLOAD: "quarantine the slot, its block will be computed again",
     Kind.CYCLE: "quarantine the slot: no client can have stored this",
     Kind.DUPLICATE: "keep the newest record, withdraw the others",
-    Kind.INDEX_UNSEALED: "rebuild the index from the records",
-    Kind.INDEX_WRONG: "rebuild the index from the records",
-    Kind.INDEX_MISSING: "rebuild the index from the records",
     Kind.CAPACITY: "delete the slabs with the fewest bytes until the rest fits",
 }
 _CANNOT = {
@@ -55,7 +50,7 @@ _CANNOT = {
     Kind.CAPACITY: "cannot be mended: files put aside take the room; delete them by hand",
 }
 _SUSPECT = {Kind.GENERATION, Kind.SEQUENCE, Kind.HEADER, Kind.PAYLOAD, Kind.CYCLE}
-_INDEX = {Kind.INDEX_WRONG, Kind.INDEX_MISSING}
+_BOUNDLESS = 1 << 62  # a capacity under which nothing is given up
 
 
 @dataclass
@@ -89,9 +84,7 @@ def repair_directory(
     with closing(TierDirectory(directory)) as opened:  # writes the format where there is none
         _mend_frame(opened, wanted)
         over = any(finding.kind is Kind.CAPACITY for finding in wanted)
-        room_bytes = capacity_bytes if over and capacity_bytes else _roomy(opened)  # no slab goes that was not named
-    if any(finding.kind in _INDEX for finding in wanted):
-        (opened.index / "seal").unlink(missing_ok=True)  # the records are right, not this: make the next start rebuild
+        room_bytes = capacity_bytes if over and capacity_bytes else _BOUNDLESS  # no slab goes that was not named
     with closing(NvmeTier.open(directory, room_bytes, io_threads=1)) as tier:
         report.done = [*_mend_slots(tier, wanted)]
     _give_to_owner(Path(directory))
@@ -133,13 +126,6 @@ def _mend_frame(directory: TierDirectory, wanted: Sequence[Finding]) -> None:
                 directory.put_aside(finding.slab)
     if directory.slabs.is_dir():
         sync_directory(directory.slabs)
-
-
-def _roomy(directory: TierDirectory) -> int:
-    """A capacity under which nothing is given up: the files, an index for all their slots, and one slab more."""
-    record_bytes = sum(directory.slab_path(number).stat().st_size for number in directory.numbers())
-    slots = record_bytes // RECORD_BYTES  # far more than there can be
-    return bytes_used(directory) + 2 * BASE_BUDGET_BYTES + slots * BUDGET_BYTES_PER_SLOT
 
 
 def _mend_slots(tier: NvmeTier, wanted: Sequence[Finding]) -> Iterator[str]:

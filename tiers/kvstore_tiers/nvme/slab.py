@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from enum import IntEnum
 from itertools import islice
 
@@ -43,18 +42,6 @@ class SlotState(IntEnum):
     ALLOCATED = 1  # handed out, its image is not whole
     WRITTEN = 2  # its image is whole
     QUARANTINED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where the index says a block is."""
-
-    slab: int
-    index: int
-    generation: int
-
-
-Withdrawn = list[tuple[bytes, Location]]  # blocks whose records are gone
 
 
 class Slab:
@@ -182,55 +169,46 @@ class Slab:
         """Its file could not be made, and nothing of it is on the medium."""
         return self._making_error is not None and self._file is None and self._replaces is None
 
-    def made_file(self) -> tuple[SlabFile, Withdrawn]:
-        """The file, made or reformatted now if need be, and what the reformat made the index wrong about.
-
-        Raises OSError; the slab then hands out no more slots.
-        """
+    def make_file(self) -> None:
+        """Make or reformat the file if need be. Raises OSError; the slab then hands out no more slots."""
         with self._making:
             if self._file is not None:
-                return self._file, []
+                return
             if self._making_error is not None:
                 raise self._making_error
             try:
                 old = self._replaces
                 if old is None:
                     self._file = SlabFile.create(self._directory, self.superblock, require_direct=self._require_direct)
-                    return self._file, []
-                withdrawn = old.retire()
+                    return
+                old.retire()
                 old.file.reformat(self.superblock)
             except OSError as error:
                 self._making_error = error
                 raise
             self._file, self._replaces = old.file, None
-            return self._file, withdrawn
 
-    def retire(self) -> Withdrawn:
-        """The file is about to get another geometry: forget the live records, and say what they were."""
+    def retire(self) -> None:
+        """The file is about to get another geometry: forget the live records."""
         with self._records:
-            indices = [index for index, generation in enumerate(self.recorded) if generation]
-            withdrawn = [self._recorded_block(index) for index in indices]
             self.recorded = array("Q", bytes(8 * self.superblock.slots))
             self._unsynced_free, self._doubtful_free = {}, {}
             self._is_retired = True  # nothing of it may be written to the file any more
-            return withdrawn
 
-    def remove(self) -> Withdrawn:
-        """Delete the file of a slab none of whose slots is out, and of which nothing will be written; the blocks that
-        its records still named. Raises OSError."""
+    def remove(self) -> None:
+        """Delete the file of a slab none of whose slots is out. Raises OSError."""
         file = self._file or (self._replaces.file if self._replaces is not None else None)
-        withdrawn = (self._replaces or self).retire()
+        (self._replaces or self).retire()
         if file is not None:
             file.remove()
-        return withdrawn
 
-    def withdraw(self, indices: Iterable[int], sequence: int) -> Withdrawn:
-        """Overwrite live records of these slots whose generation is over; the blocks they named, for the index."""
+    def withdraw(self, indices: Iterable[int], sequence: int) -> None:
+        """Overwrite live records of these slots whose generation is over."""
         with self._records:
-            return self._withdraw(indices, sequence)
+            self._withdraw(indices, sequence)
 
-    def publish(self, blocks: Iterable[tuple[int, BlockHeader]], sequence: int) -> Withdrawn:
-        """Write live records of the blocks that are still in their slots; those blocks, for the index."""
+    def publish(self, blocks: Iterable[tuple[int, BlockHeader]], sequence: int) -> None:
+        """Write live records of the blocks that are still in their slots."""
         with self._records:
             current = [(i, header) for i, header in blocks if self._holds(i, header.generation)]
             seed = self.superblock.record_seed
@@ -238,18 +216,16 @@ class Slab:
             for index, header in current:
                 self._will_name(index, header.generation)
             self.file.write_records(records)
-            return [(h.key, Location(self.number, i, h.generation)) for i, h in current]
 
-    def publish_quarantine(self, indices: Iterable[int], sequence: int) -> Withdrawn:
-        """Mark the records of quarantined slots; the blocks that are no longer served, for the index.
+    def publish_quarantine(self, indices: Iterable[int], sequence: int) -> None:
+        """Mark the records of quarantined slots.
 
         A slot that was freed meanwhile is in the next batch; its block must be gone after this one all the same.
         """
         with self._records:
             indices = set(indices)
             current = {i: self.generations[i] for i in indices if self.states[i] == SlotState.QUARANTINED}
-            freed = self._withdraw(indices.difference(current), sequence)
-            withdrawn = [self._recorded_block(index) for index in current if self.recorded[index]]
+            self._withdraw(indices.difference(current), sequence)
             marked = []
             for index, generation in current.items():
                 header = self._sound_header(index)
@@ -260,7 +236,6 @@ class Slab:
             for index, generation in current.items():
                 self._will_name(index, generation)
             self.file.write_records(marked)
-            return freed + withdrawn
 
     def sync(self) -> None:
         """Make slots and records that were written durable. Raises OSError.
@@ -271,10 +246,9 @@ class Slab:
         with self._syncing:
             self._sync()
 
-    def sync_hot(self, index: int, sequence: int, note: Callable[[Withdrawn], None]) -> None:
+    def sync_hot(self, index: int, sequence: int) -> None:
         """If a record on the medium may name this slot although its block was freed, withdraw it and wait until none
-        does: its bytes are about to change. Takes along what else was freed, since a sync is dear; `note` hears of the
-        blocks that were withdrawn. Raises OSError.
+        does: its bytes are about to change. Takes along what else was freed, since a sync is dear. Raises OSError.
         """
         if index not in self._hot:
             return
@@ -284,7 +258,7 @@ class Slab:
                     return  # the sync that we waited for took it along
                 freed = dict(islice(self._unsettled.items(), _SETTLED_AT_ONCE))
                 freed.update((at, self.generations[at]) for at in self._hot)
-            note(self.withdraw(freed, sequence))
+            self.withdraw(freed, sequence)
             self._sync()
         self.settle(freed)
 
@@ -353,18 +327,16 @@ class Slab:
 
     # -- under `_records` --------------------------------------------------------------------------------------------
 
-    def _withdraw(self, indices: Iterable[int], sequence: int) -> Withdrawn:
+    def _withdraw(self, indices: Iterable[int], sequence: int) -> None:
         over = [i for i in indices if self.recorded[i] and self.recorded[i] != self._current(i)]
         if not over:
-            return []
-        withdrawn = [self._recorded_block(index) for index in over]
+            return
         seed = self.superblock.record_seed
         free = {i: pack_record(nothing_at(self.generations[i]), RecordState.FREE, sequence, seed(i)) for i in over}
         self.file.write_records(free.items())
         self._unsynced_free.update(free)
         for index in over:
             self.recorded[index] = 0
-        return withdrawn
 
     def _will_name(self, index: int, generation: int) -> None:
         """Its record is about to name a block: from here on it may, however the writing ends."""
@@ -379,11 +351,6 @@ class Slab:
     def _holds(self, index: int, generation: int) -> bool:
         """Whether that block is in the slot now, whole and not quarantined."""
         return self.states[index] == SlotState.WRITTEN and self.generations[index] == generation
-
-    def _recorded_block(self, index: int) -> tuple[bytes, Location]:
-        header = self._sound_header(index)
-        key = header.key if header else bytes(16)
-        return key, Location(self.number, index, self.recorded[index])
 
     def _sound_header(self, index: int) -> BlockHeader | None:
         """What the record on the medium says, if it holds and is of the use of the slot that the books know."""

@@ -2,8 +2,8 @@
 
 Owns the slabs, the slot size of each, and the sum of everything the tier may put on the medium. Never does I/O: a new
 slab is charged here at once and made by the I/O thread that first writes to it.
-Invariants: slab files + index budget + damaged files never exceed the capacity; a slab gets another slot size only when
-none of its slots is out; a slab that is set aside hands out no slot.
+Invariants: slab files, damaged ones and the small files beside them never exceed the capacity; a slab gets another slot
+size only when none of its slots is out; a slab that is set aside hands out no slot.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Iterable
 
 from kvstore_tiers.base import ContainerReport, Slot
 from kvstore_tiers.nvme.directory import TierDirectory
-from kvstore_tiers.nvme.index import BASE_BUDGET_BYTES, BUDGET_BYTES_PER_SLOT
 from kvstore_tiers.nvme.layout import Superblock, slots_that_fit, smallest_file_bytes
 from kvstore_tiers.nvme.slab import Slab
 from kvstore_tiers.sizes import aligned_down, aligned_up
 
 DEFAULT_SLAB_BYTES = 256 * 2**20
+FILES_BYTES = 32 << 10  # lock, format, identity.json and seal: a page each, two while one is replaced
 MAX_SLABS = 512  # two descriptors each
 
 
@@ -42,18 +42,11 @@ class SlabSpace:
         self._empty: dict[int, Slab] = {}
         self._aside: set[int] = set()
         self._slab_file_bytes = 0
-        self._slots = 0
-        self._most_slots = 0
         self._next_number = max([*directory.numbers(), *directory.numbers("damaged"), 0]) + 1
 
     @property
-    def index_budget_bytes(self) -> int:
-        """By the most slots there were: the index does not shrink before the next start."""
-        return BASE_BUDGET_BYTES + self._most_slots * BUDGET_BYTES_PER_SLOT
-
-    @property
     def used_bytes(self) -> int:
-        return self._slab_file_bytes + self.index_budget_bytes + self.damaged_bytes
+        return self._slab_file_bytes + self.damaged_bytes + FILES_BYTES
 
     @property
     def slab_file_bytes(self) -> int:
@@ -121,8 +114,6 @@ class SlabSpace:
         """Count an existing slab."""
         self.slabs[slab.number] = slab
         self._slab_file_bytes += slab.superblock.file_bytes
-        self._slots += slab.superblock.slots
-        self._most_slots = max(self._most_slots, self._slots)
 
     def open_room(self, slabs: Iterable[Slab]) -> None:
         """Hand out slots of slabs that were recovered."""
@@ -139,11 +130,6 @@ class SlabSpace:
         self._empty.pop(slab.number, None)
         self._forget_room(slab)
         self._slab_file_bytes -= slab.superblock.file_bytes
-        self._slots -= slab.superblock.slots
-
-    def forget_peak(self) -> None:
-        """The index is made anew: it needs room for the slots there are now."""
-        self._most_slots = self._slots
 
     def makes_room(self, number: int, nbytes: int) -> bool:
         return self.slabs[number].superblock.slot_bytes == nbytes and number not in self._aside
@@ -186,9 +172,9 @@ class SlabSpace:
         return slab.in_use == 0
 
     def _new(self, slot_bytes: int) -> Slab | None:
-        room_bytes = self.ceiling_bytes - self.used_bytes
-        file_bytes = min(max(self._slab_bytes, smallest_file_bytes(slot_bytes)), aligned_down(room_bytes))
-        file_bytes, slots = self._fitted(file_bytes, slot_bytes, room_bytes, self._slots)
+        room_bytes = aligned_down(self.ceiling_bytes - self.used_bytes)
+        file_bytes = min(max(self._slab_bytes, smallest_file_bytes(slot_bytes)), room_bytes)
+        slots = slots_that_fit(file_bytes, slot_bytes)
         if slots < 1:
             return None
         superblock = Superblock(
@@ -214,9 +200,9 @@ class SlabSpace:
             if made is None:
                 self.discard(old)  # it was planned and never written to
                 return self._new(slot_bytes)
-            room_bytes = old.superblock.file_bytes + self.ceiling_bytes - self.used_bytes
-            others = self._slots - old.superblock.slots
-            file_bytes, slots = self._fitted(old.superblock.file_bytes, slot_bytes, room_bytes, others)
+            room_bytes = aligned_down(old.superblock.file_bytes + self.ceiling_bytes - self.used_bytes)
+            file_bytes = min(old.superblock.file_bytes, room_bytes)
+            slots = slots_that_fit(file_bytes, slot_bytes)
             if slots < 1:
                 continue
             superblock = Superblock(
@@ -228,19 +214,6 @@ class SlabSpace:
             self.adopt(slab)
             return slab
         return None
-
-    def _fitted(self, file_bytes: int, slot_bytes: int, room_bytes: int, others: int) -> tuple[int, int]:
-        """The length and the slots of a slab file of at most `file_bytes` beside `others` slots, so that it takes no
-        more than `room_bytes` together with the index that its slots need."""
-        slots = slots_that_fit(file_bytes, slot_bytes)
-        while slots and (missing_bytes := file_bytes + self._index_growth(others + slots) - room_bytes) > 0:
-            file_bytes -= aligned_up(missing_bytes)
-            slots = slots_that_fit(file_bytes, slot_bytes)
-        return file_bytes, slots
-
-    def _index_growth(self, slots: int) -> int:
-        """What the index needs more, once there are so many slots."""
-        return max(0, slots - self._most_slots) * BUDGET_BYTES_PER_SLOT
 
     def _forget_room(self, slab: Slab) -> None:
         rooms = self._with_room.get(slab.superblock.slot_bytes)

@@ -1,7 +1,7 @@
 """The NVMe tier: blocks in preallocated slab files, durable after `sync`.
 
 Owns the directory while it is open and joins its parts: space (which slots), io and the resident threads (bytes),
-journal and group commit (durability), index, recovery, health. Never knows what is worth keeping.
+journal, group commit and seal (durability), recovery, health. Never knows what is worth keeping.
 Invariants: a slot's old record is withdrawn before its bytes are overwritten; a block is DONE on read only when magic,
 key, generation, header checksum and payload checksum hold; `used_bytes` never exceeds the capacity.
 """
@@ -39,15 +39,15 @@ from kvstore_tiers.nvme.commit import GroupCommit
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.errors import DirectoryUnusable
 from kvstore_tiers.nvme.health import TierHealth
-from kvstore_tiers.nvme.index import BASE_BUDGET_BYTES, KeyIndex
 from kvstore_tiers.nvme.io import SlotIO
 from kvstore_tiers.nvme.journal import Journal
 from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstore_tiers.nvme.layout import record_header, record_holds
 from kvstore_tiers.nvme.probe import probe_medium, require_place
 from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
+from kvstore_tiers.nvme.seal import Seal
 from kvstore_tiers.nvme.slab import Slab, SlotState
-from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, SlabSpace
+from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, FILES_BYTES, SlabSpace
 from kvstore_tiers.recovered import RecoveredBlocks
 from kvstore_tiers.segments import checksum_of, total_bytes
 from kvstore_tiers.sizes import require_slot_size
@@ -77,7 +77,7 @@ class NvmeTier(Tier):
         self,
         directory: TierDirectory,
         space: SlabSpace,
-        index: KeyIndex,
+        seal: Seal,
         report: RecoveryReport,
         recovered: RecoveredBlocks,
         options: TierOptions,
@@ -88,17 +88,16 @@ class NvmeTier(Tier):
         self._is_as_recovered = True  # no slot was taken out of use since, nor freed
         self._directory = directory
         self._space = space
-        self._index = index
+        self._seal = seal
         self._max_quarantined = options.quarantine_slots
         self._quarantined: dict[Slot, str] = {}
-        self._unexplained: set[Slot] = set()  # of those; why is in the index
         self._journal = Journal(report.last_sequence + 1)
         self._health = TierHealth(options.clock)
         self._counters = TransferCounters()
         self._io = SlotIO()
         self._under_way = WritesUnderWay()
         self._threads = ResidentThreads(f"{options.name}-io", options.io_threads)
-        self._commit = GroupCommit(self._journal, index, self._health.watch_write, lambda: space.index_budget_bytes)
+        self._commit = GroupCommit(self._journal, self._health.watch_write)
         self._blocks = 0
         self._blocks_bytes = 0
         self._closed = False
@@ -124,19 +123,17 @@ class NvmeTier(Tier):
         Raises DirectoryInUse when another process has it, FormatUnsupported when a newer version wrote it,
         DirectoryUnusable when it cannot hold a tier of this size, with or without direct I/O as required.
         """
-        if capacity_bytes <= BASE_BUDGET_BYTES:
-            raise DirectoryUnusable(
-                f"{capacity_bytes} bytes for {directory}: the index alone needs {BASE_BUDGET_BYTES}"
-            )
+        if capacity_bytes <= FILES_BYTES:
+            raise DirectoryUnusable(f"{capacity_bytes} bytes for {directory} hold no block: give it a larger capacity")
         opened = TierDirectory(directory)
         try:
             if require_direct:
                 opened.require_direct()
             space = SlabSpace(opened, capacity_bytes, slab_bytes, require_direct=require_direct)
             report = open_slabs(opened, space, require_direct=require_direct)
-            index = KeyIndex(opened.index, space.index_budget_bytes)
+            seal = Seal(opened.path)
             still_holds = ahead is not None and ahead.is_of(opened.former)
-            recovered = Recovery(space, index, report, ahead if still_holds else None).run()
+            recovered = Recovery(space, seal, report, ahead if still_holds else None).run()
         except OSError as error:
             opened.close()
             raise DirectoryUnusable(f"{directory} cannot be read: {error}") from error
@@ -147,7 +144,7 @@ class NvmeTier(Tier):
             if ahead is not None:
                 ahead.close()
         options = TierOptions(io_threads, quarantine_slots, clock, name)
-        return cls(opened, space, index, report, recovered, options)
+        return cls(opened, space, seal, report, recovered, options)
 
     @property
     def path(self) -> Path:
@@ -190,23 +187,16 @@ class NvmeTier(Tier):
         self._quarantined[slot] = reason
         self._blocks -= 1
         self._blocks_bytes -= slot.nbytes
-        self._journal.note_quarantined(slab, index, reason)
+        self._journal.note_quarantined(slab, index)
 
     def quarantined(self) -> dict[Slot, str]:
-        """Slots out of use and why, as far as that is known yet. `free` ends their quarantine."""
-        if self._unexplained and self._index.is_mended:
-            reasons = self._index.reasons()
-            for slot in self._unexplained & self._quarantined.keys():
-                slab, index = self._place(slot)
-                self._quarantined[slot] = reasons.get((slab.number, index), _UNEXPLAINED)
-            self._unexplained.clear()
+        """Slots out of use and why, as far as that is known. `free` ends their quarantine."""
         return dict(self._quarantined)
 
     def explain_quarantined(self, reasons: Mapping[Slot, str]) -> None:
-        for slot in self._unexplained & reasons.keys():
-            if reasons[slot] != _UNEXPLAINED:
+        for slot in self._quarantined.keys() & reasons.keys():
+            if self._quarantined[slot] == _UNEXPLAINED:
                 self._quarantined[slot] = reasons[slot]
-                self._unexplained.discard(slot)
 
     def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
         slab, index = self._place(slot)
@@ -270,7 +260,7 @@ class NvmeTier(Tier):
             raise RuntimeError(f"slab {container} is not empty")
 
         def remove() -> Outcome:
-            self._journal.note_withdrawn(slab.remove())
+            slab.remove()
             return Outcome(OutcomeKind.DONE)
 
         self._threads.submit(remove, done)
@@ -334,15 +324,6 @@ class NvmeTier(Tier):
         there = still_there(self._space.slabs, recovered)
         return recovered if there.all() else recovered.take(there)
 
-    def locate(self, key: bytes) -> Slot | None:
-        """Where the index says a block is, as of the last `sync`; the books of a daemon know better. Waits for it."""
-        self._commit.wait_indexed()
-        location = self._index.get(key)
-        slab = self._space.slabs.get(location.slab) if location else None
-        if slab is None or location is None or slab.generations[location.index] != location.generation:
-            return None
-        return slab.slot(location.index) if slab.states[location.index] else None  # else it was freed since
-
     def statistics(self) -> TierStatistics:
         space = self._space
         quarantine_bytes = sum(slot.nbytes for slot in self._quarantined)
@@ -350,7 +331,7 @@ class NvmeTier(Tier):
             "blocks": self._blocks_bytes,
             "quarantine": quarantine_bytes,
             "free": space.slab_file_bytes - self._blocks_bytes - quarantine_bytes,
-            "index": space.index_budget_bytes,
+            "files": FILES_BYTES,
             "damaged": space.damaged_bytes,
         }
         return self._counters.report(
@@ -368,13 +349,10 @@ class NvmeTier(Tier):
             return
         self._closed = True
         self._threads.close()
-        is_committed = self._commit.close()
-        if not is_committed:
+        if self._commit.close():
+            self._write_seal()
+        else:
             _LOG.warning("the last commit of %s failed: its next start syncs the records again", self._directory.path)
-        try:
-            self._index.close(vouch=is_committed)
-        except OSError as error:  # the medium is gone or full: without a seal the next start rebuilds the index
-            _LOG.warning("the index of %s is not sealed: %s", self._directory.path, error)
         for slab in self._space.slabs.values():
             slab.close()
         self._directory.close()
@@ -401,13 +379,12 @@ class NvmeTier(Tier):
         """Make the slab's file if it is new, and withdraw the record of the slot's former block, on the medium too: a
         record never names other bytes than its block's."""
         was_made = slab.is_made
-        _, withdrawn = slab.made_file()
+        slab.make_file()
         if not was_made:
             self._health.note_growth()
         failpoints.hit("nvme.before-slot-write")
-        withdrawn += slab.withdraw([index], self._journal.sequence)
-        self._journal.note_withdrawn(withdrawn)
-        slab.sync_hot(index, self._journal.sequence, self._journal.note_withdrawn)
+        slab.withdraw([index], self._journal.sequence)
+        slab.sync_hot(index, self._journal.sequence)
         failpoints.hit("nvme.after-invalidate")
 
     def _load(self, slab: Slab, index: int, slot: Slot, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
@@ -461,16 +438,21 @@ class NvmeTier(Tier):
         for slab in self._space.slabs.values():
             for index in slab.indices_in(SlotState.QUARANTINED):
                 self._quarantined[slab.slot(index)] = _UNEXPLAINED
-        self._unexplained = set(self._quarantined)  # the index knows why; nobody waits for it now
         self._blocks = sum(slab.in_use for slab in self._space.slabs.values()) - len(self._quarantined)
         in_use_bytes = sum(slab.in_use * slab.superblock.slot_bytes for slab in self._space.slabs.values())
         self._blocks_bytes = in_use_bytes - sum(slot.nbytes for slot in self._quarantined)
+
+    def _write_seal(self) -> None:
+        try:
+            failpoints.hit("nvme.seal")
+            self._seal.write()
+        except OSError as error:  # the medium is gone or full: the next start syncs the slabs
+            _LOG.warning("%s is not sealed: %s", self._directory.path, error)
 
     def _message(self) -> str:
         direct = all(slab.file.direct for slab in self._space.slabs.values() if slab.is_made)
         parts = (
             self._health.message,
-            self._index.broken,
             "" if direct else "no direct I/O on this file system: blocks lie in the page cache too",
             self.recovery_report.sentence(),
         )

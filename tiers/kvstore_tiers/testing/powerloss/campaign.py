@@ -39,18 +39,18 @@ def record_workload(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
     recording = _recording(directory)
     common = ["--seed", str(seed), "--steps", str(steps)]
     _run(recording, [*common, "--phase", "0", "--end", "crash"])
-    die = "nvme.recover-before-index=kill" if seed % 2 else "nvme.recover-before-repair=kill"
+    die = "nvme.recover-after-repair=kill" if seed % 2 else "nvme.recover-before-repair=kill"
     _run(recording, [*common, "--phase", "1"], die)
     _run(recording, [*common, "--phase", "2", "--end", "close"])
     _run(recording, [*common, "--phase", "3", "--end", "close"])
     return recording.log
 
 
-def record_large_index(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
-    """As `record_workload`, with an index that is mended beside its user. Here a process that found a seal dies before
-    its records are synced, and its successor's promises hang on them."""
+def record_seal(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
+    """As `record_workload`, but a process that found a seal dies before its records are synced, and its successor's
+    promises hang on them."""
     recording = _recording(directory)
-    common = ["--seed", str(seed), "--steps", str(steps), "--large-index"]
+    common = ["--seed", str(seed), "--steps", str(steps)]
     _run(recording, [*common, "--phase", "0", "--end", "close"])
     _run(recording, [*common, "--phase", "1", "--steps", "1", "--end", "unsynced"], status=-9)
     _run(recording, [*common, "--phase", "2", "--end", "crash"])

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.base import OutcomeKind, Slot
-from kvstore_tiers.nvme import NvmeTier, index
+from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.segments import Bytes, segment_of
 from kvstore_tiers.testing.driving import block, finish, finish_all, put
@@ -48,13 +48,6 @@ class Verdict:
 Judge = Callable[[Path, Promises], Verdict]
 
 
-def make_indexes_large(*, mended_after_s: float = 0.0) -> None:
-    """From here on this process treats every index as a large one: it is opened and mended by a thread of its own."""
-    index.OPEN_AT_ONCE_BYTES = -1
-    index.MEND_AT_ONCE_BLOCKS = 0
-    index.MEND_DELAY_S = mended_after_s
-
-
 def open_tier(directory: Path, *, io_threads: int = 1) -> NvmeTier:
     """The workload's tier."""
     return NvmeTier.open(directory, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=io_threads)
@@ -71,12 +64,6 @@ def judge_tier(root: Path, promises: Promises) -> Verdict:
         if again != found:
             verdict.broken.append(f"a second recovery differs: {sorted(again ^ found)}")
     return verdict
-
-
-def judge_large_index(root: Path, promises: Promises) -> Verdict:
-    """As `judge_tier`, with an index that counts as a large one."""
-    make_indexes_large()
-    return judge_tier(root, promises)
 
 
 def _examined(directory: Path, promises: Promises, verdict: Verdict) -> set[int]:
@@ -100,7 +87,6 @@ def _examined(directory: Path, promises: Promises, verdict: Verdict) -> set[int]
         synced = finish(tier.sync)
         if not synced.ok:
             verdict.broken.append(f"the recovered tier cannot sync: {synced.message}")
-        tier.locate(bytes(16))  # waits until the index is mended: one that is not has no seal after the close
         verdict.over_capacity_bytes = max(0, tier.statistics().used_bytes - CAPACITY_BYTES)
     return found
 

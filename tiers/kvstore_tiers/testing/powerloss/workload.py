@@ -1,7 +1,7 @@
 """A workload to be recorded: it fills, frees, reuses, quarantines, moves, reshapes and reopens an NVMe tier, and marks
 what it was promised.
 
-    python -m kvstore_tiers.testing.powerloss.workload ROOT --seed 1 --phase 0 --steps 60 --end crash [--large-index]
+    python -m kvstore_tiers.testing.powerloss.workload ROOT --seed 1 --phase 0 --steps 60 --end crash
 
 Owns the tier in ROOT/nvme for one phase; a phase begins with whatever the one before left (`close`: an orderly end,
 `crash`: the process is gone, its writes stay in the page cache, `unsynced`: the same in the midst of a commit) and may
@@ -25,7 +25,7 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.segments import Bytes, segment_of
 from kvstore_tiers.testing.driving import PATIENCE_S, block, finish
-from kvstore_tiers.testing.powerloss.judge import make_indexes_large, open_tier
+from kvstore_tiers.testing.powerloss.judge import open_tier
 from kvstore_tiers.testing.powerloss.record import Marker
 
 SIZES_BYTES = (4096, 5000, 20_000, 50_000)
@@ -212,11 +212,8 @@ def main() -> None:
     parser.add_argument("--phase", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--end", choices=("close", "crash", "unsynced"), default="close")
-    parser.add_argument("--large-index", action="store_true", help="the index is opened and mended by a thread")
     parser.add_argument("--only-recover", action="store_true", help="open, close; no marks")
     arguments = parser.parse_args()
-    if arguments.large_index:
-        make_indexes_large(mended_after_s=PATIENCE_S if arguments.end == "unsynced" else 0.0)
     if arguments.only_recover:
         open_tier(arguments.root / "nvme").close()
         return
