@@ -18,6 +18,7 @@ SLAB_BYTES = 512 << 10
 TINY_BYTES = 0
 SMALL_BYTES = 4096
 LARGE_BYTES = 50_000
+SHORTER_BYTES = 64 << 10
 
 
 def open_tier(directory: str) -> NvmeTier:
@@ -95,7 +96,8 @@ def main(directory: str) -> None:
     writer.relocate(sorted(writer.slots)[:4])
     writer.fill(LARGE_BYTES)  # where the relocated blocks were
     writer.free(sorted(writer.slots)[1:])
-    writer.fill(TINY_BYTES)  # slabs get shorter: the index needs room for more slots
+    writer.tier.set_ceiling(writer.tier.used_bytes - SHORTER_BYTES)
+    writer.fill(TINY_BYTES)  # a slab gets shorter
     writer.tier.close()
 
 

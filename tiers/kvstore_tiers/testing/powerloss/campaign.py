@@ -92,6 +92,8 @@ def _one_workload(directory: Path, seed: int, states: int, deadline: float | Non
     of_recoveries = int(wanted * RECOVERY_SHARE)
     left = _left(deadline, 1 - RECOVERY_SHARE)
     figures = replay(log, seed=seed, states=wanted - of_recoveries, seconds=left, workers=workers)
+    if not of_recoveries:
+        return figures
     operations = read_log(log)
     sampled = [*_sampled(operations, seed)]
     for number, (state, promises) in enumerate(sampled):

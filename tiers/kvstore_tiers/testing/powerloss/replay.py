@@ -3,7 +3,7 @@
     figures = replay(log, seed=1, states=5000)
     assert figures.is_sound, figures.failures
 
-Owns the worker processes: a state that kills its judge (a SIGBUS in a memory-mapped index) is a failure of that state,
+Owns the worker processes: a state that kills its judge (a SIGBUS in a mapped file) is a failure of that state,
 not of the replay. Never decides what a crash may leave (medium.py, crashes.py) nor what is right (a judge).
 Invariants: states are judged in a scratch directory of their own, in memory where /dev/shm can be written; a failure
 carries what is needed to make its state again.

@@ -28,6 +28,7 @@ from kvstore_tiers.testing.driving import PATIENCE_S, block, finish
 from kvstore_tiers.testing.powerloss.judge import open_tier
 from kvstore_tiers.testing.powerloss.record import Marker
 
+SHORTER_BYTES = 64 << 10
 SIZES_BYTES = (4096, 5000, 20_000, 50_000)
 NUMBERS_A_PHASE = 100_000
 IN_FLIGHT = 6
@@ -170,7 +171,9 @@ class Workload:
             self._tier.free(slot)
 
     def _reshape(self) -> None:
-        """Everything of all sizes but one goes, and that one takes the room: slabs change their slot size."""
+        """Everything of all sizes but one goes, and that one takes the room: slabs change their slot size. Where less
+        room than before may be used, one gets shorter.
+        """
         while self._writing:
             self._take_one()
         size = self._random.choice(SIZES_BYTES)
@@ -179,9 +182,12 @@ class Workload:
             self._tier.free(slot)
         if self._random.random() < 0.5:
             self._sync()
+        if self._random.random() < 0.5:
+            self._tier.set_ceiling(self._tier.used_bytes - SHORTER_BYTES)
         for _ in range(30):
             self._put_block(self._next_number, size)
             self._next_number += 1
+        self._tier.set_ceiling(self._tier.capacity_bytes)
 
     def _sync(self) -> None:
         self._sync_number += 1
