@@ -7,7 +7,7 @@ Obligations
 - The caller allocates, writes once, then may read many times, then frees; it never frees a slot with a transfer in
   flight, and never writes a slot twice without freeing it.
 - The implementation MUST keep `used_bytes <= capacity_bytes` at every instant, counting everything it holds (slots,
-  quarantine, headers, free space it cannot give back); MUST return None from `allocate` rather than exceed it; MUST make
+  quarantine, free space it cannot give back); MUST return None from `allocate` rather than exceed it; MUST make
   the outcome of every transfer available exactly once; MUST NOT report DONE for bytes that fail verification.
 - `allocate`, `free`, `quarantine` and `statistics` are called from one control thread, never wait for a device, and
   take microseconds.
