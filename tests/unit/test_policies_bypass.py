@@ -125,7 +125,7 @@ def test_a_prompt_s_length_is_not_taken_for_another_request_s() -> None:
     shelf.chain(11, 12, tenant=1)
     assert policy.follower.book.chains.tokens[policy.follower.book.owner[shelf.residency.find(1, key(12))]] == -1
     get._count_access(SESSION, tokens, Wanted(key(1) + key(2) + key(3), context=prompt), 2, S)
-    assert policy.follower.book.chains.tokens[policy.follower.book.owner_of(key(3), 0)] == 777
+    assert policy.follower.book.chains.tokens[policy.follower.book.ghosts[0].owner_of(key(3))] == 777
 
 
 def test_an_answer_that_is_told_again_counts_once() -> None:

@@ -65,7 +65,7 @@ def restored(tmp_path: Path, shelf: Shelf, clock: ManualClock, name: str = NAME)
 def knows(policy: Policy, tenant: int, number: int) -> bool:
     """Whether the policy can say whose a block is."""
     assert isinstance(policy, ChainHazard)
-    return policy.follower.book.owner_of(key(number), tenant) >= 0
+    return policy.follower.book.ghosts[tenant].owner_of(key(number)) >= 0
 
 
 def test_a_chain_that_goes_on_after_the_restart_is_continued(tmp_path: Path) -> None:

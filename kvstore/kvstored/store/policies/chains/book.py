@@ -96,14 +96,15 @@ class ChainBook:
         return [self.asked, self._began_s, self.shared_span_s, self._most_rows]
 
     def restore(self, numbers: Sequence[float], later_s: float, rows_here: int) -> None:
-        """Go on from what `numbers` gave when the clock was `later_s` behind, with `rows_here` blocks. Raises
-        ValueError for so many that they cannot be.
-        """
+        """Go on from `numbers` of a clock `later_s` behind, with `rows_here` blocks. Raises ValueError."""
         asked, began_s, self.shared_span_s, most_rows = numbers
         self.asked, self._began_s = int(asked), began_s + later_s
-        self._most_rows = max(int(most_rows), rows_here)
+        self._widen(max(int(most_rows), rows_here))
+
+    def _widen(self, rows: int) -> None:
+        self._most_rows = rows
         for ghost in self.ghosts:
-            ghost.limit = ghost_limit(self._most_rows)
+            ghost.limit = ghost_limit(rows)
 
     def add_tenant(self) -> None:
         self.ghosts.append(ChainGhost(ghost_limit(self._most_rows), self._forgotten))
@@ -148,10 +149,7 @@ class ChainBook:
                     ghost.remember_touches(key, shared[row], self.shared_s[row])
                 shared[row] = 0.0
         if rows_here > self._most_rows:
-            self._most_rows = rows_here
-            limit = ghost_limit(rows_here)
-            for each in self.ghosts:
-                each.limit = limit
+            self._widen(rows_here)
         tails = self.chains.tail
         if tails[chain] == rows[0]:
             row = rows[-1]
@@ -334,12 +332,8 @@ class ChainBook:
         """Whether blocks that the chain's last request missed may be stored yet."""
         return chain >= 0 and self._promised.get(chain) == self.chains.order[chain]
 
-    def owner_of(self, key: bytes, tenant: int) -> int:
-        """The chain of a block that is not in the tier, as far as is known, or -1."""
-        return self.ghosts[tenant].packed(key) >> FAN_BITS
-
     def promised_owner(self, key: bytes, tenant: int) -> int:
-        """`owner_of`, if the chain's last request missed blocks that may be stored yet, or -1. Without further calls:
+        """The ghost's `owner_of`, if that chain's last request missed blocks that may be stored yet, or -1. Without further calls:
         it is asked of each block that needs the place of another.
         """
         shard = self.ghosts[tenant].shards[key[-1] & SHARD_MASK]

@@ -203,7 +203,7 @@ class ChainFollower:
         book = self.book
         chain = book.owner[row] if 0 <= row < len(book.owner) else -1
         if chain < 0:
-            chain = book.owner_of(key, tenant)
+            chain = book.ghosts[tenant].owner_of(key)
         if chain < 0 or not book.chains.live[chain]:
             return
         if hint.next_step or hint.will_continue is not None or hint.answer_tokens:

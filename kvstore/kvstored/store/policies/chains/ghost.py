@@ -111,6 +111,10 @@ class ChainGhost:
         packed = shard.young.get(key)
         return shard.old.get(key, NOTHING) if packed is None else packed
 
+    def owner_of(self, key: bytes) -> int:
+        """The chain of a block that is not in the tier, as far as is known, or -1."""
+        return self.packed(key) >> FAN_BITS
+
     def recall(self, key: bytes) -> tuple[int, int]:
         """Chain and fan-out, or (-1, 0)."""
         packed = self.packed(key)
