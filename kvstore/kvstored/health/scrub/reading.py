@@ -83,6 +83,8 @@ class SlabReader:
 
     def _visit(self, superblock: Superblock, record_fd: int, slot_fd: int, index: int) -> tuple[int, Suspect | None]:
         record = _record(record_fd, index)
+        if not any(record):  # zeroed since it was found used: the slab is getting another geometry
+            return RECORD_BYTES, None
         if not holds(record, superblock.record_seed(index)):
             return RECORD_BYTES, self._suspect_record(superblock, record_fd, index, record)
         if record[6] != RecordState.LIVE:
