@@ -333,8 +333,8 @@ class ChainBook:
         return chain >= 0 and self._promised.get(chain) == self.chains.order[chain]
 
     def promised_owner(self, key: bytes, tenant: int) -> int:
-        """The ghost's `owner_of`, if that chain's last request missed blocks that may be stored yet, or -1. Without further calls:
-        it is asked of each block that needs the place of another.
+        """The ghost's `owner_of`, if that chain's last request missed blocks that may be stored yet, or -1. Without
+        further calls: it is asked of each block that needs the place of another.
         """
         shard = self.ghosts[tenant].shards[key[-1] & SHARD_MASK]
         packed = shard.young.get(key)
