@@ -1,7 +1,9 @@
-"""Putting blocks in place: written into the slots where they will lie, so that nobody copies them again.
+"""Putting blocks in place: written into the slots where they are stored, so that they are not copied again.
 
 Owns the way from slots that the daemon grants to blocks that it has stored from there. What cannot go that way (no
 room, another client is storing the same block, too late) is left to `storing`, which goes by way of staging.
+The first reservation is small and soon granted; the daemon finds the other slots while the first are written. The last
+message is small too, so that little is left to do after it.
 Never does: send a block twice. Invariants: a slot is not written after it was sent, nor when its reservation is about
 to end; slots that were not sent are given back, also when a payload function raises.
 """
@@ -27,8 +29,9 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 MIN_BYTES = 1 << 20  # asking for slots costs a round trip, 0.2 ms: the copy of less takes no longer
-RESERVE_BYTES = 64 << 20  # at once
+FIRST_BYTES, RESERVE_BYTES = 8 << 20, 64 << 20  # of the first reservation; of each one after it
 SEND_EVERY_S = 0.001
+LAST_BYTES = 1 << 20  # of the last message: the daemon checksums so much without a hand-over to a thread
 USABLE_SHARE = 0.9  # of a reservation's time
 _NOT_DECIDED = frozenset({wire.STORE_STATUS_AGAIN, wire.STORE_STATUS_WANTED, wire.STORE_STATUS_ORPHANED})
 
@@ -41,6 +44,16 @@ class _Reserved:
     places: Sequence[tuple[Bytes, int]]
     usable_until: float
     left: int
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A reservation for so many blocks, asked for at `at`; `is_ahead`: before those of another one were written."""
+
+    call: PendingCall
+    blocks: int
+    at: float
+    is_ahead: bool
 
 
 class InPlacePut:
@@ -64,61 +77,71 @@ class InPlacePut:
         self._todo = deque(range(len(order.payloads)))
         self._undecided: list[int] = []
         self._sent: deque[tuple[PendingCall, list[int], _Reserved]] = deque()
+        self._asked: _Asked | None = None
+        self._reserved: list[_Reserved] = []
 
     def run(self) -> list[int]:
         """The blocks that are not decided, in order. Raises what a payload function raises, and KVStoreError when the
         daemon finds a request wrong."""
-        while self._todo and self._clock() < self._deadline:
-            reserved = self._reserve()
-            if reserved is None:
-                break
-            try:
-                self._write(reserved)
-                while self._sent:
-                    self._collect()
-            finally:
-                self._leave(reserved)
+        try:
+            self._asked = self._ask(FIRST_BYTES)
+            while (asked := self._asked) is not None:
+                self._asked = self._ask(RESERVE_BYTES, behind=asked.blocks)
+                reserved, left = self._granted(asked), len(self._todo)
+                if reserved is not None:
+                    self._write(reserved)
+                    if len(self._todo) == left:
+                        break
+                elif asked.is_ahead:
+                    self._collect_all()  # a client may hold so much: what is stored counts no more
+                else:
+                    break
+                if self._asked is None:
+                    self._asked = self._ask(RESERVE_BYTES)  # fewer were granted than asked for
+            self._collect_all()
+        finally:
+            self._leave()
         return sorted([*self._undecided, *self._todo])
 
     # Slots
 
-    def _reserve(self) -> _Reserved | None:
-        """Slots for the next blocks; None where there are none to be had, or nothing to be written."""
-        order = self._order
-        most = max(1, min(RESERVE_BYTES // self._slot_bytes, self._connection.max_keys))
-        ahead = [block for block in self._todo if block not in self._believed][:most]
-        if len(ahead) * order.payload_bytes < MIN_BYTES:
+    def _ask(self, most_bytes: int, behind: int = 0) -> _Asked | None:
+        """Ask for slots of the next blocks, those after `behind` others; None where too little is to be written."""
+        order, now = self._order, self._clock()
+        most = max(1, min(most_bytes // self._slot_bytes, self._connection.max_keys))
+        ahead = [block for block in self._todo if block not in self._believed][behind : behind + most]
+        if not ahead or (not behind and len(ahead) * order.payload_bytes < MIN_BYTES) or now >= self._deadline:
             return None
-        parent = order.chain.parent_of(order.first_block + self._todo[0])
-        asked_at = self._clock()
         request = wire.ReserveSlots(
-            group=order.group_id, payload_bytes=order.payload_bytes, blocks=len(ahead), parent=parent
+            group=order.group_id,
+            payload_bytes=order.payload_bytes,
+            blocks=len(ahead),
+            parent=order.chain.parent_of(order.first_block + ahead[0]),
         )
-        granted = self._ask(request)
+        deadline_ms = max(1, int((self._deadline - now) * 1000))
+        call = self._connection.stream.submit(wire.Request(deadline_ms=deadline_ms, reserve_slots=request))
+        return _Asked(call, len(ahead), now, behind > 0)
+
+    def _granted(self, asked: _Asked) -> _Reserved | None:
+        """The slots, mapped; None where there are none to be had."""
+        granted = self._answer(asked.call)
         if granted is None or not granted.reservation:
             return None
-        reserved = _Reserved(
-            granted.reservation,
-            [],
-            asked_at + granted.expires_in_ms / 1000 * USABLE_SHARE,
-            len(granted.offsets),
-        )
+        until = asked.at + granted.expires_in_ms / 1000 * USABLE_SHARE
         places: list[tuple[Bytes, int]] = []
+        reserved = _Reserved(granted.reservation, places, until, len(granted.offsets))
+        self._reserved.append(reserved)
         for arena_id, offset in zip(granted.arena_ids, granted.offsets, strict=True):
             arena = self._connection.writable.arena(arena_id, self._asker.deadline_s)
             if arena is None or offset + self._slot_bytes > len(arena):
-                self._leave(reserved)
                 return None
             places.append((arena, offset))
-        reserved.places = places
         return reserved
 
-    def _ask(self, request: wire.ReserveSlots) -> wire.ReserveSlotsReply | None:
-        stream, left_s = self._connection.stream, self._deadline - self._clock()
-        call = stream.submit(wire.Request(deadline_ms=max(1, int(left_s * 1000)), reserve_slots=request))
-        response = call.wait(min(self._asker.deadline_s, left_s))
+    def _answer(self, call: PendingCall) -> wire.ReserveSlotsReply | None:
+        response = call.wait(min(self._asker.deadline_s, self._deadline - self._clock()))
         if response is None:  # it is making room: staging is there meanwhile
-            stream.abandon(call, lambda late: self._give_back(late.reserve_slots.reservation))
+            self._abandon(call)
             return None
         try:
             answer = self._asker.judge(self._connection, response)
@@ -129,13 +152,20 @@ class InPlacePut:
             return None
         return None if isinstance(answer, str) else answer.reserve_slots
 
-    def _leave(self, reserved: _Reserved) -> None:
-        for call, blocks, _ in self._sent:  # a payload function raised: what was sent is decided without us
+    def _abandon(self, call: PendingCall) -> None:
+        self._connection.stream.abandon(call, lambda late: self._give_back(late.reserve_slots.reservation))
+
+    def _leave(self) -> None:
+        """Give back what is not used."""
+        if self._asked is not None:
+            self._abandon(self._asked.call)
+        for call, blocks, _ in self._sent:  # a payload function raised: the daemon decides what was sent
             self._connection.stream.abandon(call)
             self._undecided += blocks
         self._sent.clear()
-        if reserved.left:
-            self._give_back(reserved.number)
+        for reserved in self._reserved:
+            if reserved.left:
+                self._give_back(reserved.number)
 
     def _give_back(self, reservation: int) -> None:
         if reservation:
@@ -145,13 +175,13 @@ class InPlacePut:
     # Writing
 
     def _write(self, reserved: _Reserved) -> None:
-        """Fill the slots and send them, as many at a time as are written in a millisecond."""
+        """Fill the slots and send them, as many at a time as are written in a millisecond, and few at the end."""
         order, until = self._order, min(self._deadline, reserved.usable_until)
         blocks: list[int] = []
         pages: list[int] = []
         send_at = self._clock() + SEND_EVERY_S
         self._write_tokens(reserved)
-        place = 0
+        place, last_blocks = 0, max(1, LAST_BYTES // order.payload_bytes)
         while self._todo and len(blocks) < self._connection.max_keys:
             block = self._todo[0]
             if block in self._believed:
@@ -165,7 +195,8 @@ class InPlacePut:
                 page = place
             blocks.append(self._todo.popleft())
             pages.append(page)
-            if self._clock() >= send_at:
+            is_nearly_done = len(self._todo) == last_blocks and len(blocks) > last_blocks
+            if is_nearly_done or self._clock() >= send_at:
                 self._send(reserved, blocks, pages)
                 blocks, pages = [], []
                 self._collect_answered()
@@ -215,6 +246,10 @@ class InPlacePut:
         self._sent.append((self._connection.stream.submit(request), blocks, reserved))
 
     # Answers
+
+    def _collect_all(self) -> None:
+        while self._sent:
+            self._collect()
 
     def _collect_answered(self) -> None:
         while self._sent and self._sent[0][0].is_answered():

@@ -14,10 +14,11 @@ from kvstore_tiers.arena import Arena
 from kvstore_tiers.base import Completion, Outcome, Segment, Slot, require_fits
 from kvstore_tiers.batch import Batch
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.image_copies import ImageCopies
+from kvstore_tiers.image_copies import ImageCopies, is_in_place
 from kvstore_tiers.threads import ResidentThreads, Transfer
 
 AT_ONCE_BYTES = 256 * 1024  # copied and hashed in 0.1 ms; a hand-over waits for a core, on a busy machine some ms
+IN_PLACE_SPEED = 4  # a checksum alone takes a quarter of that time at most
 MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second thread and its GIL takes
 Write = tuple[Slot, BlockHeader, Sequence[Segment]]
 
@@ -40,16 +41,19 @@ class HostTransfers:
 
     def store(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         require_fits(slot, header, segments)
-        self._threads.submit(self._storing(slot, header, segments), done)
+        arena = self._arena_of(slot)
+        self._threads.submit(self._storing(arena, slot, segment_of(arena, slot), header, segments), done)
 
     def store_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
         """See `HostTier.write_many`."""
         transfers: list[Transfer] = []
-        nbytes = 0
+        nbytes = 0  # as if all were copied
         for slot, header, segments in writes:
             require_fits(slot, header, segments)
-            nbytes += header.payload_bytes
-            transfers.append(self._storing(slot, header, segments))
+            arena = self._arena_of(slot)
+            target = segment_of(arena, slot)
+            nbytes += header.payload_bytes // (IN_PLACE_SPEED if is_in_place(target, segments) else 1)
+            transfers.append(self._storing(arena, slot, target, header, segments))
         parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
         batch = Batch(transfers, parts, done)
         if nbytes <= AT_ONCE_BYTES and not failpoints.are_armed() and not self._threads.is_closed:
@@ -76,9 +80,10 @@ class HostTransfers:
     def close(self) -> None:
         self._threads.close()
 
-    def _storing(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> Transfer:
-        arena = self._arena_of(slot)
-        return _vouching(arena, slot, partial(self._copies.store, segment_of(arena, slot), header, segments))
+    def _storing(
+        self, arena: Arena, slot: Slot, target: Segment, header: BlockHeader, segments: Sequence[Segment]
+    ) -> Transfer:
+        return _vouching(arena, slot, partial(self._copies.store, target, header, segments))
 
 
 def _vouching(arena: Arena, slot: Slot, transfer: Transfer) -> Transfer:

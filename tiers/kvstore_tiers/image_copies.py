@@ -18,6 +18,11 @@ from kvstore_tiers.image import image_header, stamp_header
 from kvstore_tiers.segments import checksum_at, gather, gather_and_checksum, scatter, total_bytes
 
 
+def is_in_place(target: Segment, segments: Sequence[Segment]) -> bool:
+    """Whether the payload that is to be stored in the slot `target` is there already."""
+    return len(segments) == 1 and segments[0].address == target.address + HEADER_BYTES
+
+
 class ImageCopies:
     """Transfers over slots, counted in `counters`."""
 
@@ -28,7 +33,7 @@ class ImageCopies:
         with self._counters.watch() as count:
             failpoints.hit("host.before-copy")
             payload = target.address + HEADER_BYTES
-            if len(segments) == 1 and segments[0].address == payload:  # it lies there already
+            if is_in_place(target, segments):
                 checksum = checksum_at(payload, header.payload_bytes)
             else:
                 if header.checksum:
