@@ -44,7 +44,7 @@ class Harness:
 
 HARNESSES = (
     Harness(
-        "corruption", "corruption", "damaged slots, records, superblocks and indexes of an NVMe tier",
+        "corruption", "corruption", "damaged slots, records, superblocks and seals of an NVMe tier",
         0.20, "corruptions", ("corruptions", "served_wrong"),
     ),
     Harness(
