@@ -74,7 +74,8 @@ def compare(quick: bool) -> list[Row]:
         requests.forget()
         _touch(contenders[next(iter(MODES))], http_url, requests=2 * (rounds + WARM_UP + sequences) + 4)
         rows = _rows(requests, rounds, 40 if quick else 100, _own_tool(rpc_url, http_url, sequences))
-        return [*speed_rows("store_32mib_fresh_memory", fresh), *rows]
+        in_place = in_place_row("store_32mib_fresh_memory", fresh)
+        return [*speed_rows("store_32mib_fresh_memory", fresh), in_place, *rows]
 
 
 def _rows(requests: _Requests, rounds: int, lookups: int, tool: dict[str, Samples]) -> list[Row]:
@@ -87,7 +88,7 @@ def _rows(requests: _Requests, rounds: int, lookups: int, tool: dict[str, Sample
         *lookup_rows("lookup_8_blocks", busy),
         *lookup_rows("lookup_8_blocks_after_a_pause", {**calm, **tool["lookup"]}),
         *speed_rows("store_32mib", {**stored, **tool["store"]}),
-        in_place_row({**stored, **tool["store"]}),
+        in_place_row("store_32mib", {**stored, **tool["store"]}),
         *speed_rows("retrieve_32mib", {**retrieved, **tool["retrieve"]}),
     ]
     probes = take_turns({OURS: partial(requests.ask_many, "probe", lookups, OURS)}, rounds)[OURS]
@@ -171,13 +172,13 @@ def speed_rows(name: str, samples: Samples) -> list[Row]:
     return rows
 
 
-def in_place_row(samples: Samples) -> Row:
+def in_place_row(name: str, samples: Samples) -> Row:
     """The put without a copy, against the better of the rival's modes."""
     gb = REQUEST_MIB * (1 << 20) / 1e9
     best = best_of(samples, [key for key in samples if key.startswith(tuple(MODES))])
     ours, theirs = gb / median(samples[IN_PLACE]), gb / median(samples[best])
     limits = of_copies(samples, gb)
-    return Row("store_32mib_in_place_vs_best", ours, "GB/s", theirs, best, AT_LEAST, IN_PLACE_FASTER, **limits)
+    return Row(f"{name}_in_place_vs_best", ours, "GB/s", theirs, best, AT_LEAST, IN_PLACE_FASTER, **limits)
 
 
 def parse_own_tool(text: str) -> dict[str, list[float]]:
