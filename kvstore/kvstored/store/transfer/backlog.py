@@ -81,8 +81,8 @@ class Backlog:
         """Writes that are started and that the tier does not have yet."""
         return len(self.running) - self._begun
 
-    def begin(self, write: Write) -> None:
-        """The tier is about to get the write."""
+    def begin(self) -> None:
+        """The tier has one more of the writes that are running; the caller sets its `copy`."""
         self._begun += 1
 
     def end(self, write: Write) -> None:

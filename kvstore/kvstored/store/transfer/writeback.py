@@ -290,7 +290,7 @@ class WriteBack:
         write.link, write.ticket = link, ticket
 
     def _begun(self, write: Write) -> None:
-        self._backlog.begin(write)
+        self._backlog.begin()
         write.copy = self._commit.begun(write.token, write.settled)
 
     def _written(self, write: Write, row: int, slot: Slot, outcome: Outcome) -> None:
