@@ -36,9 +36,10 @@ DEMAND = range(1, 25)  # conversations: 192 MiB, more than the host tier holds
 PREFETCHED = range(101, 133)  # 256 MiB
 PAUSE_S = 0.006  # mean, between two gets
 ASK_EVERY_S = 0.005  # often enough that the queue never runs dry
+# LRU, so that every get of a cycle that is larger than DRAM finds its blocks on NVMe.
 SETTINGS = (
     "host.capacity=160MiB", "host.staging=32MiB", "host.arena=16MiB", "nvme.capacity=1GiB", "nvme.slab=128MiB",
-    "limits.staging_per_client=16MiB",
+    "limits.staging_per_client=16MiB", "host.policy=lru",
 )  # fmt: skip
 
 

@@ -136,6 +136,9 @@ class InPlacePut:
             if arena is None or offset + self._slot_bytes > len(arena):
                 return None
             places.append((arena, offset))
+        for arena_id in set(granted.arena_ids):
+            offsets = [at for which, at in zip(granted.arena_ids, granted.offsets, strict=True) if which == arena_id]
+            self._connection.writable.enter(arena_id, offsets, self._slot_bytes)
         return reserved
 
     def _answer(self, call: PendingCall) -> wire.ReserveSlotsReply | None:

@@ -83,20 +83,29 @@ def map_present(arena: Bytes, descriptor: int, is_wanted: Callable[[], bool], re
 
     A first read of an arena takes about twice a later one. But reading where there is no page makes one, which counts
     against the daemon's capacity: an arena may have been emptied by now, and its memory be in use elsewhere. So the
-    kernel is asked, slice by slice, shortly before.
+    kernel is asked, slice by slice, shortly before: page by page, since SEEK_HOLE walks to the end of the data, which
+    takes 0.5 ms in 64 MiB.
     """
     offset = done_bytes = 0
     with contextlib.suppress(OSError):  # ENXIO: nothing but holes to the end
         while is_wanted():
             offset = os.lseek(descriptor, offset, os.SEEK_DATA)
             began = time.monotonic()
-            end = min(os.lseek(descriptor, offset, os.SEEK_HOLE), offset + SLICE_BYTES)
+            end = _data_end(descriptor, offset, min(offset + SLICE_BYTES, len(arena)))
             if not _madvise(arena, offset, end - offset, MADV_POPULATE_READ):
                 break
             done_bytes += end - offset
             offset = end
             time.sleep(rest * (time.monotonic() - began))
     return done_bytes
+
+
+def _data_end(descriptor: int, offset: int, limit: int) -> int:
+    """Where the pages that exist from `offset` on end, at most `limit`."""
+    with contextlib.suppress(OSError):  # ENXIO: nothing but holes to the end
+        while offset < limit and os.lseek(descriptor, offset, os.SEEK_DATA) == offset:
+            offset += mmap.PAGESIZE
+    return offset
 
 
 def _madvise(memory: Bytes, offset: int, length: int, advice: int) -> bool:

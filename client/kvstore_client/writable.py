@@ -10,8 +10,12 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from kvstore_client.handshake import Handshake
-from kvstore_client.memory import Bytes, map_read_write
+from kvstore_client.memory import Bytes, map_read_write, populate
+
+ENTERED_BYTES = 64 * 1024  # for each of these an arena remembers whether its pages were entered into the page table
 
 
 class WritableArenas:
@@ -21,6 +25,7 @@ class WritableArenas:
         self._handshake = handshake
         self._announced = announced
         self._mapped: dict[int, Bytes] = {}
+        self._entered: dict[int, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
         self._lock = threading.Lock()
         self.is_offered = is_offered
 
@@ -38,6 +43,19 @@ class WritableArenas:
             return None
         descriptor, size_bytes = granted
         return self._map(arena_id, descriptor, size_bytes)
+
+    def enter(self, arena_id: int, offsets: Sequence[int], length: int) -> None:
+        """Enter the pages of slots into our page table, the first time that they are written: in one call for all they
+        take a quarter of the time of one fault a page. Each slot is `length` bytes."""
+        arena = self._mapped[arena_id]
+        entered = self._entered.setdefault(arena_id, np.zeros(-(-len(arena) // ENTERED_BYTES), np.bool_))
+        fresh = []
+        for offset in offsets:
+            pieces = entered[offset // ENTERED_BYTES : -(-(offset + length) // ENTERED_BYTES)]
+            if not pieces.all():
+                pieces[:] = True
+                fresh.append((offset, length))
+        populate(arena, fresh)
 
     def map_announced(
         self, descriptors: contextlib.ExitStack, timeout_s: float, most_bytes: int
