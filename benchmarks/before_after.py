@@ -87,8 +87,7 @@ def _compare(name: str, trees: dict[str, Path], rounds: int, full: bool) -> list
         for side in order:
             started = time.monotonic()
             for row in _run(name, trees[side], full):
-                key = f"{row['name']} / {row['baseline_name']}"
-                figure = figures.setdefault(key, Figure(_more_is_better(row), row["unit"]))
+                figure = figures.setdefault(row["name"], Figure(_more_is_better(row), row["unit"]))
                 figure.values[side].append(float(row["value"]))
             progress(f"{name}, {side}: {time.monotonic() - started:.0f} s")
     return [
@@ -115,13 +114,13 @@ def _run(name: str, tree: Path, full: bool) -> list[dict[str, Any]]:
 
 
 def _more_is_better(row: dict[str, Any]) -> bool:
-    return bool(row["bound"] == ">=" or row["unit"].endswith("/s"))
+    return bool(row.get("bound") == ">=" or row["unit"].endswith("/s"))
 
 
 def _line(row: dict[str, Any]) -> str:
     values = [" ".join(f"{value:.4g}" for value in row[side]) for side in ("before", "after")]
     return (
-        f"{row['benchmark']:22} {row['row']:60.60} best {row['best']:.2f}x  median {row['median']:.2f}x  "
+        f"{row['benchmark']:22} {row['row']:40.40} best {row['best']:.2f}x  median {row['median']:.2f}x  "
         f"spread {row['spread']:.2f}  [{values[0]}] -> [{values[1]}] {row['unit']}"
     )
 

@@ -24,7 +24,16 @@ from kvstore_client.handshake import PROTOCOL_VERSION, GrantedArena, Handshake, 
 from kvstore_client.keys import KeyChains
 from kvstore_client.loan import Loan
 from kvstore_client.lookup_index import IndexSource
-from kvstore_client.memory import READ_REST, WRITTEN_REST, Bytes, map_present, map_read_only, map_read_write, prefault
+from kvstore_client.memory import (
+    READ_REST,
+    WRITTEN_REST,
+    Bytes,
+    EnteredPages,
+    map_present,
+    map_read_only,
+    map_read_write,
+    prefault,
+)
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
 from kvstore_client.stream import Stream
 from kvstore_client.transport.base import Transport
@@ -131,21 +140,21 @@ class Connection:
     def _prefault(self) -> None:
         """Map what will be read and written before it is needed: an engine that starts has its model to load."""
         with contextlib.ExitStack() as descriptors:
-            mapped: list[tuple[Bytes, int, int]] = []
+            mapped: list[tuple[Bytes, int, int, EnteredPages | None]] = []
             if self.staging is not None:
                 written = self.writable.map_announced(descriptors, PREFAULT_GRANT_TIMEOUT_S, PREFAULT_ARENAS_BYTES)
-                mapped += [(*each, WRITTEN_REST) for each in written]
-            mapped += [(*each, READ_REST) for each in self._map_arenas(descriptors)]
+                mapped += [(arena, descriptor, WRITTEN_REST, entered) for arena, descriptor, entered in written]
+            mapped += [(*each, READ_REST, None) for each in self._map_arenas(descriptors)]
             if self.staging is not None:
                 prefault(self.staging, lambda: not self._dead)
-            left_bytes = sum(len(arena) for arena, _, _ in mapped)
+            left_bytes = sum(len(arena) for arena, *_ in mapped)
             for pause_s in PREFAULT_PAUSES_S:  # a daemon that has just begun is touching its arenas meanwhile
                 if self._dead or not left_bytes:
                     return
                 time.sleep(pause_s)
                 left_bytes = 0
-                for arena, descriptor, rest in mapped:
-                    left_bytes += len(arena) - map_present(arena, descriptor, lambda: not self._dead, rest)
+                for arena, descriptor, rest, entered in mapped:
+                    left_bytes += len(arena) - map_present(arena, descriptor, lambda: not self._dead, rest, entered)
 
     def _map_arenas(self, descriptors: contextlib.ExitStack) -> Iterator[tuple[Bytes, int]]:
         """Arenas that were announced and are not mapped yet, each with a descriptor of it until the stack ends."""

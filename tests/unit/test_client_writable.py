@@ -6,9 +6,11 @@ import ctypes
 import os
 
 from kvstore_client.handshake import GrantedArena
-from kvstore_client.writable import ENTERED_BYTES, WritableArenas
+from kvstore_client.memory import EnteredPages
+from kvstore_client.writable import WritableArenas
 
-ARENA, SIZE_BYTES = 7, 16 * ENTERED_BYTES
+PIECE = EnteredPages.PIECE_BYTES
+ARENA, SIZE_BYTES = 7, 16 * PIECE
 PUNCH_HOLE = 0x02 | 0x01  # and keep the size
 
 
@@ -36,12 +38,12 @@ def test_the_pages_of_slots_are_entered_once_and_no_others() -> None:
     daemon = OneArena()
     arenas = WritableArenas(daemon, is_offered=True, announced=[])  # type: ignore[arg-type]
     assert arenas.arena(ARENA, 1.0) is not None
-    slot = 2 * ENTERED_BYTES + 4096
-    arenas.enter(ARENA, [4096, 6 * ENTERED_BYTES], slot)
+    slot = 2 * PIECE + 4096
+    arenas.enter(ARENA, [4096, 6 * PIECE], slot)
     assert daemon.present_bytes == 2 * slot
     daemon.empty()
-    arenas.enter(ARENA, [6 * ENTERED_BYTES, 4096], slot)
+    arenas.enter(ARENA, [6 * PIECE, 4096], slot)
     assert daemon.present_bytes == 0
-    arenas.enter(ARENA, [12 * ENTERED_BYTES], slot)
+    arenas.enter(ARENA, [12 * PIECE], slot)
     assert daemon.present_bytes == slot
     os.close(daemon.descriptor)
