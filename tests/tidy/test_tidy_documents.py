@@ -124,6 +124,23 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", list(documents()), ids=relative)
+def test_links_lead_to_a_heading(document: Path) -> None:
+    """`[limits](degraded.md#limits)`: the page has a heading that GitHub gives this anchor."""
+    links = re.findall(r"\]\((?!https?://)([^)#\s]*\.md|)#([^)\s]+)\)", document.read_text())
+    assert [
+        f"{target}#{anchor}"
+        for target, anchor in links
+        if anchor not in _anchors(document.parent / target if target else document)
+    ] == []
+
+
+def _anchors(document: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", list(documents()), ids=relative)
 def test_named_files_exist(document: Path) -> None:
     """`kvstore/kvstored/lifecycle.py` in a document is a file of the tree."""
     roots = "proto|tiers|kvstore|client|engine|tests|benchmarks|demo|docs|deploy"
