@@ -44,10 +44,10 @@ class _Echo:
 @contextlib.asynccontextmanager
 async def _listening(application: Application) -> AsyncIterator[tuple[int, Listener]]:
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        listener = Listener(application, bound, 1.0)  # type: ignore[arg-type]  # any application
+        listener = Listener(application, bound, 1.0)
         serving = asyncio.create_task(listener.run_until_stopped())
         yield bound.getsockname()[1], listener
-        listener.stop()
+        listener.should_exit = True
         await serving
 
 

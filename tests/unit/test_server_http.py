@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.batching import BeamSettings, Finished, Token, Usage
-from kvstore_engine.server import exchange
+from kvstore_engine.server import body as request_body
 from kvstore_engine.server.api_errors import ApiError, overloaded
-from kvstore_engine.server.app import Application
-from kvstore_engine.server.engine_client import Answering
-from kvstore_engine.server.forms import ChatForm
+from kvstore_engine.server.app import application
+from kvstore_engine.server.engine_client import EventQueue
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.messages import Ask
 from kvstore_engine.server.metrics import Metrics
+from kvstore_engine.server.renderers import ChatRenderer
 from kvstore_engine.server.service import ServedModel, Service
 from tests.reference.asgi_client import Response, call
 from tests.reference.tiny_llama import write_tiny_llama
@@ -48,16 +48,16 @@ class _Engine:
     asks: list[Ask] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
 
-    def submit(self, asks: Sequence[Ask]) -> Answering:
+    def submit(self, asks: Sequence[Ask]) -> EventQueue:
         self.asks += asks
-        answering = Answering()
+        queue = EventQueue()
         if self.refusal is not None:
-            answering.put(self.refusal)
+            queue.put(self.refusal)
         elif not self.silent:
             for ask in asks:
                 for events in self.script(ask):
-                    answering.put(events)
-        return answering
+                    queue.put(events)
+        return queue
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         self.cancelled += request_ids
@@ -85,7 +85,7 @@ def _service(model: ServedModel, engine: _Engine | None = None, keys: KeyRing | 
 
 
 def _post(service: Service, path: str, body: Any, **options: Any) -> Response:
-    return asyncio.run(call(Application(service), "POST", path, body, **options))
+    return asyncio.run(call(application(service), "POST", path, body, **options))
 
 
 def _events(response: Response) -> list[Any]:
@@ -142,7 +142,7 @@ def test_a_beam_search_is_asked_for(model: ServedModel, fields: dict[str, Any], 
 
 def test_what_a_step_brought_is_sent_in_one_piece(model: ServedModel) -> None:
     engine = _Engine(lambda ask: [[event for step in _two_tokens(ask) for event in step]])
-    application = Application(_service(model, engine))
+    app = application(_service(model, engine))
     sent: list[Any] = []
 
     async def run() -> None:
@@ -154,10 +154,11 @@ def test_what_a_step_brought_is_sent_in_one_piece(model: ServedModel) -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        await application({"type": "http", "method": "POST", "path": _COMPLETIONS, "headers": []}, receive, send)
+        await app({"type": "http", "method": "POST", "path": _COMPLETIONS, "headers": []}, receive, send)
 
     asyncio.run(run())
-    assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 2]
+    assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 3]
+    assert sent[-1]["body"] == b""  # the end of the stream
 
 
 def test_completions_take_lists_echo_and_logprobs(model: ServedModel) -> None:
@@ -202,10 +203,10 @@ def _saying(text: str) -> dict[str, Any]:
 def test_a_call_that_is_followed_by_a_full_context_was_cut_off(model: ServedModel) -> None:
     call = '<tool_call>{"name": "f"}</tool_call>'
     for reason, said in (("end", "tool_calls"), ("stop", "tool_calls"), ("length", "length"), ("context", "length")):
-        form = ChatForm(model, 1, with_logprobs=False, reads_calls=True)
-        form.chunks(0, Token("a", 0, 3, call))
-        form.chunks(0, Finished("a", 0, reason, _USAGE))  # type: ignore[arg-type]  # one of the reasons
-        assert form.choice(0)["finish_reason"] == said
+        renderer = ChatRenderer(model, 1, with_logprobs=False, reads_calls=True)
+        renderer.chunks(0, Token("a", 0, 3, call))
+        renderer.chunks(0, Finished("a", 0, reason, _USAGE))  # type: ignore[arg-type]  # one of the reasons
+        assert renderer.choice(0)["finish_reason"] == said
 
 
 def test_a_request_that_the_engine_refuses_keeps_its_status_in_a_stream(model: ServedModel) -> None:
@@ -237,15 +238,15 @@ def test_a_client_that_leaves_cancels(model: ServedModel, stream: bool) -> None:
     async def run() -> None:
         leaves = asyncio.Event()
         body = {"messages": _MESSAGES, "stream": stream}
-        request = asyncio.create_task(call(Application(service), "POST", _CHAT, body, leaves=leaves))
+        request = asyncio.create_task(call(application(service), "POST", _CHAT, body, leaves=leaves))
         while not engine.asks:
             await asyncio.sleep(0)
         leaves.set()
-        assert (await request).status == 0
+        assert (await request).status == 499
 
     asyncio.run(run())
     assert engine.cancelled == [engine.asks[0].id]
-    assert service.metrics.disconnects == 1
+    assert "kvengine_disconnects_total 1.0" in service.metrics.text(engine, None).decode()  # type: ignore[arg-type]
 
 
 def test_while_the_engine_restarts_requests_are_told_to_come_back(model: ServedModel) -> None:
@@ -257,7 +258,7 @@ def test_while_the_engine_restarts_requests_are_told_to_come_back(model: ServedM
     response = _post(_service(model, client), _CHAT, {"messages": _MESSAGES})  # type: ignore[arg-type]
     assert response.status == 503
     assert int(response.headers["retry-after"]) >= 1
-    health = asyncio.run(call(Application(_service(model, client)), "GET", "/health"))  # type: ignore[arg-type]
+    health = asyncio.run(call(application(_service(model, client)), "GET", "/health"))  # type: ignore[arg-type]
     assert (health.status, health.json()["status"]) == (503, "unavailable")
 
 
@@ -272,7 +273,7 @@ def test_an_answer_that_is_cut_off_at_the_end_is_told_so(model: ServedModel) -> 
     service = _service(model, engine)
 
     async def run() -> Response:
-        request = asyncio.create_task(call(Application(service), "POST", _CHAT, {"messages": _MESSAGES}))
+        request = asyncio.create_task(call(application(service), "POST", _CHAT, {"messages": _MESSAGES}))
         while not engine.asks:
             await asyncio.sleep(0)
         service.is_draining.set()
@@ -282,6 +283,61 @@ def test_an_answer_that_is_cut_off_at_the_end_is_told_so(model: ServedModel) -> 
     response = asyncio.run(run())
     assert (response.status, response.json()["error"]["code"]) == (503, "engine_unavailable")
     assert engine.cancelled == [engine.asks[0].id]
+
+
+def test_a_stream_that_is_cut_off_at_the_end_says_so(model: ServedModel) -> None:
+    engine = _Engine(lambda ask: [[Token(ask.id, 0, 3, "a")]])
+    service = _service(model, engine)
+
+    async def run() -> Response:
+        body = {"messages": _MESSAGES, "stream": True}
+        request = asyncio.create_task(call(application(service), "POST", _CHAT, body))
+        for _ in range(20):
+            await asyncio.sleep(0)  # the first token is sent by then
+        service.is_draining.set()
+        request.cancel()
+        return await request
+
+    response = asyncio.run(run())
+    assert response.status == 200
+    assert _events(response)[-1]["error"]["code"] == "engine_unavailable"
+    assert engine.cancelled == [engine.asks[0].id]
+
+
+def test_a_body_that_is_cut_off_at_the_end_is_told_so(model: ServedModel) -> None:
+    service, sent = _service(model), list[Any]()
+
+    async def run() -> None:
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": _CHAT, "headers": []}
+        request = asyncio.create_task(application(service)(scope, asyncio.Event().wait, send))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        service.is_draining.set()
+        request.cancel()
+        await request
+
+    asyncio.run(run())
+    assert (sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]) == (503, "engine_unavailable")
+
+
+def test_an_error_that_nobody_thought_of_is_an_error_of_the_server(model: ServedModel) -> None:
+    service, sent = _service(model, _Engine(lambda ask: 1 / 0)), list[Any]()  # type: ignore[arg-type, return-value]
+    body = json.dumps({"messages": _MESSAGES}).encode()
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": _CHAT, "headers": []}
+    with pytest.raises(ZeroDivisionError):  # for uvicorn, which logs it
+        asyncio.run(application(service)(scope, receive, send))
+    assert (sent[0]["status"], json.loads(sent[1]["body"])["error"]["type"]) == (500, "server_error")
+    metrics = service.metrics.text(service.engine, None).decode()
+    assert f'kvengine_responses_total{{path="{_CHAT}",status="500"}} 1.0' in metrics
 
 
 _BAD_CHATS: list[tuple[dict[str, Any], str]] = [
@@ -356,6 +412,24 @@ def test_a_malformed_chat_is_the_callers_mistake(model: ServedModel, fields: dic
 
 
 @pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"messges": _MESSAGES}, "messages is missing; is 'messges' meant for it?"),
+        ({"messages": [*_MESSAGES, {"role": "king"}]}, "messages[1].role must be 'system', 'developer', 'user'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content must be text"),
+        ({"messages": _MESSAGES, "n": 65}, "n must be at most 64, got 65"),
+        ({"messages": _MESSAGES, "seed": True}, "seed must be an integer, got a boolean"),
+        ({"messages": _MESSAGES, "stop": {}}, "stop must be a string or a list of strings"),
+        ({"messages": _MESSAGES, "stream_options": {"x": 1}}, "unknown field 'stream_options.x'"),
+        ({"messages": _MESSAGES, "\ud800": 1}, "the body must be Unicode text"),
+    ],
+    ids=lambda value: str(value)[:40].encode(errors="replace").decode(),
+)
+def test_an_error_names_the_field_and_what_it_must_be(model: ServedModel, fields: dict[str, Any], says: str) -> None:
+    assert _post(_service(model), _CHAT, fields).json()["error"]["message"].startswith(says)
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({}, "prompt"),
@@ -415,7 +489,7 @@ def test_a_body_that_is_too_large_is_not_read(model: ServedModel) -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT_S", 0.0)
     sent: list[Any] = []
 
     async def never() -> Any:
@@ -425,17 +499,17 @@ def test_a_body_that_does_not_come_is_not_waited_for(model: ServedModel, monkeyp
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": _CHAT, "headers": []}
-    asyncio.run(Application(_service(model))(scope, never, send))
+    asyncio.run(application(_service(model))(scope, never, send))
     assert sent[0]["status"] == 408
 
 
 def test_paths_and_methods(model: ServedModel) -> None:
-    application = Application(_service(model))
-    assert asyncio.run(call(application, "GET", "/v1/nothing")).status == 404
-    wrong = asyncio.run(call(application, "GET", _CHAT))
+    app = application(_service(model))
+    assert asyncio.run(call(app, "GET", "/v1/nothing")).status == 404
+    wrong = asyncio.run(call(app, "GET", _CHAT))
     assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
-    assert asyncio.run(call(application, "GET", "/v1/models/nothing")).json()["error"]["code"] == "model_not_found"
-    assert asyncio.run(call(application, "GET", "/v1/models/tiny")).json()["id"] == "tiny"
+    assert asyncio.run(call(app, "GET", "/v1/models/nothing")).json()["error"]["code"] == "model_not_found"
+    assert asyncio.run(call(app, "GET", "/v1/models/tiny")).json()["id"] == "tiny"
 
 
 def test_keys_decide_tenant_and_priority(model: ServedModel, tmp_path: Path) -> None:
@@ -454,5 +528,5 @@ def test_keys_decide_tenant_and_priority(model: ServedModel, tmp_path: Path) -> 
     assert [(ask.tenant, ask.priority) for ask in engine.asks] == [("anna", 3), ("anna", 3), ("anna", -2), ("bert", 0)]
     for wrong in ("", "Bearer", "Bearer x", "key-of-anna", "Basic key-of-anna"):
         assert ask(wrong) == 401
-    assert asyncio.run(call(Application(service), "GET", "/health")).status == 200
-    assert asyncio.run(call(Application(service), "GET", "/metrics")).status == 401
+    assert asyncio.run(call(application(service), "GET", "/health")).status == 200
+    assert asyncio.run(call(application(service), "GET", "/metrics")).status == 401

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import pytest
 
-from kvstore_engine.server.access_log import log_access
-from kvstore_engine.server.exchange import Exchange
+from kvstore_engine.server.middleware import log_access
 from kvstore_engine.server.store_watch import StoreWatch
 
 
@@ -41,16 +39,16 @@ def test_without_a_session_nothing_is_known() -> None:
     watch.close()
 
 
-def test_a_request_leaves_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    async def nothing(*_: object) -> None:
-        return None
+class _Answers:
+    def total_usage(self) -> dict[str, int]:
+        return {"prompt_tokens": 12, "completion_tokens": 34}
 
-    exchange = Exchange({"method": "POST", "path": "/v1/completions\x1b[2J", "headers": []}, nothing, nothing)  # type: ignore[arg-type]
-    exchange.status, exchange.usage = 200, {"prompt_tokens": 12, "completion_tokens": 34}
+
+def test_a_request_leaves_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    scope = {"method": "POST", "path": "/v1/completions\x1b[2J", "state": {"answers": _Answers()}}
     with caplog.at_level(logging.INFO, "kvengine.access"):
-        log_access(exchange, time.perf_counter())
-        exchange.status, exchange.usage = 0, {}
-        log_access(exchange, time.perf_counter())
+        log_access(scope, 200, 0.5)
+        log_access({**scope, "state": {}}, 499, 0.5)
     first, second = (record.message for record in caplog.records)
-    assert first.startswith("POST /v1/completions\\x1b[2J: 200 in ") and first.endswith("ms, 12 + 34 tokens")
-    assert ": 499 in " in second
+    assert first == "POST /v1/completions\\x1b[2J: 200 in 500 ms, 12 + 34 tokens"
+    assert second.endswith(": 499 in 500 ms")

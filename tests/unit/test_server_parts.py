@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore_engine.batching import Event, Finished, Request, Token, Usage
 from kvstore_engine.cli import serve_arguments
@@ -26,7 +27,7 @@ from kvstore_engine.server.engine_client import EngineClient
 from kvstore_engine.server.engine_loop import EngineLoop
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.messages import Ask, events_headers, unpack_events
-from kvstore_engine.server.metrics import Histogram, Metrics
+from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.server.options import EngineOptions
 from kvstore_engine.server.run import _bound, _on_signals
 from kvstore_engine.server.sessions import MAX_SESSIONS, TenantSessions, fingerprint_for
@@ -45,7 +46,7 @@ from tests.reference.tiny_llama import write_tiny_llama
         ("good-key-1 anna high\n", "priority must be an integer"),
         ("good-key-1 anna 5000\n", "-1000 to 1000"),
         ("good-key-1 anna 1 2\n", "4 words"),
-        ("good-key-1 anna\ngood-key-1 bert\n", "line 2: this key stands"),
+        ("good-key-1 anna\ngood-key-1 bert\n", "line 2: this key is"),
         (f"good-key-1 {'a' * 65}\n", "at most 64 printable"),
         ("good-key-1 an\x1b[31mna\n", "line 1: a tenant's name"),
     ],
@@ -157,28 +158,45 @@ def test_no_character_of_an_answer_is_lost(answer: str, size: int) -> None:
     assert text == answer
 
 
-def test_a_histogram_counts_up_to_each_bound() -> None:
-    histogram = Histogram((1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 9.0):
-        histogram.observe(value)
-    assert list(histogram.lines("h")) == [
-        'h_bucket{le="1.0"} 2',
-        'h_bucket{le="2.0"} 3',
-        'h_bucket{le="+Inf"} 4',
-        "h_sum 12.0",
-        "h_count 4",
-    ]
+_STATUS = {
+    "counters": {"steps": 7, "step_s": 0.5, "preemptions": 2, "swaps": 1},
+    "pool": {"blocks": 64, "free_blocks": 60},
+    "worker": {"deaths": 3},
+    "sequences": {"running": 2, "waiting": 1},
+    "kvstore": "connected",
+}
 
 
-def test_metrics_name_each_family_once() -> None:
+def test_metrics_are_what_a_prometheus_server_reads() -> None:
     metrics = Metrics()
-    metrics.answered(Finished("a", 0, "end", Usage(prompt_tokens=5, generated_tokens=2, tpot_s=0.1, ttft_s=0.1)))
-    metrics.answered(Finished("a", 1, "end", Usage(prompt_tokens=5, generated_tokens=2, tpot_s=0.1, ttft_s=0.1)))
-    lines = metrics.text(None, {"engine_ready": (1, "x")}).splitlines()
-    families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
-    assert len(families) == len(set(families))
-    assert 'kvengine_tokens_total{kind="prompt"} 5' in lines  # one prompt, whatever the number of its answers
-    assert 'kvengine_tokens_total{kind="generated"} 4' in lines
+    for index in (0, 1):  # one prompt, whatever the number of its answers
+        usage = Usage(prompt_tokens=5, generated_tokens=2, tpot_s=0.1, ttft_s=0.1)
+        metrics.answered(Finished("a", index, "end", usage))
+    metrics.responded("/health", 200)
+    families = list(
+        text_string_to_metric_families(metrics.text(EngineClient(EngineOptions("m.gguf")), _STATUS).decode())
+    )
+    assert len({family.name for family in families}) == len(families) == 21
+    samples = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+    assert not any(name.endswith("_created") for name, *_ in samples)
+    expected = {
+        ("responses_total", "/health", "200"): 1,
+        ("answers_total", "end"): 2,
+        ("tokens_total", "prompt"): 5,
+        ("tokens_total", "generated"): 4,
+        ("disconnects_total",): 0,
+        ("time_per_output_token_seconds_bucket", "0.075"): 0,
+        ("time_per_output_token_seconds_bucket", "0.1"): 2,
+        ("queue_seconds_count",): 2,
+        ("engine_ready",): 0,
+        ("steps_total",): 7,
+        ("step_seconds_total",): 0.5,
+        ("worker_deaths_total",): 3,
+        ("sequences_waiting",): 1,
+        ("pool_free_blocks",): 60,
+        ("kvstore_connected",): 1,
+    }
+    assert {name: samples[f"kvengine_{name[0]}", *name[1:]] for name in expected} == expected
 
 
 class _Session:

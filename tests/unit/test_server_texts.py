@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore_engine.server import texts
-from kvstore_engine.server.app import Application
+from kvstore_engine.server.app import application
 from kvstore_engine.server.engine_client import EngineClient
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.metrics import Metrics
@@ -29,7 +29,7 @@ def _service(model: ServedModel) -> Service:
 
 
 def _post(service: Service, path: str, body: Any) -> Response:
-    return asyncio.run(call(Application(service), "POST", path, body))
+    return asyncio.run(call(application(service), "POST", path, body))
 
 
 def test_more_text_than_is_tokenised_at_once_is_refused(model: ServedModel) -> None:

@@ -1,36 +1,34 @@
 """The answers to one HTTP request, as the engine's events bring them.
 
-Owns which event belongs to which choice, when all have ended, and that the engine hears of it when nobody waits any
-more. It never writes JSON or HTTP.
+Owns which event belongs to which choice, when all have ended, and that the engine stops when the client has left. It
+never writes JSON or HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeAlias
 
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
 from kvstore_engine.batching import Event, Finished, Usage
-from kvstore_engine.server.api_errors import failed
+from kvstore_engine.server.api_errors import failed, unavailable
 from kvstore_engine.server.messages import Ask
 from kvstore_engine.server.service import Service
 
-Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Step: TypeAlias = list[tuple[int, Event]]
-
-
-class ClientGone(Exception):
-    """Nobody waits for this answer any more."""
 
 
 class Answers:
     """Choice i of the j-th of `asks` has the index that it would have in a list of all of them."""
 
     def __init__(self, service: Service, asks: Sequence[Ask], receive: Receive) -> None:
-        """Submit. ApiError 503 while there is no engine. `receive` tells when the client leaves."""
+        """Submit. ApiError 503 while there is no engine. `receive` returns once the client has left."""
         self._service = service
-        self._answering = service.engine.submit(asks)
+        self._events = service.engine.submit(asks)
         self._receive = receive
         self._first = {}
         self._open = 0
@@ -42,21 +40,25 @@ class Answers:
         self.usage: list[Usage] = [Usage()] * self.count
         self._leaders = frozenset(self._first.values())
 
-    async def steps(self) -> AsyncIterator[Step]:
+    async def steps(self) -> AsyncGenerator[Step]:
         """The events of each step with their choices, until all have ended.
 
-        ApiError if the request is refused or fails, ClientGone if the client leaves; what still runs is cancelled.
+        ApiError if the request is refused, fails, or is cut off by the server's end; ClientDisconnect if the client
+        leaves. What still runs is cancelled.
         """
         watcher = asyncio.create_task(self._watch())
         try:
             while self._open:
-                events = await self._answering.next()
+                events = await self._events.next()
                 if events is None:
-                    raise ClientGone
+                    self._service.metrics.disconnected()
+                    raise ClientDisconnect
                 yield [self._placed(event) for event in events]
-        except ClientGone:
-            self._service.metrics.disconnects += 1
-            raise
+        except asyncio.CancelledError:
+            if not self._service.is_draining.is_set():
+                raise
+            # uvicorn cancels what runs when the time to drain is over: the client gets an error with what it has.
+            raise unavailable("the server ended before the answer was complete") from None
         finally:
             watcher.cancel()
             self._service.engine.cancel([request_id for request_id, left in self._left.items() if left])
@@ -98,12 +100,12 @@ class Answers:
             raise failed(event.message or "the answer was cut off by the engine")
 
     async def _watch(self) -> None:
-        """The body has been read: the next thing that the client says is that it has left."""
+        """The body has been read: what comes next is the client's end."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._answering.put(None)
+        self._events.put(None)
 
 
 def finish_reason(event: Finished) -> str:
-    """In OpenAI's words: a full context is a length, a model's own end is a stop."""
+    """OpenAI's name for it: "length" also for a full context, "stop" for the model's own end."""
     return "length" if event.reason in ("length", "context") else "stop"

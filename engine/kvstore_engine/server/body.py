@@ -1,127 +1,139 @@
-"""Reads a request's JSON: every field is checked where it is taken, and a field nobody took is an error.
+"""From a request to a pydantic model of its fields; what the model refuses becomes an error in OpenAI's form.
 
-Owns what "an integer from 1 to 64" means and how its absence is told. It never knows what a field is for.
+Owns the types that models of bodies are made of, and the wording of errors: the field, what is wrong with it, and never
+a text that the request holds. `null` counts as absent, as in OpenAI's API.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Collection
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, ValidationInfo
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
 
 from kvstore_engine.server.api_errors import ApiError, invalid
 
-_MOST_SHOWN = 40  # characters
+M = TypeVar("M", bound=BaseModel)
+BODY_TIMEOUT_S = 120.0
+_MOST_SHOWN = 40  # characters of a number: it may have thousands of digits
+_REASONS = {
+    "string_type": "must be a string, got {got}",
+    "bool_type": "must be true or false, got {got}",
+    "int_type": "must be an integer, got {got}",
+    "float_type": "must be a number, got {got}",
+    "finite_number": "must be a finite number",
+    "list_type": "must be a list, got {got}",
+    "dict_type": "must be an object, got {got}",
+    "model_type": "must be an object, got {got}",
+    "greater_than_equal": "must be at least {ge}, got {got}",
+    "less_than_equal": "must be at most {le}, got {got}",
+    "literal_error": "must be {expected}",
+    "missing": "is missing",
+    "string_unicode": "must be Unicode text",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "too_long": "takes at most {max_length} items",
+    "value_error": "{error}",
+}
+_KINDS = {bool: "a boolean", str: "a string", list: "a list", dict: "an object", int: "a number", float: "a number"}
 
 
-def parse(raw: bytes) -> dict[str, Any]:
-    """The object in `raw`. ApiError 400 for anything else."""
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, Field(strict=True), BeforeValidator(_whole)]
+"""An integer; 2.0 is one in JSON, true and "2" are not."""
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Text = Annotated[str, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+def unsupported(why: str, *neutral: object) -> AfterValidator:
+    """Of a field that this server does not have: only a value that changes nothing is accepted."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value not in neutral:
+            raise not_supported(str(info.field_name), why)
+        return value
+
+    return AfterValidator(check)
+
+
+def not_supported(name: str, why: str) -> ApiError:
+    return invalid(f"{name} is not supported: {why}", name, code="unsupported_parameter")
+
+
+async def read_fields(request: Request, most_bytes: int) -> dict[str, Any]:
+    """The fields of the object that the body is. ApiError 400 for anything else, 413 if it is larger than `most_bytes`,
+    without reading the rest, 408 if it takes too long to arrive.
+    """
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            raw = await _whole_body(request, most_bytes)
+    except TimeoutError:
+        message = f"the body was not complete within {BODY_TIMEOUT_S:g} s"
+        raise ApiError(408, message, code="request_timeout") from None
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         raise invalid("the body is not valid JSON") from None
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object")
-    return value
+    return {name: field for name, field in value.items() if field is not None}
 
 
-class Body:
-    """One object's fields. `null` counts as absent, as in OpenAI's API."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self._fields = {name: value for name, value in fields.items() if value is not None}
-
-    def take(self, name: str) -> Any:
-        """The field as it is; None if absent."""
-        return self._fields.pop(name, None)
-
-    def text(self, name: str) -> str | None:
-        value = self.take(name)
-        if value is not None and not isinstance(value, str):
-            raise invalid(f"{name} must be a string, got {_kind(value)}", name)
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self.take(name)
-        if value is not None and not isinstance(value, bool):
-            raise invalid(f"{name} must be true or false, got {_kind(value)}", name)
-        return bool(value)
-
-    def integer(self, name: str, least: int, most: int) -> int | None:
-        value = self.take(name)
-        if value is None:
-            return None
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise invalid(f"{name} must be an integer, got {_kind(value)}", name)
-        if not least <= value <= most:
-            raise invalid(f"{name} must be {least} to {most}, got {_shown(value)}", name)
-        return value
-
-    def number(self, name: str, least: float, most: float, default: float) -> float:
-        value = self.take(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise invalid(f"{name} must be a number, got {_kind(value)}", name)
-        if not least <= value <= most:  # nor is NaN
-            raise invalid(f"{name} must be {least:g} to {most:g}, got {_shown(value)}", name)
-        return float(value)
-
-    def strings(self, name: str, most: int) -> tuple[str, ...]:
-        """One string or a list of them."""
-        value = self.take(name)
-        if value is None:
-            return ()
-        listed = [value] if isinstance(value, str) else value
-        if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
-            raise invalid(f"{name} must be a string or a list of strings", name)
-        if len(listed) > most:
-            raise invalid(f"{name} takes at most {most} strings, got {len(listed)}", name)
-        return tuple(listed)
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        value = self.take(name)
-        if value is not None and not isinstance(value, dict):
-            raise invalid(f"{name} must be an object, got {_kind(value)}", name)
-        return value or {}
-
-    def refuse(self, name: str, neutral: Collection[object], why: str) -> None:
-        """A field that this server does not have: accepted only with a value that changes nothing."""
-        value = self.take(name)
-        if value is not None and value not in neutral:
-            raise invalid(f"{name} is not supported: {why}", name, code="unsupported_parameter")
-
-    def ignore(self, *names: str) -> None:
-        """Fields that change no answer."""
-        for name in names:
-            self.take(name)
-
-    def require(self, name: str) -> Any:
-        """As `take`, of a field that has to be there; a misspelt one is named."""
-        if name not in self._fields:
-            near = get_close_matches(name, self._fields, 1)
-            raise invalid(f"{name} is missing" + (f"; is {near[0]!r} meant for it?" if near else ""), name)
-        return self.take(name)
-
-    def end(self) -> None:
-        """ApiError if a field is left: a misspelt one must not be silently without effect."""
-        if self._fields:
-            name = min(self._fields)
-            raise invalid(f"unknown field {name!r}", name, code="unknown_parameter")
+async def _whole_body(request: Request, most_bytes: int) -> bytes:
+    """Not by Starlette's `max_body_size`: that answers in plain text."""
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdecimal():
+        raise invalid("the Content-Length header is not a number")
+    pieces, total = [], int(announced)
+    if total <= most_bytes:
+        total = 0
+        async for piece in request.stream():
+            pieces.append(piece)
+            total += len(piece)
+            if total > most_bytes:
+                break
+    if total > most_bytes:
+        raise ApiError(413, f"the body is larger than {most_bytes} bytes", code="request_too_large")
+    return b"".join(pieces)
 
 
-def _shown(number: float) -> str:
-    """A number from a request: it may have thousands of digits."""
-    text = str(number)
+def read(model: type[M], fields: dict[str, Any]) -> M:
+    """`fields` as an instance of `model`. ApiError 400 for the first that is wrong."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _mistake(error.errors(include_url=False)) from None
+
+
+def _mistake(errors: list[ErrorDetails]) -> ApiError:
+    """Of the first of `errors`. A misspelt field is named with the one that is missing for it."""
+    unknown = [str(error["loc"][-1]) for error in errors if error["type"] == "extra_forbidden"]
+    first = errors[0]
+    path = _path(first["loc"]) or "the body"
+    if first["type"] == "extra_forbidden":
+        return invalid(f"unknown field {path!r}", unknown[0], code="unknown_parameter")
+    reason = _REASONS.get(first["type"])
+    text = first["msg"] if reason is None else reason.format(got=_shown(first["input"]), **first.get("ctx", {}))
+    if first["type"] == "missing" and (near := get_close_matches(path, unknown, 1)):
+        text += f"; is {near[0]!r} meant for it?"
+    return invalid(f"{path} {text}", str(first["loc"][0]) if first["loc"] else None)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """As `messages[0].role`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return _KINDS.get(type(value), "something else")
+    text = str(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return names.get(type(value), "something else")
-
-
-__all__ = ["ApiError", "Body", "parse"]

@@ -7,67 +7,78 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from kvstore_engine.server.api_errors import invalid
-from kvstore_engine.server.asking import check_length, read_shared
-from kvstore_engine.server.body import Body
-from kvstore_engine.server.forms import CompletionForm
+from kvstore_engine.server.body import Flag, Integer, read, unsupported
 from kvstore_engine.server.frames import Int32Array
+from kvstore_engine.server.grammars import read_grammar
 from kvstore_engine.server.keys import Caller
 from kvstore_engine.server.messages import Ask
+from kvstore_engine.server.renderers import CompletionRenderer, Renderer
 from kvstore_engine.server.service import Service
+from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length
 
 MAX_PROMPTS = 64
-MAX_LOGPROBS = 20
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a request's JSON comes to: what the engine is asked, and the form of the answer."""
+    """What a request's JSON comes to: what the engine is asked, and how the answer is written."""
 
     asks: list[Ask]
-    form: Any
+    renderer: Renderer
     stream: bool
     include_usage: bool
 
 
+class CompletionBody(SharedBody):
+    """`prompt`: a text, token ids, or a list of either."""
+
+    prompt: Any
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: Flag = False
+    suffix: Annotated[Any, unsupported("this engine does not fill in the middle", "")] = None
+
+    @model_validator(mode="after")
+    def _combine_echo(self) -> CompletionBody:
+        if self.echo and self.logprobs is not None:
+            raise invalid("echo with logprobs is not supported: a prompt's log probabilities are not computed", "echo")
+        return self
+
+
 async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan:
     """Read the body. ApiError for anything that cannot be done as asked."""
-    body = Body(fields)
-    shared = await read_shared(body, caller, service, default_max_tokens=_DEFAULT_MAX_TOKENS)
-    prompts = await _prompts(body.require("prompt"), service)
-    logprobs = body.integer("logprobs", 0, MAX_LOGPROBS)
-    echo = body.flag("echo")
-    if echo and logprobs is not None:
-        raise invalid("echo with logprobs is not supported: a prompt's log probabilities are not computed", "echo")
-    body.refuse("suffix", ("",), "this engine does not fill in the middle")
-    body.end()
-    if len(prompts) * shared.n > MAX_PROMPTS:
-        raise invalid(f"{len(prompts)} prompts with n = {shared.n} are more than {MAX_PROMPTS} answers", "n")
-    decode = service.model.tokenizer.decode
-    echoes = (
-        [text if text is not None else decode(tokens.tolist()) for text, tokens in prompts]
-        if echo
-        else [""] * len(prompts)
-    )
-    form = CompletionForm(
-        service.model, [text for text in echoes for _ in range(shared.n)], with_logprobs=logprobs is not None
-    )
+    body = read(CompletionBody, fields)
+    service.model.check_name(body.model)
+    grammar = await read_grammar(body.response_format, body.structured_outputs)
+    body.check_grammar(grammar)
+    prompts = await _prompts(body.prompt, service)
+    if len(prompts) * body.n > MAX_PROMPTS:
+        raise invalid(f"{len(prompts)} prompts with n = {body.n} are more than {MAX_PROMPTS} answers", "n")
+    echoes = [_echo(text, tokens, service) if body.echo else "" for text, tokens in prompts for _ in range(body.n)]
+    renderer = CompletionRenderer(service.model, echoes, with_logprobs=body.logprobs is not None)
     asks = [
-        shared.ask(f"{form.id}-{number}", tokens, service, logprobs, param="prompt")
+        body.ask(
+            f"{renderer.id}-{number}",
+            tokens,
+            service,
+            caller,
+            param="prompt",
+            logprobs=body.logprobs,
+            grammar=grammar,
+            default_max_tokens=_DEFAULT_MAX_TOKENS,
+        )
         for number, (_, tokens) in enumerate(prompts)
     ]
-    return Plan(asks, form, shared.stream, shared.include_usage)
+    return Plan(asks, renderer, body.stream, body.include_usage)
 
 
 async def _prompts(value: Any, service: Service) -> list[tuple[str | None, Int32Array]]:
-    """A text, token ids, or a list of either."""
-    if value is None:
-        raise invalid("a prompt is needed", "prompt")
     many = value if isinstance(value, list) and value and not _is_tokens(value) else [value]
     if len(many) > MAX_PROMPTS:
         raise invalid(f"at most {MAX_PROMPTS} prompts at once, got {len(many)}", "prompt")
@@ -81,6 +92,10 @@ async def _prompt(value: Any, service: Service) -> tuple[str | None, Int32Array]
     if _is_tokens(value):
         return None, token_array(value, service, "prompt")
     raise invalid("prompt must be a string, a list of token ids, or a list of either", "prompt")
+
+
+def _echo(text: str | None, tokens: Int32Array, service: Service) -> str:
+    return service.model.tokenizer.decode(tokens.tolist()) if text is None else text
 
 
 def _is_tokens(value: Any) -> bool:

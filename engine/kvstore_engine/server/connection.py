@@ -1,9 +1,13 @@
-"""One HTTP connection: uvicorn's, with limits on what a client may take before it has asked for anything.
+"""One HTTP connection: uvicorn's over httptools, with what that lacks. It never reads a body: `body` does.
 
-Owns the size of a request's head, the time it may take to come, the time that a client may leave what is sent to it
-unread, and two things that uvicorn leaves undone: a request that offers another protocol (`Upgrade: h2c`, as Java's
-client does) keeps its body, and requests that wait behind another one on their connection end with it. It never reads a
-body: `Exchange` does.
+| uvicorn, with httptools | here |
+|---|---|
+| a head of any size, for as long as it takes | at most `MAX_HEAD_BYTES`, within `HEAD_TIMEOUT_S` |
+| a client that stops reading keeps its connection and its answer | until `WRITE_TIMEOUT_S` |
+| a request that offers another protocol (`Upgrade: h2c`, as Java's client does) loses its body | keeps it |
+| of a client with pipelined requests, the end is seen after the first answer | at once |
+
+uvicorn over h11 has a limit on the head, and none of the others.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 1 << 16
 HEAD_TIMEOUT_S = 60.0
-WRITE_TIMEOUT_S = 60.0  # for a client to take what fills a socket's buffers; until then its answer goes on
+WRITE_TIMEOUT_S = 60.0  # for a client to read what fills a socket's buffers
 _MOST_PIPELINED = 8  # requests behind the one that is answered; further ones are not read before it has ended
 _OFFER = (b"connection", b"upgrade", b"http2-settings")
 
@@ -103,7 +107,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.pipeline and len(self.pipeline) <= _MOST_PIPELINED:
             self._earlier = [cycle for cycle in [*self._earlier, previous] if not cycle.response_complete]
-            self.flow.resume_reading()  # else nobody would notice that the client leaves
+            self.flow.resume_reading()  # else the client's end would not be seen
 
     def on_chunk_header(self) -> None:
         self._incomplete_bytes = 0
@@ -141,7 +145,7 @@ class Connection(HttpToolsProtocol):
             self._write_timer = None
 
     def _leave(self) -> None:
-        """Close. What the client has not taken by now it does not get: closing would wait for that for ever."""
+        """Close. What the client has not read by now is dropped: closing would wait for that for ever."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

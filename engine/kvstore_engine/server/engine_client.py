@@ -1,10 +1,9 @@
-"""The HTTP process's end of the scheduler: starts it, starts it anew, sends requests, hands out events.
+"""The HTTP process's end of the scheduler: starts and restarts it, sends requests, distributes events.
 
 Owns the child process, its socket, and which request waits for what. It never parses HTTP.
 
-When the child dies, the requests it had are told so and end; those that come before the next child is ready are
-refused. A child that cannot start ends the server the first time and is tried again later: what was there once may
-come back.
+When the child dies, its requests fail; those that arrive before the next child is ready are refused. A child that
+cannot start ends the server the first time. Later starts are tried again: the cause may go away.
 """
 
 from __future__ import annotations
@@ -33,11 +32,13 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 _CALM_S = 60.0  # an engine that lived this long may be restarted at once again
 _END_TIMEOUT_S = 10.0
-_MOST_BEHIND = 8192  # steps; more than the socket's buffers hold, so that who reads at all is never that far behind
+_MOST_BEHIND = (
+    8192  # steps; more than the socket's buffers hold, so that no client that reads at all is that far behind
+)
 _log = logging.getLogger(__name__)
 
 
-class Answering:
+class EventQueue:
     """The events of requests that belong together: a list for each step that brought any."""
 
     def __init__(self) -> None:
@@ -45,19 +46,19 @@ class Answering:
 
     @property
     def is_behind(self) -> bool:
-        """Nobody takes what comes."""
+        """The client does not read what arrives."""
         return self._queue.qsize() >= _MOST_BEHIND
 
     def put(self, item: _Item) -> None:
         self._queue.put_nowait(item)
 
     def abandon(self) -> None:
-        """Whoever asked counts as gone; what has come is dropped."""
+        """The client counts as gone; what has arrived is dropped."""
         self._queue = asyncio.Queue()
         self.put(None)
 
     async def next(self) -> list[Event] | None:
-        """What a step brought; None once whoever asked has gone. ApiError if no more will come."""
+        """What a step brought; None once the client has left. ApiError if there will be no more."""
         item = await self._queue.get()
         if isinstance(item, ApiError):
             raise item
@@ -77,7 +78,7 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._waiting: dict[str, Answering] = {}
+        self._waiting: dict[str, EventQueue] = {}
         self._statuses: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
@@ -101,24 +102,24 @@ class EngineClient:
             raise
         self._task = asyncio.create_task(self._keep_alive())
 
-    def submit(self, asks: Sequence[Ask]) -> Answering:
+    def submit(self, asks: Sequence[Ask]) -> EventQueue:
         """Send requests that are answered together. ApiError 503 while the engine is not ready."""
         if self.state != "ready" or self._writer is None:
             raise unavailable(f"the engine is {self.state}: try again in a moment")
-        answering = Answering()
+        queue = EventQueue()
         for ask in asks:
-            self._waiting[ask.id] = answering
+            self._waiting[ask.id] = queue
             self._writer.write(frames.encode(ask.header(), frames.pack_tokens(ask.tokens)))
-        return answering
+        return queue
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        """Whoever asked has gone: nothing more is delivered, and the engine computes no more for them."""
+        """Their client has left: nothing more is delivered, and the engine computes no more for them."""
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None and self._writer is not None:
                 self._writer.write(frames.encode({"op": "cancel", "id": request_id}))
 
     async def status(self, timeout_s: float = 1.0) -> dict[str, Any] | None:
-        """What the scheduler's process says of itself; None if it does not within the time."""
+        """The scheduler's report; None if it does not arrive within the time."""
         if self.state != "ready" or self._writer is None:
             return None
         number = next(self._numbers)
@@ -132,7 +133,7 @@ class EngineClient:
             self._statuses.pop(number, None)
 
     async def close(self) -> None:
-        """End the child: it leaves when its socket closes."""
+        """End the child: it exits when its socket closes."""
         was_ready, self.state = self.state == "ready", "closed"
         if self._task is not None:
             self._task.cancel()
@@ -145,7 +146,7 @@ class EngineClient:
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # what lies in the working directory is not the engine's business
+                "-P",  # no module from the working directory
                 "-m",
                 "kvstore_engine.server.engine_process",
                 str(theirs.fileno()),
@@ -169,9 +170,9 @@ class EngineClient:
             try:
                 while (header := await self._receive()) is not None:
                     self._handle(header)
-            except (UsageError, OperationError) as error:  # it says why it gives up
+            except (UsageError, OperationError) as error:  # the reason is the child's own
                 reason = str(error)
-            except Exception as error:  # whatever it sent: without a reader no request would ever end
+            except Exception as error:  # of any kind: without a reader no request would ever end
                 reason = f"it sends nonsense: {type(error).__name__}: {error}"
             self.state, self.trouble = "restarting", f"the engine's process has ended: {reason}"
             _log.error("%s; %d requests fail; it is started again", self.trouble, len(self._waiting))
@@ -189,7 +190,7 @@ class EngineClient:
         self.restarts += 1
         try:
             await self._spawn()
-        except Exception as error:  # whatever it is: without another try no request would ever be answered
+        except Exception as error:  # of any kind: without another try no request would ever be answered
             self.trouble = str(error) or type(error).__name__
             _log.error("the engine cannot be started again: %s", error)
             await self._end()
@@ -211,9 +212,9 @@ class EngineClient:
         if "events" in header:
             self._deliver(unpack_events(header))
         elif "refused" in header:
-            answering = self._waiting.pop(header["refused"], None)
-            if answering is not None:
-                answering.put(_refusal(header))
+            queue = self._waiting.pop(header["refused"], None)
+            if queue is not None:
+                queue.put(_refusal(header))
         elif "status" in header:
             future = self._statuses.get(header["status"])
             if future is not None and not future.done():
@@ -229,32 +230,32 @@ class EngineClient:
 
     def _deliver(self, events: list[Event]) -> None:
         """Each waiting answer gets its share of a step in one piece: one wake-up, one write to its client."""
-        shares: dict[Answering, list[Event]] = {}
+        shares: dict[EventQueue, list[Event]] = {}
         for event in events:
-            answering = self._waiting.get(event.request_id)
-            if answering is not None:
-                shares.setdefault(answering, []).append(event)
-        for answering, share in shares.items():
-            if answering.is_behind:
-                self.cancel([request_id for request_id, waiting in self._waiting.items() if waiting is answering])
-                answering.abandon()
+            queue = self._waiting.get(event.request_id)
+            if queue is not None:
+                shares.setdefault(queue, []).append(event)
+        for queue, share in shares.items():
+            if queue.is_behind:
+                self.cancel([request_id for request_id, waiting in self._waiting.items() if waiting is queue])
+                queue.abandon()
             else:
-                answering.put(share)
+                queue.put(share)
 
     def forget(self, event: Finished) -> None:
-        """A request's last answer has been handed on."""
+        """A request's last answer has been delivered."""
         self._waiting.pop(event.request_id, None)
 
     def _fail_all(self, error: ApiError) -> None:
-        for answering in set(self._waiting.values()):
-            answering.put(error)
+        for queue in set(self._waiting.values()):
+            queue.put(error)
         self._waiting.clear()
         for future in self._statuses.values():
             if not future.done():
                 future.set_result({})
 
     async def _end(self, *, patiently: bool = False) -> None:
-        """The child is gone when this returns. `patiently`: it may store first what it still holds."""
+        """Returns when the child has ended. `patiently`: it may first store what it still holds."""
         if self._writer is not None:
             self._writer.close()
             self._writer = self._reader = None

@@ -1,12 +1,14 @@
 """Runs a server: the port, the processes, and how it ends.
 
 Owns the life of the HTTP process. SIGTERM or one Ctrl-C drains: nothing new is taken in, what runs may finish within
-`drain_s`, then all processes end and the exit code is 0. A second Ctrl-C ends at once.
+`drain_s`, then all processes end and the exit code is 0. A second Ctrl-C ends at once. Modules that need the extra
+`server` are imported once it is known to be installed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import ipaddress
 import logging
 import os
@@ -15,24 +17,27 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore_engine.errors import UsageError
-from kvstore_engine.server.access_log import log as access_log
-from kvstore_engine.server.app import Application
-from kvstore_engine.server.engine_client import EngineClient
 from kvstore_engine.server.keys import KeyRing
-from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.server.options import ServerOptions
-from kvstore_engine.server.service import ServedModel, Service
 from kvstore_proto.printable import log_to_stderr, printable
 
+if TYPE_CHECKING:
+    from kvstore_engine.server.service import ServedModel
+
 _BACKLOG = 1024
+_NEEDED = ("uvicorn", "httptools", "starlette", "pydantic", "prometheus_client")
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def run(options: ServerOptions) -> int:
     """Serve until a signal; the exit code. UsageError and OperationError say why nothing is served."""
     _check_installed()
+    from kvstore_engine.server.middleware import access_log
+    from kvstore_engine.server.service import ServedModel
+
     log_to_stderr(logging.WARNING, "kvengine: %(levelname)s %(message)s")
     access_log.setLevel(logging.INFO if options.access_log else logging.CRITICAL)
     keys = KeyRing.read(Path(options.api_keys)) if options.api_keys else KeyRing(None)
@@ -46,7 +51,11 @@ def run(options: ServerOptions) -> int:
 
 
 async def _serve(options: ServerOptions, keys: KeyRing, model: ServedModel, bound: socket.socket) -> int:
+    from kvstore_engine.server.app import application
+    from kvstore_engine.server.engine_client import EngineClient
     from kvstore_engine.server.listener import Listener
+    from kvstore_engine.server.metrics import Metrics
+    from kvstore_engine.server.service import Service
 
     engine = EngineClient(options.engine)
     service = Service(model, engine, keys, Metrics(), options.max_body_bytes)
@@ -59,12 +68,12 @@ async def _serve(options: ServerOptions, keys: KeyRing, model: ServedModel, boun
             starting.cancel()
             return 0
         starting.result()
-        listener = Listener(Application(service), bound, options.drain_s)
+        listener = Listener(application(service), bound, options.drain_s)
         serving = asyncio.create_task(listener.run_until_stopped())
         _say(_address(bound), model.name)
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         service.is_draining.set()
-        listener.stop()
+        listener.should_exit = True
         await serving
         return 0
     finally:
@@ -87,7 +96,7 @@ def _on_signals(stopping: asyncio.Event, has_started: Callable[[], bool]) -> Non
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens: what comes before the engine is ready waits. UsageError if the address is taken."""
+    """A socket that listens: connections made before the engine is ready wait. UsageError if the address is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -111,11 +120,11 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _check_installed() -> None:
-    try:
-        import httptools  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"the server needs {error.name}: pip install 'kvstored[server]'") from None
+    for name in _NEEDED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UsageError(f"the server needs {error.name}: pip install 'kvstored[server]'") from None
 
 
 def _is_local(host: str) -> bool:

@@ -41,7 +41,7 @@ class ServedModel:
 
     @classmethod
     def open(cls, path: Path, name: str, aliases: tuple[str, ...]) -> ServedModel:
-        """Read the file's metadata. GGUFError, UnsupportedModel and TokenizerError are the user's mistakes."""
+        """Read the file's metadata. Raises GGUFError, UnsupportedModel and TokenizerError."""
         with GGUFFile.open(path) as file:
             config = ModelConfig.from_gguf(file)
             tokenizer = Tokenizer.from_metadata(file.metadata)

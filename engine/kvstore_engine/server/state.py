@@ -1,6 +1,6 @@
-"""What the server says of itself: health, and the gauges of the metrics.
+"""The answer of `/health`.
 
-Owns the words. "ok": all parts work. "degraded": answers are given, but kvstored cannot be reached, so that prompts are
+Owns its words. "ok": all parts work. "degraded": answers are given, but kvstored cannot be reached, so that prompts are
 computed. "unavailable" (503): no answers now.
 """
 
@@ -12,7 +12,7 @@ from kvstore_engine.server.service import Service
 
 
 async def health(service: Service, *, in_detail: bool) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body. The details are for those who may use the server."""
+    """HTTP status and body. The details are for callers with a key."""
     engine = service.engine
     status = await engine.status()
     if service.is_draining.is_set():
@@ -43,12 +43,3 @@ async def health(service: Service, *, in_detail: bool) -> tuple[int, dict[str, A
         if status:
             body |= {"pool": status["pool"], "sequences": status["sequences"]}
     return code, body
-
-
-def gauges(service: Service) -> dict[str, tuple[float, str]]:
-    engine = service.engine
-    return {
-        "engine_ready": (int(engine.state == "ready"), "1 while requests are taken in."),
-        "engine_restarts_total": (engine.restarts, "Starts of the scheduler's process after the first."),
-        "requests_in_engine": (engine.requests, "Requests that wait or run."),
-    }

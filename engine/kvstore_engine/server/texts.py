@@ -6,15 +6,42 @@ Owns their JSON. The fields of `/tokenize` and `/detokenize` are those of llama.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from kvstore_engine.server.api_errors import ApiError, invalid, unknown_model
-from kvstore_engine.server.body import Body
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from kvstore_engine.server.api_errors import invalid, unknown_model
+from kvstore_engine.server.body import Flag, Text, read
 from kvstore_engine.server.completions import token_array
 from kvstore_engine.server.service import Service
 
 MAX_CHARACTERS = 1 << 20  # a second or two of work in a thread
 MAX_TOKENS = 1 << 19
+
+
+def _token_ids(values: list[Any]) -> list[Any]:
+    if not all(type(value) is int for value in values):
+        raise ValueError("must be a list of token ids")
+    return values
+
+
+class TokenizeBody(BaseModel):
+    """The text is in `content` or in `prompt`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    model: Text | None = None
+    content: Text | None = None
+    prompt: Text | None = None
+    add_special: Flag = False
+    add_special_tokens: Flag = False
+    parse_special: Flag = True
+    with_pieces: Flag = False
+
+
+class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    model: Text | None = None
+    tokens: Annotated[list[Any], Field(max_length=MAX_TOKENS), AfterValidator(_token_ids)]
 
 
 def models(service: Service) -> dict[str, Any]:
@@ -28,47 +55,31 @@ def model(service: Service, name: str) -> dict[str, Any]:
 
 
 async def tokenize(fields: dict[str, Any], service: Service) -> dict[str, Any]:
-    """`content` or `prompt`, `add_special` (or `add_special_tokens`), `parse_special`, `with_pieces`."""
-    body = Body(fields)
-    service.model.check_name(body.text("model"))
-    text = body.text("content")
-    prompt = body.text("prompt")
-    if (text is None) == (prompt is None):
+    """The token ids of a text."""
+    body = read(TokenizeBody, fields)
+    service.model.check_name(body.model)
+    if (body.content is None) == (body.prompt is None):
         raise invalid("give the text as content (or prompt)", "content")
-    add_special = body.flag("add_special") or body.flag("add_special_tokens")
-    parse = body.take("parse_special")
-    if parse not in (None, True, False):
-        raise invalid("parse_special must be true or false", "parse_special")
-    with_pieces = body.flag("with_pieces")
-    body.end()
-    content = text if text is not None else prompt or ""
-    if len(content) > MAX_CHARACTERS:
+    text, param = (body.content, "content") if body.content is not None else (body.prompt or "", "prompt")
+    if len(text) > MAX_CHARACTERS:
         raise invalid(
-            f"the text has {len(content)} characters, and at most {MAX_CHARACTERS} are tokenised at once: send parts",
-            "content" if text is not None else "prompt",
+            f"the text has {len(text)} characters, and at most {MAX_CHARACTERS} are tokenised at once: send parts",
+            param,
         )
-    tokens = await service.model.encode(content, add_special=add_special, parse_special=parse is not False)
+    add_special = body.add_special or body.add_special_tokens
+    tokens = await service.model.encode(text, add_special=add_special, parse_special=body.parse_special)
     ids: list[Any] = tokens.tolist()
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.engine.context}
-    if with_pieces:
+    if body.with_pieces:
         answer["tokens"] = await asyncio.to_thread(_pieces, ids, service)
     return answer
 
 
 async def detokenize(fields: dict[str, Any], service: Service) -> dict[str, Any]:
-    """`tokens` to `content`, control tokens with it."""
-    body = Body(fields)
-    service.model.check_name(body.text("model"))
-    tokens = body.take("tokens")
-    body.end()
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise invalid("tokens must be a list of token ids", "tokens")
-    if len(tokens) > MAX_TOKENS:
-        raise invalid(
-            f"{len(tokens)} tokens are more than the {MAX_TOKENS} that are turned into text at once", "tokens"
-        )
-    ids = token_array(tokens, service, "tokens")
-    text = await service.model.decode(ids.tolist())
+    """The text of token ids, control tokens with it."""
+    body = read(DetokenizeBody, fields)
+    service.model.check_name(body.model)
+    text = await service.model.decode(token_array(body.tokens, service, "tokens").tolist())
     return {"content": text, "prompt": text}
 
 
@@ -84,6 +95,3 @@ def _model(service: Service) -> dict[str, Any]:
         "owned_by": "kvengine",
         "max_model_len": service.engine.context,
     }
-
-
-__all__ = ["ApiError", "detokenize", "model", "models", "tokenize"]

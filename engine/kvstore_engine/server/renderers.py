@@ -1,6 +1,6 @@
-"""What an answer looks like: OpenAI's objects for completions and for chats, whole and in chunks.
+"""Writes answers as OpenAI's objects, for completions and for chats, whole and in chunks.
 
-Owns the JSON. One object serves one HTTP request: it is fed each choice's events and keeps what a whole answer needs.
+Owns the JSON. A renderer serves one HTTP request: it takes each choice's events and keeps what a whole answer needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore_engine.server.tools import ToolCall, ToolCallReader
 Json = dict[str, Any]
 
 
-class Form(ABC):
+class Renderer(ABC):
     """`chunks` turns a choice's event into the pieces of a stream; `choice` is the whole of it, once it has ended."""
 
     kind: str
@@ -63,7 +63,7 @@ class _Completion:
     reason: str | None = None
 
 
-class CompletionForm(Form):
+class CompletionRenderer(Renderer):
     """`echoes`: what stands before each choice's answer, empty where nothing is echoed."""
 
     kind = chunk_kind = "text_completion"
@@ -111,7 +111,7 @@ class _Message:
     reason: str | None = None
 
 
-class ChatForm(Form):
+class ChatRenderer(Renderer):
     """`reads_calls`: the caller offered tools, and this model's way to call them is known."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"

@@ -1,0 +1,185 @@
+"""The fields that completions and chats share, and the engine's request that they make of a prompt.
+
+Owns their ranges and defaults, what cannot be combined, and which fields this server refuses or ignores. Those of a
+beam search are vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from kvstore_engine.batching import BeamSettings
+from kvstore_engine.batching.request import MAX_ANSWERS, MAX_LENGTH_PENALTY
+from kvstore_engine.constrain import Grammar
+from kvstore_engine.sampler import SamplingSettings
+from kvstore_engine.server.api_errors import invalid, too_long
+from kvstore_engine.server.body import Flag, Integer, Number, Text, not_supported, unsupported
+from kvstore_engine.server.frames import Int32Array
+from kvstore_engine.server.keys import Caller
+from kvstore_engine.server.messages import Ask
+from kvstore_engine.server.service import Service
+
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+_MOST_TOKENS = 1 << 30
+_SEEDS = 1 << 63
+StopText = Annotated[Text, Field(min_length=1)]
+_NO_PENALTIES = unsupported("this engine samples without penalties", 0)
+
+
+def _listed(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("must be a string or a list of strings")
+    return [value] if isinstance(value, str) else value
+
+
+def _early_stopping(value: Any) -> Any:
+    if not isinstance(value, bool) and value != "never":
+        raise ValueError("must be true, false or 'never'")
+    return value
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    include_usage: Flag | None = None
+    include_obfuscation: Any = None  # without effect
+
+
+class SharedBody(BaseModel):
+    """`max_tokens` absent: as far as the context reaches, unless the endpoint has a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Text | None = None
+    max_completion_tokens: Annotated[Integer, Field(ge=1, le=_MOST_TOKENS)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=1, le=_MOST_TOKENS)] | None = None
+    stream: Flag = False
+    stream_options: StreamOptions = StreamOptions()
+    n: Annotated[Integer, Field(ge=1, le=MAX_ANSWERS)] = 1
+    seed: Annotated[Integer, Field(ge=-_SEEDS, le=_SEEDS - 1)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
+    top_k: Annotated[Integer, Field(ge=-1, le=_MOST_TOKENS)] = 0
+    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    stop: Annotated[list[StopText], Field(max_length=MAX_STOPS), BeforeValidator(_listed)] = []
+    ignore_eos: Flag = False
+    priority: Annotated[Integer, Field(ge=-_MOST_TOKENS, le=_MOST_TOKENS)] | None = None
+    response_format: dict[str, Any] = {}
+    structured_outputs: dict[str, Any] = {}
+
+    use_beam_search: Flag = False
+    best_of: Annotated[Integer, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    length_penalty: Annotated[Number, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] = 1.0
+    early_stopping: Annotated[bool | Literal["never"], BeforeValidator(_early_stopping)] = False
+
+    presence_penalty: Annotated[Any, _NO_PENALTIES] = None
+    frequency_penalty: Annotated[Any, _NO_PENALTIES] = None
+    logit_bias: Annotated[Any, unsupported("constrain the answer with response_format instead", {})] = None
+    store: Annotated[Any, unsupported("nothing is kept of a request", False)] = None
+
+    # These change no answer.
+    user: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    parallel_tool_calls: Any = None
+    verbosity: Any = None
+    reasoning_effort: Any = None
+
+    @model_validator(mode="after")
+    def _combine(self) -> SharedBody:
+        if self.include_usage and not self.stream:
+            raise invalid("stream_options needs stream", "stream_options")
+        if self.use_beam_search:
+            self._combine_beams()
+            return self
+        if self.best_of not in (None, 1, self.n):
+            raise not_supported("best_of", "ask for n answers and choose, or for use_beam_search")
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise not_supported(name, "it is for use_beam_search")
+        return self
+
+    def _combine_beams(self) -> None:
+        if self.stream:
+            raise invalid(
+                "use_beam_search cannot be streamed: which answer is best is known at its end only; leave stream out",
+                "stream",
+            )
+        if self.best_of is not None and self.best_of < self.n:
+            raise invalid(
+                f"best_of must be at least n = {self.n}: it is the number of beams, got {self.best_of}", "best_of"
+            )
+        if self.stop:
+            raise invalid("use_beam_search cannot be combined with stop", "stop")
+        if self.temperature not in (0, 1):
+            raise invalid("use_beam_search draws nothing: temperature must be left out, 0 or 1", "temperature")
+        if self.top_k > 0 or self.top_p < 1:
+            name = "top_k" if self.top_k > 0 else "top_p"
+            raise invalid(f"use_beam_search draws nothing: leave {name} out", name)
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options.include_usage)
+
+    def check_grammar(self, grammar: Grammar | None) -> None:
+        """ApiError 400 if an answer that follows `grammar` cannot be given as the other fields want it."""
+        if grammar is not None and self.ignore_eos:
+            raise invalid("ignore_eos cannot be combined with a constrained answer", "ignore_eos")
+        if grammar is not None and self.use_beam_search:
+            raise invalid("use_beam_search cannot be combined with a constrained answer", "use_beam_search")
+
+    def ask(
+        self,
+        request_id: str,
+        tokens: Int32Array,
+        service: Service,
+        caller: Caller,
+        *,
+        param: str,
+        logprobs: int | None,
+        grammar: Grammar | None,
+        default_max_tokens: int | None = None,
+    ) -> Ask:
+        """The engine's request for one prompt, which is the field `param`. ApiError if it does not fit the context."""
+        context, count = service.engine.context, len(tokens)
+        if not count:
+            raise invalid("the prompt is empty: there is nothing to continue", param)
+        if count >= context:
+            raise too_long(count, context, param)
+        room = context - count + 1  # the last token of an answer is never computed
+        wanted = self.max_completion_tokens or self.max_tokens or default_max_tokens
+        return Ask(
+            id=request_id,
+            tokens=tokens,
+            max_tokens=room if wanted is None else min(wanted, room),
+            sampling=SamplingSettings(
+                temperature=self.temperature,
+                top_k=max(0, self.top_k),
+                top_p=self.top_p,
+                seed=None if self.seed is None else self.seed % _SEEDS,
+            ),
+            n=self.n,
+            stop=tuple(self.stop),
+            ignore_end=self.ignore_eos,
+            logprobs=logprobs,
+            grammar=grammar,
+            beams=self._beams(),
+            tenant=caller.tenant,
+            priority=caller.allowed(self.priority),
+        )
+
+    def _beams(self) -> BeamSettings | None:
+        if not self.use_beam_search:
+            return None
+        return BeamSettings(self.best_of or self.n, self.length_penalty, self.early_stopping)
+
+
+def check_length(text: str, service: Service, param: str) -> None:
+    """ApiError for a text that can be seen to be too long: to tokenise a whole library takes a minute."""
+    least, context = service.model.least_tokens(text), service.engine.context
+    if least >= context:
+        raise too_long(least, context, param, at_least=True)
