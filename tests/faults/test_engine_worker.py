@@ -23,7 +23,7 @@ from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.model import load_model
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.worker import RemoteExecutor, StepFailed, WorkerNotice
+from kvstore_engine.worker import RemoteExecutor, StepFailed, StepSizes, WorkerNotice
 from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.patience import StepPatience
 from tests.reference.tiny_llama import write_tiny_llama
@@ -59,9 +59,7 @@ def _open(model: Path) -> _Setting:
         config = ModelConfig.from_gguf(file, _CONTEXT)
     memory = SharedMemory("test-pool", touched=True)
     pool = BlockPool(config, _BLOCKS, memory=memory.allocate)
-    executor = RemoteExecutor(
-        str(model), config, pool, memory, threads=1, max_tokens_per_step=64, max_sequences=4, max_context=_CONTEXT
-    )
+    executor = RemoteExecutor(str(model), config, pool, memory, StepSizes(1, 64, 4, _CONTEXT))
     return _Setting(model, pool, executor)
 
 
@@ -211,7 +209,7 @@ def test_a_model_that_cannot_be_loaded_is_said_by_the_worker(model: Path, tmp_pa
     memory = SharedMemory("test-pool", touched=False)
     pool = BlockPool(config, _BLOCKS, memory=memory.allocate)
     with pytest.raises(UsageError, match=r"damaged\.gguf"):
-        RemoteExecutor(str(damaged), config, pool, memory)
+        RemoteExecutor(str(damaged), config, pool, memory, StepSizes())
 
 
 _PARENT = """

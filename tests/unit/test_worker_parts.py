@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.graph.step import SequenceSlice
-from kvstore_engine.worker import PoolSetup, RemoteExecutor, StepFailed, WorkerSetup
+from kvstore_engine.worker import PoolSetup, RemoteExecutor, StepFailed, StepSizes, WorkerSetup
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory, attach
 from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status
@@ -98,7 +98,7 @@ def test_packets_survive_the_way() -> None:
 
 
 def test_the_setup_survives_the_way() -> None:
-    setup = WorkerSetup("/m.gguf", PoolSetup(4, 16, "f16"), 2, 64, 4, 256)
+    setup = WorkerSetup("/m.gguf", PoolSetup(4, 16, "f16"), StepSizes(2, 64, 4, 256))
     assert WorkerSetup.decode(setup.encode()) == setup
 
 
@@ -123,7 +123,7 @@ class _Worker:
 def _executor(worker: _Worker, *, starts: Callable[[], None] = lambda: None) -> RemoteExecutor:
     made = object.__new__(RemoteExecutor)
     made._worker, made._mailbox = worker, _pair()[0]  # type: ignore[assignment]  # it has what is asked of it
-    made._attempts, made._step, made._patience, made.threads = 3, 0, StepPatience(), 1
+    made._step, made._patience, made.threads = 0, StepPatience(), 1
     made._start = starts  # type: ignore[method-assign]
     return made
 

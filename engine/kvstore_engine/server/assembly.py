@@ -27,12 +27,12 @@ from kvstore_engine.server.options import EngineOptions
 from kvstore_engine.server.sessions import TenantSessions
 from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
-from kvstore_engine.worker import RemoteExecutor, WorkerNotice
+from kvstore_engine.worker import RemoteExecutor, StepSizes, WorkerNotice
 from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.patience import StepPatience
 
 _STEP_TOKENS = 512
-_MOST_OF_MEMORY = 0.5  # of what is free, for a pool whose size nobody said
+_MOST_OF_MEMORY = 0.5  # of what is free, for a pool without --pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
                 config,
                 pool,
                 memory,
-                threads=threads,
-                max_tokens_per_step=_STEP_TOKENS + options.max_sequences,
-                max_sequences=options.max_sequences,
-                max_context=context,
+                StepSizes(threads, _STEP_TOKENS + options.max_sequences, options.max_sequences, context),
                 patience=StepPatience(options.hung_after_s),
                 on_notice=on_notice,
             )
@@ -120,7 +117,7 @@ def _settings(options: EngineOptions) -> EngineSettings:
 
 
 def _prepare(constrainer: Constrainer) -> None:
-    with contextlib.suppress(GrammarError):  # not installed: whoever asks for it is told
+    with contextlib.suppress(GrammarError):  # not installed: a request that needs it gets the error
         constrainer.prepare()
 
 

@@ -1,12 +1,12 @@
 """ggml in a process of its own: an `Executor` whose abort costs a restart and not the server.
 
 ggml answers a broken invariant with abort(), and the kernel answers too much memory with SIGKILL; neither can be
-caught. So the steps run in a child. The pool's K/V lie in memory that both processes map and the parent owns: a
-new child finds all of them, and the step that killed the old one is computed again.
+caught. So the steps run in a child. The pool's K/V are in memory that both processes map and the parent owns: a new
+child finds all of them, and the step that killed the old one is computed again.
 """
 
 from kvstore_engine.worker.failure import StepFailed, WorkerNotice
 from kvstore_engine.worker.remote import RemoteExecutor
-from kvstore_engine.worker.setup import PoolSetup, WorkerSetup
+from kvstore_engine.worker.setup import PoolSetup, StepSizes, WorkerSetup
 
-__all__ = ["PoolSetup", "RemoteExecutor", "StepFailed", "WorkerNotice", "WorkerSetup"]
+__all__ = ["PoolSetup", "RemoteExecutor", "StepFailed", "StepSizes", "WorkerNotice", "WorkerSetup"]

@@ -2,9 +2,9 @@
 
 Owns the process it runs in. It never schedules, and never writes to the pool but by computing.
 
-It ends with its parent: the socket tells it between steps, and a thread that only waits for the socket's end tells it
-within one. SIGINT and SIGTERM are the parent's to handle: they reach every process of a terminal or a service at once,
-and a worker that obeyed would cut off answers that the parent is still finishing.
+It ends with its parent: between steps it reads the socket's end, and within a step a thread that waits for nothing else
+exits the process. SIGINT and SIGTERM are the parent's to handle: they reach every process of a terminal or a service at
+once, and a worker that obeyed would cut off answers that the parent is still finishing.
 """
 
 from __future__ import annotations
@@ -49,21 +49,14 @@ def serve(connection: socket.socket, pool_descriptor: int, mailbox_descriptor: i
     except (OperationError, OSError, MemoryError) as error:
         connection.send(Reply(0, Status.OPERATION, message=str(error) or type(error).__name__).encode())
         return
-    limits = executor.limits
-    mailbox = Mailbox(
-        partial(attach, mailbox_descriptor),
-        max_tokens=limits.max_tokens,
-        max_sequences=limits.max_sequences,
-        max_blocks=-(-limits.max_context // limits.block_tokens),
-        vocabulary=limits.vocabulary,
-    )
+    mailbox = Mailbox.of(executor.limits, partial(attach, mailbox_descriptor))
     connection.send(Reply(0, Status.DONE).encode())
     while packet := connection.recv(MAX_PACKET_BYTES):
         connection.send(_compute(executor, mailbox, Order.decode(packet)).encode())
 
 
 def _executor(setup: WorkerSetup, pool_descriptor: int) -> Executor:
-    model = load_model(GGUFFile.open(setup.model), context=setup.max_context)
+    model = load_model(GGUFFile.open(setup.model), context=setup.sizes.max_context)
     pool = BlockPool(
         model.config,
         setup.pool.blocks,
@@ -74,10 +67,10 @@ def _executor(setup: WorkerSetup, pool_descriptor: int) -> Executor:
     return Executor(
         model,
         pool,
-        threads=setup.threads,
-        max_tokens_per_step=setup.max_tokens_per_step,
-        max_sequences=setup.max_sequences,
-        max_context=setup.max_context,
+        threads=setup.sizes.threads,
+        max_tokens_per_step=setup.sizes.max_tokens_per_step,
+        max_sequences=setup.sizes.max_sequences,
+        max_context=setup.sizes.max_context,
     )
 
 
@@ -96,7 +89,7 @@ def _compute(executor: Executor, mailbox: Mailbox, order: Order) -> Reply:
 
 
 def _end_with(handle: int) -> None:
-    """Leave when the other end of `handle` has gone: a step of a dead parent is of no use to anybody."""
+    """Exit when the other end of `handle` is closed: a step of a dead parent has no use."""
     poll = select.poll()
     poll.register(handle, 0)  # POLLHUP is always reported
     while not any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll()):

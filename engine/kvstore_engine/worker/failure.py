@@ -1,4 +1,4 @@
-"""What the owner of a worker is told when one dies, and what a step's caller gets when it cannot be computed.
+"""What the owner of a worker receives when one dies, and what a step's caller gets when it cannot be computed.
 
 Owns no behaviour.
 """
@@ -10,9 +10,9 @@ from typing import Literal
 
 
 class StepFailed(RuntimeError):
-    """A step cannot be computed: `slices` are the indices that are to blame, the others can be tried again.
+    """A step cannot be computed: `slices` are the indices at fault; the others can be tried again.
 
-    K and V of the positions of this step are undefined; what lay in the pool before is untouched.
+    K and V of the positions of this step are undefined; the rest of the pool is untouched.
     """
 
     def __init__(self, message: str, slices: tuple[int, ...]) -> None:

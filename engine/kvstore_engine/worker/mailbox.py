@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.graph.step import SequenceSlice
+from kvstore_engine.graph.step import SequenceSlice, StepLimits
 
 FloatArray = npt.NDArray[np.float32]
 _OUTPUTS = ("none", "last", "all")
@@ -54,8 +54,19 @@ class Mailbox:
             np.ndarray(shape, dtype, flat, offset) for (shape, dtype), offset in zip(shapes, offsets, strict=True)
         )
 
+    @classmethod
+    def of(cls, limits: StepLimits, memory: Callable[[int], mmap.mmap]) -> Mailbox:
+        """For steps within `limits`."""
+        return cls(
+            memory,
+            max_tokens=limits.max_tokens,
+            max_sequences=limits.max_sequences,
+            max_blocks=-(-limits.max_context // limits.block_tokens),
+            vocabulary=limits.vocabulary,
+        )
+
     def write(self, slices: Sequence[SequenceSlice]) -> None:
-        """Lay out `slices`. ValueError if they do not fit; what else may be wrong with them, the executor says."""
+        """Lay out `slices`. ValueError if they do not fit; the executor checks the rest."""
         if not 0 < len(slices) <= self._max_sequences:
             raise ValueError(f"a step takes 1 to {self._max_sequences} sequences, not {len(slices)}")
         total = sum(len(piece.tokens) for piece in slices)
@@ -80,6 +91,6 @@ class Mailbox:
         return slices
 
     def logits(self, step: int, rows: int | None = None) -> FloatArray:
-        """Where the logits of step number `step` lie, float32 [rows, vocabulary]."""
+        """The place of the logits of step number `step`, float32 [rows, vocabulary]."""
         view: FloatArray = self._logits[step % _SLOTS, :rows]
         return view

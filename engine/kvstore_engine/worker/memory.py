@@ -1,6 +1,6 @@
 """Memory that two processes map: an unlinked, unnamed file.
 
-Owns the descriptor and the sizes. It never decides what lies in the memory.
+Owns the descriptor and the sizes. It never decides what the memory holds.
 Invariant: the file cannot shrink under a mapping (sealed), so no reader gets SIGBUS.
 """
 
@@ -34,7 +34,7 @@ class SharedMemory:
         return memory
 
     def close(self) -> None:
-        """Close the descriptor; mappings stay until nobody refers to them."""
+        """Close the descriptor; a mapping lasts as long as it is referred to."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -44,5 +44,5 @@ def attach(descriptor: int, size_bytes: int) -> mmap.mmap:
     """A mapping of memory that another `SharedMemory` made. ValueError if that is smaller."""
     memory = mmap.mmap(descriptor, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # heeded where transparent_hugepage/shmem_enabled says "advise"
+        memory.madvise(mmap.MADV_HUGEPAGE)  # has an effect where transparent_hugepage/shmem_enabled is "advise"
     return memory

@@ -23,12 +23,12 @@ class Status(IntEnum):
     DONE = 0
     INVALID = 1  # ValueError: the step breaks a limit
     FAILED = 2  # RuntimeError: ggml says that it failed
-    USAGE = 3  # UsageError: at the setup, the user's mistake
-    OPERATION = 4  # OperationError: at the setup, the world's
+    USAGE = 3  # UsageError, at the setup: the user's mistake
+    OPERATION = 4  # OperationError, at the setup: the system's failure
 
 
 class Order(NamedTuple):
-    """Compute the step that lies in the mailbox."""
+    """Compute the step that is in the mailbox."""
 
     step: int
     slices: int
@@ -43,7 +43,7 @@ class Order(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """`rows` of logits lie in the mailbox, or `message` says why not. `compute_ns`: what the executor took."""
+    """`rows` of logits are in the mailbox, or `message` says why not. `compute_ns`: what the executor took."""
 
     step: int
     status: Status

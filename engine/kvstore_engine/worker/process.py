@@ -1,6 +1,6 @@
-"""One worker process: start, orders and replies, and the certainty that it has ended.
+"""One worker process: its start, orders and replies, and its end.
 
-Owns the child and its socket. It never starts a second one: that is the executor's decision.
+Owns the child and its socket. It never starts a second one: the executor decides that.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class WorkerProcess:
         """How it ended. Its socket is closed, so it is dead or about to be."""
         try:
             status = self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:  # it closed its socket and lives on: no use to us
+        except subprocess.TimeoutExpired:  # it closed its socket and still runs: it cannot be used
             status = None
         self.end()
         if status is None:

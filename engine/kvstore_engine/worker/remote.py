@@ -1,11 +1,11 @@
 """An executor whose ggml runs in another process, and which outlives it.
 
 Owns the worker, its restarts, and the mailbox. It never samples or schedules, and never loses K/V: the pool's memory
-belongs to whoever made the executor.
+belongs to the caller.
 
 When a worker dies the same step is computed again by a new one: computing writes K and V of the step's own positions
-and nothing else, so doing it twice is doing it once. A step that has killed `attempts` workers is taken apart: each
-slice runs alone, and those that kill a worker again are named in `StepFailed`.
+and nothing else, so doing it twice is doing it once. A step that has killed `_ATTEMPTS` workers is taken apart:
+each slice runs alone, and those that kill a worker again are named in `StepFailed`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.packets import Order, Reply, Status
 from kvstore_engine.worker.patience import StepPatience
 from kvstore_engine.worker.process import WorkerDied, WorkerProcess
-from kvstore_engine.worker.setup import PoolSetup, WorkerSetup
+from kvstore_engine.worker.setup import PoolSetup, StepSizes, WorkerSetup
 
 FloatArray = npt.NDArray[np.float32]
 _START_TIMEOUT_S = 600.0  # a large model is read and repacked in this time
@@ -48,7 +48,7 @@ class RemoteModel:
 
 
 class RemoteExecutor:
-    """`Executor`, in a child process. `pool_memory` is what the pool's planes lie in.
+    """`Executor`, in a child process. `pool_memory` holds the pool's planes.
 
     The logits that `forward` returns are a view that stays valid until the step after the next.
     `on_notice` is called, in the thread that uses the executor, when a worker starts, is ready, or has died.
@@ -60,45 +60,32 @@ class RemoteExecutor:
         config: ModelConfig,
         pool: BlockPool,
         pool_memory: SharedMemory,
+        sizes: StepSizes,
         *,
-        threads: int = 2,
-        max_tokens_per_step: int = 512,
-        max_sequences: int = 16,
-        max_context: int = 8192,
-        attempts: int = _ATTEMPTS,
         patience: StepPatience | None = None,
         on_notice: Callable[[WorkerNotice], None] | None = None,
     ) -> None:
         """Start the worker and wait until it has the model. UsageError and OperationError as loading a model raises
         them.
         """
-        self.model, self.pool, self.threads = RemoteModel(config), pool, threads
-        self.limits = StepLimits(
-            config.vocabulary, pool.blocks, pool.block_tokens, max_tokens_per_step, max_sequences, max_context
+        self.model, self.pool, self.threads = RemoteModel(config), pool, sizes.threads
+        self.limits = limits = StepLimits(
+            config.vocabulary,
+            pool.blocks,
+            pool.block_tokens,
+            sizes.max_tokens_per_step,
+            sizes.max_sequences,
+            sizes.max_context,
         )
         self.deaths = 0
-        self.compute_s = (
-            0.0  # of the last step, as the worker measured it: the rest of `forward` is what distance costs
-        )
-        self._setup = WorkerSetup(
-            model=model,
-            pool=PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype),
-            threads=threads,
-            max_tokens_per_step=max_tokens_per_step,
-            max_sequences=max_sequences,
-            max_context=max_context,
-        )
-        self._attempts, self._patience = attempts, patience or StepPatience()
+        # Of the last step, as the worker measured it: the rest of `forward` is what the distance costs.
+        self.compute_s = 0.0
+        self._setup = WorkerSetup(model, PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype), sizes)
+        self._patience = patience or StepPatience()
         self._on_notice = on_notice or (lambda notice: None)
         self._pool_memory = pool_memory
         self._mail_memory = SharedMemory("kvengine-steps", touched=False)
-        self._mailbox = Mailbox(
-            self._mail_memory.allocate,
-            max_tokens=max_tokens_per_step,
-            max_sequences=max_sequences,
-            max_blocks=-(-max_context // pool.block_tokens),
-            vocabulary=config.vocabulary,
-        )
+        self._mailbox = Mailbox.of(limits, self._mail_memory.allocate)
         self._step = 0
         self._has_served = False
         self._worker: WorkerProcess | None = None
@@ -120,15 +107,15 @@ class RemoteExecutor:
     def forward(self, slices: Sequence[SequenceSlice]) -> FloatArray:
         """Compute one step, as `Executor.forward` does.
 
-        ValueError for a step that breaks a limit; StepFailed if it kills one worker after the other, or ggml says
+        ValueError for a step that breaks a limit; StepFailed if it kills one worker after another, or ggml says
         that it failed; OperationError if no worker can be started any more.
         """
         self._mailbox.write(slices)
-        for _ in range(self._attempts):
+        for _ in range(_ATTEMPTS):
             try:
                 return self._compute(slices)
             except WorkerDied as error:
-                self._mourn(error)
+                self._on_worker_death(error)
                 self._start()
         self._take_apart(slices)
         raise AssertionError("unreachable")
@@ -140,7 +127,7 @@ class RemoteExecutor:
             worker.receive(_FIRST_PAUSE_S)  # nothing was ordered: this is the end of it
             worker.end()  # it speaks out of turn: no order could be sure of its answer
         except WorkerDied as error:
-            self._mourn(error)
+            self._on_worker_death(error)
         self._start()
 
     def close(self) -> None:
@@ -181,7 +168,7 @@ class RemoteExecutor:
     def _take_apart(self, slices: Sequence[SequenceSlice]) -> None:
         """Find out which of `slices` kill a worker by themselves; always raises StepFailed."""
         culprits: list[int] = []
-        reason = f"this step ended {self._attempts} workers"
+        reason = f"this step ended {_ATTEMPTS} workers"
         for index, piece in enumerate(slices):
             if len(slices) == 1:
                 culprits.append(index)
@@ -193,14 +180,14 @@ class RemoteExecutor:
                 reason = str(error)
                 culprits.append(index)
             except WorkerDied as error:
-                reason = f"computing this sequence ended {self._attempts + 1} workers: {error}"
+                reason = f"computing this sequence ended {_ATTEMPTS + 1} workers: {error}"
                 culprits.append(index)
-                self._mourn(error)
+                self._on_worker_death(error)
                 self._start()
         raise StepFailed(f"ggml failed: {reason}", tuple(culprits) or tuple(range(len(slices))))
 
-    def _mourn(self, error: WorkerDied) -> None:
-        """The worker has died: say so."""
+    def _on_worker_death(self, error: WorkerDied) -> None:
+        """Count it, log it, and notify the owner."""
         pid = self.pid
         self._living().end()
         self.deaths += 1
@@ -221,7 +208,7 @@ class RemoteExecutor:
                 _raise_refusal(self._worker.receive(_START_TIMEOUT_S))
             except WorkerDied as error:
                 last = str(error)
-                self._mourn(error)
+                self._on_worker_death(error)
                 continue
             self._has_served = True
             self._on_notice(WorkerNotice("ready", self.pid, self.deaths))

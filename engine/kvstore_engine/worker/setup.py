@@ -1,4 +1,4 @@
-"""What a worker is told at its birth, as plain values with a JSON form.
+"""What a worker gets at its start, as plain values with a JSON form.
 
 Owns no behaviour. A restarted worker gets the same setup as the first.
 """
@@ -20,15 +20,22 @@ class PoolSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The most that a step may have, and the threads that compute it: the arguments of `Executor`."""
+
+    threads: int = 2
+    max_tokens_per_step: int = 512
+    max_sequences: int = 16
+    max_context: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """The model's file, the pool, and the arguments of `Executor`."""
+    """`model`: the file."""
 
     model: str
     pool: PoolSetup
-    threads: int
-    max_tokens_per_step: int
-    max_sequences: int
-    max_context: int
+    sizes: StepSizes
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -36,5 +43,4 @@ class WorkerSetup:
     @classmethod
     def decode(cls, packet: bytes) -> Self:
         fields = json.loads(packet)
-        fields["pool"] = PoolSetup(**fields["pool"])
-        return cls(**fields)
+        return cls(fields["model"], PoolSetup(**fields["pool"]), StepSizes(**fields["sizes"]))
