@@ -2,6 +2,6 @@
 
     HTTP (`run`, `app`)  --frames-->  scheduler and daemon session (`engine_process`)  --orders-->  ggml (`worker`)
 
-A process is started anew when it dies. Prompts are tokenised and answers rendered in the first; the second never sees
-text but the answers' own; the third sees token ids only.
+A process that dies is started again. The first tokenises prompts and renders answers; the second sees no text but that
+of answers; the third sees token ids only.
 """

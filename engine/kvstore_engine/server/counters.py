@@ -1,7 +1,6 @@
 """What the scheduler's process counts: steps, tokens by where they came from, answers by how they ended.
 
-Owns numbers that only grow. It never keeps samples: distributions are the HTTP
-process's and the profiler's.
+Owns numbers that only grow. It keeps no distributions: those are the HTTP process's and the profiler's.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class EngineLoop:
         self._connection.sendall(encode(header))
 
     def notice(self, notice: WorkerNotice) -> None:
-        """Tell the HTTP process at once: it must know while this one waits for the new worker."""
+        """Notify the HTTP process at once: this process is about to wait for the new worker."""
         self.send({"worker": asdict(notice)})
 
     def run(self, serving: Serving) -> None:
@@ -84,7 +84,7 @@ class EngineLoop:
             self._refuse(header["id"], "usage", str(error))
         except Overloaded as error:
             self._refuse(header["id"], "overloaded", str(error), error.retry_after_s)
-        except Exception as error:  # one request's trouble is not that of those that run
+        except Exception as error:  # the failure of one request must not end those that run
             _log.exception("a request could not be taken in")
             self._refuse(header["id"], "failed", f"the engine could not take this request in: {type(error).__name__}")
 

@@ -1,6 +1,6 @@
 """`python -m kvstore_engine.server.engine_process SOCKET OPTIONS`: the scheduler's process. Started by the server.
 
-Owns the process: its signals, its log, and how it says that it cannot start. SIGINT and SIGTERM are the HTTP process's
+Owns the process: its signals, its log, and the report that it cannot start. SIGINT and SIGTERM are the HTTP process's
 to handle: they reach every process of a terminal or a service at once, and this one has answers to finish.
 """
 

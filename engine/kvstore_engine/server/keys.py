@@ -1,4 +1,4 @@
-"""API keys: who calls, for which tenant, with what priority.
+"""API keys: which caller has one, for which tenant, with what priority.
 
 Owns the file's format and the comparison. Keys are kept as digests only, compared in constant time, and never logged
 or shown.
@@ -20,7 +20,7 @@ _LEAST_KEY_CHARACTERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`priority` is what a request has that does not say; it may say less, and more up to `most_priority`."""
+    """`priority` is the default of its requests; they may name a lower one, and a higher one up to `most_priority`."""
 
     tenant: str
     priority: int
@@ -55,7 +55,7 @@ class KeyRing:
             if words:
                 digest, caller = _entry(words, f"{path}, line {number}")
                 if digest in callers:
-                    raise UsageError(f"{path}, line {number}: this key stands in an earlier line already")
+                    raise UsageError(f"{path}, line {number}: this key is in an earlier line already")
                 callers[digest] = caller
         if not callers:
             raise UsageError(f"{path} holds no API keys: write lines of 'KEY TENANT [PRIORITY]'")
@@ -66,13 +66,13 @@ class KeyRing:
         return self._callers is None
 
     def caller(self, authorization: str | None) -> Caller | None:
-        """Whose key an Authorization header carries, its bytes read as Latin-1; None if nobody's."""
+        """The owner of the key in an Authorization header, whose bytes are read as Latin-1; None if there is none."""
         if self._callers is None:
             return ANYBODY
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip().encode("latin-1", "replace")) if scheme.lower() == "bearer" else b""
         found = None
-        for digest, caller in self._callers.items():  # all of them: how long it takes says nothing
+        for digest, caller in self._callers.items():  # all of them: the time must not depend on which one matches
             if hmac.compare_digest(digest, given):
                 found = caller
         return found
@@ -81,7 +81,7 @@ class KeyRing:
 def _entry(words: list[str], where: str) -> tuple[bytes, Caller]:
     if not 2 <= len(words) <= 3:
         raise UsageError(
-            f"{where}: 'KEY TENANT [PRIORITY]' is wanted, not {len(words)} word{'' if len(words) == 1 else 's'}"
+            f"{where}: must be 'KEY TENANT [PRIORITY]', got {len(words)} word{'' if len(words) == 1 else 's'}"
         )
     key, tenant = words[:2]
     if len(key) < _LEAST_KEY_CHARACTERS:

@@ -38,7 +38,7 @@ def completion_entries(tokenizer: Tokenizer, events: Sequence[Token], offset: in
 
 
 def _top(tokenizer: Tokenizer, event: Token) -> dict[str, float]:
-    """The likeliest tokens first, and the chosen one even if it is not one of them: so OpenAI's API has it."""
+    """The likeliest tokens first, and the chosen one even if it is not one of them, as in OpenAI's API."""
     values: dict[str, float] = {}
     for token, value in (*event.top, (event.token, event.logprob)):
         values.setdefault(_text(tokenizer, token), _floored(value))  # two tokens may look the same

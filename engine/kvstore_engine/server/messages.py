@@ -1,4 +1,4 @@
-"""What the two processes say to each other: the headers of their frames.
+"""The messages between the HTTP process and the scheduler's: the headers of their frames.
 
 Owns the translation between the engine's values and JSON.
 

@@ -1,4 +1,4 @@
-"""What a server was asked to be, as plain values that travel to the scheduler's process.
+"""The options of a server, as plain values that travel to the scheduler's process.
 
 Owns the defaults. It never checks whether a port is free or a file exists.
 """
@@ -18,7 +18,7 @@ class EngineOptions:
     """The scheduler's process: `None` leaves a choice to it.
 
     pool_bytes: memory of the K/V pool; None: `max_sequences` of the context, within half of the memory that is free.
-    swap_bytes: memory for sequences that had to yield; None: the engine's default.
+    swap_bytes: memory for preempted sequences; None: the engine's default.
     trace:       a file for a Chrome trace of all steps.
     hung_after_s: seconds that any step may take before its worker is ended; a long one has more (worker.patience).
     has_tenants: requests name tenants; without them there is one, whose daemon session is opened at once.

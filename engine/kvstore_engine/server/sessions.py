@@ -1,7 +1,7 @@
 """The daemon sessions of a server's tenants.
 
-Owns one session for each tenant that has asked, and how tenants are kept apart in the daemon: to it the server is one
-user, so a tenant's name goes into the fingerprint as its account, and with it into the root of every key. The nameless
+Owns one session for each tenant with requests, and how tenants are kept apart in the daemon: to it the server is one
+user, so a tenant's name is in the fingerprint as its account, and so in the root of every key. The nameless
 tenant of a server without keys shares with every other engine of this user.
 Invariant: at most `MAX_SESSIONS` are open; a tenant beyond them computes.
 """
@@ -36,7 +36,7 @@ class TenantSessions:
         self._watch = StoreWatch(lambda: list(self._sessions.values()))
 
     def watch(self) -> None:
-        """From now on see whether the daemon answers."""
+        """From now on check whether the daemon answers."""
         self._watch.start()
 
     def __call__(self, tenant: str) -> KvSession | None:
@@ -67,5 +67,5 @@ class TenantSessions:
 
 
 def fingerprint_for(fingerprint: Fingerprint, tenant: str) -> Fingerprint:
-    """Keys made with the results for two tenants are never equal."""
+    """For two tenants the results make keys that are never equal."""
     return replace(fingerprint, account=tenant)

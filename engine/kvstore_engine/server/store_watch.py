@@ -1,7 +1,7 @@
 """Whether the daemon answers: a session can be connected to one that is stopped, whose sockets still accept.
 
-Owns a thread that pings now and then, and the log line when the daemon goes or returns, one each for all sessions.
-Never stands between a request and the daemon.
+Owns a thread that pings at intervals, and the log line when the daemon stops or starts to answer, one for all sessions.
+It is never between a request and the daemon.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class Pinged(Protocol):
 
 
 class StoreWatch:
-    """`sessions()` are those that there are; one that answers is enough. `run` pings until `close`."""
+    """`sessions()` are the open ones; one that answers is enough. The thread pings from `start` until `close`."""
 
     def __init__(self, sessions: Callable[[], Iterable[Pinged]]) -> None:
         self._sessions = sessions
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store watch", daemon=True)
         self._missed = 0
-        self.answers: bool | None = None  # None: not asked yet
+        self.answers: bool | None = None  # None: not pinged yet
 
     def start(self) -> None:
         self._thread.start()
 
     def look(self) -> None:
-        """Ask once, and say what has changed."""
+        """Ping once, and log a change."""
         session = next(iter(self._sessions()), None)
         if session is None:
             return

@@ -1,7 +1,7 @@
-"""Tool calls in an answer's text: what a model that was told of tools writes when it wants one.
+"""Tool calls in an answer's text: what a model writes to call a tool that its prompt offers.
 
 Owns one format, the `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of the Hermes models, which Qwen and
-many others use. Whether a model writes it is read off its chat template. Text in any other format stays content.
+many others use. A model's chat template shows whether it writes it. Text in any other format stays content.
 Invariant: every character of an answer is content or part of a call that could be read.
 """
 
@@ -132,7 +132,7 @@ def call_grammar(functions: list[dict[str, Any]], marks: CallMarks) -> str:
     for number, function in enumerate(functions):
         name = json.dumps(function["name"], ensure_ascii=False)
         opening = json.dumps(f'{{"name":{name},"arguments":', ensure_ascii=False)
-        # Each schema stands by itself: what it refers to by "#/$defs/..." lies in it.
+        # Each schema stands by itself: what it refers to by "#/$defs/..." is in it.
         schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_OPTIONS}
         rules += [f'call{number}: {opening} arguments{number} "}}"', f"arguments{number}: %json {json.dumps(schema)}"]
     calls = " | ".join(f"call{number}" for number in range(len(functions)))
