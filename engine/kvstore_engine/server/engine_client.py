@@ -32,9 +32,8 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 _CALM_S = 60.0  # an engine that lived this long may be restarted at once again
 _END_TIMEOUT_S = 10.0
-_MOST_BEHIND = (
-    8192  # steps; more than the socket's buffers hold, so that no client that reads at all is that far behind
-)
+# In steps. More than the socket's buffers hold: a client that reads at all is never that far behind.
+_MOST_BEHIND = 8192
 _log = logging.getLogger(__name__)
 
 

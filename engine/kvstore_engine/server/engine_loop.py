@@ -12,17 +12,36 @@ import logging
 import select
 import socket
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from kvstore_engine.batching import Overloaded
+from kvstore_engine.batching import Event, Finished, Overloaded
 from kvstore_engine.errors import UsageError
 from kvstore_engine.server.assembly import Serving
-from kvstore_engine.server.counters import EngineCounters
 from kvstore_engine.server.frames import FrameReader, Header, encode, unpack_tokens
 from kvstore_engine.server.messages import Refusal, events_headers, request_of
 from kvstore_engine.worker import WorkerNotice
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepCounters:
+    """Since the process started. Figures of requests are counted in the HTTP process."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    preemptions: int = 0
+    swaps: int = 0
+
+    def count(self, seconds: float, events: Sequence[Event]) -> None:
+        """A step took `seconds` and brought `events`."""
+        self.steps += 1
+        self.step_s += seconds
+        for event in events:
+            if isinstance(event, Finished):
+                self.preemptions += event.usage.preemptions
+                self.swaps += event.usage.swaps
 
 
 class EngineLoop:
@@ -31,8 +50,7 @@ class EngineLoop:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._frames = FrameReader(connection)
-        self._counters = EngineCounters()
-        self._begin_s = time.monotonic()
+        self._counters = StepCounters()
 
     def send(self, header: Header) -> None:
         self._connection.sendall(encode(header))
@@ -63,7 +81,7 @@ class EngineLoop:
     def _step(self, serving: Serving) -> None:
         begin_s = time.monotonic()
         events = serving.engine.step()
-        self._counters.step(time.monotonic() - begin_s, events)
+        self._counters.count(time.monotonic() - begin_s, events)
         for header in events_headers(events):
             self.send(header)
 
@@ -94,10 +112,9 @@ class EngineLoop:
     def _status(self, serving: Serving) -> Header:
         pool, executor = serving.pool, serving.executor
         return {
-            "uptime_s": time.monotonic() - self._begin_s,
             "sequences": {"running": serving.engine.running, "waiting": serving.engine.waiting},
             "pool": {"blocks": pool.blocks, "free_blocks": pool.free_blocks, "block_tokens": pool.block_tokens},
             "worker": {"pid": executor.pid, "deaths": executor.deaths},
             "kvstore": serving.sessions.state() if serving.sessions else "off",
-            "counters": self._counters.as_json(),
+            "counters": asdict(self._counters),
         }
