@@ -259,7 +259,7 @@ def test_a_client_that_leaves_costs_nothing_more(server: RunningServer, client: 
     finally:
         os.kill(worker, signal.SIGCONT)
     assert eventually(lambda: server.health(KEYS["anna"]).get("sequences") == {"running": 0, "waiting": 0})
-    assert _finished(server) == before  # nobody was told of an end
+    assert _finished(server) == before  # no client was sent an end
 
 
 def _finished(server: RunningServer) -> list[str]:
@@ -267,7 +267,7 @@ def _finished(server: RunningServer) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("kvengine_answers_total")]
 
 
-def test_too_many_requests_are_told_when_to_come_back(server: RunningServer, client: Any) -> None:
+def test_too_many_requests_get_429_and_a_time(server: RunningServer, client: Any) -> None:
     """The worker is stopped in the middle of an answer, so that nothing moves while the requests pile up."""
     worker = server.health(KEYS["anna"])["worker"]["pid"]
     stream = _caught(server, client, worker)
@@ -323,7 +323,7 @@ def _ended(client: Any) -> Any:
         ),
     ],
 )
-def test_mistakes_are_told_in_openais_words(client: Any, call: Callable[[Any], Any], error: str, words: str) -> None:
+def test_mistakes_are_errors_of_openais_client(client: Any, call: Callable[[Any], Any], error: str, words: str) -> None:
     with pytest.raises(getattr(openai, error)) as caught:
         call(client)
     assert words in (caught.value.code, caught.value.param)

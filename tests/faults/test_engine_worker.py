@@ -72,7 +72,7 @@ def shared(model: Path) -> Iterator[_Setting]:
 
 @pytest.fixture
 def setting(shared: _Setting) -> _Setting:
-    """As new: nothing in the pool, nobody dead."""
+    """As new: nothing in the pool, no worker dead."""
     shared.pool.planes.fill(0)
     shared.notices.clear()
     shared.executor.deaths = 0
@@ -163,7 +163,7 @@ def test_an_idle_worker_that_dies_is_noticed_and_replaced(setting: _Setting) -> 
 
 
 def test_a_step_that_kills_every_worker_names_its_sequence(setting: _Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second sequence's first token is the poison: whoever is ordered to compute it is killed."""
+    """The second sequence's first token is the poison: a worker that is ordered to compute it is killed."""
     poison = np.array([77], np.int32)
     order = setting.executor._compute
 

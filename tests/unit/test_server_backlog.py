@@ -14,7 +14,7 @@ from kvstore_engine.server.messages import Ask
 from kvstore_engine.server.options import EngineOptions
 
 
-def test_an_answer_that_nobody_takes_is_given_up_and_one_that_is_taken_is_not() -> None:
+def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_is_not() -> None:
     """A client that does not read its stream: what waits for it is bounded, and the engine computes no more for it."""
 
     class Writer:

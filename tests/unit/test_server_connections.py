@@ -174,7 +174,7 @@ def test_requests_behind_another_one_end_with_their_client() -> None:
 
 
 class _Flood:
-    """Streams without end; `left` once it is told that its client has left."""
+    """Streams without end; `left` once its client has left."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -202,7 +202,7 @@ def test_a_client_that_stops_reading_its_stream_is_given_up(monkeypatch: pytest.
 
     async def run() -> None:
         async with _listening(flood) as (port, listener):
-            with socket.create_connection(("127.0.0.1", port)) as client:  # nobody reads from it
+            with socket.create_connection(("127.0.0.1", port)) as client:  # never read
                 client.sendall(_request(b""))
                 await asyncio.wait_for(flood.left.wait(), _PATIENCE_S)
                 assert not listener.server_state.connections
@@ -245,7 +245,7 @@ def test_a_client_that_reads_slowly_gets_it_all(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_client_has_not_taken_when_its_connection_ends_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole answer, smaller than what makes uvicorn pause, lies in the buffers of one that does not read."""
+    """A whole answer, smaller than what makes uvicorn pause, is in the buffers of one that does not read."""
     monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", 0.1)
     aborted = asyncio.Event()
 
@@ -271,7 +271,7 @@ def test_what_a_client_has_not_taken_when_its_connection_ends_is_dropped(monkeyp
     asyncio.run(run())
 
 
-def test_what_is_not_http_is_told_so() -> None:
+def test_what_is_not_http_gets_status_400() -> None:
     async def run() -> None:
         async with _listening(_Echo()) as (port, _):
             for raw in (b"NONSENSE\r\n\r\n", b"CONNECT a:80 HTTP/1.1\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"):

@@ -249,7 +249,7 @@ def test_a_client_that_leaves_cancels(model: ServedModel, stream: bool) -> None:
     assert "kvengine_disconnects_total 1.0" in service.metrics.text(engine, None).decode()  # type: ignore[arg-type]
 
 
-def test_while_the_engine_restarts_requests_are_told_to_come_back(model: ServedModel) -> None:
+def test_while_the_engine_restarts_requests_get_503_and_a_time(model: ServedModel) -> None:
     from kvstore_engine.server.engine_client import EngineClient
     from kvstore_engine.server.options import EngineOptions
 
@@ -268,7 +268,7 @@ def test_a_server_that_drains_takes_nothing_in(model: ServedModel) -> None:
     assert _post(service, _CHAT, {"messages": _MESSAGES}).status == 503
 
 
-def test_an_answer_that_is_cut_off_at_the_end_is_told_so(model: ServedModel) -> None:
+def test_an_answer_that_is_cut_off_at_the_end_gets_503(model: ServedModel) -> None:
     engine = _Engine(_two_tokens, silent=True)
     service = _service(model, engine)
 
@@ -304,7 +304,7 @@ def test_a_stream_that_is_cut_off_at_the_end_says_so(model: ServedModel) -> None
     assert engine.cancelled == [engine.asks[0].id]
 
 
-def test_a_body_that_is_cut_off_at_the_end_is_told_so(model: ServedModel) -> None:
+def test_a_body_that_is_cut_off_at_the_end_gets_503(model: ServedModel) -> None:
     service, sent = _service(model), list[Any]()
 
     async def run() -> None:
@@ -322,7 +322,7 @@ def test_a_body_that_is_cut_off_at_the_end_is_told_so(model: ServedModel) -> Non
     assert (sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]) == (503, "engine_unavailable")
 
 
-def test_an_error_that_nobody_thought_of_is_an_error_of_the_server(model: ServedModel) -> None:
+def test_an_unexpected_error_is_answered_and_raised(model: ServedModel) -> None:
     service, sent = _service(model, _Engine(lambda ask: 1 / 0)), list[Any]()  # type: ignore[arg-type, return-value]
     body = json.dumps({"messages": _MESSAGES}).encode()
 

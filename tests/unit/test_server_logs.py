@@ -11,7 +11,7 @@ from kvstore_engine.server.store_watch import StoreWatch
 
 
 class Pinged:
-    """A session whose daemon answers or not, as told."""
+    """A session whose daemon answers or not, as set."""
 
     answers = True
 

@@ -169,7 +169,7 @@ _STATUS = {
 
 def test_metrics_are_what_a_prometheus_server_reads() -> None:
     metrics = Metrics()
-    for index in (0, 1):  # one prompt, whatever the number of its answers
+    for index in (0, 1):  # one prompt, for any number of answers
         usage = Usage(prompt_tokens=5, generated_tokens=2, tpot_s=0.1, ttft_s=0.1)
         metrics.answered(Finished("a", index, "end", usage))
     metrics.responded("/health", 200)
@@ -289,7 +289,7 @@ def test_options_out_of_range_are_refused(option: list[str], capsys: pytest.Capt
     assert option[0] in capsys.readouterr().err
 
 
-def test_an_engine_that_cannot_be_started_again_is_tried_again_whatever_the_reason(
+def test_an_engine_that_cannot_be_started_again_is_tried_again_for_any_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = EngineClient(EngineOptions("m.gguf"))
@@ -303,7 +303,7 @@ def test_an_engine_that_cannot_be_started_again_is_tried_again_whatever_the_reas
 
 
 class _Broken:
-    """An engine, and a maker of constraints, that fail in a way that nobody has thought of."""
+    """An engine, and a maker of constraints, that fail unexpectedly."""
 
     def add(self, request: Request) -> None:
         raise ZeroDivisionError("of the request's own")

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: how much at once, and that nobody else waits for it."""
+"""`/tokenize` and `/detokenize`: how much at once, and that no other request waits for it."""
 
 from __future__ import annotations
 
