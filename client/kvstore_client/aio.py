@@ -7,11 +7,10 @@
             async for first, lease in stream:
                 ...
 
-Owns a few threads in which the synchronous session works, and what becomes of an answer whose asker was cancelled. It
-adds no behaviour of its own: arguments, results, misses and errors are those of `kvstore_client.Session`. A thread
-costs a hand-over of some 50 us a call; in return there is one client, not two, and payload functions and copies never
-run on the event loop.
-Invariants: nothing here blocks the loop; a lease whose asker was cancelled is given back, a stream's when it is left.
+Owns a few threads in which the synchronous session works, and the results of cancelled calls. It adds no behaviour of
+its own: arguments, results, misses and errors are those of `kvstore_client.Session`. A thread costs a hand-over of some
+50 us a call; in return there is one client, not two, and payload functions and copies never run on the event loop.
+Invariants: nothing here blocks the loop; a lease that a cancelled call was granted is given back.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from kvstore_client.entry import connect as connect_now
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease
 from kvstore_client.lease_stream import Closable, LayerStreams, LeasedRun, LeaseStream
-from kvstore_client.opening import connect as connect_now
+from kvstore_client.payload import Payload
 from kvstore_client.receipt import PutReceipt
 from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
 from kvstore_client.session import Session
-from kvstore_client.staging import Payload
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import BlockKeys, TokenIds
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
@@ -43,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class AsyncSession:
-    """Made by `connect`. `threads` calls are on their way at a time; more wait for their turn.
+    """Made by `connect`. At most `threads` calls are in flight; further ones wait for a thread.
 
     Cancelling a call stops the waiting, not the call: a put goes on to its end.
     """
@@ -78,13 +77,13 @@ class AsyncSession:
         return await self._call(partial(self._session.contains, tokens, **options))
 
     async def get(self, tokens: TokenIds | None = None, **options: Any) -> Lease:
-        """As `Session.get`. The lease is the synchronous one: reading and releasing it wait for nothing. Its `renew`
-        asks the daemon: call it through `asyncio.to_thread`.
+        """As `Session.get`. The lease is the synchronous one: reading and releasing it do not block. Its `renew` asks
+        the daemon: call it through `asyncio.to_thread`.
         """
         return await self._call(partial(self._session.get, tokens, **options), _give_back)
 
     async def get_stream(self, tokens: TokenIds | None = None, **options: Any) -> AsyncLeaseStream:
-        """As `Session.get_stream`. The stream holds one of the threads while its next blocks are waited for."""
+        """As `Session.get_stream`. The stream occupies one of the threads while it waits for its next blocks."""
         return AsyncLeaseStream(
             await self._call(partial(self._session.get_stream, tokens, **options), _close), self._submit
         )
@@ -134,7 +133,7 @@ class AsyncSession:
         self._submit(self._session.wake)
 
     def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
-        """As `Session.keys`: computed here, nobody is asked."""
+        """As `Session.keys`: computed here, without the daemon."""
         return self._session.keys(tokens, group)
 
     def statistics(self) -> Statistics:
@@ -154,7 +153,7 @@ class AsyncSession:
         await self.close()
 
     async def _call(self, work: Callable[[], Result], discard: Callable[[Result], None] | None = None) -> Result:
-        """The result of `work`, done in a thread. `discard` gets a result that comes after its asker was cancelled."""
+        """The result of `work`, done in a thread. `discard` gets a result that arrives after the call was cancelled."""
         running = self._submit(work)
         try:
             # Shielded, because cancelling the wrapper would cancel `running` and hide whether it had begun.
@@ -172,8 +171,8 @@ class AsyncSession:
 
 
 class AsyncLeaseStream:
-    """As `LeaseStream`, for one task, with `async for`. Leaving or closing it waits for nothing and gives everything
-    back, so `with` is enough. A run that a cancelled task was waiting for is not lost: the next one who asks gets it.
+    """As `LeaseStream`, for one task, with `async for`. Closing it does not block and releases everything, so `with` is
+    enough. A run that a cancelled task was waiting for is not lost: the next iteration gets it.
     """
 
     def __init__(self, stream: LeaseStream, submit: Submit) -> None:

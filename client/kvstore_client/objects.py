@@ -27,7 +27,7 @@ import xxhash
 from kvstore_client.lease import Lease
 from kvstore_client.memory import Bytes
 from kvstore_client.session import Session
-from kvstore_client.staging import Payload
+from kvstore_client.payload import Payload
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
 NAME_TOKENS: Final = 8

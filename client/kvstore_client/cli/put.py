@@ -26,7 +26,7 @@ from kvstore_client.memory import Bytes
 from kvstore_client.objects import block_bytes_of, get_head, head_of, object_tokens, payloads_of
 from kvstore_client.receipt import DURABLE
 from kvstore_client.session import Session
-from kvstore_client.staging import Payload
+from kvstore_client.payload import Payload
 
 STAGING_BYTES: Final = 64 << 20
 PORTION_BYTES: Final = 64 << 20

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore_client.entry import connect
 from kvstore_client.hooks.llama_state import SavedState, StateShape, StateUnsupported, assemble_state, parse_state
 from kvstore_client.lease import Lease
-from kvstore_client.opening import connect
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_client.entry import connect
 from kvstore_client.hooks.sglang_pages import KV, PageKeys, ending_in, namespace, whole_prefixes
-from kvstore_client.opening import connect
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON, Lookup
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError

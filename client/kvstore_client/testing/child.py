@@ -22,7 +22,7 @@ import numpy as np
 
 from kvstore_client.lease import Lease
 from kvstore_client.memory import Bytes
-from kvstore_client.storing import Put
+from kvstore_client.put import StagedPut
 from kvstore_client.testing.setting import Engine, EngineSetting, Point
 
 GARBAGE = 0xA5
@@ -90,13 +90,13 @@ class Child:
 
             Lease.payload = payload  # type: ignore[method-assign,assignment]
         else:
-            send_of = Put._send
+            send_of = StagedPut._send
 
-            def send(put: Put) -> None:
+            def send(put: StagedPut) -> None:
                 self._pass(point)
                 send_of(put)
 
-            Put._send = send  # type: ignore[method-assign,assignment]
+            StagedPut._send = send  # type: ignore[method-assign,assignment]
 
     def _pass(self, point: Point) -> None:
         """The first time only: say that it is reached, and wait."""

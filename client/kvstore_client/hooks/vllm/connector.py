@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstore_client.entry import connect
 from kvstore_client.hooks.vllm.layout import PagedLayers
 from kvstore_client.hooks.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
 from kvstore_client.hooks.vllm.orders import StepOrders
@@ -31,7 +32,6 @@ from kvstore_client.hooks.vllm.scheduler import SchedulerSide
 from kvstore_client.hooks.vllm.settings import parse_settings
 from kvstore_client.hooks.vllm.telling import Teller
 from kvstore_client.hooks.vllm.worker import WorkerSide
-from kvstore_client.opening import connect
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
