@@ -115,7 +115,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages are there; a gap ends them, whatever comes after it."""
+        """How many leading pages are there; the first gap ends them."""
         names = self._names(keys)
         return 0 if names is None else self._lookup(names).blocks
 

@@ -1,4 +1,4 @@
-"""The child's end of `EngineProcess`: opens the engine, does what it is told, stops where it is told.
+"""The child's end of `EngineProcess`: opens the engine, carries out commands, pauses where it is ordered to.
 
     python -m kvstore_client.testing.child DESCRIPTOR
 
@@ -29,7 +29,7 @@ GARBAGE = 0xA5
 
 
 class Child:
-    """Reads commands in a thread of its own, so that a paused engine can be told to go on."""
+    """Reads commands in a thread of its own, so that a paused engine can be continued."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

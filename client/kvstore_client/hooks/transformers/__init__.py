@@ -4,7 +4,7 @@
         model.generate(input_ids, past_key_values=KVStoreCache(session, model))
 
 Owns nothing but the names that users import; the parts are `cache` (what generate is given), `calls` (how it sees the
-model's calls), `layers` (where K and V lie), `restoring`, `storing`, `fingerprint` and `sessions`. Needs torch and
+model's calls), `layers` (where K and V are), `restore`, `storer`, `fingerprint` and `sessions`. Needs torch and
 transformers 5, imported in this package alone.
 """
 

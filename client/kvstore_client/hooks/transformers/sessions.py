@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore_client.entry import connect
 from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS, model_fingerprint
-from kvstore_client.hooks.transformers.storing import storer_of
+from kvstore_client.hooks.transformers.storer import storer_of
 from kvstore_client.paths import socket_directory
 from kvstore_client.session import Session
 
