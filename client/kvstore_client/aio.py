@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 class AsyncSession:
     """Made by `connect`. At most `threads` calls are in flight; further ones wait for a thread.
 
-    Cancelling a call stops the waiting, not the call: a put goes on to its end.
+    Cancelling a call stops the waiting, not the call: a put continues to its end.
     """
 
     def __init__(self, session: Session, threads: int = DEFAULT_THREADS) -> None:

@@ -41,7 +41,7 @@ class GrantedArena:
 
 @dataclass(frozen=True, slots=True)
 class GrantedIndex:
-    """What became of asking for the lookup index: a descriptor to map or close, or -1 and the reason."""
+    """The answer to a request for the lookup index: a descriptor to map or close, or -1 and the reason."""
 
     size_bytes: int
     descriptor: int
@@ -54,7 +54,7 @@ class Handshake:
     def __init__(self, connection: socket.socket, welcome: wire.Welcome, staging_fd: int) -> None:
         self._socket = connection
         self._lock = threading.Lock()
-        self._strays: dict[tuple[int, bool], GrantedArena] = {}  # answers that came after their caller had given up
+        self._strays: dict[tuple[int, bool], GrantedArena] = {}  # grants that arrived after their caller had given up
         self._index: GrantedIndex | None = None  # likewise
         self._stream_fd = -1  # likewise
         self._asked: set[str] = set()  # requested, and not taken yet

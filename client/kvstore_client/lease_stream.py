@@ -15,7 +15,7 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvstore_client.call import Call
 from kvstore_client.lease import Lease
-from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON, miss_reason, tier_name
+from kvstore_client.results import REASON_DEADLINE, miss_reason, tier_name
 from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -204,6 +204,6 @@ class LayerStreams(Generic[StreamKind]):
         self.close()
 
 
-def no_leases(group: LayerGroup, on_close: Callable[[int, int], None], reason: str = REASON_NO_DAEMON) -> LeaseStream:
+def no_leases(group: LayerGroup, on_close: Callable[[int, int], None], reason: str) -> LeaseStream:
     """A stream without a block."""
     return LeaseStream(None, None, group, 0.0, on_close=on_close, reason=reason)

@@ -21,7 +21,7 @@ MISS_REASONS = (  # by kvstore.v1.MissReason
 )
 REASON_NO_DAEMON = "no_daemon"  # degraded: the daemon was not asked
 REASON_DEADLINE = "deadline"  # the daemon did not answer in time
-REASON_VERIFY_FAILED = "verify_failed"  # the bytes in the arena are not those that were asked for
+REASON_VERIFY_FAILED = "verify_failed"  # the bytes in the arena are not those of the requested blocks
 REASON_NO_ARENA = "arena_not_mapped"  # the daemon did not hand over the memory in time
 REASON_ABSENT = "absent"  # of a probe: the lookup index says so, and does not know why
 REASON_UNKNOWN = "unknown"  # of a probe: no index, or it is not certain

@@ -178,11 +178,8 @@ class Session:
         if order not in ("front", "back"):
             raise invalid(f"order {order!r} is unknown; known: front, back")
         prefix = self._prefix(tokens, keys, group)
-        if prefix is None:
-            return no_leases(self._group(group), self._count_get)
-        prefix = prefix.head(max_blocks)
-        if not len(prefix):
-            return no_leases(prefix.group, self._count_get, "")
+        if prefix is None or not len(prefix := prefix.head(max_blocks)):
+            return no_leases(self._group(group), self._count_get, REASON_NO_DAEMON if prefix is None else "")
         source = Get(prefix, self._counters, self._deadline(deadline_s), verify=verify, clock=self._clock)
         return source.stream(order, self._count_get)
 
