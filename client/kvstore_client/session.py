@@ -358,9 +358,11 @@ class Session:
 
     def close(self) -> None:
         """End the session: leases end, views remain readable memory without a promise about their content."""
-        while self._before_close:
-            self._before_close.pop()()
-        self._connection.close()
+        try:
+            while self._before_close:
+                self._before_close.pop()()
+        finally:
+            self._connection.close()
 
     def before_close(self, work: Callable[[], object]) -> None:
         """Have `work` called when `close` is, while the session can still be used; the last one given goes first."""
