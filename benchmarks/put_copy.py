@@ -48,7 +48,7 @@ from support.report import AT_LEAST, Row, main
 from support.timing import median, time_each
 
 from kvstore_client import Session
-from kvstore_client.staging import Payload
+from kvstore_client.payload import Payload
 from kvstore_tiers.segments import gather_and_checksum, segment_of
 
 BLOCKS = 32

@@ -25,7 +25,7 @@ import grpc
 
 import kvstore_client
 from kvstore_client import Fingerprint, Session
-from kvstore_client.connection import PREFAULT_THREAD
+from kvstore_client.daemon_session import PREFAULT_THREAD
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 
 READY_TIMEOUT_S = 20.0

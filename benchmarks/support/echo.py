@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import grpc
@@ -34,7 +35,8 @@ class EchoClient:
     """`ping()` is one round trip of an empty message."""
 
     def __init__(self, transport: Transport) -> None:
-        self._stream = Stream(transport, on_end=lambda reason: None, on_answer=lambda: None, unreleased=deque())
+        health = SimpleNamespace(answered=lambda: None, stream_ended=lambda reason: None)
+        self._stream = Stream(transport, health, deque())  # type: ignore[arg-type]  # the part that a stream calls
 
     def ping(self) -> None:
         answer = self._stream.submit(wire.Request(ping=wire.Ping())).wait(10.0)

@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 
 import kvstore_client  # noqa: E402
 from kvstore_client import KVStoreError, Session  # noqa: E402
-from kvstore_client.opening import connect  # noqa: E402
+from kvstore_client.entry import connect  # noqa: E402
 from kvstore_client.results import REASON_LATE  # noqa: E402
 from torture_runs.child_process import end_with_parent  # noqa: E402
 from torture_runs.kill_model import MODELS, Conversation  # noqa: E402

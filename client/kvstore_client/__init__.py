@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvstore_client.entry import connect
     from kvstore_client.errors import DaemonUnavailable
     from kvstore_client.lease import Lease
     from kvstore_client.lease_stream import LayerStreams, LeasedRun, LeaseStream
-    from kvstore_client.opening import connect
     from kvstore_client.receipt import PutReceipt
     from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
     from kvstore_client.session import Session
@@ -39,7 +39,7 @@ _HOMES = {
     "PutReceipt": "kvstore_client.receipt",
     "Session": "kvstore_client.session",
     "Statistics": "kvstore_client.results",
-    "connect": "kvstore_client.opening",
+    "connect": "kvstore_client.entry",
 }
 
 __all__ = [

@@ -7,11 +7,10 @@
             async for first, lease in stream:
                 ...
 
-Owns a few threads in which the synchronous session works, and what becomes of an answer whose asker was cancelled. It
-adds no behaviour of its own: arguments, results, misses and errors are those of `kvstore_client.Session`. A thread
-costs a hand-over of some 50 us a call; in return there is one client, not two, and payload functions and copies never
-run on the event loop.
-Invariants: nothing here blocks the loop; a lease whose asker was cancelled is given back, a stream's when it is left.
+Owns a few threads in which the synchronous session works, and the results of cancelled calls. It adds no behaviour of
+its own: arguments, results, misses and errors are those of `kvstore_client.Session`. A thread costs a hand-over of some
+50 us a call; in return there is one client, not two, and payload functions and copies never run on the event loop.
+Invariants: nothing here blocks the loop; a lease that a cancelled call was granted is given back.
 """
 
 from __future__ import annotations
@@ -19,38 +18,63 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from kvstore_client.entry import connect as connect_now
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease
-from kvstore_client.lease_stream import Closable, LayerStreams, LeasedRun, LeaseStream
-from kvstore_client.opening import connect as connect_now
-from kvstore_client.receipt import PutReceipt
-from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
+from kvstore_client.lease_stream import LayerStreams, LeasedRun, LeaseStream
+from kvstore_client.results import Statistics
 from kvstore_client.session import Session
-from kvstore_client.staging import Payload
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import BlockKeys, TokenIds
-from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
 DEFAULT_THREADS = 8
 Submit = Callable[[Callable[[], Any]], Future[Any]]
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class AsyncSession:
-    """Made by `connect`. `threads` calls are on their way at a time; more wait for their turn.
+def _in_thread(
+    method: Callable[Concatenate[Session, Arguments], Result], discard: Callable[[Result], None] | None = None
+) -> Callable[Concatenate[AsyncSession, Arguments], Coroutine[Any, Any, Result]]:
+    """A method of `Session` to await. `discard` gets a result that arrives after the call was cancelled."""
 
-    Cancelling a call stops the waiting, not the call: a put goes on to its end.
+    @wraps(method)
+    async def call(self: AsyncSession, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        return await self._call(partial(method, self._session, *arguments, **options), discard)
+
+    call.__doc__ = f"As `Session.{method.__name__}`."
+    return call
+
+
+class AsyncSession:
+    """Made by `connect`. At most `threads` calls are in flight; further ones wait for a thread.
+
+    Cancelling a call stops the waiting, not the call: a put continues to its end. Payload functions of a put run in a
+    thread. A lease is the synchronous one: reading and releasing it do not block, and its `renew`, which asks the
+    daemon, is to be called through `asyncio.to_thread`.
     """
 
     def __init__(self, session: Session, threads: int = DEFAULT_THREADS) -> None:
         self._session = session
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-aio")
+
+    lookup = _in_thread(Session.lookup)
+    probe = _in_thread(Session.probe)  # the first one fetches the index
+    contains = _in_thread(Session.contains)
+    get = _in_thread(Session.get, Lease.release)
+    put = _in_thread(Session.put)
+    prefetch = _in_thread(Session.prefetch)
+    hint = _in_thread(Session.hint)
+    touch = _in_thread(Session.touch)
+    delete = _in_thread(Session.delete)
+    explain = _in_thread(Session.explain)
+    ping = _in_thread(Session.ping)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -65,76 +89,22 @@ class AsyncSession:
         """As `Session.state`."""
         return self._session.state
 
-    async def lookup(self, tokens: TokenIds | None = None, **options: Any) -> Lookup:
-        """As `Session.lookup`."""
-        return await self._call(partial(self._session.lookup, tokens, **options))
-
-    async def probe(self, tokens: TokenIds | None = None, **options: Any) -> Lookup:
-        """As `Session.probe`. Through a thread like the rest: the first one fetches the index."""
-        return await self._call(partial(self._session.probe, tokens, **options))
-
-    async def contains(self, tokens: TokenIds | None = None, **options: Any) -> int | None:
-        """As `Session.contains`."""
-        return await self._call(partial(self._session.contains, tokens, **options))
-
-    async def get(self, tokens: TokenIds | None = None, **options: Any) -> Lease:
-        """As `Session.get`. The lease is the synchronous one: reading and releasing it wait for nothing. Its `renew`
-        asks the daemon: call it through `asyncio.to_thread`.
-        """
-        return await self._call(partial(self._session.get, tokens, **options), _give_back)
-
     async def get_stream(self, tokens: TokenIds | None = None, **options: Any) -> AsyncLeaseStream:
-        """As `Session.get_stream`. The stream holds one of the threads while its next blocks are waited for."""
-        return AsyncLeaseStream(
-            await self._call(partial(self._session.get_stream, tokens, **options), _close), self._submit
-        )
+        """As `Session.get_stream`. The stream occupies one of the threads while it waits for its next blocks."""
+        stream = await self._call(partial(self._session.get_stream, tokens, **options), LeaseStream.close)
+        return AsyncLeaseStream(stream, self._submit)
 
     async def get_layers(self, tokens: TokenIds | None = None, **options: Any) -> LayerStreams[AsyncLeaseStream]:
         """As `Session.get_layers`."""
-        streams = await self._call(partial(self._session.get_layers, tokens, **options), _close)
+        streams = await self._call(partial(self._session.get_layers, tokens, **options), LayerStreams.close)
         return LayerStreams(AsyncLeaseStream(stream, self._submit) for stream in streams)
-
-    async def put(
-        self,
-        tokens: TokenIds | None = None,
-        *,
-        payloads: Sequence[Payload],
-        keys: BlockKeys | None = None,
-        **options: Any,
-    ) -> PutReceipt:
-        """As `Session.put`. Payload functions run in a thread."""
-        return await self._call(partial(self._session.put, tokens, payloads=payloads, keys=keys, **options))
-
-    async def prefetch(self, tokens: TokenIds | None = None, **options: Any) -> Prefetched:
-        """As `Session.prefetch`."""
-        return await self._call(partial(self._session.prefetch, tokens, **options))
-
-    async def hint(self, tokens: TokenIds | None = None, **options: Any) -> int:
-        """As `Session.hint`."""
-        return await self._call(partial(self._session.hint, tokens, **options))
-
-    async def touch(self, tokens: TokenIds | None = None, **options: Any) -> int:
-        """As `Session.touch`."""
-        return await self._call(partial(self._session.touch, tokens, **options))
-
-    async def delete(self, tokens: TokenIds | None = None, **options: Any) -> Deleted:
-        """As `Session.delete`."""
-        return await self._call(partial(self._session.delete, tokens, **options))
-
-    async def explain(self, request: ExplainRequest, *, deadline_s: float | None = None) -> ExplainReply | None:
-        """As `Session.explain`."""
-        return await self._call(partial(self._session.explain, request, deadline_s=deadline_s))
-
-    async def ping(self, deadline_s: float | None = None) -> float | None:
-        """As `Session.ping`."""
-        return await self._call(partial(self._session.ping, deadline_s))
 
     def wake(self) -> None:
         """As `Session.wake`, from a thread."""
         self._submit(self._session.wake)
 
     def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
-        """As `Session.keys`: computed here, nobody is asked."""
+        """As `Session.keys`: computed here, without the daemon."""
         return self._session.keys(tokens, group)
 
     def statistics(self) -> Statistics:
@@ -154,7 +124,7 @@ class AsyncSession:
         await self.close()
 
     async def _call(self, work: Callable[[], Result], discard: Callable[[Result], None] | None = None) -> Result:
-        """The result of `work`, done in a thread. `discard` gets a result that comes after its asker was cancelled."""
+        """The result of `work`, done in a thread. `discard` gets a result that arrives after the call was cancelled."""
         running = self._submit(work)
         try:
             # Shielded, because cancelling the wrapper would cancel `running` and hide whether it had begun.
@@ -172,8 +142,8 @@ class AsyncSession:
 
 
 class AsyncLeaseStream:
-    """As `LeaseStream`, for one task, with `async for`. Leaving or closing it waits for nothing and gives everything
-    back, so `with` is enough. A run that a cancelled task was waiting for is not lost: the next one who asks gets it.
+    """As `LeaseStream`, for one task, with `async for`. Closing it does not block and releases everything, so `with` is
+    enough. A run that a cancelled task was waiting for is not lost: the next iteration gets it.
     """
 
     def __init__(self, stream: LeaseStream, submit: Submit) -> None:
@@ -244,14 +214,6 @@ async def connect(
     """As `kvstore_client.connect`, without blocking the event loop. Raises as that does."""
     session = await asyncio.to_thread(connect_now, socket, fingerprint=fingerprint, **options)
     return AsyncSession(session, threads)
-
-
-def _give_back(lease: Lease) -> None:
-    lease.release()
-
-
-def _close(stream: Closable) -> None:
-    stream.close()
 
 
 def _discard(discard: Callable[[Result], None], done: Future[Result]) -> None:

@@ -1,4 +1,4 @@
-"""When to try again, and when to stop asking: two small pure state machines.
+"""When to try again, and when to stop sending requests: two small pure state machines.
 
 `Backoff` is exponential with full jitter (M. Brooker, "Exponential Backoff and Jitter", AWS Architecture
 Blog, 2015):

@@ -1,7 +1,7 @@
-"""What can be raised at an engine, and the one failure that stays inside.
+"""What the client raises, and one failure that does not leave the package.
 
-A miss, a throttle, a slow or absent daemon are results. Raised are only: a user's mistake (`KVStoreError`),
-and the absence of a daemon that the caller said it requires (`DaemonUnavailable`).
+A miss, a throttle, a slow or absent daemon are results. Raised are only a user's mistake (`KVStoreError`) and the
+absence of a daemon that the caller requires (`DaemonUnavailable`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ class DaemonUnavailable(KVStoreError):
 
     def __init__(self, message: str, *, is_denied: bool = False, is_refused: bool = False) -> None:
         super().__init__(ErrorKind.UNAVAILABLE, message)
-        self.is_refused = is_refused  # a daemon answered, and takes no client now
-        self.is_denied = is_denied  # the file system does not let us at the socket
+        self.is_refused = is_refused  # a daemon answered, and accepts no client now
+        self.is_denied = is_denied  # the file system denies access to the socket
 
 
 class ConnectError(Exception):
-    """An attempt to connect came to nothing; never leaves the package.
+    """An attempt to connect failed; never leaves the package.
 
-    `refused_as` is the daemon's reason when it answered and said no, None when nobody answered.
+    `refused_as` is the daemon's reason when it refused the client, None when there was no answer.
     """
 
     def __init__(self, message: str, refused_as: ErrorKind | None = None, *, is_denied: bool = False) -> None:
@@ -38,3 +38,11 @@ class ConnectError(Exception):
 def invalid(message: str) -> KVStoreError:
     """The caller's mistake, as an exception to raise."""
     return KVStoreError(ErrorKind.INVALID, message)
+
+
+def error_kind(code: int) -> ErrorKind:
+    """The kind that the daemon sent; one that this client does not know is UNSPECIFIED."""
+    try:
+        return ErrorKind(code)
+    except ValueError:
+        return ErrorKind.UNSPECIFIED

@@ -1,7 +1,7 @@
 """The handshake connection: who we are, the staging memory, the arenas, the stream, and the anchor of our leases.
 
 Owns one SOCK_SEQPACKET connection that stays open for the session's life; when it ends, the daemon takes
-every lease back. Descriptors arrive here, never elsewhere. Never does: map memory, or speak gRPC.
+every lease back. Descriptors arrive here and nowhere else. Never does: map memory, or speak gRPC.
 Invariants: a descriptor that arrives is either handed out once or closed; one request is on the wire at a
 time.
 """
@@ -20,9 +20,8 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from kvstore_client.errors import ConnectError
+from kvstore_client.errors import ConnectError, error_kind
 from kvstore_client.paths import explain_unreachable
-from kvstore_proto.errors import ErrorKind
 from kvstore_proto.v1 import handshake_pb2 as wire
 
 PROTOCOL_VERSION = 1
@@ -42,7 +41,7 @@ class GrantedArena:
 
 @dataclass(frozen=True, slots=True)
 class GrantedIndex:
-    """What became of asking for the lookup index: a descriptor to map or close, or -1 and the reason."""
+    """The answer to a request for the lookup index: a descriptor to map or close, or -1 and the reason."""
 
     size_bytes: int
     descriptor: int
@@ -50,15 +49,15 @@ class GrantedIndex:
 
 
 class Handshake:
-    """See the module. `welcome` is what the daemon answered. Answers are kept until somebody asks for them again."""
+    """See the module. `welcome` is what the daemon answered. A late grant is kept for the next request."""
 
     def __init__(self, connection: socket.socket, welcome: wire.Welcome, staging_fd: int) -> None:
         self._socket = connection
         self._lock = threading.Lock()
-        self._strays: dict[tuple[int, bool], GrantedArena] = {}  # answers that came after their asker had gone
+        self._strays: dict[tuple[int, bool], GrantedArena] = {}  # grants that arrived after their caller had given up
         self._index: GrantedIndex | None = None  # likewise
         self._stream_fd = -1  # likewise
-        self._asked: set[str] = set()  # what was asked for, and has not been taken
+        self._asked: set[str] = set()  # requested, and not taken yet
         self._closed = False
         self._staging_fd = staging_fd
         self.welcome = welcome
@@ -82,7 +81,7 @@ class Handshake:
         return None
 
     def request_index(self, timeout_s: float) -> GrantedIndex | None:
-        """Ask for the lookup index; None when there is no answer in time: then look again, it is asked for once.
+        """Ask for the lookup index; None when there is no answer in time: call again then, the request is sent once.
 
         With a timeout of 0 this waits for nothing.
         """
@@ -123,7 +122,7 @@ class Handshake:
 
     @contextlib.contextmanager
     def _turn(self, timeout_s: float) -> Iterator[None]:
-        """Ours on the wire. Raises TimeoutError when it does not come in time."""
+        """Our turn to send a request. Raises TimeoutError when it does not come in time."""
         if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
             raise TimeoutError
         try:
@@ -134,7 +133,7 @@ class Handshake:
     def _ask_once(self, kind: str, packet: wire.ClientPacket, deadline: float) -> None:
         if kind not in self._asked:
             self._send(packet, deadline)
-            self._asked.add(kind)  # not before: it may have come too late to send anything
+            self._asked.add(kind)  # not before: the deadline may have passed before anything was sent
 
     def is_alive(self) -> bool:
         """Whether the daemon still holds its end; one system call that does not wait."""
@@ -165,7 +164,7 @@ class Handshake:
         _close_descriptor(self.take_staging())
 
     def _take_grant(self, deadline: float) -> bool:
-        """Receive one answer and keep it for whoever asked; False for a refusal. Raises as `_receive`."""
+        """Receive one answer and keep it until it is taken; False for a refusal. Raises as `_receive`."""
         packet, descriptor = _receive(self._socket, deadline)
         kind = packet.WhichOneof("packet")
         if kind == "arena" and descriptor >= 0:
@@ -198,7 +197,7 @@ class Handshake:
 
 
 def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake:
-    """Connect and introduce ourselves. Raises ConnectError with a sentence for people."""
+    """Connect and introduce ourselves. Raises ConnectError with a message for people."""
     deadline = time.monotonic() + timeout_s
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -222,7 +221,7 @@ def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake
     connection.close()
     if kind == "refused":
         refusal = packet.refused
-        raise ConnectError(f"the daemon refused this client: {refusal.message}", _error_kind(refusal.kind))
+        raise ConnectError(f"the daemon refused this client: {refusal.message}", error_kind(refusal.kind))
     raise ConnectError("the daemon answered the handshake with something unknown: is it newer than this client?")
 
 
@@ -254,13 +253,6 @@ def _remaining(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError
     return left
-
-
-def _error_kind(code: int) -> ErrorKind:
-    try:
-        return ErrorKind(code)
-    except ValueError:
-        return ErrorKind.UNSPECIFIED
 
 
 def _close_descriptor(descriptor: int) -> None:

@@ -1,11 +1,11 @@
-"""Putting blocks in place: written into the slots where they are stored, so that they are not copied again.
+"""Put in place: blocks are written into the slots where they are stored, so that they are not copied again.
 
 Owns the way from slots that the daemon grants to blocks that it has stored from there. What cannot go that way (no
-room, another client is storing the same block, too late) is left to `storing`, which goes by way of staging.
-The first reservation is small and soon granted; the daemon finds the other slots while the first are written. The last
-message is small too, so that little is left to do after it.
-Never does: send a block twice. Invariants: a slot is not written after it was sent, nor when its reservation is about
-to end; slots that were not sent are given back, also when a payload function raises.
+room, another client stores the same block, too late) is left to `put`, which goes through staging.
+The first reservation is small, so it is granted soon; the daemon finds the other slots while the first are written. The
+last message is small too, so that little is left to do after it.
+Never sends a block twice. Invariants: a slot is not written after it was sent, nor when its reservation is about to
+end; slots that were not sent are given back, even when a payload function raises.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore_client.asking import Asker
-from kvstore_client.batch import names_of
-from kvstore_client.connection import Connection
+from kvstore_client.call import Call
+from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.memory import Bytes
+from kvstore_client.payload import write_payload, write_tokens
 from kvstore_client.put_order import PutOrder
 from kvstore_client.receipt import PutReceipt
 from kvstore_client.results import REASON_DEADLINE
-from kvstore_client.staging import write_payload, write_tokens
-from kvstore_client.stream import PendingCall
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
-MIN_BYTES = 1 << 20  # asking for slots costs a round trip, 0.2 ms: the copy of less takes no longer
+MIN_BYTES = 1 << 20  # requesting slots costs a round trip, 0.2 ms: the copy of less takes no longer
 FIRST_BYTES, RESERVE_BYTES = 8 << 20, 64 << 20  # of the first reservation; of each one after it
 SEND_EVERY_S = 0.001
 LAST_BYTES = 1 << 20  # of the last message: the daemon checksums so much without a hand-over to a thread
@@ -47,10 +45,10 @@ class _Reserved:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A reservation for so many blocks, asked for at `at`; `is_ahead`: before those of another one were written."""
+class _Requested:
+    """A reservation for some blocks, requested at `at`; `is_ahead`: before the slots of another one were written."""
 
-    call: PendingCall
+    call: Call
     blocks: int
     at: float
     is_ahead: bool
@@ -61,8 +59,7 @@ class InPlacePut:
 
     def __init__(
         self,
-        asker: Asker,
-        connection: Connection,
+        daemon: DaemonSession,
         order: PutOrder,
         receipt: PutReceipt,
         believed: Collection[int],
@@ -70,34 +67,34 @@ class InPlacePut:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._asker, self._connection, self._order = asker, connection, order
+        self._daemon, self._order = daemon, order
         self._receipt, self._believed = receipt, believed
         self._deadline, self._clock = deadline, clock
         self._slot_bytes = slot_bytes(order.payload_bytes)
         self._todo = deque(range(len(order.payloads)))
         self._undecided: list[int] = []
-        self._sent: deque[tuple[PendingCall, list[int], _Reserved]] = deque()
-        self._asked: _Asked | None = None
+        self._sent: deque[tuple[Call, list[int], _Reserved]] = deque()
+        self._requested: _Requested | None = None
         self._reserved: list[_Reserved] = []
 
     def run(self) -> list[int]:
         """The blocks that are not decided, in order. Raises what a payload function raises, and KVStoreError when the
         daemon finds a request wrong."""
         try:
-            self._asked = self._ask(FIRST_BYTES)
-            while (asked := self._asked) is not None:
-                self._asked = self._ask(RESERVE_BYTES, behind=asked.blocks)
-                reserved, left = self._granted(asked), len(self._todo)
+            self._requested = self._request(FIRST_BYTES)
+            while (requested := self._requested) is not None:
+                self._requested = self._request(RESERVE_BYTES, behind=requested.blocks)
+                reserved, left = self._granted(requested), len(self._todo)
                 if reserved is not None:
                     self._write(reserved)
                     if len(self._todo) == left:
                         break
-                elif asked.is_ahead:
-                    self._collect_all()  # a client may hold so much: what is stored counts no more
+                elif requested.is_ahead:
+                    self._collect_all()  # a client may hold only so much, and stored blocks do not count
                 else:
                     break
-                if self._asked is None:
-                    self._asked = self._ask(RESERVE_BYTES)  # fewer were granted than asked for
+                if self._requested is None:
+                    self._requested = self._request(RESERVE_BYTES)  # fewer were granted than requested
             self._collect_all()
         finally:
             self._leave()
@@ -105,10 +102,10 @@ class InPlacePut:
 
     # Slots
 
-    def _ask(self, most_bytes: int, behind: int = 0) -> _Asked | None:
-        """Ask for slots of the next blocks, those after `behind` others; None where too little is to be written."""
+    def _request(self, most_bytes: int, behind: int = 0) -> _Requested | None:
+        """Request slots for the next blocks, after the next `behind`; None where too little is to be written."""
         order, now = self._order, self._clock()
-        most = max(1, min(most_bytes // self._slot_bytes, self._connection.max_keys))
+        most = max(1, min(most_bytes // self._slot_bytes, self._daemon.max_keys))
         ahead = [block for block in self._todo if block not in self._believed][behind : behind + most]
         if not ahead or (not behind and len(ahead) * order.payload_bytes < MIN_BYTES) or now >= self._deadline:
             return None
@@ -118,52 +115,51 @@ class InPlacePut:
             blocks=len(ahead),
             parent=order.chain.parent_of(order.first_block + ahead[0]),
         )
-        deadline_ms = max(1, int((self._deadline - now) * 1000))
-        call = self._connection.stream.submit(wire.Request(deadline_ms=deadline_ms, reserve_slots=request))
-        return _Asked(call, len(ahead), now, behind > 0)
+        call = self._daemon.begin(wire.Request(reserve_slots=request), self._deadline - now)
+        return _Requested(call, len(ahead), now, behind > 0)
 
-    def _granted(self, asked: _Asked) -> _Reserved | None:
-        """The slots, mapped; None where there are none to be had."""
-        granted = self._answer(asked.call)
+    def _granted(self, requested: _Requested) -> _Reserved | None:
+        """The slots, mapped; None where none are granted."""
+        granted = self._answer(requested.call)
         if granted is None or not granted.reservation:
             return None
-        until = asked.at + granted.expires_in_ms / 1000 * USABLE_SHARE
+        until = requested.at + granted.expires_in_ms / 1000 * USABLE_SHARE
         places: list[tuple[Bytes, int]] = []
         reserved = _Reserved(granted.reservation, places, until, len(granted.offsets))
         self._reserved.append(reserved)
         for arena_id, offset in zip(granted.arena_ids, granted.offsets, strict=True):
-            arena = self._connection.writable.arena(arena_id, self._asker.deadline_s)
+            arena = self._daemon.writable.arena(arena_id, self._daemon.deadline_s)
             if arena is None or offset + self._slot_bytes > len(arena):
                 return None
             places.append((arena, offset))
         for arena_id in set(granted.arena_ids):
             offsets = [at for which, at in zip(granted.arena_ids, granted.offsets, strict=True) if which == arena_id]
-            self._connection.writable.enter(arena_id, offsets, self._slot_bytes)
+            self._daemon.writable.enter(arena_id, offsets, self._slot_bytes)
         return reserved
 
-    def _answer(self, call: PendingCall) -> wire.ReserveSlotsReply | None:
-        response = call.wait(min(self._asker.deadline_s, self._deadline - self._clock()))
-        if response is None:  # it is making room: staging is there meanwhile
+    def _answer(self, call: Call) -> wire.ReserveSlotsReply | None:
+        response = call.wait(min(self._daemon.deadline_s, self._deadline - self._clock()))
+        if response is None:  # it is making room: staging serves meanwhile
             self._abandon(call)
             return None
         try:
-            answer = self._asker.judge(self._connection, response)
+            answer = call.judge(response)
         except KVStoreError as error:
             if error.kind is not ErrorKind.FORBIDDEN:
                 raise
-            self._connection.writable.refused()  # the setting was changed since we connected
+            self._daemon.writable.refused()  # the setting was changed since we connected
             return None
         return None if isinstance(answer, str) else answer.reserve_slots
 
-    def _abandon(self, call: PendingCall) -> None:
-        self._connection.stream.abandon(call, lambda late: self._give_back(late.reserve_slots.reservation))
+    def _abandon(self, call: Call) -> None:
+        call.abandon(lambda late: self._give_back(late.reserve_slots.reservation))
 
     def _leave(self) -> None:
         """Give back what is not used."""
-        if self._asked is not None:
-            self._abandon(self._asked.call)
+        if self._requested is not None:
+            self._abandon(self._requested.call)
         for call, blocks, _ in self._sent:  # a payload function raised: the daemon decides what was sent
-            self._connection.stream.abandon(call)
+            call.abandon()
             self._undecided += blocks
         self._sent.clear()
         for reserved in self._reserved:
@@ -172,8 +168,8 @@ class InPlacePut:
 
     def _give_back(self, reservation: int) -> None:
         if reservation:
-            stream = self._connection.stream
-            stream.abandon(stream.submit(wire.Request(reserve_slots=wire.ReserveSlots(give_back=reservation))))
+            request = wire.Request(reserve_slots=wire.ReserveSlots(give_back=reservation))
+            self._daemon.stream.submit(request).abandon()
 
     # Writing
 
@@ -185,7 +181,7 @@ class InPlacePut:
         send_at = self._clock() + SEND_EVERY_S
         self._write_tokens(reserved)
         place, last_blocks = 0, max(1, LAST_BYTES // order.payload_bytes)
-        while self._todo and len(blocks) < self._connection.max_keys:
+        while self._todo and len(blocks) < self._daemon.max_keys:
             block = self._todo[0]
             if block in self._believed:
                 page = 0
@@ -218,7 +214,7 @@ class InPlacePut:
             first += length
 
     def _runs(self, blocks: Sequence[int], places: Sequence[tuple[Bytes, int]]) -> Iterator[int]:
-        """How many blocks of a chain, one behind the other, lie so too."""
+        """Lengths of the runs of consecutive blocks in consecutive slots."""
         length = 1
         for at in range(1, len(blocks)):
             (before, offset), (arena, next_offset) = places[at - 1], places[at]
@@ -231,22 +227,10 @@ class InPlacePut:
             yield length
 
     def _send(self, reserved: _Reserved, blocks: list[int], pages: list[int]) -> None:
-        order = self._order
-        keys, parents = names_of(order.chain, [order.first_block + block for block in blocks])
-        request = wire.Request(
-            deadline_ms=max(1, int((self._deadline - self._clock()) * 1000)),
-            store=wire.Store(
-                reservation=reserved.number,
-                group=order.group_id,
-                keys=keys,
-                parents=parents,
-                payload_bytes=order.payload_bytes,
-                pages=pages,
-                durability=order.durability,
-            ),
-        )
+        body = self._order.store(blocks, pages, reservation=reserved.number)
         reserved.left -= sum(page > 0 for page in pages)
-        self._sent.append((self._connection.stream.submit(request), blocks, reserved))
+        call = self._daemon.begin(wire.Request(store=body), self._deadline - self._clock())
+        self._sent.append((call, blocks, reserved))
 
     # Answers
 
@@ -263,13 +247,12 @@ class InPlacePut:
         call, blocks, reserved = self._sent.popleft()
         response = call.wait(self._deadline - self._clock())
         if response is None:
-            self._connection.stream.abandon(call)
-            self._asker.link.timed_out()
+            call.expire()
             self._receipt.reason = REASON_DEADLINE
             return
         if response.HasField("error"):
             reserved.left += 1  # it may have taken nothing
-        answer = self._asker.judge(self._connection, response)
+        answer = call.judge(response)
         if isinstance(answer, str):
             self._undecided += blocks
             return
@@ -278,4 +261,4 @@ class InPlacePut:
         self._undecided += [block for block, kept in zip(blocks, decided, strict=False) if kept < 0]
         self._receipt.record(call, answer, decided)
         if wire.STORE_STATUS_PRESENT in statuses:
-            self._connection.index.get(may_wait=False)  # it pays to know, from the next put on
+            self._daemon.index.get(may_wait=False)  # so that the next put knows what is present

@@ -1,10 +1,8 @@
-"""From token ids to block keys, remembering what was hashed before.
+"""From token ids to block keys, with a cache of recent chains.
 
-Owns the keys of one connection (the roots come with it) and a small cache of recent chains: turns of one
-conversation, and conversations under one system prompt, share their leading blocks, so only the new blocks
-are hashed.
-Never does: talk to the daemon. Invariant: the answer is that of `kvstore_proto.identity.block_keys`, cache or
-not.
+Owns the roots of one daemon session and the cache: turns of one conversation, and conversations under one system
+prompt, share their leading blocks, so only the new blocks are hashed.
+Never talks to the daemon. Invariant: the keys are those of `kvstore_proto.identity.block_keys`, cached or not.
 """
 
 from __future__ import annotations

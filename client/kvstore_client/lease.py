@@ -1,19 +1,16 @@
 """A lease: leading blocks of a prefix, readable in place until it ends.
 
-Owns the views an engine reads and the question whether they may still be read. Never does: extend itself
-silently, or unmap memory (views stay memory-safe for ever; what ends with the lease is the promise about
-their *content*).
-Invariants: views are read-only; `valid` turns False before the daemon may recycle a byte, given a clock that
-runs.
+Owns the views an engine reads, and whether their content may still be trusted. Never extends itself silently or unmaps
+memory: views are safe to touch for ever, and what ends with the lease is the promise about their *content*.
+Invariants: views are read-only; `valid` turns False before the daemon may recycle a byte, given a clock that runs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +27,7 @@ MARGIN_SHARE = 0.1
 
 
 class LeasedBlock(NamedTuple):
-    """Where one block lies: `offset` is that of its header in `arena`. (A tuple: 64 of them are made for a get.)"""
+    """Where one block is: `offset` is that of its header in `arena`. (A tuple: 64 of them are made for a get.)"""
 
     arena: Bytes
     offset: int
@@ -39,20 +36,26 @@ class LeasedBlock(NamedTuple):
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    """What a lease needs of its session: `renew` and `is_alive` ask, `release` gives back, `chain` computes
-    keys.
+class Grant(Protocol):
+    """What the daemon granted: the right to read these blocks, of `block_tokens` tokens and `layer_count` layers each.
+    A `layer_count` of 0: the fingerprint lists no layers.
     """
 
-    renew: Callable[[int], float | None]  # lease id -> seconds until expiry
-    release: Callable[[int], None]
-    is_alive: Callable[[], bool]
-    chain: Callable[[TokenIds], Chain]
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def layer_count(self) -> int: ...
+    def is_alive(self) -> bool: ...
+    def renew(self) -> float | None:
+        """Seconds until the lease ends, counted from before the call; None when it has ended."""
+        ...
+
+    def release(self) -> None: ...
+    def chain(self, tokens: TokenIds) -> Chain: ...
 
 
 class Lease:
-    """`len(lease)` leading blocks. Use it as a context manager: leaving gives the blocks back.
+    """`len(lease)` leading blocks. Use it as a context manager: leaving it releases the blocks.
 
     `reason` says why the run ends where it ends. `promoted_bytes` were read from slower tiers for this lease.
     After `get(promote=False)`, `resident_blocks` leading blocks are readable in some tier, and to have them all
@@ -62,12 +65,9 @@ class Lease:
     def __init__(
         self,
         blocks: Sequence[LeasedBlock] = (),
+        grant: Grant | None = None,
         *,
-        lease_id: int = 0,
-        anchor: Anchor | None = None,
         expires_in_s: float = 0.0,
-        block_tokens: int = 0,
-        layer_count: int = 0,
         reason: str = "",
         promoted_bytes: int = 0,
         resident_blocks: int = 0,
@@ -75,11 +75,8 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._blocks = tuple(blocks)
-        self._lease_id = lease_id
-        self._anchor = anchor
+        self._grant = grant
         self._clock = clock
-        self._block_tokens = block_tokens
-        self._layer_count = layer_count
         self._released = False
         self._valid_until = clock() + _usable_s(expires_in_s)
         self.reason = reason
@@ -96,7 +93,7 @@ class Lease:
 
     @property
     def tokens(self) -> int:
-        return len(self._blocks) * self._block_tokens
+        return 0 if self._grant is None else len(self._blocks) * self._grant.block_tokens
 
     @property
     def payload_bytes(self) -> int:
@@ -105,37 +102,33 @@ class Lease:
 
     @property
     def valid(self) -> bool:
-        """Whether the content may be trusted now; check it *after* the bytes were used. An empty lease is not
-        valid.
-        """
-        if self._released or not self._blocks or self._anchor is None or self._clock() >= self._valid_until:
+        """Whether the content may be trusted now; check it *after* the bytes were used. An empty lease is not valid."""
+        if self._released or not self._blocks or self._grant is None or self._clock() >= self._valid_until:
             return False
-        return self._anchor.is_alive()
+        return self._grant.is_alive()
 
     def payload(self, block: int) -> Bytes:
-        """uint8[payload_bytes], read-only, zero-copy. Raises KVStoreError after release, IndexError out of
-        range.
-        """
+        """uint8[payload_bytes], read-only, zero-copy. Raises KVStoreError after release, IndexError out of range."""
         leased = self._held(block)
         start = leased.offset + HEADER_BYTES
         return leased.arena[start : start + leased.payload_bytes]
 
     def layer(self, block: int, layer: int) -> Bytes:
         """uint8 view of one layer of a block: `layer` counts the layers of the group, from 0."""
-        if self._layer_count == 0:
+        count = 0 if self._grant is None else self._grant.layer_count
+        if count == 0:
             raise invalid("this layer group's fingerprint lists no layers: its payload is opaque")
         payload = self.payload(block)
-        if not 0 <= layer < self._layer_count or len(payload) % self._layer_count:
-            raise invalid(f"layer {layer} of {self._layer_count} cannot be cut from {len(payload)} bytes")
-        size = len(payload) // self._layer_count
+        if not 0 <= layer < count or len(payload) % count:
+            raise invalid(f"layer {layer} of {count} cannot be cut from {len(payload)} bytes")
+        size = len(payload) // count
         return payload[layer * size : (layer + 1) * size]
 
     def copy_into(self, destinations: Sequence[npt.NDArray[Any]], first_block: int = 0) -> int:
-        """Copy blocks first_block, first_block + 1, … into C-contiguous arrays of just their size, without
-        the GIL.
+        """Copy blocks first_block, first_block + 1, … into C-contiguous arrays of their exact size, without the GIL.
 
-        Returns how many blocks were copied while the lease was valid: all of them, or 0 when it had ended by
-        then (the destinations then hold nothing of use). Raises KVStoreError for arrays that do not fit.
+        Returns how many blocks were copied while the lease was valid: all of them, or 0 when it had ended by then (the
+        destinations then hold nothing of use). Raises KVStoreError for arrays that do not fit.
         """
         if first_block + len(destinations) > len(self._blocks):
             raise invalid(f"{len(destinations)} destinations from block {first_block}, but {len(self)} blocks are held")
@@ -144,12 +137,10 @@ class Lease:
         return len(destinations) if self.valid else 0
 
     def verify(self, tokens: TokenIds) -> bool:
-        """Whether the headers of all blocks held say that they belong to these tokens (done by `get`
-        already).
-        """
-        if self._anchor is None:
+        """Whether the headers of all leased blocks say that they belong to these tokens (`get` has checked that)."""
+        if self._grant is None:
             return not self._blocks
-        chain = self._anchor.chain(tokens)
+        chain = self._grant.chain(tokens)
         return len(chain) >= len(self._blocks) and all(
             not mismatch(
                 block.arena.data,
@@ -163,22 +154,22 @@ class Lease:
         )
 
     def renew(self) -> bool:
-        """Ask for more time. False when the lease has ended; the blocks must then be acquired again."""
-        if not self.valid or self._anchor is None:
+        """Extend the lease. False when it has ended; the blocks must then be acquired again."""
+        if not self.valid or self._grant is None:
             return False
         before = self._clock()  # the daemon's time starts later than this
-        expires_in_s = self._anchor.renew(self._lease_id)
+        expires_in_s = self._grant.renew()
         if expires_in_s is None:
             return False
         self._valid_until = before + _usable_s(expires_in_s)
         return self.valid
 
     def release(self) -> None:
-        """Give the blocks back; does not wait. Idempotent."""
+        """Release the blocks; does not wait. Idempotent."""
         if not self._released:
             self._released = True
-            if self._anchor is not None and self._lease_id:
-                self._anchor.release(self._lease_id)
+            if self._grant is not None:
+                self._grant.release()
 
     def __enter__(self) -> Lease:
         return self
@@ -194,7 +185,7 @@ class Lease:
 
     def _held(self, block: int) -> LeasedBlock:
         if self._released:
-            raise invalid("the lease was released: its bytes may be recycled; copy what you need before leaving it")
+            raise invalid("the lease was released: its bytes may be recycled; copy what you need before releasing it")
         return self._blocks[block]
 
 

@@ -1,8 +1,8 @@
-"""A prefix whose blocks are handed out as they become readable, in an order the caller chose, or several, of one layer
-group each.
+"""Leases on a prefix as its blocks become readable, in an order the caller chose; and such streams for several layer
+groups.
 
-Owns the leases that have come and the answers that are still to come. Leaving it gives everything back: leases that
-nobody reads, and those of answers that are late.
+Owns the leases that were granted so far and the call whose answers grant more. Closing it releases everything: the
+leases, also those that were not handed out, and those of late answers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
+from kvstore_client.call import Call
 from kvstore_client.lease import Lease
-from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON, miss_reason, tier_name
+from kvstore_client.results import REASON_DEADLINE, miss_reason, tier_name
 from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -28,15 +29,15 @@ class LeasedRun(NamedTuple):
     lease: Lease
 
 
-class Answers(Protocol):
-    """The answers to one request."""
+class LeaseSource(Protocol):
+    """What makes leases of the answers to an Acquire in an order."""
 
-    def next(self, timeout_s: float) -> wire.Response | str | None:
-        """The next one, the reason why there is none, or None: not in time. Raises KVStoreError."""
+    def lease_of(self, reply: wire.AcquireReply, timeout_s: float) -> Lease:
+        """A lease on the usable blocks of an answer; empty, with the reason, if there are none."""
         ...
 
-    def abandon(self) -> None:
-        """Have the request end. Leases in answers that still come are given back."""
+    def give_back(self, lease_id: int) -> None:
+        """Release what an answer granted that arrived too late. 0 is none."""
         ...
 
 
@@ -44,17 +45,17 @@ class LeaseStream:
     """Iterate over it once: a `LeasedRun` each time blocks have become readable. Use it as a context manager; all
     leases end with it.
 
-    `group` names the layers that each payload holds. `tiers` and `ready_s` say, after `expect` or once the first run
-    has come, where each resident block was and in how many seconds it was expected to be readable; `reason` says in the
-    end why the prefix ends, or which part of it did not come.
+    `group` names the layers that each payload holds. `tiers` and `ready_s` say, after `expect` or the first run, where
+    each resident block was and in how many seconds it was expected to be readable. In the end `reason` says why the
+    prefix ends, or why a part of it was not leased.
     `close` may be called from another thread, while this one waits for a run: it then gets none.
-    `on_close` is called once, with the blocks that were leased and their payload bytes.
+    `on_close` is called once, with the number of leased blocks and their payload bytes.
     """
 
     def __init__(
         self,
-        answers: Answers | None,
-        lease_of: Callable[[wire.AcquireReply, float], Lease],
+        source: LeaseSource | None,
+        call: Call | None,
         group: LayerGroup,
         deadline_s: float,
         *,
@@ -63,14 +64,14 @@ class LeaseStream:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.group = group
-        self._answers = answers
-        self._lease_of = lease_of
+        self._source = source
+        self._call = call  # None: no further answers
         self._clock = clock
         self._until = clock() + deadline_s
         self._on_close = on_close
-        self._reading = threading.Lock()  # held by who waits for an answer
+        self._reading = threading.Lock()  # held by the thread that waits for an answer
         self._is_expected = False
-        self._ahead: LeasedRun | None = None  # came while `expect` waited
+        self._ahead: LeasedRun | None = None  # leased while `expect` waited
         self._lock = threading.Lock()  # of the next two, and of what was leased so far
         self._is_closed = False
         self._leases: list[Lease] = []
@@ -93,7 +94,7 @@ class LeaseStream:
             return run
 
     def expect(self) -> int:
-        """How many leading blocks are resident. Waits for that, not for a block to be loaded."""
+        """How many leading blocks are resident. Waits for the first answer, not for a block to be loaded."""
         with self._reading:
             if not self._is_expected:
                 reply = self._next_reply()
@@ -101,7 +102,7 @@ class LeaseStream:
             return len(self.tiers)
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release everything. Idempotent."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             leases, self._leases = self._leases, []
@@ -121,33 +122,33 @@ class LeaseStream:
         self.close()
 
     def _next_reply(self) -> wire.AcquireReply | None:
-        """The next answer that may hold blocks; None when there is none any more."""
+        """The next answer that may grant blocks; None when there are no more."""
         self._is_expected = True
-        answers = self._answers
-        if answers is None:
+        call = self._call
+        if call is None:
             return None
-        answer = answers.next(self._left_s())
+        answer = call.result(self._left_s())
         if answer is None:
             self.reason = REASON_DEADLINE
             self._end()
             return None
         if isinstance(answer, str):
-            self.reason, self._answers = answer, None
+            self.reason, self._call = answer, None
             return None
         reply = answer.acquire
         if reply.tiers:
             self.tiers = tuple(map(tier_name, reply.tiers))
             self.ready_s = tuple(each / 1e6 for each in reply.ready_us)
         if not reply.more:
-            self.reason, self._answers = miss_reason(reply.miss_reason) or self.reason, None
+            self.reason, self._call = miss_reason(reply.miss_reason) or self.reason, None
             return None
         return reply
 
     def _run(self, reply: wire.AcquireReply) -> LeasedRun | None:
-        """The usable blocks of an answer, held until the end, if that has not been meanwhile."""
-        if not reply.blocks:
+        """The usable blocks of an answer, leased until `close`; None if that was called meanwhile."""
+        if not reply.blocks or self._source is None:
             return None
-        lease = self._lease_of(reply, max(self._left_s(), 0.001))
+        lease = self._source.lease_of(reply, max(self._left_s(), 0.001))
         with self._lock:
             if not self._is_closed:
                 self._leases.append(lease)
@@ -162,9 +163,10 @@ class LeaseStream:
         return max(0.0, self._until - self._clock())
 
     def _end(self) -> None:
-        answers, self._answers = self._answers, None
-        if answers is not None:
-            answers.abandon()
+        call, self._call = self._call, None
+        source = self._source
+        if call is not None and source is not None:
+            call.cancel(lambda late: source.give_back(late.acquire.lease_id))
 
 
 class Closable(Protocol):
@@ -175,8 +177,9 @@ StreamKind = TypeVar("StreamKind", bound=Closable)
 
 
 class LayerStreams(Generic[StreamKind]):
-    """A stream for each layer group. Iterate over them in the order in which they were asked for: that is the order in
-    which they are loaded. As a context manager it closes them all."""
+    """A stream for each layer group, in the order in which they were requested, which is the order in which they are
+    loaded. As a context manager it closes them all.
+    """
 
     def __init__(self, streams: Iterable[StreamKind]) -> None:
         self._streams = tuple(streams)
@@ -188,7 +191,7 @@ class LayerStreams(Generic[StreamKind]):
         return len(self._streams)
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release everything. Idempotent."""
         for stream in self._streams:
             stream.close()
 
@@ -201,6 +204,6 @@ class LayerStreams(Generic[StreamKind]):
         self.close()
 
 
-def nothing(group: LayerGroup, on_close: Callable[[int, int], None], reason: str = REASON_NO_DAEMON) -> LeaseStream:
+def no_leases(group: LayerGroup, on_close: Callable[[int, int], None], reason: str) -> LeaseStream:
     """A stream without a block."""
-    return LeaseStream(None, lambda reply, timeout_s: Lease(), group, 0.0, on_close=on_close, reason=reason)
+    return LeaseStream(None, None, group, 0.0, on_close=on_close, reason=reason)

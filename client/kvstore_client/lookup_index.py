@@ -1,10 +1,10 @@
-"""Where blocks are, read from the tenant's lookup index in shared memory instead of asked for.
+"""Where blocks are, read from the tenant's lookup index in shared memory without a round trip.
 
-Owns the mapping of the index of one connection and the getting of it. Never does: lead to a byte. What the index says
-is a hint that may be old when it is used; bytes come through a lease alone, whose headers are verified, so the worst
-that a wrong answer does is a miss. Nothing here waits, except the first probe of a connection, briefly.
-Invariant: what cannot be told for sure (no index, a bucket that overflowed, is being written or is damaged) is
-"unknown", never "absent".
+Owns the mapping of the index of one daemon session, and the request for it. What the index says is a hint that may be
+old when it is used. Bytes are read through a lease alone, whose headers are verified, so a wrong answer costs a miss at
+worst. Only the first probe of a session waits, briefly.
+Invariant: what is not certain (no index, a bucket that overflowed, is being written or is damaged) is "unknown", never
+"absent".
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def map_index(grant: GrantedIndex) -> LookupIndex | str:
 
 
 class IndexSource:
-    """The index of one connection, asked for by the first probe. `request(timeout_s)` gives None for no answer yet.
+    """The index of one daemon session, requested by the first probe. `request(timeout_s)` gives None for no answer yet.
 
     Without `request` the daemon is one that knows no index, and there is none.
     """
@@ -76,7 +76,7 @@ class IndexSource:
 
     @property
     def mapped(self) -> LookupIndex | None:
-        """The index, where somebody got it already."""
+        """The index, if it is mapped already."""
         return self._index
 
     def get(self, *, may_wait: bool) -> LookupIndex | None:
@@ -98,7 +98,7 @@ class IndexSource:
 
 
 def probe(index: LookupIndex | None, keys: BlockKeys, fingerprint: Fingerprint, group: LayerGroup) -> Lookup:
-    """What the index says of a chain. `reason` is empty, "absent", or "unknown" where only the daemon can tell."""
+    """What the index says of a chain. `reason` is empty, "absent", or "unknown" where only the daemon knows."""
     if index is None:
         return Lookup(tiers=(UNKNOWN_TIER,) * len(keys), reason=REASON_UNKNOWN if keys.packed else "")
     codes = index.codes(keys)

@@ -1,8 +1,7 @@
 """Mapping the daemon's memory into this process: arenas to read, staging to write.
 
-Owns the mmap objects and the arrays over them. An array keeps its mapping alive, so memory is never unmapped
-under a view, whatever becomes of the session. Never does: decide what a byte means (that is
-`kvstore_proto.arena`).
+Owns the mmap objects and the arrays over them. An array keeps its mapping alive, so memory is never unmapped under a
+view, even after the session has ended. Never decides what a byte means (that is `kvstore_proto.arena`).
 Invariant: arena arrays are read-only, by mapping and by flag; both mappings stay out of core dumps, since
 headers hold token ids.
 """

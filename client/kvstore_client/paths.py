@@ -36,7 +36,7 @@ def explain_unreachable(path: Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"no daemon at {path.parent} ({path.name} does not exist); {start}"
     if isinstance(error, ConnectionRefusedError):
-        return f"no daemon at {path.parent} (stale socket {path.name}, nobody listens); {start}"
+        return f"no daemon at {path.parent} (stale socket {path.name}, no process listens); {start}"
     if isinstance(error, PermissionError):
         group = "kvstored-admin" if path.name == ADMIN_SOCKET else "kvstored"
         return (

@@ -1,4 +1,4 @@
-"""What a put is to store."""
+"""What a put is to store, and the Store messages that say so."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from typing import Final
 
 from kvstore_client.errors import invalid
 from kvstore_client.keys import Chain
-from kvstore_client.staging import Payload, payload_size
+from kvstore_client.payload import Payload, payload_size
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.identity import KEY_BYTES, BlockKeys
 from kvstore_proto.v1 import kvstore_pb2 as wire
-
-MIN_RETRY_S = 0.001
-THROTTLED_RETRY_S = 0.01
-PENDING_PATIENCE_S = 0.25  # for a block that another client is writing just now
-REASON_PENDING: Final = "another client is storing the same block"
-REASON_NO_ROOM: Final = "no room in staging or quota before the deadline"
-REASON_TOO_LARGE: Final = "too large: a block has to fit into the staging memory of this session"
 
 DURABILITY_MODES: Final = {
     "default": wire.DURABILITY_MODE_DEFAULT,
@@ -38,11 +32,40 @@ class PutOrder:
     group_id: int
     durability: wire.DurabilityMode.ValueType
 
+    def __len__(self) -> int:
+        return len(self.payloads)
+
+    def keys(self) -> BlockKeys:
+        return self.chain.keys[self.first_block : self.first_block + len(self.payloads)]
+
+    def store(self, blocks: Sequence[int], pages: Sequence[int], *, loan: int = 0, reservation: int = 0) -> wire.Store:
+        """A Store of some of the blocks, in order; pages[i] says where blocks[i] is (0: not written, believed present),
+        in the staging memory of `loan` or among the slots of `reservation`.
+        """
+        first, end = self.first_block + blocks[0], self.first_block + blocks[-1] + 1
+        keys = self.chain.keys
+        if end - first == len(blocks):  # contiguous: the chain has their keys in one piece
+            packed = keys.packed[first * KEY_BYTES : end * KEY_BYTES]
+            parents = self.chain.parent_of(first) + packed[:-KEY_BYTES]
+        else:
+            packed = b"".join(keys[self.first_block + block] for block in blocks)
+            parents = b"".join(self.chain.parent_of(self.first_block + block) for block in blocks)
+        return wire.Store(
+            group=self.group_id,
+            keys=packed,
+            parents=parents,
+            payload_bytes=self.payload_bytes,
+            pages=pages,
+            durability=self.durability,
+            loan=loan,
+            reservation=reservation,
+        )
+
 
 def payload_bytes_of(
     payloads: Sequence[Payload], fingerprint: Fingerprint, group: LayerGroup, stated: int | None
 ) -> int:
-    """The one size that all of these payloads have. Raises KVStoreError(INVALID) when that cannot be."""
+    """The size that all of these payloads have. Raises KVStoreError(INVALID) when they differ or none is known."""
     if payloads is None:
         raise invalid("payloads is None: give one payload a block, of bytes, an array or a function(dest)")
     fixed = fingerprint.payload_bytes(group.group_id)

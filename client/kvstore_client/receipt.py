@@ -1,7 +1,6 @@
-"""What became of each block of a put.
+"""The outcome of each block of a put.
 
-Owns the per-block outcome and, for blocks still on their way to stable storage, the wait for their final
-answer.
+Owns the statuses and, for blocks that are not yet on stable storage, the wait for their final answer.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvstore_client.stream import PendingCall
+from kvstore_client.call import Call
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 STORED, PRESENT, THROTTLED, FAILED = "stored", "present", "throttled", "failed"
@@ -40,7 +39,7 @@ class PutReceipt:
         self.durability = [VOLATILE] * blocks
         self.reason = reason
         self._clock = clock
-        self._unsettled: list[tuple[PendingCall, Sequence[int]]] = []
+        self._unsettled: list[tuple[Call, Sequence[int]]] = []
 
     def __len__(self) -> int:
         return len(self.statuses)
@@ -51,7 +50,7 @@ class PutReceipt:
 
     @property
     def visible_blocks(self) -> int:
-        """Blocks that another client finds now, whoever stored them."""
+        """Blocks that another client finds now, stored by this put or before."""
         return self.statuses.count(STORED) + self.statuses.count(PRESENT)
 
     @property
@@ -72,7 +71,7 @@ class PutReceipt:
             self._take(response, blocks)
         return True
 
-    def record(self, call: PendingCall, response: wire.Response, blocks: Sequence[int]) -> None:
+    def record(self, call: Call, response: wire.Response, blocks: Sequence[int]) -> None:
         """Enter the first answer to a store of these blocks: indices into the receipt, -1 for one that another request
         decides.
         """

@@ -1,13 +1,10 @@
-"""What a session answers: plain frozen records.
-
-Misses are values here, with a reason in words; nothing in this file talks to anything.
-"""
+"""What a session returns: plain frozen records. Misses are values here, with a reason in words."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-UNKNOWN_TIER = "unknown"  # of a probe: only the daemon can tell
+UNKNOWN_TIER = "unknown"  # of a probe: only the daemon knows
 TIER_NAMES = ("absent", "gpu", "host", "memory", "nvme", "remote")  # by kvstore.v1.TierCode
 MISS_REASONS = (  # by kvstore.v1.MissReason
     "",
@@ -22,12 +19,12 @@ MISS_REASONS = (  # by kvstore.v1.MissReason
     "read_failed",
     "forgotten",
 )
-REASON_NO_DAEMON = "no_daemon"  # degraded: nobody was asked
+REASON_NO_DAEMON = "no_daemon"  # degraded: the daemon was not asked
 REASON_DEADLINE = "deadline"  # the daemon did not answer in time
-REASON_VERIFY_FAILED = "verify_failed"  # the bytes in the arena are not those that were asked for
+REASON_VERIFY_FAILED = "verify_failed"  # the bytes in the arena are not those of the requested blocks
 REASON_NO_ARENA = "arena_not_mapped"  # the daemon did not hand over the memory in time
 REASON_ABSENT = "absent"  # of a probe: the lookup index says so, and does not know why
-REASON_UNKNOWN = "unknown"  # of a probe: no index, or it cannot tell
+REASON_UNKNOWN = "unknown"  # of a probe: no index, or it is not certain
 REASON_LATE = "late"  # stored, but in a slower tier, and not promoted before the deadline
 REASON_LIMIT = "limit"  # more blocks than one request may name
 
@@ -56,7 +53,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """What became of a hint. All zero when the daemon could not be asked."""
+    """The outcome of a prefetch. All zero without an answer from the daemon."""
 
     resident_blocks: int = 0
     scheduled_blocks: int = 0
@@ -64,10 +61,10 @@ class Prefetched:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """What became of blocks that were to be deleted. A block stays while it is leased or on the move (`leased`), and
-    while stored blocks outside the request continue it (`continued`): what is left of a chain has no hole.
+    """The outcome of a deletion. A block is kept while it is leased or being moved (`leased`), and while stored blocks
+    outside the request continue it (`continued`), so that the rest of a chain has no hole.
 
-    `reason` says why the daemon could not be asked, for all blocks or for the rest of them.
+    `reason` says why there was no answer for all of the blocks, or for the rest of them.
     """
 
     blocks: int = 0
@@ -87,7 +84,7 @@ class Statistics:
     state: str
     lookups: int = 0
     probes: int = 0
-    probes_unknown: int = 0  # of which ended where only the daemon can tell
+    probes_unknown: int = 0  # of which ended where only the daemon knows
     gets: int = 0
     puts: int = 0
     hits: int = 0

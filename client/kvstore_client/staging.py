@@ -1,51 +1,151 @@
-"""Writing blocks into their staging slots: the payload and the token ids, nothing else.
+"""The staging memory of a daemon session, lent by the daemon: the client places blocks there by itself.
 
-Every other field of the header is the daemon's to write. Copies run without the GIL (np.copyto), so that
-other threads of the engine go on. Never does: choose a place, or say that it is written.
+Owns which bytes of it are in use, by which request, and the number of the loan. Never writes there.
+Invariants: bytes that the daemon may be reading are not handed out. It may until it has answered, however late: bytes
+of a request without an answer are free again with a late answer, or when the loan is renewed, whichever is first, and
+once. Safe for several threads.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from bisect import insort
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from kvstore_client.errors import invalid
+from kvstore_client.call import Late
 from kvstore_client.memory import Bytes
-from kvstore_proto.arena import HEADER_BYTES, TOKEN_COUNT_OFFSET, TOKENS_OFFSET
+from kvstore_proto.v1 import kvstore_pb2 as wire
 
-FillSlot = Callable[[Bytes], None]
-"""Writes a whole payload into the array it is given: uint8[payload_bytes], writable, in shared memory."""
-Payload = bytes | bytearray | memoryview | npt.NDArray[Any] | FillSlot
-
-
-def payload_size(payload: Payload) -> int | None:
-    """Bytes of a payload; None for a function that will write it."""
-    if isinstance(payload, np.ndarray):
-        return payload.nbytes
-    if isinstance(payload, (bytes, bytearray, memoryview)):
-        return memoryview(payload).nbytes
-    if callable(payload):
-        return None
-    raise invalid(f"a payload must be bytes-like, an array, or a function(dest); got {type(payload).__name__}")
+Ask = Callable[[wire.Request, float, Late], wire.Response | str]
+"""`DaemonSession.call`: (request, deadline_s, late) -> the daemon's answer, or the reason why there is none."""
 
 
-def write_tokens(slots: Bytes, count: int, tokens: bytes | None) -> None:
-    """Token ids, packed for `count` blocks, into as many equal slots that lie one behind the other."""
-    packed = np.frombuffer(tokens or b"", np.uint8).reshape(count, -1)
-    rows = slots.reshape(count, -1)
-    rows[:, TOKENS_OFFSET : TOKENS_OFFSET + packed.shape[1]] = packed
-    rows[:, TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4] = np.array([packed.shape[1] // 4], "<u4").view(np.uint8)
+@dataclass(slots=True, eq=False)
+class Extent:
+    """A run of slots. `users` blocks in it are in use."""
+
+    offset: int
+    nbytes: int
+    users: int
 
 
-def write_payload(staging: Bytes, offset: int, payload: Payload, payload_bytes: int) -> None:
-    """The payload of the slot at `offset`."""
-    destination = staging[offset + HEADER_BYTES : offset + HEADER_BYTES + payload_bytes]
-    if isinstance(payload, np.ndarray):
-        np.copyto(destination, np.ascontiguousarray(payload).reshape(-1).view(np.uint8))
-    elif isinstance(payload, (bytes, bytearray, memoryview)):
-        np.copyto(destination, np.frombuffer(payload, np.uint8))
-    else:
-        payload(destination)
+@dataclass(slots=True, eq=False)
+class Use:
+    """One request's hold on the extents of its blocks, one entry a block."""
+
+    extents: list[Extent] = field(default_factory=list)
+    is_over: bool = False
+
+
+class Staging:
+    """See the module. `memory` is mapped to write; `loan` is 0 before `obtain`."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self.memory = memory
+        self.loan = 0
+        self._obtaining = threading.Lock()
+        self._changed = threading.Condition()
+        self._free: list[tuple[int, int]] = [(0, len(memory))]  # (offset, length), sorted, coalesced
+        self._unanswered: set[Use] = set()
+
+    def obtain(self, ask: Ask, timeout_s: float) -> str:
+        """Get the loan, if there is none yet. Returns the reason when there is no answer in time. Raises as `ask`."""
+        if self.loan:
+            return ""
+        with self._obtaining:
+            if self.loan:
+                return ""
+            answer = ask(wire.Request(lend=wire.Lend()), timeout_s, self._lent)
+            if isinstance(answer, str):
+                return answer
+            self._lent(answer)
+            return ""
+
+    def renew(self, ask: Ask, timeout_s: float) -> None:
+        """Get back what requests without an answer hold, once the daemon says that it does not read it any more."""
+        with self._changed:
+            unanswered = list(self._unanswered)
+        if not unanswered:
+            return
+
+        def renewed(response: wire.Response) -> None:
+            self._lent(response)
+            for use in unanswered:
+                self.end(use)
+
+        answer = ask(wire.Request(lend=wire.Lend()), timeout_s, renewed)
+        if not isinstance(answer, str):
+            renewed(answer)
+
+    def take(self, slot_bytes: int, most: int, wait_s: float = 0.0) -> Extent | None:
+        """A run of at most `most` free slots, each in use by the caller from now on; None when none was free in time.
+
+        The lowest place first: what was used last is still in the processor's caches.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while True:
+                for index, (offset, length) in enumerate(self._free):
+                    slots = min(most, length // slot_bytes)
+                    if slots:
+                        nbytes = slots * slot_bytes
+                        if nbytes == length:
+                            del self._free[index]
+                        else:
+                            self._free[index] = (offset + nbytes, length - nbytes)
+                        return Extent(offset, nbytes, slots)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    return None
+
+    def hold(self, extent: Extent) -> None:
+        """One block more in an extent whose use is about to end. Raises RuntimeError when it has ended."""
+        with self._changed:
+            if not extent.users:
+                raise RuntimeError(f"bytes {extent.offset}.. of the loan are free, and cannot be held")
+            extent.users += 1
+
+    def end(self, use: Use) -> None:
+        """The request is answered, or was never sent. A second time does nothing."""
+        with self._changed:
+            if use.is_over:
+                return
+            use.is_over = True
+            self._unanswered.discard(use)
+            freed = False
+            for extent in use.extents:
+                extent.users -= 1
+                if not extent.users:
+                    self._put_back(extent)
+                    freed = True
+            if freed:
+                self._changed.notify_all()
+
+    def leave_unanswered(self, use: Use) -> Callable[[wire.Response], None]:
+        """No thread waits for the request's answer any more. Returns what to call when it arrives after all."""
+        with self._changed:
+            if not use.is_over:
+                self._unanswered.add(use)
+        return lambda _: self.end(use)
+
+    def used_bytes(self) -> int:
+        with self._changed:
+            return len(self.memory) - sum(length for _, length in self._free)
+
+    def _lent(self, response: wire.Response) -> None:
+        with self._changed:  # the answer to an earlier Lend may come after that to a later one
+            self.loan = max(self.loan, response.lend.loan)
+
+    def _put_back(self, extent: Extent) -> None:
+        free = self._free
+        insort(free, (extent.offset, extent.nbytes))
+        index = free.index((extent.offset, extent.nbytes))
+        for left in (index, index - 1):  # with the one after, then with the one before
+            if 0 <= left < len(free) - 1:
+                (a, a_len), (b, b_len) = free[left], free[left + 1]
+                if a + a_len > b:
+                    raise RuntimeError(f"bytes {b}.. of the loan given back twice")
+                if a + a_len == b:
+                    free[left : left + 2] = [(a, a_len + b_len)]

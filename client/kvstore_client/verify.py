@@ -1,4 +1,4 @@
-"""Is this the block that was asked for? Checked in the mapped header, before a byte is used.
+"""Whether a mapped block is the requested one, checked in its header before a byte is used.
 
 Compares magic, version, key, generation, payload size and, where the caller knows them, the token ids: a
 stale offset, a recycled slot, a colliding key or a daemon's mistake becomes a miss. The payload's checksum is
@@ -18,7 +18,7 @@ _HEAD = struct.Struct("<4sHH16s84xIQQ")  # magic, version, flags, key, …, toke
 def mismatch(
     arena: memoryview, offset: int, key: bytes, tokens: bytes | None, payload_bytes: int, generation: int
 ) -> str:
-    """What differs between the header at `offset` and what was asked for; empty when nothing does."""
+    """What differs between the header at `offset` and the requested block; empty when nothing does."""
     magic, version, _, found_key, count, found_bytes, found_generation = _HEAD.unpack_from(arena, offset)
     if magic != MAGIC or version != VERSION:
         return "no block header"

@@ -2,6 +2,7 @@
 //
 // usage: node store.js [SOCKET_DIR]        (default: $KVSTORED_SOCKET_DIR, else /run/kvstored)
 //    or: KVSTORED_TOKEN=... node store.js host:port        (a TCP listener; see docs/unary.md)
+import { createHash } from "node:crypto";
 import { fileURLToPath } from "node:url";
 import path from "node:path";
 import grpc from "@grpc/grpc-js";
@@ -66,6 +67,18 @@ const tokens = Array.from({ length: 3 * BLOCK_TOKENS }, (_, index) => index); //
 const chain = { fingerprint, token_ids: tokens };
 const payloads = [1, 2, 3].map((block) => Buffer.alloc(BLOCK_BYTES, block));
 
+/** An object in one block; docs/objects.md has the layout. */
+function withHead(bytes) {
+  const head = Buffer.alloc(32);
+  head.write("KVO1");
+  head.writeUInt16LE(1, 4); // version
+  head.writeUInt16LE(1, 6); // the checksum is by SHA-256
+  head.writeUInt32LE(32 + bytes.length, 8); // bytes of a block
+  head.writeBigUInt64LE(BigInt(bytes.length), 16);
+  createHash("sha256").update(bytes).digest().copy(head, 24, 0, 8);
+  return Buffer.concat([head, bytes]);
+}
+
 try {
   const stored = await call("Put", { chain, payloads });
   console.log("put:   ", stored.statuses.join(" "), "/", stored.durability.join(" "));
@@ -77,10 +90,10 @@ try {
   const whole = got.payloads.length === 3 && got.payloads.every((payload, block) => payload.equals(payloads[block]));
   console.log("get:   ", got.statuses.join(" "), whole ? "- the same bytes" : "- OTHER BYTES");
 
-  // An opaque object under a name of one's own, for instance the digest of something: 16 bytes.
-  const object = { names: Buffer.from("an object's name") };
-  await call("Put", { chain: object, payloads: [Buffer.from("any bytes")] });
-  console.log("object:", (await call("Get", { chain: object })).payloads[0].toString());
+  // A named object: a head of 32 bytes, then the bytes. `kvctl get --name "an object's name"` reads it too.
+  const object = { object: "an object's name" };
+  await call("Put", { chain: object, payloads: [withHead(Buffer.from("any bytes"))] });
+  console.log("object:", (await call("Get", { chain: object })).payloads[0].subarray(32).toString());
 
   const gone = [await call("Delete", { chain }), await call("Delete", { chain: object })];
   console.log("delete:", gone.flatMap((reply) => reply.statuses).join(" "));

@@ -87,7 +87,7 @@ def descriptors_of(daemon: RunningDaemon) -> int:
 
 
 def break_stream(session: Session) -> None:
-    connection = session._link.current()
+    connection = session._connection.current()
     assert connection is not None
     transport = connection.stream._transport
     assert isinstance(transport, DirectTransport)
@@ -102,8 +102,8 @@ def test_our_client_takes_it_and_one_through_grpc_sees_the_same_blocks(daemon: R
             assert session.lookup(tokens).blocks == 8
             with session.get(tokens) as lease:
                 assert holds(lease, payloads)
-        assert isinstance(direct._link.current().stream._transport, DirectTransport)  # type: ignore[union-attr]
-        assert not isinstance(through_grpc._link.current().stream._transport, DirectTransport)  # type: ignore[union-attr]
+        assert isinstance(direct._connection.current().stream._transport, DirectTransport)  # type: ignore[union-attr]
+        assert not isinstance(through_grpc._connection.current().stream._transport, DirectTransport)  # type: ignore[union-attr]
 
 
 def test_a_client_on_a_direct_stream_never_loads_grpc(daemon: RunningDaemon) -> None:
@@ -135,7 +135,7 @@ def test_leases_survive_a_stream_that_breaks_and_the_next_one_serves(daemon: Run
 
 def test_a_request_that_is_too_long_ends_the_stream_in_words_and_the_session_goes_on(daemon: RunningDaemon) -> None:
     with daemon.connect() as session:
-        connection = session._link.current()
+        connection = session._connection.current()
         assert connection is not None
         call = connection.stream.submit(ping(0, bytes(MESSAGE_LIMIT)))
         answered = call.wait(PATIENCE_S)

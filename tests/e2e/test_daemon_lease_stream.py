@@ -152,7 +152,7 @@ def test_a_miss_says_why(daemon: RunningDaemon, session: Session) -> None:
 def test_a_lease_that_waited_to_be_taken_has_aged(daemon: RunningDaemon, session: Session) -> None:
     leave_in_dram(daemon, session, BLOCKS)
     now = 0.0
-    late = Session(session._link, MODEL, clock=lambda: now)
+    late = Session(session._connection, clock=lambda: now)
     with late.get_stream(TOKENS, deadline_s=60.0) as stream:
         now = 31.0
         assert not next(stream).lease.valid, "the daemon's lease has 30 seconds"

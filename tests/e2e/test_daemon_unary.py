@@ -61,9 +61,9 @@ def conversation() -> int:
     return next(_conversations)
 
 
-def name(conversation: int, number: int) -> bytes:
-    """Of an object of one test."""
-    return (conversation << 16 | number).to_bytes(16, "big")
+def object_blocks(conversation: int, blocks: int = 1, *, first_block: int = 0) -> pb.Chain:
+    """Of the object of one test."""
+    return pb.Chain(object=f"object {conversation}", object_blocks=blocks, first_block=first_block)
 
 
 # What is stored is found, by both ways in
@@ -171,23 +171,19 @@ def test_an_answer_is_filled_up_to_its_limit_and_no_further(client: UnaryClient,
     assert "raise max_bytes" in caught.value.details()
 
 
-# Objects under names of the caller's own, and blocks by their keys
+# Named objects, and blocks by their keys
 
 
-def test_opaque_objects_of_any_size_under_chained_names(client: UnaryClient, conversation: int) -> None:
-    objects = [b"small", bytes(range(256)) * 100, b"x"]
-    chain = pb.Chain(names=b"".join(name(conversation, number) for number in (1, 2, 3)))
-    stored = client.put(chain, objects)
-    assert names(stored.statuses) == ["STORED"] * 3
-    assert list(client.get(chain).payloads) == objects
-    assert list(client.lookup(chain).payload_bytes) == [len(item) for item in objects]
-    assert list(client.get(pb.Chain(names=name(conversation, 2))).payloads) == [objects[1]], "asked for by itself"
-    fourth = pb.Chain(names=name(conversation, 4), parent=name(conversation, 3))
-    assert names(client.put(fourth, [b"4"]).statuses) == ["STORED"]
-    orphan = pb.Chain(names=name(conversation, 5), parent=name(conversation, 99))
-    assert names(client.put(orphan, [b"5"]).statuses) == ["ORPHANED"]
-    whole = pb.Chain(names=b"".join(name(conversation, number) for number in (1, 2, 3, 4)))
-    assert names(client.delete(whole).statuses) == ["DELETED"] * 4
+def test_an_objects_blocks_are_of_any_size_and_continue_each_other(client: UnaryClient, conversation: int) -> None:
+    payloads = [b"small", bytes(range(256)) * 100, b"x"]
+    whole = object_blocks(conversation, 3)
+    assert names(client.put(whole, payloads).statuses) == ["STORED"] * 3
+    assert list(client.get(whole).payloads) == payloads
+    assert list(client.lookup(whole).payload_bytes) == [len(item) for item in payloads]
+    assert list(client.get(object_blocks(conversation, 2, first_block=1)).payloads) == [payloads[1]]
+    assert names(client.put(object_blocks(conversation, 6, first_block=5), [b"6"]).statuses) == ["ORPHANED"]
+    assert names(client.put(object_blocks(conversation, 4, first_block=3), [b"4"]).statuses) == ["STORED"]
+    assert names(client.delete(object_blocks(conversation, 4)).statuses) == ["DELETED"] * 4
 
 
 def test_blocks_are_read_by_their_keys(client: UnaryClient, conversation: int) -> None:
@@ -207,23 +203,8 @@ def test_a_caller_chooses_no_key(client: UnaryClient, conversation: int) -> None
     with pytest.raises(grpc.RpcError) as caught:
         client.put(pb.Chain(keys=key), [b"forged"])
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    forged = pb.Chain(fingerprint=MODEL.canonical(), names=key)
-    assert client.put(forged, [bytes(BLOCK_BYTES)]).keys != key
+    assert client.put(pb.Chain(object=key.hex()), [bytes(BLOCK_BYTES)]).keys != key
     assert names(client.lookup(tokens).statuses) == ["MISS"]
-
-
-def test_the_same_name_under_another_fingerprint_is_another_object(client: UnaryClient, conversation: int) -> None:
-    plain = pb.Chain(names=name(conversation, 1))
-    of_model = pb.Chain(names=name(conversation, 1), fingerprint=MODEL.canonical())
-    client.put(plain, [b"plain"])
-    assert names(client.lookup(of_model).statuses) == ["MISS"]
-    client.put(of_model, [bytes(BLOCK_BYTES)])
-    assert list(client.get(plain).payloads) == [b"plain"]
-
-
-def test_an_object_that_continues_itself_is_refused(client: UnaryClient, conversation: int) -> None:
-    twice = pb.Chain(names=name(conversation, 1) * 2)
-    assert names(client.put(twice, [b"1", b"2"]).statuses) == ["STORED", "REFUSED"]
 
 
 # Promotion and hints
@@ -325,16 +306,16 @@ def long_chain(blocks: int) -> pb.Chain:
         (pb.Chain(fingerprint=b"[]", keys=bytes(16)), "INVALID_ARGUMENT", "fingerprint has a wrong shape"),
         (pb.Chain(fingerprint=b" " * 70000), "INVALID_ARGUMENT", "over 65536"),
         (by_tokens(MODEL, [1], keys=bytes(16)), "INVALID_ARGUMENT", "one of them"),
-        (pb.Chain(keys=bytes(16), names=bytes(16)), "INVALID_ARGUMENT", "one of them"),
-        (pb.Chain(names=bytes(16), first_block=1), "INVALID_ARGUMENT", "go with token_ids"),
-        (by_tokens(MODEL, [1], parent=bytes(16)), "INVALID_ARGUMENT", "parent goes with names"),
+        (pb.Chain(keys=bytes(16), object="x"), "INVALID_ARGUMENT", "one of them"),
+        (pb.Chain(keys=bytes(16), first_block=1), "INVALID_ARGUMENT", "do not go with keys"),
+        (by_tokens(MODEL, [1], object_blocks=1), "INVALID_ARGUMENT", "object_blocks go with an object"),
+        (pb.Chain(object="x", fingerprint=MODEL.canonical()), "INVALID_ARGUMENT", "a fingerprint of their own"),
         (by_tokens(MODEL, tokens_of(0, 2), extras=b"x"), "INVALID_ARGUMENT", "16 bytes for each of 2 blocks"),
         (by_tokens(MODEL, tokens_of(0, 2), group=3), "INVALID_ARGUMENT", "layer group 3"),
         (pb.Chain(keys=b"x" * 17), "INVALID_ARGUMENT", "16 bytes each"),
-        (pb.Chain(names=b"x"), "INVALID_ARGUMENT", "16 bytes each"),
-        (pb.Chain(names=bytes(16), parent=b"x"), "INVALID_ARGUMENT", "parent is 16 bytes"),
+        (pb.Chain(object="x" * 4097), "INVALID_ARGUMENT", "1 to 4096 bytes"),
         (pb.Chain(keys=bytes(16 * (MAX_KEYS + 1))), "RESOURCE_EXHAUSTED", f"limit is {MAX_KEYS}"),
-        (pb.Chain(names=bytes(16 * (MAX_KEYS + 1))), "RESOURCE_EXHAUSTED", f"limit is {MAX_KEYS}"),
+        (pb.Chain(object="x", object_blocks=MAX_KEYS + 1), "RESOURCE_EXHAUSTED", f"limit is {MAX_KEYS}"),
         (long_chain(MAX_KEYS + 1), "RESOURCE_EXHAUSTED", f"limit is {MAX_KEYS} blocks"),
     ],
     ids=lambda item: item if isinstance(item, str) else "",
@@ -372,13 +353,13 @@ def test_a_put_of_wrong_payloads_stores_nothing(
 
 
 def test_a_block_over_the_limit_is_refused_with_the_limit(client: UnaryClient, conversation: int) -> None:
-    good, large = name(conversation, 1), name(conversation, 2)
     with pytest.raises(grpc.RpcError) as caught:
-        client.put(pb.Chain(names=good + large), [b"fits", bytes(129 << 10)])
+        client.put(object_blocks(conversation, 2), [b"fits", bytes(129 << 10)])
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert f"limit of {128 << 10}" in caught.value.details()
-    assert names(client.lookup(pb.Chain(names=good)).statuses) == ["MISS"], "the whole call is refused"
-    assert names(client.put(pb.Chain(names=good), [b"fits"]).statuses) == ["STORED"], "and its keys are free"
+    good = object_blocks(conversation)
+    assert names(client.lookup(good).statuses) == ["MISS"], "the whole call is refused"
+    assert names(client.put(good, [b"fits"]).statuses) == ["STORED"], "and its keys are free"
 
 
 # Who reaches the socket
@@ -434,4 +415,4 @@ def test_an_unary_put_obeys_the_quota_of_its_tenant(tmp_path: Path) -> None:
 def test_the_example_of_the_document(daemon: RunningDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     code = (ROOT / "docs/unary.md").read_text().partition("```python\n")[2].partition("```")[0]
     exec(code.replace("/run/kvstored", str(daemon.socket_dir)), {})
-    assert capsys.readouterr().out == "[b'any bytes']\n"
+    assert capsys.readouterr().out == "b'any bytes'\n"

@@ -87,7 +87,7 @@ def test_two_tenants_never_see_each_others_bytes(target: str) -> None:
 
 
 def test_two_tenants_may_use_the_same_names(daemon: RunningDaemon, target: str) -> None:
-    chain = pb.Chain(names=target.encode().rjust(32)[-32:])
+    chain = pb.Chain(object=target, object_blocks=2)
     with unary_client(target, TOKENS["alpha"]) as alpha, unary_client(target, TOKENS["beta"]) as beta:
         assert names(alpha.put(chain, [b"alpha", b"one"]).statuses) == ["STORED"] * 2
         assert names(beta.put(chain, [b"beta", b"two"]).statuses) == ["STORED"] * 2
@@ -144,7 +144,7 @@ def test_a_stranger_is_turned_away_before_its_message_is_read(port: int, daemon:
     """Else anybody could have the daemon hold unary.message bytes for each connection."""
     payload = bytes(64 << 20)  # over the limit as well: had it been read, the answer would say so
     with unary_client(f"127.0.0.1:{port}", "wrong") as client, pytest.raises(grpc.RpcError) as caught:
-        client.put(pb.Chain(names=bytes(16)), [payload])
+        client.put(pb.Chain(object="x"), [payload])
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -216,8 +216,8 @@ def test_tls(place: Path) -> None:
     with running_daemon(*settings, config=place / "kvstored.toml"):
         trusted = grpc.ssl_channel_credentials(certificate.read_bytes())
         with unary_client(f"localhost:{port}", TOKENS["alpha"], trusted) as client:
-            assert names(client.put(pb.Chain(names=bytes(16)), [b"x"]).statuses) == ["STORED"]
-            assert list(client.put(pb.Chain(names=bytes(16)), [b"x"]).durability) == [kv.DURABILITY_VOLATILE]
+            assert names(client.put(pb.Chain(object="x"), [b"x"]).statuses) == ["STORED"]
+            assert list(client.put(pb.Chain(object="x"), [b"x"]).durability) == [kv.DURABILITY_VOLATILE]
         with unary_client(f"localhost:{port}", TOKENS["alpha"]) as plain, pytest.raises(grpc.RpcError) as caught:
             plain.lookup(pb.Chain())
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

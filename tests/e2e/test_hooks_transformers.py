@@ -19,7 +19,8 @@ from tests.tidy.tree import ROOT
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvstore_client.hooks.transformers import KVStoreCache, ModelSession, kvstore_session
+from kvstore_client import Session
+from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session
 from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS
 
 BLOCK = BLOCK_TOKENS
@@ -44,22 +45,22 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture
-def session(daemon: RunningDaemon, model: PreTrainedModel) -> Iterator[ModelSession]:
+def session(daemon: RunningDaemon, model: PreTrainedModel) -> Iterator[Session]:
     with open_session(daemon, model) as opened:
         yield opened
 
 
-def open_session(daemon: RunningDaemon, model: PreTrainedModel, **options: Any) -> ModelSession:
+def open_session(daemon: RunningDaemon, model: PreTrainedModel, **options: Any) -> Session:
     settings = {"required": True, "deadline_s": 20.0, "connect_timeout_s": 10.0, "staging_bytes": 1 << 20}
     return kvstore_session(model, daemon.socket_dir, **(settings | options))
 
 
-def new_cache(session: ModelSession, model: PreTrainedModel) -> KVStoreCache:
+def new_cache(session: Session, model: PreTrainedModel) -> KVStoreCache:
     """One that waits long for the daemon: the machines that run tests are busy."""
     return KVStoreCache(session, model, deadline_s=20.0)
 
 
-def stored(session: ModelSession, model: PreTrainedModel, ids: torch.Tensor, **asked: Any) -> torch.Tensor:
+def stored(session: Session, model: PreTrainedModel, ids: torch.Tensor, **asked: Any) -> torch.Tensor:
     """Answer once with a cache of its own, and wait until all is stored."""
     cache = new_cache(session, model)
     answer = model.generate(ids, past_key_values=cache, **(ASKED | asked))
@@ -95,7 +96,7 @@ def test_what_is_restored_is_what_was_computed_to_the_bit(daemon: RunningDaemon,
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 200])
-def test_the_answer_is_the_one_without_a_store(session: ModelSession, model: PreTrainedModel, length: int) -> None:
+def test_the_answer_is_the_one_without_a_store(session: Session, model: PreTrainedModel, length: int) -> None:
     ids = prompt(length, seed=length)
     plain = model.generate(ids, **ASKED)
     assert torch.equal(stored(session, model, ids), plain)
@@ -105,7 +106,7 @@ def test_the_answer_is_the_one_without_a_store(session: ModelSession, model: Pre
     assert cache.report.restored_tokens == min(length // BLOCK * BLOCK, length - 1)
 
 
-def test_a_socket_directory_is_enough(daemon: RunningDaemon, session: ModelSession, model: PreTrainedModel) -> None:
+def test_a_socket_directory_is_enough(daemon: RunningDaemon, session: Session, model: PreTrainedModel) -> None:
     ids = prompt(80, seed=1)
     expected = stored(session, model, ids)
     cache = KVStoreCache(daemon.socket_dir, model, deadline_s=20.0)
@@ -113,14 +114,14 @@ def test_a_socket_directory_is_enough(daemon: RunningDaemon, session: ModelSessi
     assert cache.report.restored_tokens == 79
 
 
-def test_an_answer_is_stored_like_a_prompt(session: ModelSession, model: PreTrainedModel) -> None:
+def test_an_answer_is_stored_like_a_prompt(session: Session, model: PreTrainedModel) -> None:
     answer = stored(session, model, prompt(40, seed=2), max_new_tokens=60)
     cache = new_cache(session, model)
     model.generate(torch.cat([answer, prompt(3)], dim=1), past_key_values=cache, **ASKED)
     assert cache.report.restored_tokens == 96  # 99 of the 100 were computed: the last token was never an input
 
 
-def test_a_conversation_goes_on_with_one_cache(session: ModelSession, model: PreTrainedModel) -> None:
+def test_a_conversation_goes_on_with_one_cache(session: Session, model: PreTrainedModel) -> None:
     cache, plain = new_cache(session, model), DynamicCache(config=model.config)
     ids = prompt(50, seed=3)
     for turn in range(3):
@@ -132,7 +133,7 @@ def test_a_conversation_goes_on_with_one_cache(session: ModelSession, model: Pre
     assert_same_state(cache, plain)
 
 
-def test_prefill_in_chunks_is_restored_chunk_by_chunk(session: ModelSession, model: PreTrainedModel) -> None:
+def test_prefill_in_chunks_is_restored_chunk_by_chunk(session: Session, model: PreTrainedModel) -> None:
     ids = prompt(300, seed=4)
     expected = stored(session, model, ids)
     cache = new_cache(session, model)
@@ -141,7 +142,7 @@ def test_prefill_in_chunks_is_restored_chunk_by_chunk(session: ModelSession, mod
     assert cache.report.restored_tokens > 250
 
 
-def test_a_stored_part_is_restored_and_the_rest_stored(session: ModelSession, model: PreTrainedModel) -> None:
+def test_a_stored_part_is_restored_and_the_rest_stored(session: Session, model: PreTrainedModel) -> None:
     stored(session, model, prompt(64, seed=5), max_new_tokens=1)
     ids = prompt(130, seed=5)
     plain = model.generate(ids, **ASKED)
@@ -153,7 +154,7 @@ def test_a_stored_part_is_restored_and_the_rest_stored(session: ModelSession, mo
     assert cache.report.stored_blocks == (cache.get_seq_length() - 64) // BLOCK
 
 
-def test_blocks_on_nvme_are_promoted(daemon: RunningDaemon, session: ModelSession) -> None:
+def test_blocks_on_nvme_are_promoted(daemon: RunningDaemon, session: Session) -> None:
     ids, model = prompt(160, seed=6), tiny_model()  # of a new model nobody knows yet what computing takes
     expected = stored(session, model, ids)
     daemon.ask("Flush", _flush_request())
@@ -174,7 +175,7 @@ def test_blocks_on_nvme_are_promoted(daemon: RunningDaemon, session: ModelSessio
     ],
 )
 def test_what_is_no_plain_sequence_is_computed(
-    session: ModelSession, model: PreTrainedModel, asked: dict[str, Any], reason: str
+    session: Session, model: PreTrainedModel, asked: dict[str, Any], reason: str
 ) -> None:
     ids = prompt(100, seed=7)
     plain = model.generate(ids, **(ASKED | asked))
@@ -186,7 +187,7 @@ def test_what_is_no_plain_sequence_is_computed(
     assert session.statistics().gets == before.gets and session.statistics().puts == before.puts
 
 
-def test_a_batch_and_embeddings_are_computed(session: ModelSession, model: PreTrainedModel) -> None:
+def test_a_batch_and_embeddings_are_computed(session: Session, model: PreTrainedModel) -> None:
     batch = torch.cat([prompt(40, seed=8), prompt(40, seed=9)])
     cache = new_cache(session, model)
     assert torch.equal(model.generate(batch, past_key_values=cache, **ASKED), model.generate(batch, **ASKED))
@@ -198,7 +199,7 @@ def test_a_batch_and_embeddings_are_computed(session: ModelSession, model: PreTr
     assert cache.report.reason == "the input is not token ids"
 
 
-def test_a_call_for_all_logits_gets_all_logits(session: ModelSession, model: PreTrainedModel) -> None:
+def test_a_call_for_all_logits_gets_all_logits(session: Session, model: PreTrainedModel) -> None:
     ids = prompt(64, seed=10)
     stored(session, model, ids)
     cache = new_cache(session, model)
@@ -216,7 +217,7 @@ def test_a_call_for_all_logits_gets_all_logits(session: ModelSession, model: Pre
     assert_same_state(cache, kept)
 
 
-def test_speculation_that_is_cut_back_is_never_stored(session: ModelSession, model: PreTrainedModel) -> None:
+def test_speculation_that_is_cut_back_is_never_stored(session: Session, model: PreTrainedModel) -> None:
     ids = torch.cat([prompt(30, seed=11)] * 3, dim=1)  # repeats: candidates are found, and refused
     plain = model.generate(ids, **(ASKED | {"max_new_tokens": 40}))
     cache = new_cache(session, model)
@@ -275,7 +276,7 @@ def test_closing_a_session_waits_for_what_is_stored(daemon: RunningDaemon, model
         assert session.lookup(ids[0].numpy()).tokens == 200 // BLOCK * BLOCK
 
 
-def test_a_cache_leaves_nothing_on_its_model(session: ModelSession, model: PreTrainedModel) -> None:
+def test_a_cache_leaves_nothing_on_its_model(session: Session, model: PreTrainedModel) -> None:
     gc.collect()
     hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
     cache = new_cache(session, model)
@@ -285,7 +286,7 @@ def test_a_cache_leaves_nothing_on_its_model(session: ModelSession, model: PreTr
     assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == hooks
 
 
-def test_a_reset_cache_begins_anew(session: ModelSession, model: PreTrainedModel) -> None:
+def test_a_reset_cache_begins_anew(session: Session, model: PreTrainedModel) -> None:
     ids = prompt(70, seed=16)
     cache = new_cache(session, model)
     first = model.generate(ids, past_key_values=cache, **ASKED)
@@ -307,7 +308,7 @@ model.generate(prompt(160, seed=17), past_key_values=cache, max_new_tokens=1, do
 
 
 @pytest.mark.slow
-def test_a_program_that_just_ends_has_stored_its_prompt(daemon: RunningDaemon, session: ModelSession) -> None:
+def test_a_program_that_just_ends_has_stored_its_prompt(daemon: RunningDaemon, session: Session) -> None:
     command = [sys.executable, "-c", _A_PROGRAM, str(daemon.socket_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

@@ -19,7 +19,7 @@ import pytest
 
 from kvstore_client.cli.exit_codes import FAILED, MISS, OK, UNREACHABLE, USAGE
 from kvstore_client.cli.main import main
-from kvstore_client.objects import HEAD_BYTES, OBJECTS, object_tokens
+from kvstore_proto.objects import HEAD_BYTES, OBJECTS, object_tokens
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import MIB, RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
 

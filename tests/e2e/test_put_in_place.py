@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import Session, in_place
-from kvstore_client.connection import Connection
+from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.memory import Bytes
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.v1 import admin_pb2
@@ -46,14 +46,15 @@ def session(daemon: RunningDaemon) -> Iterator[Session]:
     assert "Traceback" not in daemon.log, daemon.log
 
 
-def connection_of(session: Session) -> Connection:
-    connection = session._link.current()
+def connection_of(session: Session) -> DaemonSession:
+    connection = session._connection.current()
     assert connection is not None
     return connection
 
 
 def uses_staging(session: Session) -> bool:
-    return connection_of(session).loan.number > 0
+    staging = connection_of(session).staging
+    return staging is not None and staging.loan > 0
 
 
 def reserved(daemon: RunningDaemon) -> int:

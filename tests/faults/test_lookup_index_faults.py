@@ -52,11 +52,11 @@ def test_a_daemon_that_is_killed_leaves_nothing_to_believe_in(daemon: RunningDae
 
 def test_a_connection_that_ended_is_seen_before_anybody_says_so(daemon: RunningDaemon, session: Session) -> None:
     """The reader thread may be late to tell: the probe looks at the handshake connection itself."""
-    connection = session._link.current()
+    connection = session._connection.current()
     assert connection is not None
     daemon.kill9()
     assert eventually(lambda: not connection.is_alive())
-    session._link._healthy, session._link._connection = True, connection
+    session._connection._healthy, session._connection._daemon = True, connection
     assert session.probe(TOKENS).reason == "no_daemon"
 
 
@@ -90,7 +90,7 @@ class LyingIndex(LookupIndex):
 
 
 def test_an_index_that_lies_costs_misses_and_never_a_wrong_byte(daemon: RunningDaemon, session: Session) -> None:
-    connection = session._link.current()
+    connection = session._connection.current()
     assert connection is not None
     connection.index._index = LyingIndex(pb.TIER_CODE_HOST)
     expected = {1: payloads_of(1, 4, MODEL), 2: []}
@@ -109,7 +109,7 @@ def test_an_index_that_lies_costs_misses_and_never_a_wrong_byte(daemon: RunningD
 @pytest.mark.parametrize("place", [4096, 4100, 4110, 4159])
 def test_a_damaged_bucket_is_asked_about_instead(daemon: RunningDaemon, session: Session, place: int) -> None:
     """Damage to a copy of the memory, bucket by bucket: it can only be written through the daemon's own mapping."""
-    connection = session._link.current()
+    connection = session._connection.current()
     assert connection is not None
     mapped = connection.index._index
     assert mapped is not None

@@ -13,7 +13,7 @@ from kvstore_proto.v1 import unary_pb2 as pb
 
 KEYS = bytes(range(32))
 TOKENS = pb.Chain(fingerprint=b"{}", group=1, token_ids=[7, 300], first_block=2, extras=KEYS[:16])
-NAMES = pb.Chain(names=KEYS, parent=KEYS[:16])
+OBJECT = pb.Chain(object="an object", object_blocks=2, first_block=1)
 
 VECTORS: dict[str, tuple[Message, str]] = {
     "lookup": (
@@ -30,9 +30,9 @@ VECTORS: dict[str, tuple[Message, str]] = {
     ),
     "put": (
         pb.UnaryPutRequest(
-            chain=NAMES, payloads=[b"a", b"bc"], durability=kv.DURABILITY_MODE_ALWAYS, answer_early=True
+            chain=OBJECT, payloads=[b"a", b"bc"], durability=kv.DURABILITY_MODE_ALWAYS, answer_early=True
         ),
-        "0a343a20000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f4210000102030405060708090a0b0c0d0e0f1201611202626318032001",
+        "0a0f20013a09616e206f626a65637440021201611202626318032001",
     ),
     "put_reply": (
         pb.UnaryPutReply(

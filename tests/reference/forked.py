@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-PROGRAMS = {"kvstored": "kvstored.daemon", "kvstore_client.testing.child": "kvstore_client.opening"}
+PROGRAMS = {"kvstored": "kvstored.daemon", "kvstore_client.testing.child": "kvstore_client.entry"}
 """What can be forked, and what of it is imported before."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_ORDER = 1 << 18

@@ -8,22 +8,24 @@ import random
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvstore_client
 from kvstore_client import DaemonUnavailable, ErrorKind, Fingerprint, KVStoreError, LayerGroup, Session
-from kvstore_client.connection import Introduction, open_connection
+from kvstore_client.connection import Connection
+from kvstore_client.daemon_session import ClientOptions, DaemonSession, open_daemon_session
 from kvstore_client.errors import ConnectError
-from kvstore_client.link import Link
 from kvstore_client.transport.direct import DirectTransport
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, Knobs, eventually
-from tests.unit.test_client_storing import loan_of
+from tests.unit.test_client_put import staging_of
 
 pytestmark = pytest.mark.usefixtures("each_stream")
 FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, (0, 1), 32),))
@@ -37,7 +39,7 @@ def connect(directory: Path, **options: object) -> Session:
 
 
 def is_direct(session: Session) -> bool:
-    connection = session._link.current()
+    connection = session._connection.current()
     return connection is not None and isinstance(connection.stream._transport, DirectTransport)
 
 
@@ -123,7 +125,7 @@ def test_timeouts_are_misses_and_degrade_after_some_in_a_row(tmp_path: Path) -> 
     knobs = Knobs()
     with FakeDaemon(tmp_path / "s", knobs) as daemon, connect(tmp_path / "s", required=True) as session:
         knobs.silent |= {"lookup", "ping"}
-        session._link._connect_timeout_s = 1.0  # for a ping to be answered, now that it is connected
+        session._connection._connect_timeout_s = 1.0  # for a ping to be answered, now that it is connected
         assert reasons(session, 3) == ["deadline"] * 3
         assert session.state == "degraded"
         eventually(lambda: daemon.log.count("lookup") == 3)
@@ -148,13 +150,14 @@ def test_an_answer_between_timeouts_keeps_the_session(tmp_path: Path) -> None:
 
 def test_a_handshake_that_takes_all_the_time_is_a_failure_like_any_other(tmp_path: Path) -> None:
     with FakeDaemon(tmp_path):
-        introduction = Introduction(tmp_path, FINGERPRINT, "slow", 0)
-        connection = open_connection(introduction, 30.0, on_end=lambda reason: None, on_answer=lambda: None)
+        health: Any = SimpleNamespace(answered=lambda: None, stream_ended=lambda reason: None)
+        options = ClientOptions(tmp_path, FINGERPRINT, "slow", 0)
+        daemon_session = open_daemon_session(options, 30.0, health)
         try:
-            assert connection.ping(30.0)
-            assert not connection.ping(-0.5)
+            assert daemon_session.ping(30.0)
+            assert not daemon_session.ping(-0.5)
         finally:
-            connection.close()
+            daemon_session.close()
 
 
 def test_a_late_acquire_gives_its_lease_back(tmp_path: Path) -> None:
@@ -184,7 +187,7 @@ def test_a_loan_that_comes_late_is_the_next_puts(tmp_path: Path) -> None:
             receipt = session.put(TOKENS, payloads=PAYLOADS)
         assert (receipt.statuses, receipt.reason) == (["failed"] * 3, "deadline")
         assert not daemon.stores
-        eventually(lambda: loan_of(session).number == 1)
+        eventually(lambda: staging_of(session).loan == 1)
         assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["stored"] * 3
 
 
@@ -304,7 +307,7 @@ class FailingOpen:
     def __init__(self) -> None:
         self.attempts = 0
 
-    def __call__(self, timeout_s: float, on_end: Callable[[str], None], on_answer: Callable[[], None]) -> object:
+    def __call__(self, *_: object) -> DaemonSession:
         self.attempts += 1
         raise ConnectError(f"attempt {self.attempts}")
 
@@ -321,13 +324,14 @@ def test_reconnecting_waits_longer_each_time_and_ends_with_the_session() -> None
             return True
         return closing.is_set()
 
-    link = Link(attempts, connect_timeout_s=1.0, rng=random.Random(3), wait=wait)  # type: ignore[arg-type]
+    options = ClientOptions(Path("nowhere"), FINGERPRINT, "", 0)
+    connection = Connection(options, connect_timeout_s=1.0, rng=random.Random(3), open_session=attempts, wait=wait)
     with pytest.raises(ConnectError):
-        link.connect()
+        connection.connect()
     assert done.wait(60)
-    link.close()
+    connection.close()
     assert attempts.attempts == 12  # one in connect, eleven in the background
-    assert link.last_error == "attempt 12"
+    assert connection.last_error == "attempt 12"
     assert all(delay <= 2.0 for delay in delays)
     assert max(delays[6:]) > max(delays[:3])
-    assert link.state == "closed"
+    assert connection.state == "closed"

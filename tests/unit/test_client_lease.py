@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from kvstore_client.errors import KVStoreError
-from kvstore_client.keys import KeyChains
-from kvstore_client.lease import MARGIN_SHARE, MAX_MARGIN_S, Anchor, Lease, LeasedBlock
+from kvstore_client.keys import Chain, KeyChains
+from kvstore_client.lease import MARGIN_SHARE, MAX_MARGIN_S, Lease, LeasedBlock
 from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.identity import TokenIds
 
 
 @dataclass
 class World:
-    """A clock, a daemon that is there or not, and what it was asked."""
+    """A clock, and a daemon that is there or not and what it grants: implements `Grant`."""
+
+    block_tokens = 64
+    layer_count = 4
 
     now: float = 100.0
     alive: bool = True
     grants_s: float | None = 10.0
     takes_s: float = 0.0  # how long an answer is on its way
-    released: list[int] = field(default_factory=list)
+    released: int = 0
 
     def clock(self) -> float:
         return self.now
 
-    def renew(self, _: int) -> float | None:
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def renew(self) -> float | None:
         self.now += self.takes_s
         return self.grants_s
 
+    def release(self) -> None:
+        self.released += 1
+
+    def chain(self, tokens: TokenIds) -> Chain:
+        return KeyChains(Fingerprint("m", "w"), [b"r" * 16]).chain(tokens, None, 0)
+
     def lease(self, expires_in_s: float = 10.0, blocks: int = 2) -> Lease:
         arena = np.arange(3 * 8192, dtype=np.uint8)
-        anchor = Anchor(
-            renew=self.renew,
-            release=self.released.append,
-            is_alive=lambda: self.alive,
-            chain=lambda tokens: KeyChains(Fingerprint("m", "w"), [b"r" * 16]).chain(tokens, None, 0),
-        )
-        return Lease(
-            [LeasedBlock(arena, 8192 * i, 4096, 1, b"k" * 16) for i in range(blocks)],
-            lease_id=5,
-            anchor=anchor,
-            expires_in_s=expires_in_s,
-            block_tokens=64,
-            layer_count=4,
-            clock=self.clock,
-        )
+        held = [LeasedBlock(arena, 8192 * i, 4096, 1, b"k" * 16) for i in range(blocks)]
+        return Lease(held, self, expires_in_s=expires_in_s, clock=self.clock)
 
 
 @pytest.mark.parametrize("expires_in_s", [0.2, 1.0, 10.0, 600.0])
@@ -121,4 +121,4 @@ def test_an_empty_lease_is_falsy_never_valid_and_released_in_silence() -> None:
     world = World()
     with world.lease():
         pass
-    assert world.released == [5]
+    assert world.released == 1

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from kvstore_client.keys import KeyChains
-from kvstore_client.lease import Anchor, Lease, LeasedBlock
+from kvstore_client.call import Late
+from kvstore_client.lease import Lease, LeasedBlock
 from kvstore_client.lease_stream import LeaseStream
-from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 GROUP = LayerGroup(0)
@@ -22,7 +24,7 @@ def run(first: int, *, lease_id: int) -> wire.AcquireReply:
 
 
 class Scene:
-    """Implements `Answers`. Leases with an id in `unusable` hold no block that the client trusts."""
+    """Call and source of a stream. Leases with an id in `unusable` hold no block that the client trusts."""
 
     def __init__(self, replies: Sequence[wire.AcquireReply], unusable: Sequence[int] = ()) -> None:
         self.replies = list(replies)
@@ -30,27 +32,28 @@ class Scene:
         self.released: list[int] = []
         self.abandoned = False
         self.counted: list[int] = []
+        call: Any = self
         self.stream = LeaseStream(
-            self, self.lease_of, GROUP, 60.0, on_close=lambda blocks, payload_bytes: self.counted.append(blocks)
+            self, call, GROUP, 60.0, on_close=lambda blocks, payload_bytes: self.counted.append(blocks)
         )
 
-    def next(self, timeout_s: float) -> wire.Response | str | None:
+    def result(self, timeout_s: float) -> wire.Response | None:
         return wire.Response(acquire=self.replies.pop(0)) if self.replies else None
 
-    def abandon(self) -> None:
+    def cancel(self, late: Late) -> None:
         self.abandoned = True
 
     def lease_of(self, reply: wire.AcquireReply, timeout_s: float) -> Lease:
         if reply.lease_id in self.unusable:
             return Lease(reason="verify_failed")
-        anchor = Anchor(
-            renew=lambda lease_id: None,
-            release=self.released.append,
-            is_alive=lambda: True,
-            chain=lambda tokens: KeyChains(Fingerprint("m", "w"), [b"r" * 16]).chain(tokens, None, 0),
+        grant: Any = SimpleNamespace(
+            block_tokens=64, is_alive=lambda: True, release=lambda: self.give_back(reply.lease_id)
         )
         block = LeasedBlock(np.zeros(8192, np.uint8), 0, 4096, 1, b"k" * 16)
-        return Lease([block], lease_id=reply.lease_id, anchor=anchor, expires_in_s=60.0)
+        return Lease([block], grant, expires_in_s=60.0)
+
+    def give_back(self, lease_id: int) -> None:
+        self.released.append(lease_id)
 
 
 def test_what_is_expected_is_known_before_a_block_has_come() -> None:

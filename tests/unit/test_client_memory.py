@@ -22,7 +22,7 @@ from kvstore_client.memory import (
     populate,
     prefault,
 )
-from kvstore_client.staging import write_payload, write_tokens
+from kvstore_client.payload import write_payload, write_tokens
 from kvstore_client.verify import mismatch
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader, read_header
 

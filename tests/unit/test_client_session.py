@@ -313,3 +313,12 @@ def test_views_stay_readable_memory_after_the_session(session: Session) -> None:
     assert np.array_equal(view, PAYLOADS[2])
     with pytest.raises(KVStoreError, match="closed"):
         session.lookup(TOKENS)
+
+
+def test_what_is_to_run_before_the_close_runs_once_on_an_open_session(session: Session) -> None:
+    states: list[str] = []
+    session.before_close(lambda: states.append(f"first {session.state}"))
+    session.before_close(lambda: states.append(f"second {session.state}"))
+    session.close()
+    session.close()
+    assert states == ["second connected", "first connected"] and session.state == "closed"

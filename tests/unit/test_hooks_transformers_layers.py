@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from kvstore_client.hooks.transformers.fingerprint import KVShape
 from kvstore_client.hooks.transformers.layers import KVStack, gather
-from kvstore_client.hooks.transformers.restoring import Wanted, restore
+from kvstore_client.hooks.transformers.restore import Wanted, restore
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from tests.reference.memory_session import MemorySession
 

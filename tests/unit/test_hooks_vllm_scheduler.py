@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_client.hooks.vllm.answers import Answer
 from kvstore_client.hooks.vllm.identity import Extras
 from kvstore_client.hooks.vllm.model import describe_extras
 from kvstore_client.hooks.vllm.orders import Prefix
 from kvstore_client.hooks.vllm.scheduler import SchedulerSide
-from kvstore_client.hooks.vllm.telling import Answer
 from kvstore_proto.identity import pack_tokens
 from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore, Step, request
 
@@ -132,9 +132,9 @@ def test_a_finished_request_is_named_once() -> None:
     assert side.orders(step()).ended == ()
 
 
-def test_the_end_of_an_answer_is_told_with_all_blocks_that_were_ordered() -> None:
-    told: list[Answer] = []
-    side, asked = side_of(KeyedStore(), tell=told.append), request("r", TOKENS)
+def test_the_end_of_an_answer_is_reported_with_all_blocks_that_were_ordered() -> None:
+    reported: list[Answer] = []
+    side, asked = side_of(KeyedStore(), on_answer=reported.append), request("r", TOKENS)
     side.matched_tokens(asked, 0)
     side.admitted(asked, 0)
     side.orders(step(new={"r": (0, 22)}))
@@ -143,12 +143,12 @@ def test_the_end_of_an_answer_is_told_with_all_blocks_that_were_ordered() -> Non
     side.orders(step(running={"r": (23, 1)}))
     asked.num_output_tokens = 3
     side.finished(asked)
-    assert told == [Answer(Prefix(pack_tokens([*TOKENS, 7, 8])), 6, 3)]
+    assert reported == [Answer(Prefix(pack_tokens([*TOKENS, 7, 8])), 6, 3)]
 
 
-def test_without_a_whole_answer_or_a_whole_block_or_after_the_end_nothing_is_told() -> None:
-    told: list[Answer] = []
-    side = side_of(KeyedStore(), tell=told.append)
+def test_without_a_whole_answer_or_a_whole_block_or_after_the_end_nothing_is_reported() -> None:
+    reported: list[Answer] = []
+    side = side_of(KeyedStore(), on_answer=reported.append)
     early, short = request("e", TOKENS), request("s", TOKENS[:3], num_output_tokens=1)
     aborted = request("a", TOKENS, num_output_tokens=3, status=SimpleNamespace(name="FINISHED_ABORTED"))
     stopped = request("o", TOKENS, num_output_tokens=3)
@@ -160,7 +160,7 @@ def test_without_a_whole_answer_or_a_whole_block_or_after_the_end_nothing_is_tol
         if asked is stopped:
             side.stop()
         side.finished(asked)
-    assert told == []
+    assert reported == []
 
 
 def test_a_request_that_ends_unseen_is_no_matter() -> None:

@@ -1,4 +1,6 @@
-"""Which blocks a chain names: token ids give the keys that a client with shared memory computes; names give others."""
+"""Which blocks a chain names: token ids give the keys that a client with shared memory computes, names of
+objects those that kvctl computes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import NO_EXTRA, NO_PARENT, block_keys, pack_tokens, split_keys
+from kvstore_proto.objects import OBJECTS, object_tokens
 from kvstore_proto.v1 import unary_pb2 as pb
-from kvstored.rpc.verbs.naming import OPAQUE, NamedBlocks, blocks_of, fingerprint_of
+from kvstored.rpc.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
 
 SMALL = Fingerprint("small", "w", block_tokens=4, engine_block_tokens=2, groups=(LayerGroup(0), LayerGroup(5)))
 ROOTS = {0: b"r" * 16, 5: b"s" * 16}
@@ -46,15 +49,16 @@ def test_keys_of_token_ids_are_those_of_every_other_client(
     assert not blocks.are_given
 
 
-@given(st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=8), st.binary(min_size=16, max_size=16))
-def test_a_name_is_never_a_key_and_another_for_another_root(names: list[bytes], parent: bytes) -> None:
-    chain = pb.Chain(names=b"".join(names), parent=parent)
-    blocks = named(chain)
-    elsewhere = named(chain, roots={0: b"another tenant's"})
-    assert not set(blocks.keys) & {*names, *elsewhere.keys}
-    assert len(set(blocks.keys)) == len(set(names))
-    assert blocks.parents[1:] == blocks.keys[:-1]
-    assert blocks.parents[0] == named(pb.Chain(names=parent)).keys[0]
+@given(st.text(min_size=1, max_size=20), st.integers(0, 8), st.integers(0, 9))
+def test_an_object_is_the_blocks_of_its_token_ids_and_another_one_for_another_tenant(
+    called: str, count: int, first: int
+) -> None:
+    blocks = named(pb.Chain(object=called, object_blocks=count, first_block=first), OBJECTS)
+    expected = block_keys(ROOTS[0], object_tokens(called, count or 1), block_tokens=8, engine_block_tokens=8)
+    assert blocks.keys == split_keys(expected.packed)[first:]
+    elsewhere = named(pb.Chain(object=called, object_blocks=count), OBJECTS, {0: b"another tenant's"})
+    assert not set(split_keys(expected.packed)) & set(elsewhere.keys)
+    assert not blocks.are_given and all(len(tokens) == 32 for tokens in blocks.tokens)
 
 
 def test_given_keys_are_taken_as_they_are() -> None:
@@ -63,23 +67,25 @@ def test_given_keys_are_taken_as_they_are() -> None:
     assert blocks.are_given
 
 
-def test_a_chain_without_a_fingerprint_is_opaque() -> None:
-    assert fingerprint_of(pb.Chain(names=bytes(16))) is OPAQUE
-    assert OPAQUE.payload_bytes() == 0, "payloads of any size"
+def test_a_chain_without_a_fingerprint_is_of_objects() -> None:
+    assert fingerprint_of(pb.Chain(object="x")) is OBJECTS
+    assert OBJECTS.payload_bytes() == 0, "payloads of any size"
     assert fingerprint_of(pb.Chain(fingerprint=SMALL.canonical())) == SMALL
+    with pytest.raises(KVStoreError, match="fingerprint of their own"):
+        fingerprint_of(pb.Chain(object="x", fingerprint=SMALL.canonical()))
 
 
 @pytest.mark.parametrize(
     "chain",
     [
         pb.Chain(token_ids=[1], keys=bytes(16)),
-        pb.Chain(token_ids=[1], names=bytes(16)),
-        pb.Chain(keys=bytes(16), names=bytes(16)),
+        pb.Chain(token_ids=[1], object="x"),
+        pb.Chain(keys=bytes(16), object="x"),
         pb.Chain(keys=bytes(16), first_block=1),
-        pb.Chain(names=bytes(16), extras=bytes(16)),
-        pb.Chain(keys=bytes(16), parent=bytes(16)),
+        pb.Chain(object="x", extras=bytes(16)),
+        pb.Chain(object_blocks=2),
+        pb.Chain(object="x" * 4097),
         pb.Chain(token_ids=[1] * 8, extras=bytes(16)),
-        pb.Chain(names=bytes(17)),
         pb.Chain(group=1),
     ],
 )
@@ -89,7 +95,9 @@ def test_what_contradicts_itself_is_invalid(chain: pb.Chain) -> None:
     assert caught.value.kind is ErrorKind.INVALID
 
 
-@pytest.mark.parametrize("chain", [pb.Chain(token_ids=[1] * 404), pb.Chain(keys=bytes(16 * 101))])
+@pytest.mark.parametrize(
+    "chain", [pb.Chain(token_ids=[1] * 404), pb.Chain(keys=bytes(16 * 101)), pb.Chain(object="x", object_blocks=101)]
+)
 def test_too_many_blocks_are_too_large(chain: pb.Chain) -> None:
     with pytest.raises(KVStoreError, match="limit is 100") as caught:
         named(chain)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvstore_client.cli.exit_codes import DENIED, FAILED, MISS, UNREACHABLE, CommandError
 from kvstore_client.cli.explaining import in_words
+from kvstore_client.entry import connect
 from kvstore_client.errors import DaemonUnavailable
-from kvstore_client.opening import connect
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from kvstore_client.objects import DEFAULT_BLOCK_BYTES
+from kvstore_proto.objects import DEFAULT_BLOCK_BYTES
 
 DATA_EXAMPLES: Final = {
     "put": (

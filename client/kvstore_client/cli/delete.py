@@ -11,8 +11,9 @@ from kvstore_client.cli.exit_codes import FAILED
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.target import Target, find_target
 from kvstore_client.cli.units import human_blocks, human_bytes, human_count
-from kvstore_client.objects import get_head, object_tokens
+from kvstore_client.objects import get_head
 from kvstore_client.session import Session
+from kvstore_proto.objects import object_tokens
 
 UNKNOWN_BLOCKS: Final = 64  # of an object whose first block is gone, so many are looked for
 

@@ -19,10 +19,10 @@ from kvstore_client.cli.explaining import render_chain, render_misses
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.plain import plain
 from kvstore_client.cli.target import Target, find_target, fingerprint_digits, read_fingerprint
-from kvstore_client.objects import object_tokens
 from kvstore_client.session import Session
 from kvstore_proto.fingerprint import parse_fingerprint
 from kvstore_proto.identity import BlockKeys
+from kvstore_proto.objects import object_tokens
 from kvstore_proto.v1 import explain_pb2 as wire
 
 PAGE_KEYS: Final = 1024

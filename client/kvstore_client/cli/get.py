@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final
 
-import xxhash
-
 from kvstore_client.cli.connecting import not_there, open_session
 from kvstore_client.cli.exit_codes import FAILED, MISS, USAGE, CommandError
 from kvstore_client.cli.explaining import in_words
@@ -27,10 +25,11 @@ from kvstore_client.cli.progress import Progress
 from kvstore_client.cli.target import Target, find_target
 from kvstore_client.cli.units import human_blocks, human_bytes, human_count
 from kvstore_client.memory import Bytes
-from kvstore_client.objects import HEAD_BYTES, get_head, object_tokens
+from kvstore_client.objects import get_head
 from kvstore_client.results import REASON_LATE
 from kvstore_client.session import Session
 from kvstore_proto.identity import TokenIds
+from kvstore_proto.objects import HEAD_BYTES, ObjectChecksum, object_tokens
 
 PORTION_BLOCKS: Final = 64
 RETRY_S: Final = 0.02  # for blocks that are stored and could not be brought up: DRAM is full of what others lease
@@ -105,7 +104,7 @@ def _get_object(reading: _Reading, name: str) -> Output:
                 FAILED, f"{name}: what is stored under this name is no object that kvctl knows how to read"
             )
         raise not_there(f"{name} is not stored", reason, reading.timeout_s)
-    checksum = xxhash.xxh3_64()
+    checksum = ObjectChecksum(head.checksum_kind)
 
     def take(block: int, payload: Bytes) -> Bytes:
         piece = payload[HEAD_BYTES:] if block == 0 else payload
@@ -116,7 +115,7 @@ def _get_object(reading: _Reading, name: str) -> Output:
     if not reading.copy(object_tokens(name, head.blocks), 0, take):
         what = f"{name} is not whole, {reading.blocks} of {head.blocks} blocks are stored"
         raise not_there(what, reading.reason, reading.timeout_s, found_blocks=reading.blocks, blocks=head.blocks)
-    if reading.nbytes != head.size_bytes or checksum.intdigest() != head.checksum:
+    if reading.nbytes != head.size_bytes or checksum.value != head.checksum:
         raise CommandError(FAILED, f"{name}: its blocks belong to different puts; delete it and put it again")
     return _output(name, reading)
 

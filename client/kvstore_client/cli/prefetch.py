@@ -14,8 +14,9 @@ from kvstore_client.cli.output import Output
 from kvstore_client.cli.progress import Progress
 from kvstore_client.cli.target import Target, find_target
 from kvstore_client.cli.units import human_blocks, human_count
-from kvstore_client.objects import get_head, object_tokens
+from kvstore_client.objects import get_head
 from kvstore_client.session import Session
+from kvstore_proto.objects import object_tokens
 
 POLL_S: Final = 0.01
 MAPPED: Final = "host"

@@ -23,10 +23,11 @@ from kvstore_client.cli.progress import Progress
 from kvstore_client.cli.target import Target, find_target
 from kvstore_client.cli.units import human_blocks, human_bytes, human_count
 from kvstore_client.memory import Bytes
-from kvstore_client.objects import block_bytes_of, get_head, head_of, object_tokens, payloads_of
+from kvstore_client.objects import get_head, payloads_of
+from kvstore_client.payload import Payload
 from kvstore_client.receipt import DURABLE
 from kvstore_client.session import Session
-from kvstore_client.staging import Payload
+from kvstore_proto.objects import head_of, object_tokens
 
 STAGING_BYTES: Final = 64 << 20
 PORTION_BYTES: Final = 64 << 20
@@ -107,11 +108,9 @@ class _Stored:
 
 
 def _put_object(session: Session, name: str, data: Bytes, stored: _Stored) -> Output:
-    head = head_of(data, stored.block_bytes)
+    head = head_of(data.data, stored.block_bytes)
     before, reason = get_head(session, name, stored.timeout_s)
-    same = before is not None and (before.size_bytes, before.checksum) == (head.size_bytes, head.checksum)
-    if same:
-        assert before is not None
+    if before is not None and before.is_of(data.data):
         head = before  # what is missing of it is cut as the rest was
     elif before is not None or reason == "no_object":
         if not stored.replaces:
@@ -123,7 +122,7 @@ def _put_object(session: Session, name: str, data: Bytes, stored: _Stored) -> Ou
         _clear(session, name, head.blocks, stored.timeout_s)  # the tail of one whose first block is gone
     tokens, payloads = object_tokens(name, head.blocks), payloads_of(head, data)
     for first, count in _portions(head.blocks, head.block_bytes):
-        wrong = stored.add(session, tokens, payloads[first : first + count], first, 0, block_bytes_of(head, first))
+        wrong = stored.add(session, tokens, payloads[first : first + count], first, 0, head.payload_bytes(first))
         if wrong:
             session.delete(tokens, deadline_s=stored.timeout_s)
             raise CommandError(FAILED, f"{name}: {wrong}; nothing of it is kept")

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from kvstore_client.cli.exit_codes import FAILED, USAGE, CommandError
 from kvstore_client.cli.explain_source import explain_source
-from kvstore_client.objects import MAX_NAME_BYTES, OBJECTS
 from kvstore_proto.fingerprint import MAX_FINGERPRINT_BYTES, Fingerprint, FingerprintError, parse_fingerprint
+from kvstore_proto.objects import MAX_NAME_BYTES, OBJECTS
 from kvstore_proto.v1.explain_pb2 import ExplainRequest
 
 MAX_TOKEN: Final = (1 << 31) - 1

@@ -1,8 +1,8 @@
 """A shared, persistent cache for llama-cpp-python: `llm.set_cache(KVStoreLlamaCache(llm))`.
 
 Owns the mapping between a `Llama`'s saved state and stored blocks (`llama_state` cuts and joins the bytes), and the
-fingerprint of a loaded model. A completion's state is stored as a chain of blocks; the next prompt, in whatever
-process, restores the longest run of them it shares, in one round trip.
+fingerprint of a loaded model. A completion's state is stored as a chain of blocks; the next prompt, in any process,
+restores the longest run of them it shares, in one round trip.
 Never does: fail a completion. What cannot be restored is a KeyError, which is a cache's word for a miss; what cannot
 be stored is counted. Never unpickles, and never hands llama.cpp a byte outside the shape that this model itself saves.
 Invariant: a cache serves the one model it was made for.
@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore_client.entry import connect
 from kvstore_client.hooks.llama_state import SavedState, StateShape, StateUnsupported, assemble_state, parse_state
 from kvstore_client.lease import Lease
-from kvstore_client.opening import connect
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
@@ -45,7 +45,7 @@ BLOCK_TOKENS = 64
 CONNECT_TIMEOUT_S = 5.0  # once, beside a model that has been loading for longer
 DEADLINE_S = 0.25
 PROMOTION_LEAST_S, PROMOTION_MOST_S, PROMOTION_PATIENCE = 0.25, 10.0, 4.0
-_CONTEXT_SETTINGS = (  # what K and V depend on besides the weights
+_CONTEXT_SETTINGS = (  # what K and V depend on apart from the weights
     "n_ctx",  # some models scale positions by it
     "rope_scaling_type",
     "rope_freq_base",
@@ -68,7 +68,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
     """See the module. `socket` as in `kvstore_client.connect`.
 
     Raises ValueError, in one line, for a model whose state cannot be cut into blocks. `weights_digest` saves a pass
-    over the model's file for those who know one; whatever it is, it must differ for different weights.
+    over the model's file where one is known; it must differ for different weights.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class _Cut:
 
 
 class _Current(LlamaState):  # type: ignore[misc]
-    """What a model holds now. Its bytes are made only if somebody asks for them."""
+    """What a model holds now. Its bytes are made only if they are read."""
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = llm
@@ -244,7 +244,7 @@ class _Current(LlamaState):  # type: ignore[misc]
 def fingerprint_of(
     llm: llama_cpp.Llama, shape: StateShape, weights_digest: str = "", block_tokens: int = BLOCK_TOKENS
 ) -> Fingerprint:
-    """All that this model's saved state depends on besides the tokens, the version of llama.cpp among it."""
+    """All that this model's saved state depends on apart from the tokens, the version of llama.cpp among it."""
     params = llm.context_params
     context = {name: _plain(getattr(params, name)) for name in _CONTEXT_SETTINGS if hasattr(params, name)}
     context["n_ctx"] = llm.n_ctx()  # as it came out: llama.cpp rounds it

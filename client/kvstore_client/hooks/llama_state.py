@@ -41,7 +41,7 @@ class Plane:
 
     ggml_type: int
     token_bytes: int
-    element_bytes: int = 0  # 0: a token's bytes lie together
+    element_bytes: int = 0  # 0: a token's bytes are contiguous
 
     def of(self, region: Bytes, tokens: int) -> Bytes:
         """uint8 [rows, tokens * bytes] view of a region that holds this plane for `tokens` tokens."""

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_client.entry import connect
 from kvstore_client.hooks.sglang_pages import KV, PageKeys, ending_in, namespace, whole_prefixes
-from kvstore_client.opening import connect
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON, Lookup
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
@@ -115,7 +115,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages are there; a gap ends them, whatever comes after it."""
+        """How many leading pages are there; the first gap ends them."""
         names = self._names(keys)
         return 0 if names is None else self._lookup(names).blocks
 

@@ -2,8 +2,8 @@
 
 SGLang names a page by a hash that is chained over the tokens before it; the hash says nothing of model, shard, type or
 layout. Those go into the fingerprint (`namespace`). Our key of a page is a keyed hash of SGLang's, and the key of that
-hash comes from the daemon and differs by tenant and fingerprint: no two of them ever share a page, and a key tells
-nothing about its page.
+hash comes from the daemon and differs by tenant and fingerprint: no two of them ever share a page, and a key
+reveals nothing about its page.
 Pure: imports neither SGLang nor torch.
 """
 
@@ -21,7 +21,7 @@ KV = "kv"
 
 
 class BackendMisconfigured(ValueError):
-    """What SGLang was told about this backend cannot work; one line says what to change."""
+    """SGLang's settings for this backend cannot work; one line says what to change."""
 
 
 def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: dict[str, Any]) -> Fingerprint:

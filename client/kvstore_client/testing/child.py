@@ -1,4 +1,4 @@
-"""The child's end of `EngineProcess`: opens the engine, does what it is told, stops where it is told.
+"""The child's end of `EngineProcess`: opens the engine, carries out commands, pauses where it is ordered to.
 
     python -m kvstore_client.testing.child DESCRIPTOR
 
@@ -22,14 +22,14 @@ import numpy as np
 
 from kvstore_client.lease import Lease
 from kvstore_client.memory import Bytes
-from kvstore_client.storing import Put
+from kvstore_client.put import StagedPut
 from kvstore_client.testing.setting import Engine, EngineSetting, Point
 
 GARBAGE = 0xA5
 
 
 class Child:
-    """Reads commands in a thread of its own, so that a paused engine can be told to go on."""
+    """Reads commands in a thread of its own, so that a paused engine can be continued."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -90,13 +90,13 @@ class Child:
 
             Lease.payload = payload  # type: ignore[method-assign,assignment]
         else:
-            send_of = Put._send
+            send_of = StagedPut._send
 
-            def send(put: Put) -> None:
+            def send(put: StagedPut) -> None:
                 self._pass(point)
                 send_of(put)
 
-            Put._send = send  # type: ignore[method-assign,assignment]
+            StagedPut._send = send  # type: ignore[method-assign,assignment]
 
     def _pass(self, point: Point) -> None:
         """The first time only: say that it is reached, and wait."""

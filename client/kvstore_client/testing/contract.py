@@ -1,6 +1,6 @@
 """What every connector must do, as tests. Subclass `ConnectorContract` and name your engine.
 
-Owns the obligations, one test each: right answers whatever happens to daemon, disk, leases and other engines, and hits
+Owns the obligations, one test each: right answers despite failures of daemon, disk, leases and other engines, and hits
 where there must be hits. Never knows an engine. Each test has a daemon of its own; the reference for an answer is the
 same engine without a store.
 """
@@ -131,7 +131,7 @@ class ConnectorContract:
             victim.pause_at("writing")
             victim.begin("store", tokens)
             clients = daemon.status().clients
-            victim.kill()  # its blocks lie in its staging, and nobody was told of them
+            victim.kill()  # its blocks are in its staging, and the daemon was not sent their keys
             assert eventually(lambda: daemon.status().clients < clients)
             self.must_answer_right(other, tokens, most=0)
             other.store(tokens)

@@ -100,7 +100,7 @@ class DaemonProcess:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Stopped by SIGSTOP inside the block: its sockets accept, and nobody answers."""
+        """Stopped by SIGSTOP inside the block: its sockets accept, and it does not answer."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)  # returns once its last thread has stopped
         try:

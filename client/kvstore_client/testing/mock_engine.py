@@ -1,7 +1,7 @@
 """A small engine without a model: K/V rows that depend on all tokens before them, in a paged pool.
 
 It is the suite's own first client, and an example of a connector. Each row is computed from the row before it *as it
-lies in the pool*, as attention would: one wrong restored byte changes everything that follows, and the answer.
+is in the pool*, as attention would: one wrong restored byte changes everything that follows, and the answer.
 Owns its pool and its session. Never does: compute anything of use.
 """
 

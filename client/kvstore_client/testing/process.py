@@ -88,7 +88,7 @@ class EngineProcess:
             raise EngineFailed(f"the engine's process ended with status {status}")
 
     def _call(self, operation: str, tokens: Sequence[int]) -> Any:
-        with contextlib.suppress(ConnectionError):  # it has ended: what it said last tells how
+        with contextlib.suppress(ConnectionError):  # it has ended: its last message says how
             self._connection.send((operation, list(map(int, tokens))))
         return self._expect("done", PATIENCE_S)
 

@@ -15,21 +15,21 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 
 
 class Receiver(Protocol):
-    """Whom a transport calls: from a thread of its own, and from `read_until`. Responses never come two at a time."""
+    """What a transport calls: from a thread of its own, and from `read_until`. Never with two responses at a time."""
 
     @property
     def awaits_late_answers(self) -> bool:
-        """Whether an answer is to be read though nobody waits for it."""
+        """Whether an answer must be read though no thread waits for it."""
         ...
 
     def received(self, response: wire.Response) -> None: ...
 
     def reading_ended(self) -> None:
-        """The thread that was reading reads no more: another one may."""
+        """The thread that was reading has stopped: another one may read."""
         ...
 
     def alarm(self) -> None:
-        """The time asked for by `call_in` has come."""
+        """The delay given to `call_in` is over."""
         ...
 
     def transport_ended(self, reason: str) -> None:
@@ -45,13 +45,13 @@ class Transport(Protocol):
         ...
 
     def send(self, request: wire.Request) -> None:
-        """Never blocks and never raises: what cannot be carried any more is dropped, and `transport_ended` tells so."""
+        """Never blocks and never raises: what cannot be carried any more is dropped, and `transport_ended` follows."""
         ...
 
     def read_until(self, is_done: Callable[[], bool], deadline: float) -> bool:
         """Hand over responses, in the calling thread, until `is_done` or the monotonic `deadline`.
 
-        False at once when another thread is reading, which hands over what comes: `reading_ended` tells when it stops.
+        False at once when another thread is reading, which hands over what arrives until `reading_ended`.
         """
         ...
 
@@ -60,11 +60,11 @@ class Transport(Protocol):
         ...
 
     def attend(self) -> None:
-        """Responses that nobody waits for are to be handed over too: see `Receiver.awaits_late_answers`."""
+        """Hand over responses that no thread waits for, too: see `Receiver.awaits_late_answers`."""
         ...
 
     def call_in(self, delay_s: float) -> None:
-        """Have `alarm` called once, after a delay. The caller MUST NOT ask again before that."""
+        """Have `alarm` called once, after a delay. The caller MUST NOT call it again before that."""
         ...
 
     def close(self) -> None:

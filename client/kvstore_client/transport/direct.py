@@ -1,14 +1,13 @@
-"""A direct stream: messages behind their lengths on a socket that came with the handshake.
+"""A direct stream: messages, each after its length, on a socket that the handshake handed over.
 
-The thread that asks writes by itself, and reads by itself while it waits, so a call wakes no other thread here. That
+The calling thread writes its request, and reads the stream while it waits, so a call wakes no other thread here. That
 matters on a busy node, where a hand-over between two threads of one process takes as long as it takes to get a core. An
-attendant thread does what nobody waits for: late answers, the rest of a request that the socket had no room for (of a
-daemon that is stopped or overloaded), the alarm, and noticing the end.
+attendant thread does what no call waits for: it reads late answers, writes the rest of a request that the socket had no
+room for (of a daemon that is stopped or overloaded), keeps the alarm, and notices the end.
 
-Invariants: one thread reads at a time; the attendant does not look for data while somebody else reads, and the kernel
-does not wake it for what it does not look for. Whoever is interrupted while he reads ends the stream, since nobody
-knows what was read: the next one begins with whole messages. A forked child neither writes nor reads: the stream is its
-parent's.
+Invariants: one thread reads at a time; the attendant does not poll for data while another thread reads. A thread that
+is interrupted while it reads ends the stream, because part of a message may be lost; the next stream begins with whole
+messages. A forked child neither writes nor reads: the stream is its parent's.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class DirectTransport:
         self._unsent: deque[bytes] = deque()
         self._alarm_at: float | None = None
         self._is_closed = False  # by us
-        self._is_over = False  # nothing comes any more
+        self._is_over = False  # nothing more arrives
         self._pid = os.getpid()
 
     def start(self, receiver: Receiver) -> None:
@@ -107,20 +106,20 @@ class DirectTransport:
         with self._lock:
             self._is_closed = True
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes who reads
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader
             self._wake()
 
     # Writing
 
     def _write(self, data: bytes) -> int:
-        """How much of it the socket takes now. An end is for the reader to find."""
+        """How much of it the socket takes now. The reader will find an end."""
         try:
             return self._socket.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return 0
         except OSError:
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # whatever it was: half a request must not be gone on with
+                self._socket.shutdown(socket.SHUT_RDWR)  # regardless of the error: nothing may follow half a request
             return len(data)
 
     def _flush(self) -> None:
@@ -137,7 +136,7 @@ class DirectTransport:
 
     @contextlib.contextmanager
     def _as_reader(self, *, waits: bool = False) -> Iterator[bool]:
-        """Whether we read from here on, and nobody else; if not, and it `waits`, once the other has stopped."""
+        """Whether this thread is the reader from here on; if it `waits`, once another reader has stopped."""
         if not self._reading.acquire(blocking=waits):
             yield False
             return
@@ -150,7 +149,7 @@ class DirectTransport:
                 self.attend()
 
     def _receive(self) -> bool:
-        """Hand over what has come; False when there was nothing. Under `_reading`."""
+        """Hand over what has arrived; False when there was nothing. Under `_reading`."""
         try:
             return self._receive_now()
         except BaseException:
@@ -221,7 +220,7 @@ class DirectTransport:
                 self._receiver.alarm()
 
     def _events(self, attends: bool) -> int:
-        """What to be woken for, beside the ends, which always wake."""
+        """Which events wake the attendant, apart from the end, which always does."""
         return select.POLLRDHUP | (select.POLLIN if attends else 0) | (select.POLLOUT if self._unsent else 0)
 
     def _patience_ms(self) -> float | None:
@@ -229,6 +228,6 @@ class DirectTransport:
         return None if alarm_at is None else max(alarm_at - time.monotonic(), 0.0) * 1000
 
     def _wake(self) -> None:
-        """Have the attendant look again. Under the lock."""
+        """Wake the attendant. Under the lock."""
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)

@@ -1,8 +1,8 @@
 """The gRPC stream: what every daemon speaks, and every language can. Imported only where it is used.
 
-A reader thread hands each response on, and gRPC's own thread asks us for what to send. The alternatives were measured
-on an idle 2-core machine, p50 / p99 of an empty echo in two runs: the calling thread itself in `next()` on the response
-iterator 510 / 909 and 580 / 902 us; the reader thread 555 / 823 and 539 / 725 us; answering from the response
+A reader thread hands over each response, and gRPC's own thread fetches requests from a queue. The alternatives were
+measured on an idle 2-core machine, p50 / p99 of an empty echo in two runs: the calling thread itself in `next()` on the
+response iterator 510 / 909 and 580 / 902 us; the reader thread 555 / 823 and 539 / 725 us; answering from the response
 deserializer, on gRPC's own thread, 606 / 904 and 583 / 1856 us. There is nothing to gain, and `next()` cannot time out,
 so a stopped daemon would hold the engine. Hence the reader thread.
 """

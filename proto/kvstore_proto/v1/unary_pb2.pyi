@@ -95,8 +95,8 @@ global___KeyStatus = KeyStatus
 
 @typing.final
 class Chain(google.protobuf.message.Message):
-    """Which blocks a call is about, in one of three ways: token ids, from which the daemon computes the keys; names of
-    opaque objects, which the caller chains; or keys of stored blocks, which is for everything but Put.
+    """Which blocks a call is about, in one of three ways: token ids, from which the daemon computes the keys; the name of an
+    object, from which it computes token ids first; or keys of stored blocks, which is for everything but Put.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -107,27 +107,25 @@ class Chain(google.protobuf.message.Message):
     FIRST_BLOCK_FIELD_NUMBER: builtins.int
     EXTRAS_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
-    NAMES_FIELD_NUMBER: builtins.int
-    PARENT_FIELD_NUMBER: builtins.int
+    OBJECT_FIELD_NUMBER: builtins.int
+    OBJECT_BLOCKS_FIELD_NUMBER: builtins.int
     fingerprint: builtins.bytes
-    """canonical JSON of the fingerprint, at most 64 KiB; needed with token_ids. Without"""
+    """canonical JSON of the fingerprint, at most 64 KiB; needed with token_ids"""
     group: builtins.int
-    """it blocks are opaque: one layer group 0, payloads of any size
-    layer group id of the fingerprint
-    """
+    """layer group id of the fingerprint"""
     first_block: builtins.int
-    """with token_ids: blocks before this one only lead to it and are not asked for"""
+    """with token_ids or object: blocks before this one only lead to it and are not named"""
     extras: builtins.bytes
     """with token_ids: empty, or 16 bytes for each block of the prefix: digest of what"""
     keys: builtins.bytes
     """else it depends on (an image, an adapter); 16 zero bytes for none
     16 * n: keys of stored blocks as answers have them, in order
     """
-    names: builtins.bytes
-    """16 * n: the caller's own names of objects, each continuing the one before it. Two"""
-    parent: builtins.bytes
-    """tenants or two fingerprints may use the same names: their keys differ
-    with names, 16 bytes: the object that the first one continues; empty = none
+    object: builtins.str
+    """name of an object, 1 to 4096 bytes: bytes that are no K/V, in blocks of any size."""
+    object_blocks: builtins.int
+    """kvctl and Python use the same names; docs/objects.md has the layout. No fingerprint
+    with object: blocks 0 to n - 1 of it; 0 = 1
     """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -142,10 +140,10 @@ class Chain(google.protobuf.message.Message):
         first_block: builtins.int = ...,
         extras: builtins.bytes = ...,
         keys: builtins.bytes = ...,
-        names: builtins.bytes = ...,
-        parent: builtins.bytes = ...,
+        object: builtins.str = ...,
+        object_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extras", b"extras", "fingerprint", b"fingerprint", "first_block", b"first_block", "group", b"group", "keys", b"keys", "names", b"names", "parent", b"parent", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extras", b"extras", "fingerprint", b"fingerprint", "first_block", b"first_block", "group", b"group", "keys", b"keys", "object", b"object", "object_blocks", b"object_blocks", "token_ids", b"token_ids"]) -> None: ...
 
 global___Chain = Chain
 
@@ -188,7 +186,7 @@ class UnaryLookupReply(google.protobuf.message.Message):
     usable_blocks: builtins.int
     """leading blocks that can be restored, in the sense of `match`"""
     keys: builtins.bytes
-    """16 a key, as computed from token_ids or names"""
+    """16 a key, as computed from token_ids or object"""
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___KeyStatus.ValueType]:
         """a key: PRESENT or MISS"""
@@ -266,7 +264,7 @@ class UnaryPutReply(google.protobuf.message.Message):
     retry_after_ms: builtins.int
     """where one is THROTTLED or PENDING: when to try again"""
     keys: builtins.bytes
-    """16 a key, as computed from token_ids or names"""
+    """16 a key, as computed from token_ids or object"""
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___KeyStatus.ValueType]:
         """a key: STORED, PRESENT, ORPHANED, THROTTLED, PENDING, REFUSED; MISS: failed"""
@@ -328,7 +326,7 @@ class UnaryGetReply(google.protobuf.message.Message):
     promoted_blocks: builtins.int
     """of these, read from slower tiers for this answer"""
     keys: builtins.bytes
-    """16 a key, as computed from token_ids or names"""
+    """16 a key, as computed from token_ids or object"""
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___KeyStatus.ValueType]:
         """a key: SENT, OMITTED or MISS"""
@@ -383,7 +381,7 @@ class UnaryPrefetchReply(google.protobuf.message.Message):
     MISS_REASONS_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     keys: builtins.bytes
-    """16 a key, as computed from token_ids or names"""
+    """16 a key, as computed from token_ids or object"""
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___KeyStatus.ValueType]:
         """a key: PRESENT, SCHEDULED, OMITTED or MISS"""
@@ -433,7 +431,7 @@ class UnaryDeleteReply(google.protobuf.message.Message):
     deleted_bytes: builtins.int
     """payload bytes of the blocks that are DELETED"""
     keys: builtins.bytes
-    """16 a key, as computed from token_ids or names"""
+    """16 a key, as computed from token_ids or object"""
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___KeyStatus.ValueType]:
         """a key: DELETED, IN_USE, CONTINUED or MISS"""

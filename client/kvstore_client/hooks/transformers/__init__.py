@@ -4,7 +4,7 @@
         model.generate(input_ids, past_key_values=KVStoreCache(session, model))
 
 Owns nothing but the names that users import; the parts are `cache` (what generate is given), `calls` (how it sees the
-model's calls), `layers` (where K and V lie), `restoring`, `storing`, `fingerprint` and `sessions`. Needs torch and
+model's calls), `layers` (where K and V are), `restore`, `storer`, `fingerprint` and `sessions`. Needs torch and
 transformers 5, imported in this package alone.
 """
 
@@ -28,6 +28,6 @@ if int(transformers.__version__.partition(".")[0]) < 5:
 from kvstore_client.hooks.transformers.cache import KVStoreCache
 from kvstore_client.hooks.transformers.fingerprint import model_fingerprint
 from kvstore_client.hooks.transformers.report import CacheReport
-from kvstore_client.hooks.transformers.sessions import ModelSession, flush, kvstore_session
+from kvstore_client.hooks.transformers.sessions import flush, kvstore_session
 
-__all__ = ["CacheReport", "KVStoreCache", "ModelSession", "flush", "kvstore_session", "model_fingerprint"]
+__all__ = ["CacheReport", "KVStoreCache", "flush", "kvstore_session", "model_fingerprint"]

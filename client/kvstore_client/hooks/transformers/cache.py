@@ -1,8 +1,8 @@
 """The cache that a user gives to `generate`: a `DynamicCache` that restores and stores through the daemon.
 
 Owns the state of one sequence: which tokens it holds, whether it may still be stored, what was restored. Never fails or
-delays a generation for the store's sake beyond the deadline of one question: whatever goes wrong there becomes a
-reason in `report`, and the model computes. Invariant: blocks are stored only while the tokens seen are exactly the
+delays a generation for the store's sake beyond the deadline of one question: a failure there becomes a reason in
+`report`, and the model computes. Invariant: blocks are stored only while the tokens seen are exactly the
 tokens held.
 """
 
@@ -24,9 +24,9 @@ from kvstore_client.hooks.transformers.calls import Call, listen, shorten, token
 from kvstore_client.hooks.transformers.fingerprint import difference, inner_model, kv_shape
 from kvstore_client.hooks.transformers.layers import KVStack
 from kvstore_client.hooks.transformers.report import CacheReport
-from kvstore_client.hooks.transformers.restoring import Restored, Wanted, is_silent, restore
+from kvstore_client.hooks.transformers.restore import Restored, Wanted, is_silent, restore
 from kvstore_client.hooks.transformers.sessions import shared_session
-from kvstore_client.hooks.transformers.storing import Sequence, Tokens, storer_of
+from kvstore_client.hooks.transformers.storer import Sequence, Tokens, storer_of
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.session import Session
 
@@ -118,7 +118,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         """Wait until what this session's caches announced is stored or given up."""
         return storer_of(self._session).flush(timeout_s)
 
-    # What the model's hooks tell.
+    # What the model's hooks call.
 
     def before(self, call: Call) -> Call:
         """A call of the model with this cache is about to run: restore what is stored of it, if it may be."""

@@ -1,8 +1,8 @@
 """How a cache sees what its model is called with: token ids, positions, mask.
 
-`generate` hands a cache to the model and tells it nothing else, so each cache registers two hooks on the model, which
-act on calls with this cache only and leave with it. Owns the hooks and the judgement whether a call is a plain
-continuation of one sequence. Never does: restore or store.
+`generate` passes a cache to the model and nothing else to the cache, so each cache registers two hooks on the model.
+They act on calls with this cache only and are removed with it. Owns the hooks, and decides whether a call is a plain
+continuation of one sequence. Never restores or stores.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Call = dict[str, Any]
 
 
 class Listener(Protocol):
-    """What the hooks tell of each call of the model with this cache."""
+    """Receives each call of the model with this cache from the hooks."""
 
     def before(self, call: Call) -> Call: ...
     def after(self) -> None: ...
 
 
 def listen(model: PreTrainedModel, cache: Listener) -> None:
-    """Tell `cache` of every call of `model` with it, as long as it lives."""
+    """Notify `cache` of every call of `model` with it, as long as the cache exists."""
     names = list(inspect.signature(model.forward).parameters)
     reference = weakref.ref(cache)
 

@@ -1,4 +1,4 @@
-"""The fingerprint of a loaded Transformers model: all that its K/V bytes depend on besides the tokens.
+"""The fingerprint of a loaded Transformers model: all that its K/V bytes depend on apart from the tokens.
 
 Owns the translation from a model to `kvstore_proto`'s terms, and the refusal of models whose state is more than K and
 V of a full attention. What is fingerprinted is what is in memory, not where it was loaded from: a merged adapter, an
@@ -51,7 +51,7 @@ class KVShape:
 
 
 def inner_model(model: Any) -> PreTrainedModel:
-    """The Transformers model itself, inside whatever wraps it (an adapter library, torch.compile)."""
+    """The Transformers model itself, inside its wrappers (an adapter library, torch.compile)."""
     if isinstance(model, PreTrainedModel):
         return model
     found = next((part for part in getattr(model, "modules", list)() if isinstance(part, PreTrainedModel)), None)

@@ -1,9 +1,9 @@
-"""Where K and V of one sequence lie: one tensor for all layers, written in place, so that a block is one copy.
+"""Where K and V of one sequence are: one tensor for all layers, written in place, so that a block is one copy.
 
 Owns the tensor [layer, K or V, head, token, dimension] and its growth. `StoreLayer` is a `DynamicLayer` whose `keys`
-and `values` are views of it; whatever else is done to a layer (another batch, a reordering, gradients) makes it a
+and `values` are views of it; anything else done to a layer (another batch, a reordering, gradients) makes it a
 plain `DynamicLayer` from then on, and the stack says that it is no longer whole.
-Never does: know tokens, or talk to a daemon. Invariant: bytes that lie before a layer's length are not written again
+Never does: know tokens, or talk to a daemon. Invariant: bytes before a layer's length are not written again
 while the stack is whole, so another thread may read them.
 """
 
@@ -100,7 +100,7 @@ class KVStack:
 
 
 def _runs(blocks: Sequence[Bytes]) -> Iterator[Bytes]:
-    """Blocks as arrays [block, byte]: those that lie behind each other at equal distances together, in one array.
+    """Blocks as arrays [block, byte]: those at equal distances in memory together, in one array.
 
     A call of torch for each block costs more than its bytes on a machine whose other threads are late. The last block
     stays by itself, for it may be wanted in part only.
@@ -160,7 +160,7 @@ class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def is_ours(self) -> bool:
-        """Whether nobody else has put other tensors into this layer."""
+        """Whether this layer still has our tensors."""
         if self.length == 0:
             return bool(self.get_seq_length() == 0)
         return self.keys is self._shown[0] and self.values is self._shown[1]

@@ -1,6 +1,6 @@
-"""Sessions for models: opened with the model's fingerprint, and closed only after what waits was stored.
+"""Sessions for models: opened with the model's fingerprint, and closed once the waiting blocks are stored.
 
-Owns the sessions that caches share which were given a socket directory instead of a session: one for each directory and
+Owns the sessions shared by caches that were given a socket directory instead of a session: one for each directory and
 model state, until the program ends.
 """
 
@@ -11,25 +11,13 @@ import os
 import threading
 from typing import Any
 
+from kvstore_client.entry import connect
 from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS, model_fingerprint
-from kvstore_client.hooks.transformers.storing import storer_of
-from kvstore_client.opening import connect
+from kvstore_client.hooks.transformers.storer import storer_of
 from kvstore_client.paths import socket_directory
-from kvstore_client.session import DEFAULT_DEADLINE_S, Session
+from kvstore_client.session import Session
 
 CLOSE_TIMEOUT_S = 10.0
-
-
-class ModelSession(Session):
-    """A session that stores what its caches announced before it closes. Made by `kvstore_session`."""
-
-    def __init__(self, opened: Session, *, deadline_s: float) -> None:
-        super().__init__(opened._link, opened.fingerprint, deadline_s=deadline_s)
-
-    def close(self) -> None:
-        if self.state != "closed":
-            flush(self, CLOSE_TIMEOUT_S)
-        super().close()
 
 
 def kvstore_session(
@@ -39,15 +27,16 @@ def kvstore_session(
     model_id: str | None = None,
     block_tokens: int = BLOCK_TOKENS,
     **options: Any,
-) -> ModelSession:
+) -> Session:
     """A session for the K/V state of `model`; `socket` and `options` are those of `kvstore_client.connect`.
 
     `model_id` and `block_tokens` are those of `model_fingerprint`. Raises KVStoreError(INVALID) for a model whose state
     cannot be stored. Close it when all is done, or use it as a context manager: closing waits for what is being stored.
     """
     fingerprint = model_fingerprint(model, model_id=model_id, block_tokens=block_tokens)
-    options = {"client_name": "transformers", "deadline_s": DEFAULT_DEADLINE_S, **options}
-    return ModelSession(connect(socket, fingerprint=fingerprint, **options), deadline_s=options["deadline_s"])
+    session = connect(socket, fingerprint=fingerprint, **{"client_name": "transformers", **options})
+    session.before_close(lambda: flush(session, CLOSE_TIMEOUT_S))
+    return session
 
 
 def flush(session: Session, timeout_s: float | None = None) -> bool:
@@ -55,7 +44,7 @@ def flush(session: Session, timeout_s: float | None = None) -> bool:
     return storer_of(session).flush(timeout_s)
 
 
-_shared: dict[tuple[str, bytes], ModelSession] = {}
+_shared: dict[tuple[str, bytes], Session] = {}
 _lock = threading.Lock()
 
 

@@ -1,4 +1,4 @@
-"""The class that vLLM loads: its hooks, handed on to the scheduler's half or the worker's.
+"""The class that vLLM loads: passes its hooks to the scheduler's half or the worker's.
 
 The only file that imports vLLM and torch. Owns the sessions, the choice of what to do without a daemon (nothing), and
 vLLM's types. One object lives in the scheduler's process, one in each worker's.
@@ -23,15 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstore_client.entry import connect
+from kvstore_client.hooks.vllm.answers import AnswerReporter
 from kvstore_client.hooks.vllm.layout import PagedLayers
 from kvstore_client.hooks.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
 from kvstore_client.hooks.vllm.orders import StepOrders
 from kvstore_client.hooks.vllm.saver import Saver
 from kvstore_client.hooks.vllm.scheduler import SchedulerSide
 from kvstore_client.hooks.vllm.settings import parse_settings
-from kvstore_client.hooks.vllm.telling import Teller
 from kvstore_client.hooks.vllm.worker import WorkerSide
-from kvstore_client.opening import connect
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
@@ -69,7 +69,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._sessions: list[Session] = []
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._teller: Teller | None = None
+        self._answers: AnswerReporter | None = None
         self._unserved: set[int] = set()  # pool blocks of loads that came while there is no worker half
         if role == KVConnectorRole.SCHEDULER:
             self._make_failures_recompute()
@@ -175,8 +175,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def shutdown(self) -> None:
         if self._worker is not None:
             logger.info("kvstored: %s", self._worker.close(_CLOSE_PATIENCE_S))
-        if self._teller is not None:
-            self._teller.close()
+        if self._answers is not None:
+            self._answers.close()
         for session in self._sessions:
             session.close()
         self._sessions = []
@@ -209,7 +209,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         hashed = config.cache_config.enable_prefix_caching or (multimodal and multimodal.mm_processor_cache_gb > 0)
         served = [session for session in sessions if session is not None] if None not in sessions else []
         if served and self._saves:
-            self._teller = Teller(served)
+            self._answers = AnswerReporter(served)
         return SchedulerSide(
             served,
             partial(describe_extras, hashed_items=bool(hashed)),
@@ -218,7 +218,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             saves=self._saves,
             lookup_deadline_s=deadline_s,
             load_deadline_s=settings.load_deadline_ms / 1000,
-            tell=self._teller.ended if self._teller is not None else None,
+            on_answer=self._answers.ended if self._answers is not None else None,
         )
 
     def _fingerprint(self, rank: int) -> Fingerprint:
@@ -276,7 +276,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
 
 def _packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """The CPU kernels' own name for how keys and values lie in a block: amx, vec, vec16, neon, …"""
+    """The CPU kernels' own name for the order of keys and values in a block: amx, vec, vec16, neon, …"""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
     spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec

@@ -1,6 +1,6 @@
-"""What names a block besides its model and its tokens: adapter, cache salt, images; and the keys made of all that.
+"""What names a block apart from its model and its tokens: adapter, cache salt, images; and the keys made of all that.
 
-Owns the digests and the derived keys. A plain text request uses the session's own keys, and its token ids lie in the
+Owns the digests and the derived keys. A plain text request uses the session's own keys, and its token ids are in the
 stored header, where they are compared before use. A request with anything else uses keys derived from those,
 `blake2b(key || digest)`: the session's key covers the tenant's secret, the fingerprint and all tokens up to the block,
 the digest all else up to there. Such blocks are stored without token ids: the key is all that identifies them, and 128
@@ -42,7 +42,7 @@ class Item:
 
 @dataclass(slots=True)
 class Extras:
-    """Everything besides tokens that a request's blocks depend on. Empty for plain text."""
+    """What a request's blocks depend on apart from tokens. Empty for plain text."""
 
     adapter: str = ""
     salt: str = ""

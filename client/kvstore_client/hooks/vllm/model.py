@@ -1,4 +1,4 @@
-"""From vLLM's configuration to a fingerprint: everything that the bytes of a block depend on besides its prefix.
+"""From vLLM's configuration to a fingerprint: everything that the bytes of a block depend on apart from its prefix.
 
 Owns which of vLLM's settings count, and which cannot be served at all. Reads the configuration by attribute. A setting
 forgotten here is garbage served to someone, so whole records go in rather than fields: the model's complete Hugging
@@ -29,9 +29,7 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     groups = kv_cache_config.kv_cache_groups
     device = vllm_config.device_config.device_type
     if device != "cpu":
-        return (
-            f"its KV cache lies in {device} memory, and this connector copies host memory only: use vLLM's CPU backend"
-        )
+        return f"its KV cache is in {device} memory, and this connector copies host memory only: use vLLM's CPU backend"
     if len(groups) != 1:
         return f"the model has {len(groups)} kinds of KV cache, and only one kind (full attention) can be stored"
     spec = groups[0].kv_cache_spec
@@ -110,7 +108,7 @@ def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> s
 
 
 def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
-    """What a request's blocks depend on besides tokens, or why that cannot be named.
+    """What a request's blocks depend on apart from tokens, or why that cannot be named.
 
     `hashed_items`: whether vLLM names images by their content (it does not with both of its caches turned off).
     """
@@ -135,8 +133,9 @@ def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
 
 @cache
 def _adapter_digest(number: int, path: str) -> str:
-    """Of the adapter as it was when this process first met it: vLLM keeps what it loaded, whatever becomes of the file.
-    Empty when it cannot be read."""
+    """Of the adapter as it was when this process first met it: vLLM keeps what it loaded, even if the file
+    changes. Empty when it cannot be read.
+    """
     try:
         return combined_digest(_adapter_files(path), default_memory())
     except OSError:

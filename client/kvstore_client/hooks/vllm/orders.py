@@ -1,6 +1,6 @@
-"""What the scheduler side tells the worker side, once a step: plain records that pickle well.
+"""Orders of the scheduler side to the worker side, once a step: plain records that pickle well.
 
-Nothing here talks to anything. A block number counts the blocks of a prefix from 0; a block id is a place in vLLM's
+A block number counts the blocks of a prefix from 0; a block id is a place in vLLM's
 paged pool.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class Prefix:
     """Leading tokens of a request in whole blocks, as packed little-endian int32, and what else they depend on.
 
-    `digests[i]` covers everything besides the tokens of blocks 0 to i; empty for a plain text request.
+    `digests[i]` covers everything except the tokens of blocks 0 to i; empty for a plain text request.
     """
 
     tokens: bytes

@@ -1,7 +1,7 @@
 """The scheduler's half: what to load for a new request, which blocks each step fills, whose blocks were given up.
 
 Owns the bookkeeping of running requests. Reads vLLM's requests and scheduler outputs by attribute and imports nothing
-of it, so that it can be tested with plain records. Never does: read or write K/V, or fail a request; whatever the store
+of it, so that it can be tested with plain records. Never reads or writes K/V, and never fails a request; what the store
 does not answer in time is computed.
 
 Invariants: only whole blocks are loaded or stored; a block is ordered to be stored by the step that fills it, or a
@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvstore_client.hooks.vllm.answers import Answer
 from kvstore_client.hooks.vllm.identity import Extras, KeySource, address
 from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
 from kvstore_client.hooks.vllm.plan import loadable_blocks, usable_blocks
-from kvstore_client.hooks.vllm.telling import Answer
 from kvstore_client.results import REASON_NO_DAEMON, Lookup
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys, pack_tokens
@@ -27,7 +27,7 @@ from kvstore_proto.identity import BlockKeys, pack_tokens
 TOKEN_BYTES = 4
 _WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")  # names of vLLM's RequestStatus
 DescribeExtras = Callable[[Any], Extras | str]
-"""What a vLLM request depends on besides tokens; a string says why that cannot be named, so that it is not stored."""
+"""What a vLLM request depends on apart from tokens; a string says why that cannot be named: it is not stored then."""
 
 
 class LookupSession(KeySource, Protocol):
@@ -52,7 +52,7 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """`sessions`: one for each rank's shard; a block counts as stored when every rank has it. `tell` is told of each
+    """`sessions`: one for each rank's shard; a block counts as stored when every rank has it. `on_answer` receives each
     answer that has ended.
     """
 
@@ -66,10 +66,10 @@ class SchedulerSide:
         saves: bool,
         lookup_deadline_s: float,
         load_deadline_s: float,
-        tell: Callable[[Answer], None] | None = None,
+        on_answer: Callable[[Answer], None] | None = None,
     ) -> None:
         self._sessions = sessions
-        self._tell = tell
+        self._on_answer = on_answer
         self._describe = describe
         self._block_tokens = block_tokens
         self._loads, self._saves = loads, saves
@@ -94,7 +94,7 @@ class SchedulerSide:
         self._track(request).external_tokens = external_tokens
 
     def tiers(self, request_id: str, blocks: int) -> tuple[str, ...]:
-        """Where the blocks of a request's load lie, for statistics."""
+        """The tiers of the blocks of a request's load, for statistics."""
         tracked = self._requests.get(request_id)
         return tracked.tiers[tracked.local_blocks :][:blocks] if tracked else ()
 
@@ -110,8 +110,15 @@ class SchedulerSide:
         self._ended.append(request.request_id)
         blocks, tokens = tracked.stored_blocks, request.num_output_tokens
         is_whole = getattr(request.status, "name", "") in _WHOLE
-        if self._tell is not None and self._saves and tracked.extras is not None and is_whole and blocks and tokens:
-            self._tell(Answer(self._prefix(tracked, blocks), blocks, tokens))
+        if (
+            self._on_answer is not None
+            and self._saves
+            and tracked.extras is not None
+            and is_whole
+            and blocks
+            and tokens
+        ):
+            self._on_answer(Answer(self._prefix(tracked, blocks), blocks, tokens))
 
     def orders(self, output: Any) -> StepOrders:
         """What the worker half shall do around the step that `output` (a SchedulerOutput) describes."""

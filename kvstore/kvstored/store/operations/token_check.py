@@ -10,8 +10,9 @@ _NO_EXTRA_FIELD = bytes(KEY_BYTES)
 
 
 def tokens_hash_to_key(client: Client, block: StagedBlock, tokens: bytes) -> bool:
-    """Whether `tokens`, continuing the block's parent, make its key. Blocks without tokens (opaque objects) have
-    nothing to check."""
+    """Whether `tokens`, continuing the block's parent, make its key. Blocks without tokens (put by their
+    keys) have nothing to check.
+    """
     if not tokens:
         return True
     fingerprint = client.fingerprint

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 
+from kvstore_client.arenas import WritableArenas
 from kvstore_client.handshake import GrantedArena
 from kvstore_client.memory import EnteredPages
-from kvstore_client.writable import WritableArenas
 
 PIECE = EnteredPages.PIECE_BYTES
 ARENA, SIZE_BYTES = 7, 16 * PIECE
@@ -21,7 +21,7 @@ class OneArena:
         self.descriptor = os.memfd_create("arena")
         os.ftruncate(self.descriptor, SIZE_BYTES)
 
-    def request_arena(self, arena_id: int, timeout_s: float, *, writable: bool) -> GrantedArena:
+    def request_arena(self, arena_id: int, timeout_s: float, *, writable: bool = False) -> GrantedArena:
         assert (arena_id, writable) == (ARENA, True)
         return GrantedArena(arena_id, SIZE_BYTES, os.dup(self.descriptor))
 
@@ -36,7 +36,7 @@ class OneArena:
 
 def test_the_pages_of_slots_are_entered_once_and_no_others() -> None:
     daemon = OneArena()
-    arenas = WritableArenas(daemon, is_offered=True, announced=[])  # type: ignore[arg-type]
+    arenas = WritableArenas(daemon, [], is_offered=True)
     assert arenas.arena(ARENA, 1.0) is not None
     slot = 2 * PIECE + 4096
     arenas.enter(ARENA, [4096, 6 * PIECE], slot)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvstore_client.loan import Loan, Use
+from kvstore_client.staging import Staging, Use
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 NBYTES = 16 * 4096
@@ -39,43 +40,43 @@ def test_a_lend_that_is_answered_late_does_not_hide_the_number_of_the_next_one()
         return lent(2)
 
     daemon: Any = Daemon(lambda _: "deadline", first_one_meanwhile)
-    loan = Loan(NBYTES)
-    assert loan.obtain(daemon, 1.0) == "deadline"
-    assert loan.obtain(daemon, 1.0) == ""
-    assert (loan.number, loan.used_bytes()) == (2, 0)
+    staging = Staging(np.empty(NBYTES, np.uint8))
+    assert staging.obtain(daemon, 1.0) == "deadline"
+    assert staging.obtain(daemon, 1.0) == ""
+    assert (staging.loan, staging.used_bytes()) == (2, 0)
 
 
 def test_a_lend_that_is_answered_after_the_next_one_changes_nothing() -> None:
     daemon: Any = Daemon(lambda _: "deadline", lambda _: lent(2))
-    loan = Loan(NBYTES)
-    assert loan.obtain(daemon, 1.0) == "deadline"
-    assert loan.obtain(daemon, 1.0) == ""
-    extent = loan.take(4096, 3)
+    staging = Staging(np.empty(NBYTES, np.uint8))
+    assert staging.obtain(daemon, 1.0) == "deadline"
+    assert staging.obtain(daemon, 1.0) == ""
+    extent = staging.take(4096, 3)
     assert extent is not None
     daemon.asked[0](lent(1))
-    assert (loan.number, loan.used_bytes()) == (2, 3 * 4096)
+    assert (staging.loan, staging.used_bytes()) == (2, 3 * 4096)
 
 
 def test_renewals_that_cross_leave_the_last_number() -> None:
     """Two threads renew: the first answer, number 2, comes after the second."""
     daemon: Any = Daemon(lambda _: lent(1), lambda _: "deadline", lambda _: lent(3))
-    loan = Loan(NBYTES)
-    loan.obtain(daemon, 1.0)
-    extent = loan.take(4096, 2)
+    staging = Staging(np.empty(NBYTES, np.uint8))
+    staging.obtain(daemon, 1.0)
+    extent = staging.take(4096, 2)
     assert extent is not None
-    loan.leave_unanswered(Use([extent] * 2))
-    loan.renew(daemon, 1.0)
-    loan.renew(daemon, 1.0)
+    staging.leave_unanswered(Use([extent] * 2))
+    staging.renew(daemon, 1.0)
+    staging.renew(daemon, 1.0)
     daemon.asked[1](lent(2))
-    assert (loan.number, loan.used_bytes()) == (3, 0)
+    assert (staging.loan, staging.used_bytes()) == (3, 0)
 
 
 def test_bytes_that_are_free_cannot_be_held() -> None:
-    loan = Loan(NBYTES)
-    loan.obtain(Daemon(lambda _: lent(1)), 1.0)
-    extent = loan.take(4096, 1)
+    staging = Staging(np.empty(NBYTES, np.uint8))
+    staging.obtain(Daemon(lambda _: lent(1)), 1.0)
+    extent = staging.take(4096, 1)
     assert extent is not None
-    loan.end(Use([extent]))
+    staging.end(Use([extent]))
     with pytest.raises(RuntimeError, match="are free"):
-        loan.hold(extent)
-    assert loan.used_bytes() == 0
+        staging.hold(extent)
+    assert staging.used_bytes() == 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvstore_client.hooks.transformers.layers import KVStack
-from kvstore_client.hooks.transformers.storing import Tokens
+from kvstore_client.hooks.transformers.storer import Tokens
 from kvstore_client.lease import Lease
 from kvstore_client.results import REASON_DEADLINE
 from kvstore_client.session import Session
@@ -57,8 +57,8 @@ class Restored:
 def restore(session: Session, stack: KVStack, wanted: Wanted, *, deadline_s: float, token_s: float | None) -> Restored:
     """Extend a stack by what is stored.
 
-    `deadline_s` is for the first question. `token_s` is what a token took to compute lately; None when nobody knows,
-    and then what is stored is waited for.
+    `deadline_s` is for the first question. `token_s` is what a token took to compute lately; None when that is unknown:
+    then stored blocks are waited for.
     """
     begin = time.perf_counter()
     with session.get(wanted.tokens, max_blocks=wanted.blocks, deadline_s=deadline_s, promote=False) as mapped:

@@ -13,8 +13,8 @@ import pytest
 
 import kvstore_client
 from kvstore_client import Fingerprint, LayerGroup, PutReceipt, Session
-from kvstore_client.loan import Loan
 from kvstore_client.lookup_index import LookupIndex
+from kvstore_client.staging import Staging
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, eventually
 
@@ -47,15 +47,15 @@ def session(daemon: FakeDaemon) -> Iterator[Session]:
         yield opened
 
 
-def loan_of(session: Session) -> Loan:
-    connection = session._link.current()
-    assert connection is not None
-    return connection.loan
+def staging_of(session: Session) -> Staging:
+    daemon = session._connection.current()
+    assert daemon is not None and daemon.staging is not None
+    return daemon.staging
 
 
 def believe(session: Session, monkeypatch: pytest.MonkeyPatch, *blocks: int) -> None:
     """Let the lookup index say that these blocks of TOKENS are in DRAM."""
-    connection = session._link.current()
+    connection = session._connection.current()
     keys = session.keys(TOKENS)
     assert connection is not None and keys is not None
     known = {keys[block] for block in blocks}
@@ -72,7 +72,7 @@ def test_a_put_is_one_message(daemon: FakeDaemon, session: Session) -> None:
     assert daemon.log.count("lend") == 1, "the loan stands"
     with session.get(TOKENS) as lease:
         assert all(np.array_equal(lease.payload(block), PAYLOADS[block]) for block in range(BLOCKS))
-    assert loan_of(session).used_bytes() == 0
+    assert staging_of(session).used_bytes() == 0
 
 
 def test_payload_functions_and_keys_without_tokens(daemon: FakeDaemon, session: Session) -> None:
@@ -109,13 +109,13 @@ def test_an_index_that_was_wrong_loses_nothing(
     with session.get(TOKENS) as lease:
         assert len(lease) == BLOCKS
         assert all(np.array_equal(lease.payload(block), PAYLOADS[block]) for block in range(BLOCKS))
-    assert loan_of(session).used_bytes() == 0
+    assert staging_of(session).used_bytes() == 0
 
 
 def test_a_duplicate_makes_the_client_ask_for_the_index(
     daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connection = session._link.current()
+    connection = session._connection.current()
     assert connection is not None
     asked: list[bool] = []
     monkeypatch.setattr(connection.index, "get", lambda *, may_wait: asked.append(may_wait))
@@ -131,14 +131,14 @@ def test_a_block_that_another_client_is_writing_is_sent_again_as_it_lies(daemon:
     payloads = [lambda _, block=block: written.append(block) for block in range(BLOCKS)]
     assert session.put(TOKENS, payloads=payloads).statuses == STORED
     assert written == list(range(BLOCKS)), "no block is written twice"
-    assert loan_of(session).used_bytes() == 0
+    assert staging_of(session).used_bytes() == 0
 
 
 def test_who_never_gets_done_with_a_block_is_not_waited_for_long(daemon: FakeDaemon, session: Session) -> None:
     daemon.knobs.present_as_pending = 1 << 30
     receipt = session.put(TOKENS, payloads=PAYLOADS)
     assert receipt.statuses == ["throttled"] * BLOCKS and "another client" in receipt.reason
-    assert loan_of(session).used_bytes() == 0
+    assert staging_of(session).used_bytes() == 0
 
 
 def test_a_loan_smaller_than_a_put_is_used_again(daemon: FakeDaemon) -> None:
@@ -170,7 +170,7 @@ def test_a_payload_function_that_raises_leaves_nothing(daemon: FakeDaemon, sessi
 
     with pytest.raises(OSError, match="block pool"):
         session.put(TOKENS, payloads=[*PAYLOADS[:9], explode, *PAYLOADS[10:]])
-    assert loan_of(session).used_bytes() == 0
+    assert staging_of(session).used_bytes() == 0
     assert session.put(TOKENS, payloads=PAYLOADS).visible_blocks == BLOCKS
 
 
@@ -194,10 +194,10 @@ def test_a_late_answer_gives_the_bytes_back(daemon: FakeDaemon, session: Session
     daemon.answer = answer_late  # type: ignore[method-assign]
     receipt = give_up(session)
     assert (receipt.statuses, receipt.reason) == (["failed"] * BLOCKS, "deadline")
-    loan = loan_of(session)
-    assert loan.used_bytes() == BLOCKS * SLOT, "the daemon may be reading them"
+    staging = staging_of(session)
+    assert staging.used_bytes() == BLOCKS * SLOT, "the daemon may be reading them"
     may_answer.set()
-    eventually(lambda: loan.used_bytes() == 0)
+    eventually(lambda: staging.used_bytes() == 0)
 
 
 def test_bytes_of_a_store_that_is_never_answered_come_back_by_renewing_the_loan(daemon: FakeDaemon) -> None:
@@ -206,10 +206,10 @@ def test_bytes_of_a_store_that_is_never_answered_come_back_by_renewing_the_loan(
         session.put(TOKENS + 1, payloads=PAYLOADS)
         daemon.knobs.silent.add("store")
         assert give_up(session).statuses == ["failed"] * BLOCKS
-        assert loan_of(session).used_bytes() == BLOCKS * SLOT
+        assert staging_of(session).used_bytes() == BLOCKS * SLOT
         daemon.knobs.silent.clear()
         assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
-        assert (loan_of(session).number, loan_of(session).used_bytes()) == (2, 0)
+        assert (staging_of(session).loan, staging_of(session).used_bytes()) == (2, 0)
 
 
 def test_a_stream_that_breaks_in_the_middle_of_a_store(daemon: FakeDaemon) -> None:
@@ -227,9 +227,9 @@ def test_a_stream_that_breaks_in_the_middle_of_a_store(daemon: FakeDaemon) -> No
         assert receipt.statuses == ["failed"] * BLOCKS
         daemon.knobs.silent.clear()
         eventually(lambda: session.state == "connected")
-        assert loan_of(session).used_bytes() == BLOCKS * SLOT
+        assert staging_of(session).used_bytes() == BLOCKS * SLOT
         assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
-        assert loan_of(session).used_bytes() == 0
+        assert staging_of(session).used_bytes() == 0
 
 
 def test_a_put_that_finds_no_room_before_its_deadline_is_throttled(daemon: FakeDaemon) -> None:
@@ -254,7 +254,7 @@ def test_a_request_over_a_rate_is_sent_again(daemon: FakeDaemon, session: Sessio
     freer.start()
     assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
     freer.join()
-    assert loan_of(session).used_bytes() == 0
+    assert staging_of(session).used_bytes() == 0
 
 
 def test_threads_share_the_loan(daemon: FakeDaemon) -> None:
@@ -279,4 +279,4 @@ def test_threads_share_the_loan(daemon: FakeDaemon) -> None:
         for thread in threads:
             thread.join()
         assert not wrong
-        assert loan_of(session).used_bytes() == 0
+        assert staging_of(session).used_bytes() == 0

@@ -1,7 +1,7 @@
 """Stores full blocks of sequences that models are computing, in a thread of its own.
 
-Owns one worker for a session and the queue to it. Nothing it does can fail or hold up a forward pass: what cannot be
-stored is counted, with a reason, and left.
+Owns one worker for a session and the queue to it. It can neither fail nor delay a forward pass: what cannot be stored
+is counted, with a reason.
 
 Why it waits before it starts: the first token is sampled just after the prompt's last block filled, and copying beside
 that would delay it. The thread is no daemon thread and ends when its queue is empty: a program that ends after
@@ -33,9 +33,9 @@ FIRST_TOKEN_S = 0.02
 MOST_WAITING = 8  # sequences that may wait; each holds its K/V in memory until it is stored
 
 
-@dataclass(slots=True, eq=False)  # one sequence is not another, whatever its tokens
+@dataclass(slots=True, eq=False)  # two sequences differ even with equal tokens
 class Sequence:
-    """What is to be stored of one sequence. The worker reads `tensor` below `wanted_blocks`, which nobody rewrites."""
+    """What is to be stored of one sequence. The worker reads `tensor` below `wanted_blocks`: that is not rewritten."""
 
     session: Session
     tokens: Tokens = field(default_factory=lambda: np.empty(0, np.int32))

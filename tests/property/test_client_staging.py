@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from kvstore_client.loan import Extent, Loan, Use
+from kvstore_client.staging import Extent, Staging, Use
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.reference.examples import examples
 
@@ -43,8 +44,8 @@ class LoanMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.daemon: Any = Daemon()
-        self.loan = Loan(PAGES * PAGE)
-        assert self.loan.obtain(self.daemon, 1.0) == ""
+        self.staging = Staging(np.empty(PAGES * PAGE, np.uint8))
+        assert self.staging.obtain(self.daemon, 1.0) == ""
         self.used: dict[Use, list[Extent]] = {}  # what the daemon may be reading
         self.renewing: list[Use] = []  # those that a renewal under way will free
         self.unanswered: set[Use] = set()
@@ -53,7 +54,7 @@ class LoanMachine(RuleBasedStateMachine):
     def send(self, slots: int, pages: int, shares: int) -> Any:
         use = Use()
         for _ in range(1 + shares):
-            extent = self.loan.take(pages * PAGE, slots)
+            extent = self.staging.take(pages * PAGE, slots)
             if extent is None:
                 break
             assert extent.offset >= 0 and extent.offset + extent.nbytes <= PAGES * PAGE
@@ -72,11 +73,11 @@ class LoanMachine(RuleBasedStateMachine):
         if again:
             following = Use()
             for extent in use.extents[::2]:
-                self.loan.hold(extent)
+                self.staging.hold(extent)
                 following.extents.append(extent)
             kept = [extent for extent in self.used[use] if extent in following.extents]
-        self.loan.end(use)
-        self.loan.end(use)
+        self.staging.end(use)
+        self.staging.end(use)
         del self.used[use]
         if again:
             self.used[following] = kept
@@ -85,7 +86,7 @@ class LoanMachine(RuleBasedStateMachine):
     @rule(use=consumes(open_uses), target=silent_uses)
     def stop_waiting(self, use: Use) -> tuple[Use, Any]:
         self.unanswered.add(use)
-        return use, self.loan.leave_unanswered(use)
+        return use, self.staging.leave_unanswered(use)
 
     @rule(silent=silent_uses)
     def answer_late(self, silent: tuple[Use, Any]) -> None:
@@ -98,17 +99,17 @@ class LoanMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.daemon.late is None)
     def renew(self) -> None:
-        self.loan.renew(self.daemon, 1.0)
+        self.staging.renew(self.daemon, 1.0)
         for use in self.unanswered:
             self.used.pop(use)
         self.unanswered.clear()
-        assert self.loan.number <= self.daemon.number
+        assert self.staging.loan <= self.daemon.number
 
     @rule()
     @precondition(lambda self: self.daemon.late is None and self.unanswered)
     def renew_without_an_answer(self) -> None:
         self.daemon.is_silent = True
-        self.loan.renew(self.daemon, 1.0)
+        self.staging.renew(self.daemon, 1.0)
         self.daemon.is_silent = False
         self.renewing = list(self.unanswered)
 
@@ -124,13 +125,13 @@ class LoanMachine(RuleBasedStateMachine):
     @invariant()
     def exact(self) -> None:
         extents = {id(extent): extent for held in self.used.values() for extent in held}
-        assert self.loan.used_bytes() == sum(extent.nbytes for extent in extents.values())
+        assert self.staging.used_bytes() == sum(extent.nbytes for extent in extents.values())
 
     def teardown(self) -> None:
         for use in list(self.used):
-            self.loan.end(use)
-        assert self.loan.used_bytes() == 0
-        whole = self.loan.take(PAGES * PAGE, 1)
+            self.staging.end(use)
+        assert self.staging.used_bytes() == 0
+        whole = self.staging.take(PAGES * PAGE, 1)
         assert whole is not None and whole.offset == 0, "given back, it is one extent again"
 
 

@@ -1,8 +1,8 @@
-"""Tells the daemon how long answers were, beside the running engine: what it keeps for how long hangs on that.
+"""Reports to the daemon how long answers were, beside the running engine: how long it keeps a chain depends on that.
 
-Owns one thread and what it still has to tell. The scheduler knows that a request has ended before its last blocks are
-stored, and the daemon knows a chain by its last block; so each end is told a little later, and again while blocks of it
-are missing. Nothing here is waited for, and what goes wrong costs a hint.
+Owns one thread and the queue of reports. The scheduler knows that a request has ended before its last blocks are
+stored, and the daemon knows a chain by its last block; so each end is reported a little later, and again while blocks
+of it are missing. No request waits for this, and a failure costs a hint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore_client.hooks.vllm.orders import Prefix
 
 DELAY_S = 0.1  # before the first time, and twice as long before each further one
 _TIMES = 6
-_MOST_WAITING = 1024  # ends that wait; no further one is told then
+_MOST_WAITING = 1024  # reports; further ones are dropped
 
 
 class HintSession(KeySource, Protocol):
@@ -39,7 +39,7 @@ class Answer:
 
 
 class _Due(NamedTuple):
-    """What is told next, in the order of time; `number` tells equal times apart."""
+    """A report, in the order of time; `number` orders equal times."""
 
     at_s: float
     number: int
@@ -49,7 +49,7 @@ class _Due(NamedTuple):
     times_left: int
 
 
-class Teller:
+class AnswerReporter:
     """`sessions`: one for each rank's shard, each a chain of its own to the daemon."""
 
     def __init__(
@@ -75,12 +75,12 @@ class Teller:
             for session in self._sessions:
                 self._wait(session, answer, self._delay_s, _TIMES)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvstore-vllm-tell", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="kvstore-vllm-answers", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
     def close(self) -> None:
-        """Forget what is not told yet, and end the thread; what is being told has the session's deadline."""
+        """Drop waiting reports and end the thread; a report that is being sent has the session's deadline."""
         with self._changed:
             self._closing = True
             self._waiting.clear()
@@ -99,11 +99,11 @@ class Teller:
                         self._wait(due.session, due.answer, 2 * due.delay_s, due.times_left - 1)
 
     def _is_known(self, session: HintSession, answer: Answer) -> bool:
-        """Tell; whether the daemon had all of the blocks."""
+        """Report; whether the daemon had all of the blocks."""
         try:
             named = address(session, answer.prefix)
             return named is not None and session.hint(**named, answer_tokens=answer.tokens) >= answer.blocks
-        except Exception:  # a closed session, or a fault in telling: neither may end the thread
+        except Exception:  # a closed session, or a bug here: neither may end the thread
             return True
 
     def _next(self) -> _Due | None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore_client import Session, undecided
-from kvstore_client.asking import Asker
+from kvstore_client import Session, store_call
+from kvstore_client.call import Call
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon
-from tests.unit.test_client_storing import BLOCKS, PAYLOADS, SLOT, STORED, TOKENS, believe, connect, loan_of
+from tests.unit.test_client_put import BLOCKS, PAYLOADS, SLOT, STORED, TOKENS, believe, connect, staging_of
 
 pytestmark = pytest.mark.usefixtures("each_stream")
 
@@ -45,30 +45,30 @@ def test_a_put_does_not_wait_for_room_that_it_keeps_itself(daemon: FakeDaemon, m
         believe(session, monkeypatch, 0)
         receipt = session.put(TOKENS, payloads=PAYLOADS)
         assert (receipt.statuses, receipt.reason) == (STORED, "")
-        assert is_stored(session) and loan_of(session).used_bytes() == 0
+        assert is_stored(session) and staging_of(session).used_bytes() == 0
 
 
 def test_bytes_that_are_to_be_sent_again_are_nobody_elses_meanwhile(
     daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread renews the loan just when an answer is there, and is not yet acted upon."""
-    connection = session._link.current()
-    assert connection is not None
-    judge, is_renewing = Asker.judge, [False]
+    renewing = session._connection.current()
+    assert renewing is not None and renewing.staging is not None
+    staging, call, judge, is_renewing = renewing.staging, renewing.call, Call.judge, [False]
 
-    def judge_beside_a_renewal(asker: Asker, *arguments: object) -> object:
+    def judge_beside_a_renewal(*arguments: Any) -> object:
         if not is_renewing[0]:
             is_renewing[0] = True
-            connection.loan.renew(partial(asker.ask, connection), 5.0)
+            staging.renew(call, 5.0)
             is_renewing[0] = False
-        return judge(asker, *arguments)  # type: ignore[arg-type]
+        return judge(*arguments)
 
     session.put(TOKENS + 1, payloads=PAYLOADS)
     daemon.knobs.present_as_pending = 2
-    monkeypatch.setattr(Asker, "judge", judge_beside_a_renewal)
+    monkeypatch.setattr(Call, "judge", judge_beside_a_renewal)
     assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
     monkeypatch.undo()
-    assert is_stored(session) and loan_of(session).used_bytes() == 0
+    assert is_stored(session) and staging_of(session).used_bytes() == 0
 
 
 def test_patience_with_other_clients_begins_with_the_wait_for_them(daemon: FakeDaemon, session: Session) -> None:
@@ -91,7 +91,7 @@ def test_an_orphan_is_sent_again_only_while_a_block_before_it_is_to_come(daemon:
     daemon.knobs.present_as_pending, daemon.knobs.throttle_all = 1, True
     assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["throttled"] * BLOCKS
     assert len(daemon.stores) == 2, "the second answer settles them all"
-    assert loan_of(session).used_bytes() == 0
+    assert staging_of(session).used_bytes() == 0
 
 
 def test_what_hangs_on_a_message_over_a_rate_is_sent_again_with_it(daemon: FakeDaemon) -> None:
@@ -110,7 +110,7 @@ def test_what_hangs_on_a_message_over_a_rate_is_sent_again_with_it(daemon: FakeD
     with connect(daemon) as session:
         receipt = session.put(TOKENS, payloads=PAYLOADS)
         assert (receipt.statuses, receipt.reason) == (STORED, "")
-        assert len(daemon.blocks) == BLOCKS and loan_of(session).used_bytes() == 0
+        assert len(daemon.blocks) == BLOCKS and staging_of(session).used_bytes() == 0
 
 
 def test_a_refusal_over_a_rate_frees_its_bytes_also_when_the_stream_has_ended(
@@ -118,15 +118,15 @@ def test_a_refusal_over_a_rate_frees_its_bytes_also_when_the_stream_has_ended(
 ) -> None:
     session.put(TOKENS + 1, payloads=PAYLOADS)
     daemon.knobs.errors["store"] = pb.Error(kind=pb.ERROR_KIND_THROTTLED, message="too many")
-    monkeypatch.setattr(Asker, "judge", lambda *_: "no_daemon")
+    monkeypatch.setattr(Call, "judge", lambda *_: "no_daemon")
     assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["failed"] * BLOCKS
-    assert loan_of(session).used_bytes() == 0
+    assert staging_of(session).used_bytes() == 0
 
 
 def test_a_put_gives_up_a_block_that_somebody_is_for_ever_writing(
     daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(undecided, "PENDING_PATIENCE_S", 0.0)
+    monkeypatch.setattr(store_call, "PENDING_PATIENCE_S", 0.0)
     daemon.knobs.present_as_pending = 1 << 30
     receipt = session.put(TOKENS, payloads=PAYLOADS)
     assert (receipt.statuses, len(daemon.stores)) == (["throttled"] * BLOCKS, 1)

@@ -1,0 +1,166 @@
+"""The daemon's arenas as this client maps them: to read blocks, or, in a mapping of their own, to put blocks in place.
+
+Owns these mappings: an arena is requested and mapped once, when a block in it is first named or in the background
+before that. Never chooses a place, reads or writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from kvstore_client.handshake import GrantedArena
+from kvstore_client.memory import (
+    READ_REST,
+    WRITTEN_REST,
+    Bytes,
+    EnteredPages,
+    map_present,
+    map_read_only,
+    map_read_write,
+    populate,
+    prefault,
+)
+
+PREFAULT_ARENAS_BYTES = 1 << 30  # page tables for more would be some megabytes of each engine
+PREFAULT_GRANT_TIMEOUT_S = 1.0
+PREFAULT_PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
+
+
+class ArenaGrants(Protocol):
+    """Where descriptors come from: the handshake connection."""
+
+    def request_arena(self, arena_id: int, timeout_s: float, *, writable: bool = False) -> GrantedArena | None: ...
+
+
+class OpenArena(NamedTuple):
+    """A mapped arena and a descriptor of it. `entered` notes which pages are in our page table."""
+
+    memory: Bytes
+    descriptor: int
+    rest: int
+    entered: EnteredPages | None
+
+
+class Arenas:
+    """Mapped to read. `announced`: arenas that the daemon has now; `mapped`: those that are mapped already."""
+
+    def __init__(
+        self, grants: ArenaGrants, announced: Collection[int], mapped: Mapping[int, Bytes] | None = None
+    ) -> None:
+        self._grants = grants
+        self._announced = announced
+        self.mapped = dict(mapped or {})
+        self._lock = threading.Lock()
+
+    def arena(self, arena_id: int, timeout_s: float) -> Bytes | None:
+        """The mapped arena, mapping it the first time; None when the daemon does not hand it over in time."""
+        known = self.mapped.get(arena_id)
+        if known is not None:
+            return known
+        grant = self._request(arena_id, timeout_s)
+        return self._map(grant) if grant is not None else None
+
+    def map_announced(
+        self, descriptors: contextlib.ExitStack, timeout_s: float, most_bytes: int
+    ) -> Iterator[OpenArena]:
+        """Map the announced arenas that are not mapped yet, `most_bytes` in all; their descriptors are open until the
+        stack ends.
+        """
+        for arena_id in self._announced:
+            if arena_id in self.mapped:
+                continue
+            grant = self._request(arena_id, timeout_s)
+            if grant is None:
+                return
+            most_bytes -= grant.size_bytes
+            kept = -1
+            if most_bytes >= 0:
+                with contextlib.suppress(OSError):
+                    kept = os.dup(grant.descriptor)
+            if kept < 0:
+                os.close(grant.descriptor)
+                return
+            descriptors.callback(os.close, kept)
+            memory = self._map(grant)
+            if memory is not None:
+                yield self._open(arena_id, memory, kept)
+
+    def _open(self, arena_id: int, memory: Bytes, descriptor: int) -> OpenArena:
+        return OpenArena(memory, descriptor, READ_REST, None)
+
+    def _request(self, arena_id: int, timeout_s: float) -> GrantedArena | None:
+        return self._grants.request_arena(arena_id, timeout_s)
+
+    def _map(self, grant: GrantedArena) -> Bytes | None:
+        try:
+            memory = map_read_only(grant.descriptor, grant.size_bytes)
+        except (OSError, ValueError):
+            return None
+        with self._lock:
+            return self.mapped.setdefault(grant.arena_id, memory)
+
+
+class WritableArenas(Arenas):
+    """Mapped to write. `is_offered`: whether the daemon accepts blocks in place from this client."""
+
+    def __init__(self, grants: ArenaGrants, announced: Sequence[int], *, is_offered: bool) -> None:
+        super().__init__(grants, announced if is_offered else ())
+        self._entered: dict[int, EnteredPages] = {}
+        self.is_offered = is_offered
+
+    def refused(self) -> None:
+        """The daemon accepts no blocks in place any more."""
+        self.is_offered = False
+
+    def enter(self, arena_id: int, offsets: Sequence[int], length: int) -> None:
+        """Enter the pages of slots of `length` bytes into our page table before they are first written: one call for
+        all takes a quarter of the time of one page fault each.
+        """
+        entered = self._entered[arena_id]
+        populate(self.mapped[arena_id], [(offset, length) for offset in offsets if entered.add(offset, length)])
+
+    def _open(self, arena_id: int, memory: Bytes, descriptor: int) -> OpenArena:
+        return OpenArena(memory, descriptor, WRITTEN_REST, self._entered[arena_id])
+
+    def _request(self, arena_id: int, timeout_s: float) -> GrantedArena | None:
+        return self._grants.request_arena(arena_id, timeout_s, writable=True)
+
+    def _map(self, grant: GrantedArena) -> Bytes | None:
+        try:
+            memory = map_read_write(grant.descriptor, grant.size_bytes)
+        except (OSError, ValueError):
+            return None
+        with self._lock:
+            self._entered.setdefault(grant.arena_id, EnteredPages(grant.size_bytes))
+            return self.mapped.setdefault(grant.arena_id, memory)
+
+
+def prefault_all(
+    readable: Arenas, writable: WritableArenas, staging: Bytes | None, is_wanted: Callable[[], bool]
+) -> None:
+    """Map what will be read and written before it is needed, while an engine that starts loads its model.
+
+    For a thread of its own; ends when it is not wanted any more.
+    """
+    with contextlib.ExitStack() as descriptors:
+        opened: list[OpenArena] = []
+        for arenas in (writable, readable) if staging is not None else (readable,):
+            for arena in arenas.map_announced(descriptors, PREFAULT_GRANT_TIMEOUT_S, PREFAULT_ARENAS_BYTES):
+                opened.append(arena)
+                if not is_wanted():
+                    return
+        if staging is not None:
+            prefault(staging, is_wanted)
+        left_bytes = sum(len(arena.memory) for arena in opened)
+        for pause_s in PREFAULT_PAUSES_S:  # a daemon that has just started is touching its arenas meanwhile
+            if not left_bytes or not is_wanted():
+                return
+            time.sleep(pause_s)
+            left_bytes = 0
+            for memory, descriptor, rest, entered in opened:
+                left_bytes += len(memory) - map_present(memory, descriptor, is_wanted, rest, entered)

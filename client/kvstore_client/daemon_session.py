@@ -1,0 +1,266 @@
+"""What one handshake gives, and what ends with it: a stream, mapped memory, keys, leases.
+
+Owns the opening and closing of these parts in order, and the reopening of the stream while the handshake connection
+stands (the daemon anchors leases there, so they survive a broken stream). Knows which session followed this one, with
+which of its leases: a daemon that was restarted may have kept them, bytes and all. Never decides when to reconnect.
+Invariants: once `is_alive()` has been False it remains False; a lease is valid while it is held and the session, or the
+one after it that the daemon gave the lease to again, is alive. A lease that not both sides know is given back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvstore_client.arenas import Arenas, WritableArenas, prefault_all
+from kvstore_client.call import Call, Health, Late
+from kvstore_client.errors import ConnectError
+from kvstore_client.handshake import PROTOCOL_VERSION, Handshake, open_handshake
+from kvstore_client.keys import KeyChains
+from kvstore_client.lookup_index import IndexSource
+from kvstore_client.memory import Bytes, map_read_write
+from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
+from kvstore_client.results import REASON_DEADLINE
+from kvstore_client.staging import Staging
+from kvstore_client.stream import Stream
+from kvstore_client.transport.base import Transport
+from kvstore_client.transport.direct import DirectTransport
+from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.v1 import handshake_pb2
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+DEFAULT_DEADLINE_S = 0.25
+_DEFAULT_MAX_KEYS = 1024
+PREFAULT_THREAD = "kvstore-prefault"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """What a client says about itself in every handshake, and where."""
+
+    directory: Path
+    fingerprint: Fingerprint
+    client_name: str
+    staging_bytes: int
+    deadline_s: float = DEFAULT_DEADLINE_S  # of a call that is given none
+    prefers_grpc: bool = False  # for the stream, even where the daemon has a direct one
+
+    def hello(self, former_token: bytes = b"") -> handshake_pb2.Hello:
+        return handshake_pb2.Hello(
+            former_token=former_token,
+            protocol_version=PROTOCOL_VERSION,
+            client_name=self.client_name,
+            fingerprint=self.fingerprint.canonical(),
+            staging_bytes=self.staging_bytes,
+        )
+
+
+class DaemonSession:
+    """One session of the daemon, named by its token. Made by `open_daemon_session`."""
+
+    def __init__(
+        self,
+        handshake: Handshake,
+        options: ClientOptions,
+        health: Health,
+        *,
+        timeout_s: float,
+        former: DaemonSession | None = None,
+    ) -> None:
+        """`timeout_s` is for the stream. Raises ConnectError; OSError and ValueError when memory cannot be mapped."""
+        welcome = handshake.welcome
+        self._handshake = handshake
+        self._health = health
+        self._data_socket = Path(welcome.data_socket or options.directory / DATA_SOCKET)
+        self._is_direct = welcome.direct_stream and not options.prefers_grpc
+        self._unreleased: deque[int] = deque()
+        self._succession = threading.Lock()
+        self._held: set[int] = set()  # leases that the engine reads under
+        self._carried: frozenset[int] = frozenset()  # those of the session before
+        self._successor: DaemonSession | None = None
+        self._dead = False
+        self._past_traffic = (0, 0)
+        self.deadline_s = options.deadline_s
+        self.tenant = welcome.tenant
+        self.max_keys = welcome.max_keys or _DEFAULT_MAX_KEYS
+        self.max_block_bytes = welcome.max_block_bytes
+        self.chains = KeyChains(options.fingerprint, list(welcome.roots))
+        self.reads_only = options.staging_bytes == 0
+        self.index = IndexSource(handshake.request_index if welcome.lookup_index else None)
+        self.arenas = Arenas(handshake, welcome.arena_ids, former._arenas_in(welcome) if former is not None else None)
+        self.writable = WritableArenas(handshake, welcome.writable_arena_ids, is_offered=welcome.put_in_place)
+        self.staging: Staging | None = None  # also None when the daemon had no room to grant any
+        staging_fd = handshake.take_staging()
+        if staging_fd >= 0:
+            self.staging = Staging(map_read_write(staging_fd, welcome.staging_bytes))
+        stream = self._open_stream(timeout_s)
+        if stream is None:
+            raise ConnectError("the daemon shook hands, but no stream could be opened in time")
+        self.stream = stream
+        memory = self.staging.memory if self.staging is not None else None
+        work = partial(prefault_all, self.arenas, self.writable, memory, lambda: not self._dead)
+        threading.Thread(target=work, name=PREFAULT_THREAD, daemon=True).start()
+
+    # Calls
+
+    def call(self, request: wire.Request, deadline_s: float, late: Late | None = None) -> wire.Response | str:
+        """The daemon's answer, or the reason why there is none. `late` gets an answer that arrives after the deadline.
+
+        Raises KVStoreError when the daemon says that the request itself is wrong.
+        """
+        call = self.begin(request, deadline_s)
+        response = call.wait(deadline_s)
+        if response is None:
+            call.expire(late)
+            return REASON_DEADLINE
+        return call.judge(response)
+
+    def begin(self, request: wire.Request, deadline_s: float) -> Call:
+        """Send a request that the daemon is to answer within `deadline_s`. Never blocks."""
+        request.deadline_ms = max(1, int(deadline_s * 1000))
+        return self.stream.submit(request)
+
+    def ping(self, timeout_s: float) -> bool:
+        """Whether the stream answers in time; False for a timeout that is over. Raises ConnectError when it ended."""
+        if timeout_s <= 0:
+            return False
+        call = self.begin(wire.Request(ping=wire.Ping()), timeout_s)
+        response = call.wait(timeout_s)
+        if response is None:
+            call.abandon()
+            return False
+        if response.HasField("error"):
+            raise ConnectError(response.error.message)
+        return True
+
+    # Leases
+
+    def hold(self, lease_id: int) -> None:
+        """The engine reads under this lease from now on, until `release`."""
+        self._held.add(lease_id)
+
+    def release(self, lease_id: int) -> None:
+        """Give a lease back to the session that it belongs to by now."""
+        with self._succession:
+            self._held.discard(lease_id)  # enough without a session: the next one gives back what is not held
+            successor = self._successor
+            if successor is None and lease_id and not self._dead:
+                self.stream.release((lease_id,))
+        if successor is not None and lease_id in successor._carried:
+            successor.release(lease_id)
+
+    def holder(self, lease_id: int) -> DaemonSession | None:
+        """The session under which a lease stands now: this one, or one after it. None when the lease has ended."""
+        session = self
+        while not session.is_alive():
+            successor = session._successor
+            if successor is None or lease_id not in successor._carried:
+                return None
+            session = successor
+        return session if lease_id in session._held else None
+
+    def succeed(self, former: DaemonSession) -> None:
+        """Take over the leases of the session before that stand and are held; give the others back."""
+        standing = set(self._handshake.welcome.lease_ids)
+        with former._succession:
+            self._carried = frozenset(standing & former._held)
+            self._held |= self._carried
+            former._successor = self
+        if standing - self._carried:
+            self.stream.release(sorted(standing - self._carried))
+
+    # Life
+
+    @property
+    def token(self) -> bytes:
+        """The daemon's name for this session."""
+        return self._handshake.welcome.session_token
+
+    def is_alive(self) -> bool:
+        """Whether the daemon still holds our leases."""
+        if not self._dead and not self._handshake.is_alive():
+            self._dead = True
+        return not self._dead
+
+    def reopen_stream(self, timeout_s: float) -> bool:
+        """Open a new stream after the old one ended. False when there was none in time: try again, since all that the
+        session holds still stands.
+        """
+        stream = self._open_stream(timeout_s)
+        if stream is None:
+            return False
+        total = self.traffic_bytes()
+        self.stream, self._past_traffic = stream, total
+        return True
+
+    def traffic_bytes(self) -> tuple[int, int]:
+        """Bytes of the streams' messages, and of opaque payload inside them."""
+        messages, payloads = self._past_traffic
+        return messages + self.stream.message_bytes, payloads + self.stream.payload_bytes
+
+    def close(self) -> None:
+        self._dead = True
+        self.stream.close()
+        self._handshake.close()
+
+    def _arenas_in(self, welcome: handshake_pb2.Welcome) -> dict[int, Bytes]:
+        """Our mappings of arenas that the daemon of `welcome` still has: the same memory, if its epoch is the same."""
+        if not welcome.arena_epoch or welcome.arena_epoch != self._handshake.welcome.arena_epoch:
+            return {}
+        return {arena_id: self.arenas.mapped[arena_id] for arena_id in welcome.arena_ids & self.arenas.mapped.keys()}
+
+    def _open_stream(self, timeout_s: float) -> Stream | None:
+        """None when the daemon hands none over in time, or this process has no descriptor or thread left for one."""
+        try:
+            transport = self._open_transport(timeout_s)
+            return None if transport is None else Stream(transport, self._health, self._unreleased)
+        except (OSError, RuntimeError):
+            return None
+
+    def _open_transport(self, timeout_s: float) -> Transport | None:
+        if self._is_direct:
+            connected = self._handshake.request_stream(timeout_s)
+            return None if connected is None else DirectTransport(connected)
+        from kvstore_client.transport.over_grpc import GrpcTransport
+
+        return GrpcTransport(self._data_socket, self._handshake.welcome.session_token)
+
+
+def open_daemon_session(
+    options: ClientOptions, timeout_s: float, health: Health, former: DaemonSession | None = None
+) -> DaemonSession:
+    """Handshake, staging, stream, and one ping through it; then what is left of `former`. Raises ConnectError."""
+    deadline = time.monotonic() + timeout_s
+    hello = options.hello(former.token if former is not None else b"")
+    handshake = open_handshake(options.directory / HANDSHAKE_SOCKET, hello, timeout_s)
+    welcome = handshake.welcome
+    if welcome.protocol_version != PROTOCOL_VERSION or len(welcome.roots) != len(options.fingerprint.groups):
+        handshake.close()
+        raise ConnectError(
+            f"the daemon speaks protocol {welcome.protocol_version} with {len(welcome.roots)} layer groups, "
+            f"this client {PROTOCOL_VERSION} with {len(options.fingerprint.groups)}: "
+            "upgrade the older of the two"
+        )
+    try:
+        session = DaemonSession(handshake, options, health, timeout_s=deadline - time.monotonic(), former=former)
+    except ConnectError:
+        handshake.close()
+        raise
+    except (OSError, ValueError) as error:
+        handshake.close()
+        raise ConnectError(f"the staging memory cannot be mapped: {error}") from None
+    try:
+        answered = session.ping(deadline - time.monotonic())
+    except ConnectError:
+        session.close()
+        raise
+    if not answered:
+        session.close()
+        raise ConnectError(f"the daemon at {options.directory} shook hands but its stream does not answer")
+    if former is not None:
+        session.succeed(former)
+    return session

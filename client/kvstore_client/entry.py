@@ -1,0 +1,70 @@
+"""The package's entry point: `connect`, for an engine that must run with or without a daemon.
+
+Owns what is decided once: where the sockets are, how much staging memory is requested, and which failures are the
+caller's. Never asks for a block; `connection` reconnects.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from typing import Literal
+
+from kvstore_client.connection import Connection
+from kvstore_client.daemon_session import DEFAULT_DEADLINE_S, ClientOptions
+from kvstore_client.errors import ConnectError, DaemonUnavailable, invalid
+from kvstore_client.paths import socket_directory
+from kvstore_client.session import Session
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.fingerprint import Fingerprint
+
+DEFAULT_CONNECT_TIMEOUT_S = 0.5
+DEFAULT_STAGING_BYTES = 72 * 1024 * 1024  # 64 blocks of 1 MiB and their headers
+
+
+def connect(
+    socket: str | os.PathLike[str] | None = None,
+    *,
+    fingerprint: Fingerprint,
+    client_name: str = "",
+    deadline_s: float = DEFAULT_DEADLINE_S,
+    connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+    required: bool = False,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    prefault: bool = False,
+    stream: Literal["direct", "grpc"] = "direct",
+    rng: random.Random | None = None,
+) -> Session:
+    """Open a session with the daemon whose sockets are in `socket` (default: $KVSTORED_SOCKET_DIR or /run/kvstored).
+
+    Without a daemon the session is returned degraded and reconnects by itself; with `required=True` DaemonUnavailable
+    is raised instead. A daemon that answers and refuses for good (fingerprint, protocol, permission by policy) is the
+    caller's mistake in both cases: KVStoreError. `staging_bytes=0` makes a session that only reads. `stream="grpc"`
+    uses the gRPC stream even where the daemon has a direct one, which is four times as fast.
+    """
+    if not (math.isfinite(deadline_s) and deadline_s > 0 and connect_timeout_s > 0):
+        raise invalid(f"deadlines must be positive seconds, got {deadline_s} and {connect_timeout_s}")
+    if stream not in ("direct", "grpc"):
+        raise invalid(f'stream must be "direct" or "grpc", got {stream!r}')
+    options = ClientOptions(
+        socket_directory(socket),
+        fingerprint,
+        client_name,
+        staging_bytes,
+        deadline_s,
+        prefers_grpc=stream == "grpc",
+    )
+    connection = Connection(options, connect_timeout_s=connect_timeout_s, rng=rng or random.Random())
+    try:
+        connection.connect()
+    except ConnectError as error:
+        if error.is_permanent and error.refused_as is not None:
+            connection.close()
+            raise KVStoreError(error.refused_as, str(error)) from None
+        if required:
+            connection.close()
+            raise DaemonUnavailable(
+                str(error), is_denied=error.is_denied, is_refused=error.refused_as is not None
+            ) from None
+    return Session(connection, prefault=prefault)

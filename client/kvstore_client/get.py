@@ -1,0 +1,188 @@
+"""Acquire: from a prefix to leases over mapped, verified blocks.
+
+Never raises for a miss. Invariants: a lease that reaches the caller holds only verified blocks; a lease that does not
+reach it (too late, nothing usable in it) is given back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore_client.counters import Counters
+from kvstore_client.daemon_session import DaemonSession
+from kvstore_client.keys import Chain
+from kvstore_client.lease import Lease, LeasedBlock
+from kvstore_client.lease_stream import LeaseStream, Order
+from kvstore_client.memory import Bytes, populate
+from kvstore_client.prefix import Prefix
+from kvstore_client.results import REASON_LATE, REASON_LIMIT, REASON_NO_ARENA, REASON_VERIFY_FAILED, miss_reason
+from kvstore_client.verify import mismatch
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, slot_bytes
+from kvstore_proto.fingerprint import LayerGroup
+from kvstore_proto.identity import TokenIds
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+WAIT_SHARE = 0.8  # of the deadline is the daemon's for promoting; the rest is for the answer to arrive
+
+
+class Get:
+    """One Acquire of a prefix; use once. Implements `LeaseSource`. `deadline_s` counts from the start."""
+
+    def __init__(
+        self,
+        prefix: Prefix,
+        counters: Counters,
+        deadline_s: float,
+        *,
+        verify: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._prefix = prefix
+        self._counters = counters
+        self._deadline_s = deadline_s
+        self._verify = verify
+        self._clock = clock
+        self._started = clock()
+        self._keys = prefix.request_keys
+
+    def lease(self, *, prefault: bool, promote: bool, prompt_tokens: int = 0) -> Lease:
+        """A lease on the leading blocks that could be had within the deadline, or without promotion."""
+        request = wire.Request(acquire=self._acquire(mapped_only=not promote, prompt_tokens=prompt_tokens))
+        answer = self._prefix.daemon.call(request, self._deadline_s, lambda late: self.give_back(late.acquire.lease_id))
+        if isinstance(answer, str):
+            return Lease(reason=answer)
+        reply = answer.acquire
+        blocks, stopped = self._blocks(reply, self._prefix.chain, self._deadline_s - self._age_s())
+        if prefault:
+            _prefault(blocks)
+        reason = stopped or miss_reason(reply.miss_reason)
+        if not reason and promote and len(blocks) < len(self._keys):
+            reason = REASON_LATE
+        elif not reason and len(blocks) == len(self._keys) < len(self._prefix):
+            reason = REASON_LIMIT
+        return self._lease(reply, blocks, reason)
+
+    def stream(self, order: Order, on_close: Callable[[int, int], None]) -> LeaseStream:
+        """The leading blocks as they become readable, within the deadline. See `LeaseStream`."""
+        wanted = wire.ACQUIRE_ORDER_BACK if order == "back" else wire.ACQUIRE_ORDER_FRONT
+        call = self._prefix.daemon.begin(wire.Request(acquire=self._acquire(order=wanted)), self._deadline_s)
+        return LeaseStream(self, call, self._prefix.group, self._deadline_s, on_close=on_close, clock=self._clock)
+
+    def lease_of(self, reply: wire.AcquireReply, timeout_s: float) -> Lease:
+        part = self._prefix.chain.part(reply.first, reply.blocks)
+        return self._lease(reply, *self._blocks(reply, part, timeout_s))
+
+    def give_back(self, lease_id: int) -> None:
+        if lease_id:
+            self._prefix.daemon.release(lease_id)
+
+    def _acquire(self, **fields: object) -> wire.Acquire:
+        return wire.Acquire(
+            set=self._prefix.key_set(self._keys),
+            max_wait_ms=max(1, int(self._deadline_s * WAIT_SHARE * 1000)),
+            **fields,  # type: ignore[arg-type]
+        )
+
+    def _age_s(self) -> float:
+        return self._clock() - self._started
+
+    def _lease(self, reply: wire.AcquireReply, blocks: list[LeasedBlock], reason: str) -> Lease:
+        """A lease on the usable `blocks` of an answer; what was granted is given back if there are none."""
+        load_s = reply.load_us / 1e6
+        if not blocks:
+            self.give_back(reply.lease_id)
+            return Lease(reason=reason, resident_blocks=reply.resident_blocks, estimated_load_s=load_s)
+        daemon, group = self._prefix.daemon, self._prefix.group
+        daemon.hold(reply.lease_id)
+        return Lease(
+            blocks,
+            LeaseGrant(daemon, reply.lease_id, group, self._prefix.fingerprint.block_tokens),
+            expires_in_s=reply.expires_in_ms / 1000 - self._age_s(),
+            reason=reason,
+            promoted_bytes=reply.promoted_bytes,
+            resident_blocks=max(reply.resident_blocks, len(blocks)),
+            estimated_load_s=load_s,
+            clock=self._clock,
+        )
+
+    def _blocks(self, reply: wire.AcquireReply, chain: Chain, timeout_s: float) -> tuple[list[LeasedBlock], str]:
+        """The leading blocks of an answer that are mapped and, if wanted, verified; and why the run was cut, if it was.
+
+        `chain` begins with the first block of the answer.
+        """
+        fixed_payload_bytes = self._prefix.fingerprint.payload_bytes(self._prefix.group.group_id)  # 0: open
+        blocks: list[LeasedBlock] = []
+        mapped: dict[int, tuple[Bytes, memoryview]] = {}
+        places = zip(
+            chain.keys,
+            reply.arena_ids,
+            reply.offsets,
+            reply.payload_bytes,
+            reply.generations,
+            strict=False,
+        )
+        for index, (key, arena_id, offset, payload_bytes, generation) in enumerate(places):
+            if index == reply.blocks:
+                break
+            known = mapped.get(arena_id)
+            if known is None:
+                found = self._prefix.daemon.arenas.arena(arena_id, max(timeout_s, 0.001))
+                if found is None:
+                    return blocks, REASON_NO_ARENA
+                known = mapped[arena_id] = (found, found.data)
+            arena, view = known
+            inside = offset % ALIGNMENT_BYTES == 0 and offset + HEADER_BYTES + payload_bytes <= len(view)
+            is_right = inside and fixed_payload_bytes in (0, payload_bytes)
+            if is_right and self._verify:
+                is_right = not mismatch(view, offset, key, chain.tokens_of(index), payload_bytes, generation)
+            if not is_right:
+                self._counters.add(verify_failures=1)
+                return blocks, REASON_VERIFY_FAILED
+            blocks.append(LeasedBlock(arena, offset, payload_bytes, generation, key))
+        return blocks, ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    """A lease on the daemon's side. Implements `Grant`."""
+
+    daemon: DaemonSession
+    lease_id: int
+    group: LayerGroup
+    block_tokens: int
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.group.layers)
+
+    def is_alive(self) -> bool:
+        return self.daemon.holder(self.lease_id) is not None
+
+    def renew(self) -> float | None:
+        holder = self.daemon.holder(self.lease_id)
+        if holder is None:
+            return None
+        answer = holder.call(wire.Request(touch=wire.Touch(lease_ids=[self.lease_id])), holder.deadline_s)
+        if isinstance(answer, str) or not answer.touch.renewed:
+            return None
+        return answer.touch.expires_in_ms / 1000
+
+    def release(self) -> None:
+        self.daemon.release(self.lease_id)
+
+    def chain(self, tokens: TokenIds) -> Chain:
+        return self.daemon.chains.chain(tokens, None, self.group.group_id)
+
+
+def _prefault(blocks: list[LeasedBlock]) -> None:
+    by_arena: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    arenas: dict[int, Bytes] = {}
+    for block in blocks:
+        arenas[id(block.arena)] = block.arena
+        length = min(slot_bytes(block.payload_bytes), len(block.arena) - block.offset)
+        by_arena[id(block.arena)].append((block.offset, length))
+    for name, ranges in by_arena.items():
+        populate(arenas[name], ranges)

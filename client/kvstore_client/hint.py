@@ -1,0 +1,104 @@
+"""What helps the daemon decide which blocks to keep and to promote: hints, prefetches and touches.
+
+Owns the check of what an engine expects. An answer that is missing is no error here: all of these may be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from kvstore_client.errors import invalid
+from kvstore_client.prefix import Prefix
+from kvstore_client.results import Prefetched
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.identity import BlockKeys
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+MAX_DUE_S = 24 * 3600.0
+NextStep = Literal["tool_call", "end_of_turn", "closed"]
+NEXT_STEPS: Final[dict[str, wire.NextStep.ValueType]] = {
+    "tool_call": wire.NEXT_STEP_TOOL_CALL,
+    "end_of_turn": wire.NEXT_STEP_END_OF_TURN,
+    "closed": wire.NEXT_STEP_CLOSED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """See `Session.hint`. Raises KVStoreError(INVALID) for values out of range."""
+
+    will_continue: float | None
+    due_in_s: float | None
+    next_step: NextStep | None
+    answer_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.will_continue is not None and not 0.0 <= self.will_continue <= 1.0:
+            raise invalid(f"will_continue must be from 0 to 1, got {self.will_continue}")
+        if self.due_in_s is not None and not 0.0 <= self.due_in_s <= MAX_DUE_S:
+            raise invalid(f"due_in_s must be from 0 to {MAX_DUE_S:.0f} seconds, got {self.due_in_s}")
+        if self.next_step is not None and self.next_step not in NEXT_STEPS:
+            raise invalid(f"next_step {self.next_step!r} is unknown; known: {', '.join(NEXT_STEPS)}")
+        if not 0 <= self.answer_tokens < 1 << 32:
+            raise invalid(f"answer_tokens must be from 0 to 4,294,967,295, got {self.answer_tokens}")
+
+    def of(self, blocks: wire.KeySet) -> wire.Hint:
+        return wire.Hint(
+            set=blocks,
+            will_continue=self.will_continue,
+            due_in_ms=None if self.due_in_s is None else round(self.due_in_s * 1000),
+            next_step=NEXT_STEPS[self.next_step] if self.next_step is not None else wire.NEXT_STEP_UNSPECIFIED,
+            answer_tokens=self.answer_tokens,
+        )
+
+    def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expected, int, BlockKeys]]:
+        """Expectations, the number of their first key, and their keys, where one request takes `most` keys. How a chain
+        ended concerns its end; when it is due concerns its beginning, where its stored blocks are.
+        """
+        if len(keys) <= most:
+            yield self, 0, keys
+            return
+        ended, due = replace(self, due_in_s=None), Expected(None, self.due_in_s, None, 0)
+        if self.due_in_s is not None:
+            yield due, 0, keys[:most]
+        if ended != Expected(None, None, None, 0):
+            yield ended, len(keys) - most, keys[len(keys) - most :]
+
+
+def send_hint(prefix: Prefix, expected: Expected) -> int:
+    """How many leading blocks of the prefix the daemon has; 0 without an answer."""
+    known = 0
+    for part, first, keys in expected.parts(prefix.chain.keys, prefix.daemon.max_keys):
+        try:
+            request = wire.Request(hint=part.of(prefix.key_set(keys)))
+            answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
+        except KVStoreError:  # the values were checked: this daemon knows no hints
+            return 0
+        if isinstance(answer, str):
+            return 0
+        known = max(known, answer.hint.known_blocks and first + answer.hint.known_blocks)
+    return known
+
+
+def send_prefetch(prefix: Prefix, in_s: float | None, budget_bytes: int) -> Prefetched:
+    """See `Session.prefetch`. All zero without an answer."""
+    if not len(prefix):
+        return Prefetched()
+    in_ms = 0 if in_s is None else max(0, int(in_s * 1000))
+    blocks = prefix.key_set(prefix.request_keys)
+    request = wire.Request(prefetch=wire.Prefetch(set=blocks, in_ms=in_ms, budget_bytes=budget_bytes))
+    answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
+    if isinstance(answer, str):
+        return Prefetched()
+    return Prefetched(answer.prefetch.resident_blocks, answer.prefetch.scheduled_blocks)
+
+
+def send_touch(prefix: Prefix) -> int:
+    """How many of the blocks the daemon has; 0 without an answer."""
+    if not len(prefix):
+        return 0
+    request = wire.Request(touch=wire.Touch(set=prefix.key_set(prefix.request_keys)))
+    answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
+    return 0 if isinstance(answer, str) else answer.touch.touched

@@ -1,0 +1,146 @@
+"""Named objects: bytes that are no K/V, under a name of the user's choice, as a chain of blocks like any other.
+
+Owns how a name becomes keys and how bytes become payloads, for every client and for the daemon's unary calls:
+
+    fingerprint   `OBJECTS`: blocks of eight token ids, payload size open
+    token ids     of block i: BLAKE2b-256 of (i as 8 bytes little-endian, name in UTF-8) as eight int32
+    keys          those of these token ids under this fingerprint, from the tenant's root: `kvstore_proto.identity`
+    payload       a 32-byte head and then the bytes, cut every `block_bytes`; the last block may be shorter
+    head          little-endian: "KVO1", version u16, kind of checksum u16, block_bytes u32, zero u32, size in bytes
+                  u64, checksum u64 of all bytes
+
+So a name needs no catalogue, two tenants may use the same names and never share a key, and the daemon checks these
+token ids against their keys as it checks an engine's. No block is to be trusted before the checksum over the whole
+object, since blocks of two puts under one name could meet. docs/objects.md says the same for other languages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+
+Buffer = bytes | bytearray | memoryview
+NAME_TOKENS: Final = 8
+OBJECTS: Final = Fingerprint(
+    "named objects",
+    "kvstore named object 1",
+    kv_dtype="u8",
+    layout="opaque",
+    block_tokens=NAME_TOKENS,
+    engine_block_tokens=NAME_TOKENS,
+    groups=(LayerGroup(0),),
+)
+DEFAULT_BLOCK_BYTES: Final = 1 << 20
+MAX_NAME_BYTES: Final = 4096
+MAX_OBJECT_BLOCKS: Final = 1 << 20
+_HEAD = struct.Struct("<4sHHIIQQ")
+_MAGIC, _VERSION = b"KVO1", 1
+HEAD_BYTES: Final = _HEAD.size
+
+
+class ChecksumKind(IntEnum):
+    """Readers take both. SHA-256 is for writers without xxh3: its first eight bytes count."""
+
+    XXH3 = 0
+    SHA256 = 1
+
+
+class ObjectChecksum:
+    """The checksum of an object whose bytes are given in pieces."""
+
+    def __init__(self, kind: ChecksumKind = ChecksumKind.XXH3) -> None:
+        self._kind = kind
+        self._hash: Any = xxhash.xxh3_64() if kind is ChecksumKind.XXH3 else hashlib.sha256()
+
+    def update(self, piece: Buffer) -> None:
+        self._hash.update(piece)
+
+    @property
+    def value(self) -> int:
+        if self._kind is ChecksumKind.XXH3:
+            return int(self._hash.intdigest())
+        return int.from_bytes(self._hash.digest()[:8], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectHead:
+    """What the first block says about the whole object."""
+
+    size_bytes: int
+    block_bytes: int
+    checksum: int
+    checksum_kind: ChecksumKind = ChecksumKind.XXH3
+
+    @property
+    def blocks(self) -> int:
+        return -(-(HEAD_BYTES + self.size_bytes) // self.block_bytes)
+
+    def payload_bytes(self, block: int) -> int:
+        """Of one block: all but the last have the same size."""
+        return min(self.block_bytes, HEAD_BYTES + self.size_bytes - block * self.block_bytes)
+
+    def pack(self) -> bytes:
+        return _HEAD.pack(_MAGIC, _VERSION, self.checksum_kind, self.block_bytes, 0, self.size_bytes, self.checksum)
+
+    def is_of(self, content: Buffer) -> bool:
+        """Whether these are the object's bytes."""
+        return self.size_bytes == len(content) and self.checksum == checksum_of(content, self.checksum_kind)
+
+
+def checksum_of(content: Buffer, kind: ChecksumKind = ChecksumKind.XXH3) -> int:
+    checksum = ObjectChecksum(kind)
+    checksum.update(content)
+    return checksum.value
+
+
+def head_of(
+    content: Buffer, block_bytes: int = DEFAULT_BLOCK_BYTES, kind: ChecksumKind = ChecksumKind.XXH3
+) -> ObjectHead:
+    """The head for an object of these bytes. A small object gets one block of its own size."""
+    size = min(block_bytes, HEAD_BYTES + len(content))
+    return ObjectHead(len(content), max(size, HEAD_BYTES + 1), checksum_of(content, kind), kind)
+
+
+def read_head(payload: Buffer) -> ObjectHead | None:
+    """The head at the front of a first block; None for bytes that are none, or of a version that is not known."""
+    if len(payload) < HEAD_BYTES:
+        return None
+    magic, version, kind, block_bytes, _, size_bytes, checksum = _HEAD.unpack(bytes(payload[:HEAD_BYTES]))
+    if magic != _MAGIC or version != _VERSION or kind not in set(ChecksumKind) or block_bytes <= HEAD_BYTES:
+        return None
+    head = ObjectHead(size_bytes, block_bytes, checksum, ChecksumKind(kind))
+    return head if head.blocks <= MAX_OBJECT_BLOCKS else None
+
+
+def object_tokens(name: str, blocks: int) -> npt.NDArray[np.int32]:
+    """Token ids of the first `blocks` blocks of the object called `name`."""
+    encoded = name.encode()
+    digests = (
+        hashlib.blake2b(block.to_bytes(8, "little") + encoded, digest_size=4 * NAME_TOKENS, person=b"kvstore object")
+        for block in range(blocks)
+    )
+    return np.frombuffer(b"".join(digest.digest() for digest in digests), dtype="<i4").astype(np.int32, copy=False)
+
+
+def payloads_of(content: bytes, head: ObjectHead) -> list[bytes]:
+    """The payloads of an object's blocks, as copies."""
+    whole = head.pack() + content
+    return [whole[start : start + head.block_bytes] for start in range(0, len(whole), head.block_bytes)]
+
+
+def content_of(payloads: Sequence[bytes] | Iterable[bytes]) -> bytes | None:
+    """The bytes of an object by the payloads of all of its blocks; None where they are not one whole object."""
+    whole = b"".join(payloads)
+    head = read_head(whole)
+    content = whole[HEAD_BYTES:]
+    return content if head is not None and head.is_of(content) else None
