@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvstore_client.cli.exit_codes import FAILED
-from kvstore_client.cli.progress import Progress
 from kvstore_client.session import Session
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import RunningDaemon, model, payloads_of, running_daemon, tokens_of
@@ -82,11 +81,3 @@ def test_what_it_stored_goes_also_when_it_is_interrupted(kvctl: Kvctl, monkeypat
     monkeypatch.setattr(Session, "lookup", interrupted)
     kvctl(SMALL, exit_code=130)
     assert kvctl.daemon.status().blocks == 0
-
-
-def test_progress_is_silent_at_first_and_then_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    now = 0.0
-    progress = Progress("bench", clock=lambda: now)
-    for now in (0.5, 1.9, 2.1, 2.2, 3.2):
-        progress.say(f"at {now}")
-    assert capsys.readouterr().err == "kvctl bench: at 2.1\nkvctl bench: at 3.2\n"

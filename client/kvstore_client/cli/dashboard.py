@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 
 from kvstore_client.cli.budget import budget_line
-from kvstore_client.cli.paint import Line, bar, plain_line, sparkline
 from kvstore_client.cli.past import Past
-from kvstore_client.cli.show import by_bytes
 from kvstore_client.cli.snapshot import Snapshot
-from kvstore_client.cli.units import human_bytes, human_count, human_seconds
+from kvstore_client.cli.tenants import by_bytes
+from kvstore_console.terminal import Line, bar, plain_line, sparkline
+from kvstore_console.units import human_bytes, human_count, human_seconds
 from kvstore_proto.v1 import admin_pb2 as wire
 
 MIN_WIDTH = 60

@@ -6,10 +6,10 @@ import argparse
 import statistics
 from pathlib import Path
 
-from kvstore_client.cli.connecting import open_session
+from kvstore_client.cli.connection import open_session
 from kvstore_client.cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.units import human_seconds
+from kvstore_console.units import human_seconds
 from kvstore_proto.fingerprint import Fingerprint
 
 _NOBODY = Fingerprint(model_name="kvctl ping", weights_digest="kvctl ping")  # stores nothing

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+from kvstore_console.printable import printable
 from kvstore_engine.server.exchange import Exchange
-from kvstore_proto.printable import printable
 
 log = logging.getLogger("kvengine.access")
 MAX_PATH_CHARACTERS = 200

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from kvstore_console.printable import log_to_stderr, printable
 from kvstore_engine.errors import UsageError
 from kvstore_engine.server.access_log import log as access_log
 from kvstore_engine.server.app import Application
@@ -24,7 +25,6 @@ from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.server.options import ServerOptions
 from kvstore_engine.server.service import ServedModel, Service
-from kvstore_proto.printable import log_to_stderr, printable
 
 _BACKLOG = 1024
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it

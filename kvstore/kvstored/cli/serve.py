@@ -6,8 +6,9 @@ import argparse
 import json
 import signal
 
+from kvstore_console.command_line import Commands
+from kvstored.cli.configure import add_settings, overrides
 from kvstored.cli.exits import failure, mistake
-from kvstored.cli.settings import add_settings, overrides
 
 EXAMPLES = """\
 examples:
@@ -27,13 +28,12 @@ configuration, or a secret that is not the one of the blocks; 4 it could not sto
 """
 
 
-def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_serve(commands: Commands) -> None:
     serve = commands.add_parser(
         "serve",
         help="run the daemon in the foreground",
         description="Run the daemon in the foreground until it is told to stop (SIGTERM, or Ctrl-C).",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_settings(serve)
     serve.add_argument("--record", metavar="FILE", help="short for --set daemon.record=FILE")

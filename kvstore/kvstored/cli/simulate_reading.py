@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstored.cli.choices import one_of
+from kvstore_console.command_line import one_of
 
 if TYPE_CHECKING:
     from kvstored.simulator.trace import Trace
@@ -94,7 +94,7 @@ def _part(trace: Trace, arguments: argparse.Namespace) -> tuple[Trace, int]:
     return (trace.part(0, at[1]), at[0]) if arguments.warm else (trace.part(at[0], at[1]), 0)
 
 
-def tell_of_cut(trace: Trace) -> None:
-    """What its writer had not written when it was killed is missing, and whoever reads the figures should know."""
+def warn_of_cut(trace: Trace) -> None:
+    """What the trace's writer had not written when it was killed is missing from the figures."""
     if trace.cut_after is not None:
-        print(f"{trace.name} is cut off after line {trace.cut_after}: what came later is not counted", file=sys.stderr)
+        print(f"{trace.name} is cut off after line {trace.cut_after}: later requests are not counted", file=sys.stderr)

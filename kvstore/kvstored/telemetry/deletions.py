@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from kvstore_proto.printable import printable
+from kvstore_console.printable import printable
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.config.sizes import show_blocks
 from kvstored.telemetry.caller import Caller

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvstore_client.cli.doctor.finding import Finding, fail, ok, warn
 from kvstore_client.cli.doctor.sockets import user_name
 from kvstore_client.cli.doctor.surroundings import Surroundings
-from kvstore_client.cli.units import human_bytes
+from kvstore_console.units import human_bytes
 
 _GOOD = {"ext4", "xfs", "ext3", "f2fs", "zfs"}
 _WORSE = {

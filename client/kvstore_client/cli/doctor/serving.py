@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from kvstore_client.cli.doctor.finding import Finding, fail, ok, warn
 from kvstore_client.cli.doctor.surroundings import Surroundings
 from kvstore_client.cli.exit_codes import DENIED, CommandError
-from kvstore_client.cli.units import human_bytes, human_seconds
 from kvstore_client.errors import DaemonUnavailable
 from kvstore_client.handshake import PROTOCOL_VERSION
 from kvstore_client.opening import connect
 from kvstore_client.paths import HANDSHAKE_SOCKET
+from kvstore_console.units import human_bytes, human_seconds
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 
