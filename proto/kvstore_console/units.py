@@ -10,7 +10,7 @@ import re
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1, "b": 1} | {
     f"{letter}{tail}": base**power
-    for power, letter in enumerate("kmgt", 1)
+    for power, letter in enumerate("kmgtp", 1)
     for tail, base in (("", 1000), ("b", 1000), ("ib", 1024))
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*$")

@@ -51,10 +51,10 @@ def add_check(commands: Commands) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from kvstore_console.units import parse_size
     from kvstore_tiers.nvme.check import check_directory
     from kvstore_tiers.nvme.errors import DirectoryError
     from kvstore_tiers.nvme.repair import repair_directory
-    from kvstored.config.sizes import parse_size
 
     if wrong := what_is_wrong(arguments.directory):
         return mistake(wrong)

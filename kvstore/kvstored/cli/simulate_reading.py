@@ -43,8 +43,8 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
 def read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
     """The part of the trace to look at, and the first request that counts; options of it and `--model` are right then.
     Raises ValueError (TraceError) with one line; OSError."""
+    from kvstore_console.units import human_bytes
     from kvstored.config.parse import MAX_BLOCK_BYTES
-    from kvstored.config.sizes import show_size
     from kvstored.simulator.readers import FORMATS, ReadOptions, read_trace
     from kvstored.simulator.worth import models
 
@@ -66,7 +66,7 @@ def read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
     block_bytes = models()[arguments.model].kv_bytes_per_token * trace.block_tokens
     if block_bytes > MAX_BLOCK_BYTES:
         raise ValueError(
-            f"a block of this trace and model is {show_size(block_bytes)}, over {show_size(MAX_BLOCK_BYTES)}"
+            f"a block of this trace and model is {human_bytes(block_bytes)}, over {human_bytes(MAX_BLOCK_BYTES)}"
         )
     return _part(trace, arguments)
 

@@ -96,7 +96,7 @@ def _default_tiers(machine: Machine) -> str:
 
 def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], int | None]:
     """The store's tiers, and the bytes of the engine's own blocks where they were given."""
-    from kvstored.config.sizes import parse_size
+    from kvstore_console.units import parse_size
     from kvstored.simulator.machine import ENGINE, MAPPED, MEDIA
 
     form = "--tiers takes some of the profile's tiers, such as dram=64GiB,cxl,nvme"
@@ -124,14 +124,16 @@ def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], in
 
 
 def _check_sizes(tiers: tuple[tuple[str, int], ...], pool_bytes: int, block_bytes: int) -> None:
+    from kvstore_console.units import human_bytes
     from kvstore_proto.arena import slot_bytes
-    from kvstored.config.sizes import show_size
 
     for name, nbytes in tiers:
         if nbytes < slot_bytes(block_bytes):
-            raise ValueError(f"--tiers {name}={show_size(nbytes)} holds no block of {show_size(block_bytes)}")
+            raise ValueError(f"--tiers {name}={human_bytes(nbytes)} holds no block of {human_bytes(block_bytes)}")
     if pool_bytes < block_bytes:
-        raise ValueError(f"the engine's memory has {show_size(pool_bytes)} for blocks, one is {show_size(block_bytes)}")
+        raise ValueError(
+            f"the engine's memory has {human_bytes(pool_bytes)} for blocks, one is {human_bytes(block_bytes)}"
+        )
 
 
 def _without(text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -167,15 +169,15 @@ def _print(arguments: argparse.Namespace, study: TimingStudy, results: list[Time
 
 
 def _subtitle(study: TimingStudy) -> str:
-    from kvstored.config.sizes import show_size
+    from kvstore_console.units import human_bytes
 
     trace, machine = study.trace, study.machine
-    tiers = ", ".join(f"{name} {show_size(nbytes)}" for name, nbytes in study.tiers)
+    tiers = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in study.tiers)
     speed = "" if study.speed == 1 else f" at {study.speed:g} times its speed"
     return (
         f"{trace.name}{speed}: {trace.lookups:,} requests, {trace.distinct_blocks:,} distinct blocks of "
         f"{trace.block_tokens} tokens; {study.model.name} on {study.devices} x {machine.name}, "
-        f"{show_size(study.pool_bytes)} for the engine's own blocks; store: {tiers}"
+        f"{human_bytes(study.pool_bytes)} for the engine's own blocks; store: {tiers}"
     )
 
 
