@@ -63,7 +63,7 @@ def test_bench_leaves_other_blocks_alone_or_refuses(kvctl: Kvctl) -> None:
         kvctl(SMALL)
         assert session.lookup(tokens_of(1, 8)).tiers == ("host",) * 8
         refused = kvctl(["bench", "--blocks", "400", "--block-size", "64KiB", "--rounds", "2"], exit_code=FAILED)
-        assert "other blocks would have to leave" in refused.err and "--force" in refused.err
+        assert "other blocks would be evicted" in refused.err and "--force" in refused.err
         assert session.lookup(tokens_of(1, 8)).tiers == ("host",) * 8
         session.delete(tokens_of(1, 8))
 

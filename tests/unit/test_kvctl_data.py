@@ -162,7 +162,7 @@ def test_bench_needs_room_or_force(tmp_path: Path, bench_arguments: argparse.Nam
         admin.replies["Tiers"] = host(65 * MIB)
         assert check_room(tmp_path, bench_arguments) == []
         admin.replies["Tiers"] = host(63 * MIB)
-        with pytest.raises(CommandError, match="other blocks would have to leave") as refused:
+        with pytest.raises(CommandError, match="other blocks would be evicted") as refused:
             check_room(tmp_path, bench_arguments)
         assert refused.value.exit_code == FAILED
         bench_arguments.force = True

@@ -91,7 +91,7 @@ def test_live_sockets_are_fine(around: Surroundings, listening: dict[str, socket
     assert is_clean(sockets.directory(around))
     found = list(sockets.sockets(around))
     assert [finding.name for finding in found] == ["handshake.sock", "data.sock", "admin.sock"]
-    assert is_clean(found) and all("somebody listens" in finding.seen for finding in found)
+    assert is_clean(found) and all("a daemon listens" in finding.seen for finding in found)
 
 
 def test_the_socket_of_unary_calls_is_looked_at_where_there_should_be_one(
@@ -105,9 +105,9 @@ def test_the_socket_of_unary_calls_is_looked_at_where_there_should_be_one(
         bound.bind(str(path))
         bound.listen()
         path.chmod(0o666)
-        assert "open to everybody" in only(sockets.sockets(around), "unary.sock").seen
+        assert "open to all users" in only(sockets.sockets(around), "unary.sock").seen
         path.chmod(0o600)
-        assert "somebody listens" in only(sockets.sockets(around), "unary.sock").seen
+        assert "a daemon listens" in only(sockets.sockets(around), "unary.sock").seen
         monkeypatch.setattr(sockets, "_connect", lambda path, kind: PermissionError(13, "Permission denied"))
         closed = only(sockets.sockets(around), "unary.sock")
         assert closed.level is Level.OK and "daemon's user alone" in closed.seen

@@ -107,7 +107,7 @@ def test_a_daemon_that_has_just_started_is_no_trouble() -> None:
         pb.StatusReply(version="9.9", state="starting"), pb.TiersReply(), pb.TenantsReply(), pb.HistoryReply()
     )
     lines = shown(empty)
-    assert "nobody asked for a block" in line_of(lines, "last 10 s")
+    assert "no block was requested" in line_of(lines, "last 10 s")
     assert all(len(line) <= 80 for line in lines)
 
 

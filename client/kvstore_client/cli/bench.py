@@ -1,8 +1,8 @@
 """kvctl bench: what this daemon does on this machine right now, measured through the client as an engine would see it.
 
-Stores its own blocks under token ids that nobody else has, in DRAM only, and deletes them before it ends, however it
+Stores its own blocks under token ids of its own, in DRAM only, and deletes them before it ends, however it
 ends. Compares with an empty echo and with memcpy of the same bytes in the same run: the ratios travel between machines,
-the times do not. Refuses where other blocks would have to leave DRAM for it.
+the times do not. Refuses where other blocks would be evicted from DRAM for it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def bench(directory: Path, arguments: argparse.Namespace, *, clock: Callable[[],
         finally:
             left = run.clean_up()
     if left:
-        warnings.append(f"{left} blocks of this bench could not be deleted; they leave DRAM when room is wanted")
+        warnings.append(f"{left} blocks of this bench could not be deleted; they are evicted when room is needed")
     reply = {
         "blocks": arguments.blocks,
         "block_bytes": arguments.block_size,
@@ -125,7 +125,7 @@ class _Run:
         return figures
 
     def clean_up(self) -> int:
-        """Delete whatever is still stored; how many blocks could not be."""
+        """Delete all blocks that are still stored; how many could not be deleted."""
         left = 0
         for tokens in self._stored:
             deleted = self._session.delete(tokens, deadline_s=self._timeout_s)
@@ -172,7 +172,7 @@ class _Run:
             self._need(found.blocks, found.reason)
 
     def _probe(self, figure: Figure, tokens: npt.NDArray[np.int32]) -> bool:
-        """False when there is no lookup index, or it cannot tell."""
+        """False when there is no lookup index, or it does not know the blocks."""
         for _ in range(self._rounds * SMALL_ROUNDS):
             started = self._clock()
             found = self._session.probe(tokens)
@@ -233,9 +233,9 @@ def check_room(directory: Path, arguments: argparse.Namespace) -> list[str]:
     if not arguments.force:
         raise CommandError(
             FAILED,
-            f"{text}: other blocks would have to leave; use fewer --blocks, a smaller --block-size, or --force",
+            f"{text}: other blocks would be evicted; use fewer --blocks, a smaller --block-size, or --force",
         )
-    return [f"{text}: other blocks had to leave, and the figures of put include that"]
+    return [f"{text}: other blocks were evicted, and the figures of put include that"]
 
 
 def _plain(figure: Figure, figures: dict[str, Figure]) -> dict[str, Any]:

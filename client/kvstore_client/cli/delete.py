@@ -37,7 +37,7 @@ def delete(directory: Path, arguments: argparse.Namespace) -> Output:
     }
     text = f"{target.label}: deleted {human_blocks(deleted.blocks, deleted.payload_bytes)}"
     if deleted.leased:
-        text += f"; kept {human_count(deleted.leased)} that somebody holds a lease on"
+        text += f"; kept {human_count(deleted.leased)} under lease"
     if deleted.continued:
         text += f"; kept {human_count(deleted.continued)} that other stored blocks continue"
     return Output(text, reply, FAILED if kept else 0)

@@ -68,7 +68,7 @@ def _explain_keys(directory: Path, ask: Ask, arguments: argparse.Namespace) -> O
 
 
 def _explain_object(ask: Ask, session: Session, target: Target) -> Output:
-    """Only an object's first block tells its length, and it is not read here: ask until nothing ever was stored."""
+    """Only an object's first block holds its length, and it is not read here: ask until nothing ever was stored."""
     assert target.name is not None
     blocks: list[wire.BlockExplanation] = []
     while True:

@@ -29,7 +29,7 @@ class Output:
         if not as_json:
             return self.text if self.painted else printable_lines(self.text)
         document = plain(self.reply) if isinstance(self.reply, Message) else self.reply
-        return json.dumps(document, indent=2)  # in ASCII: the same document whatever the terminal's encoding is
+        return json.dumps(document, indent=2)  # in ASCII: the same document in every encoding
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _put_object(session: Session, name: str, data: Bytes, stored: _Stored) -> Ou
 def _clear(session: Session, name: str, blocks: int, timeout_s: float) -> None:
     deleted = session.delete(object_tokens(name, blocks), deadline_s=timeout_s)
     if deleted.leased or deleted.continued or deleted.reason:
-        why = deleted.reason or "somebody holds a lease on it"
+        why = deleted.reason or "it is under lease"
         raise CommandError(FAILED, f"{name}: the object stored under this name cannot be deleted now: {why}")
 
 

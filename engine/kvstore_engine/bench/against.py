@@ -58,7 +58,7 @@ def compare(wanted: Comparison, progress: Progress, *, server: bool = True, deco
     with llama_server(wanted.model, LlamaServerSettings(wanted.threads), wanted.program) as probe:
         builds.see(probe)
     rows = [_server_row(wanted, count, builds, progress) for count in wanted.concurrency] if server else []
-    # Decoding alone calls llama.cpp's library, which is the one that our engine uses, whatever server there is.
+    # Decoding alone calls llama.cpp's library, which is the one that our engine uses, regardless of the server.
     decode_rows = []
     if decode:
         with decoders(wanted.model, wanted.threads, kernel_environment(cpu_features(find_library()))) as sides:

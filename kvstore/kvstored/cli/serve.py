@@ -23,7 +23,7 @@ examples:
 Ready when `kvctl ping` answers. SIGHUP reads the configuration again (as `kvctl reload`); one that cannot be used
 changes nothing. SIGTERM stops in order and keeps DRAM for the next start where host.warm_restart
 says so; Ctrl-C stops in order and gives the memory back.
-exit status: 0 it was told to stop; 1 it could not start or go on; 2 a mistake in the arguments or the
+exit status: 0 it was stopped; 1 it could not start or go on; 2 a mistake in the arguments or the
 configuration, or a secret that is not the one of the blocks; 4 it could not stop in order, because a disk hangs
 """
 
@@ -32,7 +32,7 @@ def add_serve(commands: Commands) -> None:
     serve = commands.add_parser(
         "serve",
         help="run the daemon in the foreground",
-        description="Run the daemon in the foreground until it is told to stop (SIGTERM, or Ctrl-C).",
+        description="Run the daemon in the foreground until it is stopped (SIGTERM, or Ctrl-C).",
         epilog=EXAMPLES,
     )
     add_settings(serve)

@@ -16,7 +16,7 @@ from kvstore_console.units import human_bytes, human_seconds
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 
-_NOBODY = Fingerprint(model_name="kvctl doctor", weights_digest="kvctl doctor")  # stores nothing
+_PROBE = Fingerprint(model_name="kvctl doctor", weights_digest="kvctl doctor")  # stores nothing
 _PINGS = 20
 _SLOW_S = 0.005
 
@@ -70,14 +70,14 @@ def as_an_engine(around: Surroundings, timeout_s: float) -> Iterator[Finding]:
     try:
         session = connect(
             around.socket_dir,
-            fingerprint=_NOBODY,
+            fingerprint=_PROBE,
             client_name="kvctl doctor",
             connect_timeout_s=timeout_s,
             required=True,
             staging_bytes=0,
         )
     except (DaemonUnavailable, KVStoreError) as error:
-        yield fail("engine's way", error.message, "engines run without a cache until this is mended")
+        yield fail("engine's way", error.message, "engines run without a cache until this is repaired")
         return
     with session:
         trips = sorted(trip for trip in (session.ping(timeout_s) for _ in range(_PINGS)) if trip is not None)

@@ -1,6 +1,6 @@
 """A daemon's settings without importing the daemon: as it says itself, or as `kvstored config` and a file say.
 
-Invariant: where a value comes from is told with it, and a file that the daemon would refuse is refused with the
+Invariant: each value has its source, and a file that the daemon would refuse is refused with the
 daemon's own words.
 """
 
