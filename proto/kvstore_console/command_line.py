@@ -47,17 +47,21 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # what `add_subparse
 
 
 def parse(
-    parser: Parser, argv: Sequence[str] | None = None, check: Callable[[argparse.Namespace], None] | None = None
+    parser: Parser,
+    argv: Sequence[str] | None = None,
+    check: Callable[[argparse.Namespace], None] | None = None,
+    *,
+    json_errors: bool = False,
 ) -> argparse.Namespace:
-    """The options, which `check` may still refuse by `parser.error`. Exits with USAGE and one clear line on wrong
-    usage; with --json among the words an object on standard output says the same."""
-    words = sys.argv[1:] if argv is None else argv
+    """The options, which `check` may still refuse by `parser.error`. Wrong usage ends the program with USAGE and one
+    clear line. `json_errors`: where --json is among the words, an object on standard output says the same."""
+    given = sys.argv[1:] if argv is None else argv
     try:
-        options = parser.parse_args(words)
+        options = parser.parse_args(given)
         if check is not None:
             check(options)
     except WrongUsage as wrong:
-        if "--json" in words:
+        if json_errors and "--json" in given:
             print(json.dumps({"error": str(wrong), "exit_code": USAGE}))
         parser.exit(USAGE, printable_lines(f"{wrong.program}: {wrong}\ntry: {wrong.program} --help\n"))
     return options

@@ -106,7 +106,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             _CHECKS[arguments.command](parser, arguments)
         check_data_arguments(parser, arguments)
 
-    return command_line.parse(parser, argv, check)
+    return command_line.parse(parser, argv, check, json_errors=True)
 
 
 def build_parser() -> Parser:

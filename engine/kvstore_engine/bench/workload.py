@@ -18,8 +18,8 @@ Int32Array = npt.NDArray[np.int32]
 class BenchRequest:
     """`kind` groups requests whose latencies are reported apart, such as "short" and "long".
 
-    `limit`: the most that is requested, where the answer ends by itself after `max_tokens`, which the scheduler must not
-    know before; 0: `max_tokens` is requested.
+    `limit`: the most that is requested, where the answer ends by itself after `max_tokens`, unknown to the
+    scheduler; 0: `max_tokens` is requested.
     """
 
     id: str
