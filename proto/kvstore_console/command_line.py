@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -62,6 +61,8 @@ def parse(
             check(options)
     except WrongUsage as wrong:
         if json_errors and "--json" in given:
+            import json
+
             print(json.dumps({"error": str(wrong), "exit_code": USAGE}))
         parser.exit(USAGE, printable_lines(f"{wrong.program}: {wrong}\ntry: {wrong.program} --help\n"))
     return options

@@ -37,7 +37,7 @@ svg{display:block;width:100%;height:auto}.name{font-size:13px;fill:var(--text)}
 .under{fill:transparent}.under:hover{fill:var(--soft);fill-opacity:.16}
 .limit,.outline{stroke:var(--soft);stroke-width:1.5}.limit{stroke-dasharray:5 4}
 .d1{stroke-dasharray:5 4}.d2{stroke-dasharray:1.5 3.5}.d3{stroke-dasharray:9 3 2 3}
-.strong{stroke-width:4}.wide{stroke-width:6;stroke-opacity:.4}.dot.limit{fill:var(--soft)}
+.strong{stroke-width:4}.wide{stroke-width:6;stroke-opacity:.4}.dot.limit{fill:var(--soft);stroke:none}
 .swatch{display:inline-block;width:26px;height:10px;margin-right:6px}
 .legend{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;color:var(--soft);padding:4px 0 0 4px}
 .key{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px}

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from kvstore_console.printable import log_to_stderr
+from kvstore_console.log_format import log_to_stderr
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import GGUFError
 from kvstore_engine.server.assembly import open_serving

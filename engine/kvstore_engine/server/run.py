@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore_console.printable import log_to_stderr, printable
+from kvstore_console.log_format import log_to_stderr
+from kvstore_console.printable import printable
 from kvstore_engine.errors import UsageError
 from kvstore_engine.server.access_log import log as access_log
 from kvstore_engine.server.app import Application

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import Commands
 from kvstore_console.printable import printable
-from kvstore_console.progress import Progress
-from kvstore_console.units import human_bytes
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.nvme_directory import what_is_wrong
 from kvstored.exits import EXIT_DAMAGE, EXIT_OK
 
 if TYPE_CHECKING:
+    from kvstore_console.progress import Progress
     from kvstore_tiers.nvme.findings import Finding
     from kvstore_tiers.nvme.repair import RepairReport
 
@@ -51,6 +50,7 @@ def add_check(commands: Commands) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from kvstore_console.progress import Progress
     from kvstore_console.units import parse_size
     from kvstore_tiers.nvme.check import check_directory
     from kvstore_tiers.nvme.errors import DirectoryError
@@ -80,6 +80,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _counted(progress: Progress) -> Callable[[int], None]:
     """Adds up the bytes read."""
+    from kvstore_console.units import human_bytes
+
     read_bytes = 0
 
     def add(nbytes: int) -> None:

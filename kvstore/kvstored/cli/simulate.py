@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import Commands, one_of, some_of, words
-from kvstore_console.progress import Progress
 from kvstored.cli import simulate_reading, simulate_timing
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.results import hand_over
@@ -125,6 +124,7 @@ def _check_plot(arguments: argparse.Namespace) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    from kvstore_console.progress import Progress
     from kvstored.simulator.reuse import Curve, curves, reuse_distances
     from kvstored.simulator.trace import TraceError
 

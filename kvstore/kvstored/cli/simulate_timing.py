@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvstore_console.progress import Progress
 from kvstored.cli import simulate_reading
 from kvstored.cli.exits import mistake
 from kvstored.cli.results import hand_over
@@ -44,6 +43,8 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
 
 def simulate(arguments: argparse.Namespace, policies: Policies) -> int:
     """`policies` is what mode replay has too."""
+    from kvstore_console.progress import Progress
+
     try:
         with Progress("kvstored simulate") as progress:
             study = _study(arguments, policies, partial(progress.advance, "reading"))

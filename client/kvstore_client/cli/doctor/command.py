@@ -70,58 +70,33 @@ def _checks(
 ) -> Iterator[tuple[str, list[tuple[str, Check]]]]:
     """Areas in the order in which things go wrong; (name for a check that cannot be made, check)."""
     installed = _version()
-    yield (
-        "sockets",
-        [
-            ("directory", partial(sockets.directory, around)),
-            ("sockets", partial(sockets.sockets, around)),
-        ],
-    )
-    yield (
-        "daemon",
-        [
-            ("admin", partial(serving.answering, around, trouble)),
-            ("version", partial(serving.versions, around, installed)),
-            ("engine's way", partial(serving.as_an_engine, around, arguments.timeout)),
-            ("systemd", partial(machine.unit, around)),
-            ("settings", partial(_settings, around)),
-            ("secret", partial(secret.secret, around)),
-        ],
-    )
-    yield (
-        "limits",
-        [
-            ("open files", partial(limits.descriptors, around)),
-            ("locked memory", partial(limits.locked_memory, around)),
-            ("memory limit", partial(limits.cgroup_memory, around)),
-        ],
-    )
-    yield (
-        "memory",
-        [
-            ("capacity", partial(memory.capacity, around)),
-            ("memfd", partial(memory.shared, around)),
-            ("huge pages", partial(memory.huge_pages, around)),
-        ],
-    )
-    yield (
-        "disk",
-        [
-            ("directory", partial(disk.directory, around)),
-            ("room", partial(disk.room, around)),
-            ("file system", partial(disk.file_system, around)),
-            ("direct I/O", partial(disk.direct, around)),
-            *([] if arguments.no_disk_test else [("speed", partial(disk_speed.speed, around, progress.say))]),
-        ],
-    )
-    yield (
-        "machine",
-        [
-            ("kernel", partial(machine.kernel, around)),
-            ("processors", partial(machine.processors, around)),
-            ("clock", partial(clock.check, around)),
-        ],
-    )
+    yield "sockets", [
+        ("directory", partial(sockets.directory, around)), ("sockets", partial(sockets.sockets, around)),
+    ]  # fmt: skip
+    yield "daemon", [
+        ("admin", partial(serving.answering, around, trouble)),
+        ("version", partial(serving.versions, around, installed)),
+        ("engine's way", partial(serving.as_an_engine, around, arguments.timeout)),
+        ("systemd", partial(machine.unit, around)), ("settings", partial(_settings, around)),
+        ("secret", partial(secret.secret, around)),
+    ]  # fmt: skip
+    yield "limits", [
+        ("open files", partial(limits.descriptors, around)), ("locked memory", partial(limits.locked_memory, around)),
+        ("memory limit", partial(limits.cgroup_memory, around)),
+    ]  # fmt: skip
+    yield "memory", [
+        ("capacity", partial(memory.capacity, around)), ("memfd", partial(memory.shared, around)),
+        ("huge pages", partial(memory.huge_pages, around)),
+    ]  # fmt: skip
+    speed = [] if arguments.no_disk_test else [("speed", partial(disk_speed.speed, around, progress.say))]
+    yield "disk", [
+        ("directory", partial(disk.directory, around)), ("room", partial(disk.room, around)),
+        ("file system", partial(disk.file_system, around)), ("direct I/O", partial(disk.direct, around)), *speed,
+    ]  # fmt: skip
+    yield "machine", [
+        ("kernel", partial(machine.kernel, around)), ("processors", partial(machine.processors, around)),
+        ("clock", partial(clock.check, around)),
+    ]  # fmt: skip
     yield "packages", [("python", packages.python)]
 
 
