@@ -46,7 +46,7 @@ def test_figures_are_measured_and_compared_and_nothing_stays(kvctl: Kvctl) -> No
 
 def test_the_table_names_each_figure(kvctl: Kvctl) -> None:
     text = kvctl(SMALL).out
-    assert "8 blocks of 64.0 KiB, 512.0 KiB in all" in text
+    assert "8 blocks of 64.0 KiB, 512 KiB in all" in text
     for part in ("echo", "lookup", "x echo", "copied out", "x memcpy", "/s"):
         assert part in text
 
