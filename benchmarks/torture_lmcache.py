@@ -34,6 +34,8 @@ from torture_runs.mortal_daemon import DaemonFailed
 from torture_runs.slot_damage import SLOT_DAMAGES, SlotBytes
 from torture_runs.two_stores import BLOCK_BYTES, BLOCKS, Extent, Kvstored, LMCacheServer, Store
 
+from kvstore_console.table import render_table
+
 MIB = 1 << 20
 REQUEST_BYTES = BLOCKS * BLOCK_BYTES
 ROOMY_BYTES, TIGHT_BYTES = 256 * MIB, 32 * MIB
@@ -211,14 +213,9 @@ def overfill(side: Store, plan: Plan) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """One column a side; a dash where a side has nothing of the kind."""
-    heads = [("", *results), ("its answer says", *(figures["promise"] for figures in results.values()))]
-    rows = [*heads, *((about, *(_cell(figures.get(name)) for figures in results.values())) for name, about in ROWS)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [
-        [cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(pairs)]
-        for pairs in (zip(row, widths, strict=True) for row in rows)
-    ]
-    return "\n".join("  ".join(row).rstrip() for row in aligned)
+    promises = ["its answer says", *(figures["promise"] for figures in results.values())]
+    rows = [[about, *(_cell(figures.get(name)) for figures in results.values())] for name, about in ROWS]
+    return render_table(["", *(f">{side}" for side in results)], [promises, *rows])
 
 
 def _cell(value: object) -> str:

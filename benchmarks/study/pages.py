@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from kvstored.simulator import charts
+from kvstore_console import page as markup
+from kvstore_console.axes import Unit, log_axis
+from kvstore_console.charts import Curve, line_chart, merged
 from study.tables import CLAIRVOYANT, UNBOUNDED, Line
-from study.words import rows_of
+from study.words import headings_of, rows_of
+
+_RATIO = Unit(lambda ratio: f"{ratio:.2f}")
 
 
 def study_page(found: dict[str, list[Line]], titles: dict[str, str], hits: str) -> str:
@@ -17,29 +21,20 @@ def study_page(found: dict[str, list[Line]], titles: dict[str, str], hits: str) 
         for (trace, part), group in groupby(found.get(hits, []), key=lambda line: (line["trace"], line["part"]))
     ]
     tables = [
-        f"<h2>{titles[section]}</h2>{charts.table(rows[0], rows[1:], words=2)}"
+        markup.section(titles[section], markup.html_table(headings_of(lines), rows_of(lines)))
         for section, lines in found.items()
-        if (rows := rows_of(lines))
+        if lines
     ]
-    body = f'<div class="charts">{"".join(figures)}</div>\n{"".join(tables)}'
-    return charts.page("Policy study", "hit ratios are prefix-closed; every part starts with an empty tier", body)
+    about = "hit ratios are prefix-closed; every part starts with an empty tier"
+    return markup.page("Policy study", about, [markup.charts(figures), *tables])
 
 
 def _figure(title: str, lines: Sequence[Line]) -> str:
-    """Policies that coincide everywhere share a line."""
-    by_points: dict[tuple[tuple[float, float], ...], list[str]] = {}
+    curves = []
     for policy in dict.fromkeys(line["policy"] for line in lines):
-        points = tuple((line["capacity"], line["mean"]) for line in lines if line["policy"] == policy)
-        by_points.setdefault(points, []).append(policy)
-    drawn = [
-        charts.Line(" = ".join(names), list(points), bool({UNBOUNDED, CLAIRVOYANT} & set(names)))
-        for points, names in by_points.items()
-    ]
+        points = [(line["capacity"], line["mean"]) for line in lines if line["policy"] == policy]
+        curves.append(Curve(policy, points, mark="limit" * (policy in (UNBOUNDED, CLAIRVOYANT)), has_dots=True))
     capacities = [line["capacity"] for line in lines]
-    top = max(line["mean"] for line in lines)
-    across = charts.Axis(
-        min(capacities), max(capacities), "share of the distinct blocks", is_log=True, show=lambda share: f"{share:.1%}"
-    )
-    return charts.line_chart(
-        title, "hit ratio", drawn, across, charts.Axis(0.0, top, show=lambda ratio: f"{ratio:.2f}")
-    )
+    x = log_axis(min(capacities), max(capacities), lambda share: f"{share:.1%}", "share of the distinct blocks")
+    y = _RATIO.axis([line["mean"] for line in lines])
+    return line_chart(title, "hit ratio", merged(curves, x, y), x, y)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from kvstored.simulator.text import aligned
+from kvstore_console.table import render_table
 from study.tables import Line
 
 _WORDS = {True: "met", False: "MISSED", None: "-"}
@@ -26,7 +26,7 @@ def hits_text(lines: Sequence[Line]) -> str:
         head = [f"{trace}, {part} ({count})"]
         for capacity in capacities:
             head += [f"{capacity:.0%}", "±", "least", "most", "share"]
-        rows = [head]
+        rows = []
         for policy in policies:
             row = [policy]
             for capacity in capacities:
@@ -37,25 +37,24 @@ def hits_text(lines: Sequence[Line]) -> str:
                 row += [f"{line['mean']:.4f}", f"{line['std']:.4f}", f"{line['min']:.4f}", f"{line['max']:.4f}"]
                 row.append("" if line["share"] is None else f"{line['share']:.2f}")
             rows.append(row)
-        parts.append(aligned(rows, words=1))
+        parts.append(render_table([head[0], *(f">{name}" for name in head[1:])], rows))
     return "\n\n".join(parts)
 
 
 def lines_text(lines: Sequence[Line]) -> str:
     """One line a row, all of its facts."""
-    rows = rows_of(lines)
-    return aligned(rows, words=2) if rows else ""
+    return render_table(headings_of(lines), rows_of(lines))
+
+
+def headings_of(lines: Sequence[Line]) -> list[str]:
+    """As `render_table` takes them; nothing for no lines."""
+    names = [name.replace("_", " ") for name in (lines[0] if lines else ())]
+    return [name if at < 2 else f">{name}" for at, name in enumerate(names)]
 
 
 def rows_of(lines: Sequence[Line]) -> list[list[str]]:
-    """As text, below a row of headings; nothing for no lines."""
-    if not lines:
-        return []
-    names = list(lines[0])
-    return [
-        [name.replace("_", " ") for name in names],
-        *([_cell(name, line.get(name)) for name in names] for line in lines),
-    ]
+    """The cells below the headings."""
+    return [[_cell(name, line.get(name)) for name in lines[0]] for line in lines]
 
 
 def _cell(name: str, value: Any) -> str:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from kvstore_console.table import render_table
+
 AT_MOST, AT_LEAST = "<=", ">="
 
 
@@ -59,8 +61,8 @@ class Row:
             "value": self.value, "baseline": self.baseline, "ratio": self.ratio, "possible": self.possible,
             "ceiling": self.ceiling, "memcpy": self.memcpy, "baseline_of_memcpy": self.baseline_of_memcpy,
         }  # fmt: skip
-        told = {name: significant(number) for name, number in numbers.items() if number is not None}
-        return {**asdict(self), **told, "met": self.met}
+        given = {name: significant(number) for name, number in numbers.items() if number is not None}
+        return {**asdict(self), **given, "met": self.met}
 
 
 def within(name: str, value: float, unit: str, limit: float) -> Row:
@@ -89,16 +91,10 @@ def main(measure: Measure, about: str) -> int:
 
 def table(objects: Sequence[dict[str, object]]) -> str:
     """Rows as `Row.as_json` gives them, for people."""
-    head = ("", "measured", "baseline", "ratio", "target", "", "possible")
-    lines = [head, *(_cells(fields) for fields in objects)]
-    if not any(line[-1] for line in lines[1:]):
-        lines = [line[:-1] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        [cell.ljust(width) if column in (0, 2, 6) else cell.rjust(width) for column, (cell, width) in enumerate(cells)]
-        for cells in (zip(line, widths, strict=True) for line in lines)
-    ]
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+    headings = ["", ">measured", "baseline", ">ratio", ">target", ">", "possible"]
+    rows = [_cells(fields) for fields in objects]
+    width = len(headings) if any(row[-1] for row in rows) else len(headings) - 1
+    return render_table(headings[:width], [row[:width] for row in rows])
 
 
 def significant(value: float) -> float:
@@ -122,9 +118,9 @@ def _cells(fields: dict[str, object]) -> tuple[str, ...]:
 
 def _possible(fields: dict[str, object]) -> str:
     """The ratio that is possible at all, and how much of memcpy's speed the baseline has already."""
-    told = []
+    parts = []
     if fields.get("ceiling") is not None:
-        told.append(f"{fields['ceiling']:.2f}x by {fields['possible_name']}")
+        parts.append(f"{fields['ceiling']:.2f}x by {fields['possible_name']}")
     if fields.get("baseline_of_memcpy") is not None:
-        told.append(f"the baseline is {fields['baseline_of_memcpy']:.2f} of memcpy")
-    return "; ".join(told)
+        parts.append(f"the baseline is {fields['baseline_of_memcpy']:.2f} of memcpy")
+    return "; ".join(parts)

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TextIO
 
-from kvstore_proto.printable import PrintableFormatter
+from kvstore_console.log_format import PrintableFormatter
 
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 _OTHERS = ("asyncio", "grpc")  # what they have to say below a warning is about themselves

@@ -260,7 +260,7 @@ def test_delete_keeps_what_is_leased_or_continued(kvctl: Kvctl, tmp_path: Path, 
     with kvctl.daemon.connect(MODEL) as session, session.get(tokens_of(3, 4)) as lease:
         assert len(lease) == 4
         held = kvctl(["delete", *long], exit_code=FAILED)
-        assert "kept 4 that somebody holds a lease on" in held.out
+        assert "kept 4 under lease" in held.out
     assert eventually(lambda: kvctl.daemon.status().leases == 0)
     assert kvctl.json(["delete", *long])["deleted_blocks"] == 4
 
@@ -442,7 +442,7 @@ def test_an_object_that_is_leased_cannot_be_replaced_and_stays_whole(kvctl: Kvct
     with kvctl.daemon.connect(OBJECTS) as session, session.get(object_tokens("held", 4)) as lease:
         assert len(lease) == 4
         refused = kvctl(["put", "--name", "held", "--replace", str(tmp_path / "other")], exit_code=FAILED)
-        assert "cannot be deleted now: somebody holds a lease on it" in refused.err
+        assert "cannot be deleted now: it is under lease" in refused.err
         assert kvctl("get --name held").bytes == data
     assert eventually(lambda: kvctl.daemon.status().leases == 0)
     kvctl("delete --name held")

@@ -315,7 +315,7 @@ def test_the_command_says_what_it_did(directory: Path, capsys: pytest.CaptureFix
     assert "would quarantine the slot" in capsys.readouterr().out
     assert main(["check", str(directory), "--payloads", "--repair"]) == EXIT_OK
     told = capsys.readouterr().out
-    assert "did quarantine the slot" in told and "kept for inspection" in told and told.endswith("mended\n")
+    assert "did quarantine the slot" in told and "kept for inspection" in told and told.endswith("repaired\n")
     assert main(["check", str(directory), "--payloads", "--repair", "--json"]) == EXIT_OK
     assert json.loads(capsys.readouterr().out)["done"] == []
     lose_both_superblocks(directory)

@@ -19,7 +19,7 @@ _HASH = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b")
 _VERSION = re.compile(r"\b\d+\.\d+\.\d+(?:\.?[a-z]+\d+)*(?:\+[\w.]+)?|\b\d+\+\w+")
 _DURATION = re.compile(r"\d+ (?:d|h|min) \d+ (?:h|min|s)\b")
 _RUN = re.compile(r"\b\d+-\d+\b")  # of rows that say the same
-_AMOUNT = re.compile(r"\d[\d,.:]*(?: (?:[KMGT]?i?B|ns|us|ms|s|min|h|d)(?:/s)?(?![\w-]))?")
+_AMOUNT = re.compile(r"\d[\d,.:]*(?: (?:[KMGT]?i?B|ns|us|µs|ms|s|min|h|d)(?:/s)?(?![\w-]))?")
 _NOTHING = re.compile(r"(?<!\S)-(?!\S)")  # a cell of a table that has no number this time
 _PLURAL = re.compile(r"\b(block|client|lease|sample|slot|warning|ping)s?\b")
 _CLASS = re.compile(r"\b(?:hot|warm|cold)\b")  # what the policy expects of a block: it learns

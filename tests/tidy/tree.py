@@ -9,20 +9,22 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
+    "kvstore_console": ROOT / "proto/kvstore_console",
     "kvstore_proto": ROOT / "proto/kvstore_proto",
     "kvstore_tiers": ROOT / "tiers/kvstore_tiers",
     "kvstored": ROOT / "kvstore/kvstored",
     "kvstore_client": ROOT / "client/kvstore_client",
     "kvstore_engine": ROOT / "engine/kvstore_engine",
 }
-BASE_PACKAGES = ("kvstore_proto", "kvstore_tiers", "kvstored", "kvstore_client")  # what a plain `pip install` is for
+# What a plain `pip install` is for.
+BASE_PACKAGES = ("kvstore_console", "kvstore_proto", "kvstore_tiers", "kvstored", "kvstore_client")
 OTHER_CODE = (ROOT / "tests", ROOT / "demo", ROOT / "benchmarks")
 _GENERATED = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 _SOURCE_SUFFIXES = {".py", ".cpp", ".h", ".cu", ".proto", ".toml", ".sh"}
 
 
 def modules(*packages: str) -> Iterator[Path]:
-    """Hand-written Python files of the given packages (default: all five)."""
+    """Hand-written Python files of the given packages (default: all)."""
     for name in packages or PACKAGES:
         yield from python_files(PACKAGES[name])
 

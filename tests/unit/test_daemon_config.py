@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore_console.units import MAX_BYTES, human_bytes, parse_size
 from kvstored.clients.tenants import Tenant
 from kvstored.config import ConfigError, load_config, reference_text
-from kvstored.config.sizes import MAX_BYTES, parse_size, show_size
 
 MIB = 1 << 20
 FIXED = ("host.capacity=256MiB", "nvme.capacity=1GiB")  # independent of the machine
@@ -42,7 +42,7 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
     assert config.nvme.path == config.daemon.state_dir / "nvme"
     assert config.durability.mode == "batch"
     sections = tomllib.loads(reference_text())
-    known = {"daemon", "tier", "durability", "put", "limits", "movement", "scrub", "index", "unary", "tenants"}
+    known = {"daemon", "tier", "durability", "put", "limits", "movement", "scrub", "index", "unary", "metrics", "tenants"}
     assert known == set(sections)
     assert [tier["name"] for tier in sections["tier"]] == [tier.name for tier in config.tiers] == ["host", "nvme"]
 
@@ -72,7 +72,7 @@ def test_staging_is_at_most_a_quarter_of_the_capacity() -> None:
         ("host.capacity=999TiB", "more than this machine's memory"),
         ("host.arena=512MiB", "does not hold one arena"),
         ("host.staging=4KiB", "host.staging must be at least"),
-        ("nvme.capacity=900TiB", "more than the whole file system"),
+        ("nvme.capacity=900TiB", "more than the file system"),
         ("nvme.slab=10GiB", "does not hold one slab"),
         ("nvme.enabled=yes", "nvme.enabled must be bool"),
         ("host.policy=mru", "known: lru, fifo"),
@@ -192,7 +192,7 @@ def test_a_percentage_of_nothing_is_refused() -> None:
 
 @given(st.integers(0, 1 << 50))
 def test_a_size_shown_is_close_to_the_size_read(nbytes: int) -> None:
-    shown = parse_size(show_size(nbytes).replace(" ", ""))
+    shown = parse_size(human_bytes(nbytes).replace(" ", ""))
     assert abs(shown - nbytes) <= max(1, nbytes * 0.06)
 
 

@@ -33,7 +33,7 @@ def test_one_line_a_user_and_second(caplog: pytest.LogCaptureFixture) -> None:
         deletions.tick()
     assert caplog.messages == [
         "delete of alice: 1 block (4.0 KiB) in 1 call, by uid 1000, engine (pid 7)",
-        "delete of bob: 2000 blocks (7.8 MiB) in 1000 calls, by uid 1001, last en\\ngine (pid 7)",
+        "delete of bob: 2,000 blocks (7.8 MiB) in 1000 calls, by uid 1001, last en\\ngine (pid 7)",
         "delete of team: 3 blocks (0 B) in 1 call, by unary call, unary",
     ]
     caplog.clear()

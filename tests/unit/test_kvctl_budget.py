@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore_client.cli.budget import budget_line
-from kvstore_client.cli.explaining import _VOLATILE, render_chain
+from kvstore_client.cli.explain_text import _VOLATILE, render_chain
 from kvstore_proto.v1 import admin_pb2 as wire
 from kvstored.store.transfer.write_refusals import Refusal
 

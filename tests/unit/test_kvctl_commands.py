@@ -57,7 +57,7 @@ def admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAdmin
         ("tiers", ["host  ok", "25 %", "100 %", "/var/kv", "host holds: blocks 1.0 GiB"]),
         (
             "tiers",
-            ["host expects: hot 24 blocks, 24.0 MiB; warm 0 blocks, 0 B; cold 1,000 blocks, 1000.0 MiB (by chain"],
+            ["host expects: hot 24 blocks, 24.0 MiB; warm 0 blocks, 0 B; cold 1,000 blocks, 1000 MiB (by chain"],
         ),
         ("tenants", ["uid-1000", "75 %", "none"]),
         (

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_client.cli.bench import check_room
-from kvstore_client.cli.data_arguments import size
+from kvstore_client.cli.data_arguments import positive_size
 from kvstore_client.cli.exit_codes import DENIED, FAILED, USAGE, CommandError
-from kvstore_client.cli.explaining import render_chain, why
+from kvstore_client.cli.explain_text import render_chain, why
 from kvstore_client.cli.main import main
 from kvstore_client.cli.target import parse_tokens
-from kvstore_client.cli.units import human_blocks
+from kvstore_console.units import human_blocks
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.fake_admin import FakeAdmin
 
@@ -37,7 +37,7 @@ MIB = 1 << 20
         ("get --name a --group 1", "--group goes with --tokens"),
         ("get --tokens 1 --fingerprint f --group -1", "whole number from 0 to 65535"),
         ("delete", "say which blocks"),
-        ("prefetch --name a --budget much", "a size is like 65536, 64KiB or 1MiB, got 'much'"),
+        ("prefetch --name a --budget much", "'much' is not a size"),
         ("prefetch --name a --wait 0", "seconds must be above 0"),
         ("put --name a --block-size 1KiB f", "a block has 4KiB to 1GiB"),
         ("put --name a --durability sometimes f", "invalid choice: 'sometimes'"),
@@ -81,7 +81,7 @@ def test_no_text_is_more_than_a_mistake(text: str) -> None:
 
 
 def test_sizes() -> None:
-    assert [size(text) for text in ("4096", "64KiB", "1.5MiB", "2GiB", "1.5TiB", "10 B")] == [
+    assert [positive_size(text) for text in ("4096", "64KiB", "1.5MiB", "2GiB", "1.5TiB", "10 B")] == [
         4096,
         65536,
         3 * MIB // 2,
@@ -89,9 +89,9 @@ def test_sizes() -> None:
         3 << 39,
         10,
     ]
-    for text in ("", "0", "-1", "1kb", "MiB", "1e9"):
+    for text in ("", "0", "-1", "1xb", "MiB", "1e9", "25%"):
         with pytest.raises(argparse.ArgumentTypeError):
-            size(text)
+            positive_size(text)
 
 
 def test_one_block_is_not_blocks() -> None:
@@ -162,7 +162,7 @@ def test_bench_needs_room_or_force(tmp_path: Path, bench_arguments: argparse.Nam
         admin.replies["Tiers"] = host(65 * MIB)
         assert check_room(tmp_path, bench_arguments) == []
         admin.replies["Tiers"] = host(63 * MIB)
-        with pytest.raises(CommandError, match="other blocks would have to leave") as refused:
+        with pytest.raises(CommandError, match="other blocks would be evicted") as refused:
             check_room(tmp_path, bench_arguments)
         assert refused.value.exit_code == FAILED
         bench_arguments.force = True

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.cli.plain import plain
-from kvstore_client.cli.table import Column, render_facts, render_table
-from kvstore_client.cli.units import human_bytes, human_count, human_seconds, human_share
+from kvstore_client.cli.output import plain
+from kvstore_console.table import render_facts, render_table
+from kvstore_console.units import human_bytes, human_count, human_seconds, human_share
 from kvstore_proto.v1 import kvstore_pb2 as pb
 
 CELL = st.text(alphabet="abc 1", min_size=1, max_size=9).map(str.strip).filter(bool)
@@ -18,7 +18,7 @@ CELL = st.text(alphabet="abc 1", min_size=1, max_size=9).map(str.strip).filter(b
 
 @given(st.lists(st.tuples(CELL, CELL), min_size=1, max_size=6))
 def test_every_column_starts_or_ends_at_one_place(rows: list[tuple[str, str]]) -> None:
-    lines = render_table([Column("NAME"), Column("NUMBER", True)], rows, empty="").split("\n")
+    lines = render_table(["NAME", ">NUMBER"], rows).split("\n")
     assert len(lines) == len(rows) + 1
     assert len({len(line) for line in lines}) == 1
     for line, (name, number) in zip(lines[1:], rows, strict=True):
@@ -27,7 +27,7 @@ def test_every_column_starts_or_ends_at_one_place(rows: list[tuple[str, str]]) -
 
 
 def test_no_rows_say_so() -> None:
-    assert render_table([Column("NAME")], [], empty="nothing here") == "nothing here"
+    assert render_table(["NAME"], [], empty="nothing here") == "nothing here"
 
 
 def test_facts_are_aligned() -> None:
@@ -36,7 +36,15 @@ def test_facts_are_aligned() -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1 << 30, "1.0 GiB"), (1 << 60, "1024.0 PiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (1 << 30, "1.0 GiB"),
+        (300 << 20, "300 MiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
+        (1 << 60, "1024 PiB"),
+    ],
 )
 def test_bytes(count: int, text: str) -> None:
     assert human_bytes(count) == text
@@ -45,8 +53,10 @@ def test_bytes(count: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.00019, "190 us"),
+        (0.00019, "190 µs"),
+        (0, "0 s"),
         (0.0031, "3.1 ms"),
+        (0.99996, "1 s"),
         (59.94, "59.9 s"),
         (61, "1 min 1 s"),
         (7384, "2 h 3 min"),

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from kvstore_client.cli.dashboard import hit_ratios, render
-from kvstore_client.cli.paint import Line, bar, sparkline
 from kvstore_client.cli.past import Past
-from kvstore_client.cli.screen import is_terminal, size_of, wants_colour
 from kvstore_client.cli.snapshot import Snapshot, without_nan
+from kvstore_console.terminal import Line, bar, is_terminal, size_of, sparkline, wants_colour
 from kvstore_proto.v1 import admin_pb2 as pb
 
 SECONDS = 60
@@ -93,7 +92,7 @@ def test_eighty_columns_hold_all_of_it() -> None:
     assert "75.0%  300 of 400 blocks" in line_of(lines, "in all")
     assert line_of(lines, "missed for").split(maxsplit=2)[2] == "never stored 20"
     assert line_of(lines, "nvme→host").split()[1:6] == ["4", "5.0", "MiB/s", "7.0", "GiB"]
-    assert line_of(lines, "acquire").split()[1:8] == ["4.0", "50", "us", "12.0", "ms", "12.0", "ms"]
+    assert line_of(lines, "acquire").split()[1:8] == ["4.0", "50", "µs", "12", "ms", "12", "ms"]
     assert line_of(lines, "acquire").endswith("  " + "█" * 27)
     assert line_of(lines, "chat").split()[-2:] == ["75%", "80%"]
 
@@ -108,7 +107,7 @@ def test_a_daemon_that_has_just_started_is_no_trouble() -> None:
         pb.StatusReply(version="9.9", state="starting"), pb.TiersReply(), pb.TenantsReply(), pb.HistoryReply()
     )
     lines = shown(empty)
-    assert "nobody asked for a block" in line_of(lines, "last 10 s")
+    assert "no block was requested" in line_of(lines, "last 10 s")
     assert all(len(line) <= 80 for line in lines)
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from kvstore_client.cli.exit_codes import FAILED, OK
 from kvstore_client.cli.main import main
-from kvstore_client.cli.paint import Line
-from kvstore_proto.printable import PrintableFormatter, printable, printable_lines
+from kvstore_console.log_format import PrintableFormatter
+from kvstore_console.printable import printable, printable_lines
+from kvstore_console.terminal import Line
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.cli import main as kvstored
 from kvstored.cli.exits import failure

@@ -268,14 +268,14 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize(("text", "size"), [("2GiB", 2 << 30), ("1.5MiB", 3 << 19), ("100", 100), ("64 KiB", 1 << 16)])
 def test_sizes_are_read(text: str, size: int) -> None:
-    assert serve_arguments._size(text) == size
+    assert serve_arguments.size(text) == size
 
 
 @pytest.mark.parametrize(
     "option",
     [
         ["--port", "70000"],
-        ["--pool", "2GB"],
+        ["--pool", "much"],
         ["--max-sequences", "0"],
         ["--max-sequences", "257"],
         ["--drain-s", "-1"],

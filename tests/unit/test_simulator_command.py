@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from kvstored.cli import main
-from kvstored.simulator.progress import ProgressBar
 from kvstored.store.policies import POLICIES
 from tests.reference.traces import plain_hits, sessions, write_claude_code, write_mooncake
 
@@ -205,7 +204,7 @@ def test_of_a_recording_without_its_end_it_is_said(tmp_path: Path, capsys: pytes
     path.write_text("".join(json.dumps(row) + "\n" for row in rows)[:-9])
     assert main(["simulate", str(path), "--format", "kvstored", "--capacity", "1", "--json"]) == 0
     told = capsys.readouterr()
-    assert "cut.jsonl is cut off after line 5: what came later is not counted" in told.err
+    assert "cut.jsonl is cut off after line 5: later requests are not counted" in told.err
     assert json.loads(told.out.splitlines()[-1])["rows"][-1]["requests"] == 4
 
 
@@ -311,10 +310,10 @@ def test_no_two_lines_of_a_chart_look_alike_and_what_ships_stands_out(chat: Path
     arguments = ["--format", "mooncake", "--policy", "all", "--admission", "always,second-touch", "--capacity", "9,30"]
     assert main(["simulate", str(chat), *arguments, "--plot", str(page)]) == 0
     figure = page.read_text().split("<figure>")[1]
-    looks = re.findall(r'<polyline class="([^"]*)" [^>]*><title>([^<]*)', figure)
+    looks = re.findall(r'<path class="([^"]*)" [^>]*><title>([^<]*)', figure)
     assert len(looks) == 2 + 2 * len(POLICIES) == len({look for look, _ in looks})
     assert [name for look, name in looks if "strong" in look] == ["chain-hazard"]
-    swatches = re.findall(r'<line class="([^"]*)"[^>]*/></svg>([^<]*)<', figure.split("legend")[1])
+    swatches = re.findall(r'<path class="([^"]*)"[^>]*/></svg>([^<]*)<', figure.split("legend")[1])
     assert swatches == looks, "the legend shows each line as it is drawn"
 
 
@@ -362,21 +361,3 @@ def test_a_trace_comes_through_a_pipe(chat: Path, packed: bool, capsys: pytest.C
     expected = report(capsys, chat, *arguments[2:-1])["rows"]
     assert [row["policy"] for row in rows] == ["unbounded", "clairvoyant", "lru"], "a capacity named twice is one row"
     assert [row["hits"] for row in rows] == [row["hits"] for row in expected]
-
-
-class _Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_progress_bar_is_drawn_on_a_terminal_and_nowhere_else() -> None:
-    seconds = iter(range(100))
-    screen, file = _Screen(), io.StringIO()
-    for out in (screen, file):
-        bar = ProgressBar(out, lambda: float(next(seconds)))
-        bar.label = "lru"
-        bar.advance(5, 10)
-        bar.clear()
-    assert "lru" in screen.getvalue() and "50%" in screen.getvalue()
-    assert screen.getvalue().endswith("\r\033[K")
-    assert file.getvalue() == ""

@@ -8,7 +8,7 @@ import re
 from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.exit_codes import FAILED, OK, USAGE, CommandError
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.units import human_blocks, human_bytes, human_count
+from kvstore_console.units import human_blocks, human_count
 from kvstore_proto.v1 import admin_pb2 as wire
 
 MIN_FINGERPRINT_DIGITS = 8
@@ -20,11 +20,11 @@ def drop(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     )
     reply = admin.call("Drop", request, wire.DropReply, longer_s=arguments.wait)
     place = "all tiers" if arguments.all else arguments.tier
-    lines = [f"dropped {human_blocks(reply.dropped_blocks)} ({human_bytes(reply.dropped_bytes)}) from {place}"]
+    lines = [f"dropped {human_blocks(reply.dropped_blocks, reply.dropped_bytes)} from {place}"]
     if reply.written_back_blocks:
         lines.append(f"{human_count(reply.written_back_blocks)} of them were written to a slower tier first")
     if reply.only_copy_blocks:
-        kept = f"{human_blocks(reply.only_copy_blocks)} ({human_bytes(reply.only_copy_bytes)})"
+        kept = f"{human_blocks(reply.only_copy_blocks, reply.only_copy_bytes)}"
         lines.append(f"kept {kept} that are only in {place}; --discard removes them")
     if others := reply.kept_blocks - reply.only_copy_blocks:
         lines.append(f"kept {human_blocks(others)} that are in use, or that a block which was kept follows")
@@ -82,7 +82,7 @@ def invalidate(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     if not reply.fingerprints:
         return Output(f"no stored fingerprint begins with {digest}", reply, FAILED)
     names = ", ".join(reply.fingerprints)
-    text = f"removed {human_blocks(reply.blocks)} ({human_bytes(reply.bytes)}) of {names}"
+    text = f"removed {human_blocks(reply.blocks, reply.bytes)} of {names}"
     if reply.kept_blocks:
         text += f"; {human_count(reply.kept_blocks)} under lease go when their leases end"
     return Output(text, reply)

@@ -1,4 +1,4 @@
-"""One call on the admin socket, with every way in which it can fail told apart.
+"""One call on the admin socket, which reports each way to fail as itself.
 
 gRPC reports an absent file, a refused connection and a missing permission alike; so the socket is tried once
 by hand first. Raises CommandError only.
@@ -26,7 +26,7 @@ Reply = TypeVar("Reply", bound=Message)
 PROBE_TIMEOUT_S = 2.0
 SPARE_S = 5.0  # beyond a timeout that the daemon itself was given
 
-# For the daemon's log, which says that it is claimed: gRPC cannot tell who calls.
+# For the daemon's log, which marks it as claimed: gRPC does not know its caller.
 _CALLER = ("kvstored-caller", f"kvctl of uid {os.getuid()}, pid {os.getpid()}")
 
 
@@ -77,7 +77,7 @@ class AdminSocket:
 
 
 def _probe(path: Path) -> None:
-    """Raises CommandError when nobody listens at the socket or we may not connect."""
+    """Raises CommandError when no daemon listens at the socket or we may not connect."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.settimeout(PROBE_TIMEOUT_S)
         try:

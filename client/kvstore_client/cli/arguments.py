@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import sys
-from collections.abc import Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from kvstore_client.cli.block_arguments import TIERS, add_block_options, check_block_arguments, positive_count
 from kvstore_client.cli.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
-from kvstore_client.cli.exit_codes import MEANINGS, USAGE
+from kvstore_client.cli.exit_codes import MEANINGS
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
+from kvstore_console import command_line
+from kvstore_console.command_line import Commands, Parser, seconds
 from kvstore_proto.version import VERSION
 
 DEFAULT_TIMEOUT_S: Final = 5.0
@@ -91,60 +90,32 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
     ),
     "report": ("write one HTML page with plots of the last minutes and hours", ["kvctl report -o kvstored.html"]),
     "doctor": (
-        "check sockets, limits, memory, disk and versions, and say how to mend what is wrong",
+        "check sockets, limits, memory, disk and versions, and say how to repair what is wrong",
         ["kvctl doctor", "kvctl doctor --config /etc/kvstored/kvstored.toml --no-disk-test", "kvctl --json doctor"],
     ),
 }
 
 
-class _WrongUsage(Exception):
-    """Of the command `program`, which may be a subcommand."""
-
-    def __init__(self, program: str, message: str) -> None:
-        super().__init__(message)
-        self.program = program
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse that leaves it to `parse` to say what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        raise _WrongUsage(self.prog, message)
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Exits with status 2 and one clear line on wrong usage, and a document besides where --json is among the words."""
-    words = sys.argv[1:] if argv is None else argv
+    """Exits with status 2 and one clear line on wrong usage, and a document where --json is among the words."""
     parser = build_parser()
-    try:
-        arguments = parser.parse_args(words)
+
+    def check(arguments: argparse.Namespace) -> None:
         _check_text(parser, arguments)
-        if arguments.command == "drop":
-            _check_drop(parser, arguments)
-        if arguments.command == "blocks":
-            check_block_arguments(parser, arguments)
-        if arguments.command == "tenants":
-            _check_tenants(parser, arguments)
-        if arguments.command == "quarantine":
-            _check_quarantine(parser, arguments)
+        if arguments.command in _CHECKS:
+            _CHECKS[arguments.command](parser, arguments)
         check_data_arguments(parser, arguments)
-    except _WrongUsage as wrong:
-        if "--json" in words:
-            print(json.dumps({"error": str(wrong), "exit_code": USAGE}))
-        parser.exit(USAGE, f"{wrong.program}: {wrong}\ntry: {wrong.program} --help\n")
-    return arguments
+
+    return command_line.parse(parser, argv, check, json_errors=True)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="kvctl",
-        description="Look at and steer a live kvstored over its admin socket.",
-        epilog=_epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="kvctl", description="Look at and steer a live kvstored over its admin socket.", epilog=_epilog()
     )
     _common_options(parser, first=True)
     parser.add_argument("--version", action="version", version=f"kvctl {VERSION}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     made = {name: _command(commands, name) for name in _EXAMPLES}
     add_data_options(made)
     _tenants_options(made["tenants"])
@@ -153,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name in ("drop", "flush", "drain", "tenants"):
         made[name].add_argument(
             "--wait",
-            type=_seconds,
+            type=seconds,
             default=DEFAULT_WAIT_S,
             metavar="S",
             help="time for the work itself (default: %(default)g s)",
@@ -181,14 +152,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str) -> argparse.ArgumentParser:
+def _command(commands: Commands, name: str) -> argparse.ArgumentParser:
     summary, examples = _EXAMPLES[name]
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
         epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _common_options(parser, first=False)
     return parser
@@ -210,7 +180,7 @@ def _common_options(parser: argparse.ArgumentParser, *, first: bool) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=seconds,
         metavar="S",
         default=DEFAULT_TIMEOUT_S if first else argparse.SUPPRESS,
         help=f"wait this long for an answer (default: {DEFAULT_TIMEOUT_S:g} s)",
@@ -258,7 +228,7 @@ def _check_quarantine(parser: argparse.ArgumentParser, arguments: argparse.Names
 def _top_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="one frame, as plain text, and end")
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="S", help="time between frames (default: %(default)g s)"
+        "--interval", type=seconds, default=1.0, metavar="S", help="time between frames (default: %(default)g s)"
     )
 
 
@@ -294,11 +264,6 @@ def _epilog() -> str:
     )
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0 < value <= 86_400):
-        raise argparse.ArgumentTypeError(f"seconds must be above 0 and at most 86400, got {text!r}")
-    return value
+_CHECKS: Final[Mapping[str, Callable[[argparse.ArgumentParser, argparse.Namespace], None]]] = {
+    "blocks": check_block_arguments, "drop": _check_drop, "quarantine": _check_quarantine, "tenants": _check_tenants,
+}  # fmt: skip

@@ -1,8 +1,8 @@
 """kvctl bench: what this daemon does on this machine right now, measured through the client as an engine would see it.
 
-Stores its own blocks under token ids that nobody else has, in DRAM only, and deletes them before it ends, however it
+Stores its own blocks under token ids of its own, in DRAM only, and deletes them before it ends, however it
 ends. Compares with an empty echo and with memcpy of the same bytes in the same run: the ratios travel between machines,
-the times do not. Refuses where other blocks would have to leave DRAM for it.
+the times do not. Refuses where other blocks would be evicted from DRAM for it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.cli.admin import AdminSocket
-from kvstore_client.cli.connecting import not_there, open_session
+from kvstore_client.cli.connection import not_there, open_session
 from kvstore_client.cli.exit_codes import DENIED, FAILED, CommandError
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.progress import Progress
-from kvstore_client.cli.table import Column, render_table
-from kvstore_client.cli.units import human_blocks, human_bytes, human_count, human_seconds
 from kvstore_client.memory import Bytes
 from kvstore_client.session import Session
+from kvstore_console.progress import Progress
+from kvstore_console.table import render_table
+from kvstore_console.units import human_blocks, human_bytes, human_count, human_seconds
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.v1 import admin_pb2 as wire
@@ -37,6 +37,7 @@ STAGING_BYTES: Final = 64 << 20
 SMALL_ROUNDS: Final = 10  # times as many of what takes microseconds
 UNCHECKED_BYTES: Final = 1 << 30  # stored without --force when the room in DRAM is not known
 PUT_DEADLINE_S: Final = 60.0
+_HEADINGS: Final = ("FIGURE", ">ROUNDS", ">P50", ">P99", ">RATE", "TIME AGAINST")
 
 
 @dataclass(slots=True)
@@ -55,9 +56,12 @@ class Figure:
 
 def bench(directory: Path, arguments: argparse.Namespace, *, clock: Callable[[], float] = time.perf_counter) -> Output:
     warnings = check_room(directory, arguments)
-    with open_session(directory, BENCH, arguments.timeout, staging_bytes=STAGING_BYTES) as session:
+    with (
+        Progress("kvctl bench") as progress,
+        open_session(directory, BENCH, arguments.timeout, staging_bytes=STAGING_BYTES) as session,
+    ):
         try:
-            run = _Run(session, arguments, clock)
+            run = _Run(session, arguments, clock, progress)
         except MemoryError:
             raise CommandError(
                 FAILED, "bench: not enough memory for its own buffers; use fewer or smaller blocks"
@@ -67,7 +71,7 @@ def bench(directory: Path, arguments: argparse.Namespace, *, clock: Callable[[],
         finally:
             left = run.clean_up()
     if left:
-        warnings.append(f"{left} blocks of this bench could not be deleted; they leave DRAM when room is wanted")
+        warnings.append(f"{left} blocks of this bench could not be deleted; they are evicted when room is needed")
     reply = {
         "blocks": arguments.blocks,
         "block_bytes": arguments.block_size,
@@ -81,14 +85,16 @@ def bench(directory: Path, arguments: argparse.Namespace, *, clock: Callable[[],
 class _Run:
     """One bench: its blocks, its buffers, and what it has stored so far."""
 
-    def __init__(self, session: Session, arguments: argparse.Namespace, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, session: Session, arguments: argparse.Namespace, clock: Callable[[], float], progress: Progress
+    ) -> None:
         self._session = session
         self._blocks: int = arguments.blocks
         self._block_bytes: int = arguments.block_size
         self._rounds: int = arguments.rounds
         self._timeout_s: float = arguments.timeout
         self._clock = clock
-        self._progress = Progress("bench")
+        self._progress = progress
         self._stored: list[npt.NDArray[np.int32]] = []
         total = self._blocks * self._block_bytes
         self._source: Bytes = np.arange(total, dtype=np.uint32).view(np.uint8)[:total]
@@ -119,7 +125,7 @@ class _Run:
         return figures
 
     def clean_up(self) -> int:
-        """Delete whatever is still stored; how many blocks could not be."""
+        """Delete all blocks that are still stored; how many could not be deleted."""
         left = 0
         for tokens in self._stored:
             deleted = self._session.delete(tokens, deadline_s=self._timeout_s)
@@ -166,7 +172,7 @@ class _Run:
             self._need(found.blocks, found.reason)
 
     def _probe(self, figure: Figure, tokens: npt.NDArray[np.int32]) -> bool:
-        """False when there is no lookup index, or it cannot tell."""
+        """False when there is no lookup index, or it does not know the blocks."""
         for _ in range(self._rounds * SMALL_ROUNDS):
             started = self._clock()
             found = self._session.probe(tokens)
@@ -227,9 +233,9 @@ def check_room(directory: Path, arguments: argparse.Namespace) -> list[str]:
     if not arguments.force:
         raise CommandError(
             FAILED,
-            f"{text}: other blocks would have to leave; use fewer --blocks, a smaller --block-size, or --force",
+            f"{text}: other blocks would be evicted; use fewer --blocks, a smaller --block-size, or --force",
         )
-    return [f"{text}: other blocks had to leave, and the figures of put include that"]
+    return [f"{text}: other blocks were evicted, and the figures of put include that"]
 
 
 def _plain(figure: Figure, figures: dict[str, Figure]) -> dict[str, Any]:
@@ -247,27 +253,13 @@ def _plain(figure: Figure, figures: dict[str, Figure]) -> dict[str, Any]:
 
 
 def _render(arguments: argparse.Namespace, figures: dict[str, Figure]) -> str:
-    columns = [
-        Column("FIGURE"),
-        Column("ROUNDS", True),
-        Column("P50", True),
-        Column("P99", True),
-        Column("RATE", True),
-        Column("TIME AGAINST"),
-    ]
     rows = []
     for figure in figures.values():
         row = _plain(figure, figures)
-        rows.append(
-            [
-                figure.name,
-                human_count(row["rounds"]),
-                human_seconds(row["p50_s"]),
-                human_seconds(row["p99_s"]),
-                f"{human_bytes(int(row['bytes_per_s']))}/s" if figure.nbytes else "-",
-                f"{row['ratio']:.2f} x {figure.against}" if figure.against else "-",
-            ]
-        )
+        rate = f"{human_bytes(row['bytes_per_s'])}/s" if figure.nbytes else "-"
+        against = f"{row['ratio']:.2f} x {figure.against}" if figure.against else "-"
+        p50, p99 = human_seconds(row["p50_s"]), human_seconds(row["p99_s"])
+        rows.append([figure.name, human_count(row["rounds"]), p50, p99, rate, against])
     size = human_bytes(arguments.blocks * arguments.block_size)
     head = f"{human_blocks(arguments.blocks)} of {human_bytes(arguments.block_size)}, {size} in all, from and to DRAM"
-    return f"{head}\n{render_table(columns, rows, empty='')}"
+    return f"{head}\n{render_table(_HEADINGS, rows)}"

@@ -6,13 +6,14 @@ import argparse
 import re
 from typing import Final
 
-from kvstore_client.cli.data_arguments import whole_number
+from kvstore_console.command_line import whole_number
 
 TIERS: Final = ("host", "nvme")
 CLASSES: Final = ("hot", "warm", "cold")
 ORDERS: Final = ("size", "uses", "idle", "depth", "children", "leases")
 GROUPS: Final = ("tenant", "model", "prefix")
 DEFAULT_BLOCKS: Final = 50
+positive_count = whole_number(1, 1_000_000)
 PAGE_BLOCKS: Final = 1000  # of one request: the most that can be listed in an order, too
 
 
@@ -56,10 +57,6 @@ def check_block_arguments(parser: argparse.ArgumentParser, arguments: argparse.N
         parser.error("blocks: --prefix-blocks says how long a prefix is: add --by prefix")
     if (arguments.sort or arguments.by) and arguments.limit > PAGE_BLOCKS:
         parser.error(f"blocks: with --sort or --by, --limit is at most {PAGE_BLOCKS}")
-
-
-def positive_count(text: str) -> int:
-    return whole_number(text, 1, 1_000_000)
 
 
 def _hex(text: str) -> str:

@@ -8,25 +8,15 @@ from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.block_arguments import PAGE_BLOCKS
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.show import KEY_DIGITS
-from kvstore_client.cli.table import Column, render_table
-from kvstore_client.cli.units import human_blocks, human_bytes, human_count, human_seconds, human_share
+from kvstore_console.table import render_table
+from kvstore_console.units import human_blocks, human_bytes, human_count, human_seconds, human_share
 from kvstore_proto.v1 import admin_pb2 as wire
 
 _COLUMNS = (
-    Column("KEY"),
-    Column("TENANT"),
-    Column("MODEL"),
-    Column("DEPTH", True),
-    Column("SIZE", True),
-    Column("TIERS"),
-    Column("STATE"),
-    Column("DURABILITY"),
-    Column("CLASS"),
-    Column("USES", True),
-    Column("IDLE", True),
-    Column("LEASES", True),
-    Column("CHILDREN", True),
-)
+    "KEY", "TENANT", "MODEL", ">DEPTH", ">SIZE", "TIERS", "STATE", "DURABILITY", "CLASS", ">USES", ">IDLE", ">LEASES",
+    ">CHILDREN",
+)  # fmt: skip
+_NAMES = {"tenant": ("TENANT",), "model": ("MODEL",), "prefix": ("PREFIX", "TENANT", "MODEL", ">LONGEST")}
 
 
 def blocks(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
@@ -61,22 +51,12 @@ def _list(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
             break
     rows = [
         [
-            block.key[:KEY_DIGITS],
-            block.tenant,
-            block.fingerprint,
-            str(block.depth),
-            human_bytes(block.payload_bytes),
-            "+".join(block.tiers),
-            block.state,
-            block.durability,
-            block.residency,
-            human_count(block.accesses),
-            human_seconds(block.idle_s),
-            human_count(block.leases),
-            human_count(block.children),
+            block.key[:KEY_DIGITS], block.tenant, block.fingerprint, str(block.depth), human_bytes(block.payload_bytes),
+            "+".join(block.tiers), block.state, block.durability, block.residency, human_count(block.accesses),
+            human_seconds(block.idle_s), human_count(block.leases), human_count(block.children),
         ]
         for block in reply.blocks
-    ]
+    ]  # fmt: skip
     text = render_table(_COLUMNS, rows, empty="no such blocks")
     if rows and reply.total > len(rows) and (arguments.sort or not _chooses(arguments)):
         text += f"\n{human_count(len(rows))} of {human_count(reply.total)} blocks; --limit shows more"
@@ -91,34 +71,19 @@ def _totals(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     )
     reply = admin.call("BlockTotals", request, wire.BlockTotalsReply)
     tiers = list(dict.fromkeys(name for total in reply.totals for name in sorted(total.tier_bytes)))
-    names = {
-        "tenant": (Column("TENANT"),),
-        "model": (Column("MODEL"),),
-        "prefix": (Column("PREFIX"), Column("TENANT"), Column("MODEL"), Column("LONGEST", True)),
-    }[arguments.by]
     columns = [
-        *names,
-        Column("BLOCKS", True),
-        Column("SIZE", True),
-        Column("SHARE", True),
-        *(Column(tier.upper(), True) for tier in tiers),
-        Column("USES", True),
-        Column("IDLE", True),
-        Column("LEASES", True),
-    ]
+        *_NAMES[arguments.by], ">BLOCKS", ">SIZE", ">SHARE", *(f">{tier.upper()}" for tier in tiers), ">USES", ">IDLE",
+        ">LEASES",
+    ]  # fmt: skip
     rows = [
         [
-            *_names(arguments.by, total),
-            human_count(total.blocks),
-            human_bytes(total.payload_bytes),
+            *_names(arguments.by, total), human_count(total.blocks), human_bytes(total.payload_bytes),
             human_share(total.payload_bytes, reply.payload_bytes),
             *(human_bytes(total.tier_bytes[tier]) for tier in tiers),
-            human_count(total.accesses),
-            human_seconds(total.idle_s),
-            human_count(total.leases),
+            human_count(total.accesses), human_seconds(total.idle_s), human_count(total.leases),
         ]
         for total in reply.totals
-    ]
+    ]  # fmt: skip
     text = render_table(columns, rows, empty="no such blocks")
     if rows:
         text += f"\n{human_blocks(reply.blocks)}, {human_bytes(reply.payload_bytes)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore_client.cli.units import human_bytes, human_count, human_share
+from kvstore_console.units import human_bytes, human_count, human_share
 from kvstore_proto.v1 import admin_pb2 as wire
 
 

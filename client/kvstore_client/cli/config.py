@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.exit_codes import USAGE, CommandError
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.table import Column, render_table
+from kvstore_console.table import render_table
 from kvstore_proto.v1 import admin_pb2 as wire
 
 DEFAULT = "default"
-_COLUMNS = (Column("SETTING"), Column("VALUE"), Column("IN FORCE"), Column("FROM"))
+_COLUMNS = ("SETTING", "VALUE", "IN FORCE", "FROM")
 
 
 def config(admin: AdminSocket, arguments: argparse.Namespace) -> Output:

@@ -1,7 +1,7 @@
 """What `kvctl top` shows, as lines: a pure function of a snapshot, a size and the time of day.
 
 Never talks to a daemon or a terminal. Invariant: no line is wider than the screen and there are no more lines than fit;
-what does not fit is told.
+the last line says how many do not fit.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 
 from kvstore_client.cli.budget import budget_line
-from kvstore_client.cli.paint import Line, bar, plain_line, sparkline
 from kvstore_client.cli.past import Past
-from kvstore_client.cli.show import by_bytes
 from kvstore_client.cli.snapshot import Snapshot
-from kvstore_client.cli.units import human_bytes, human_count, human_seconds
+from kvstore_client.cli.tenants import by_bytes
+from kvstore_console.terminal import Line, bar, plain_line, sparkline
+from kvstore_console.units import human_bytes, human_count, human_seconds
 from kvstore_proto.v1 import admin_pb2 as wire
 
 MIN_WIDTH = 60
@@ -126,7 +126,7 @@ def _hits(shot: Snapshot, past: Past, width: int) -> list[Line]:
 
 
 def hit_ratios(past: Past) -> list[float]:
-    """Of each sample: blocks handed out, of all that were asked for; NaN where nobody asked."""
+    """Of each sample: blocks served, of all that were requested; NaN without a request."""
     served = past.values("daemon", "", "acquired_blocks")
     missed = [0.0] * len(past)
     for cause in past.subjects("miss"):
@@ -139,7 +139,7 @@ def _ratio(label: str, served: float, missed: float, width: int) -> Line:
     line = Line().add(f"{label:11}", "dim")
     asked = served + missed
     if not asked:
-        return line.add("nobody asked for a block")
+        return line.add("no block was requested")
     share = served / asked
     style = "green" if share >= 0.8 else "yellow" if share >= 0.4 else "red"
     line.add(bar(share, max(10, width - 54)), style).add(f"{share:6.1%}", "bold")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping
 from typing import Final
 
+from kvstore_console.command_line import seconds, size, whole_number
 from kvstore_proto.objects import DEFAULT_BLOCK_BYTES
 
 DATA_EXAMPLES: Final = {
@@ -40,7 +40,7 @@ DATA_EXAMPLES: Final = {
             "kvctl explain --name greeting",
             "kvctl explain --tokens 0-2047 --fingerprint 3fa9c0de",
             "kvctl explain 051e43b1d68c         # a key of `kvctl blocks`: it and the blocks before it",
-            "kvctl explain --recent 20          # the last misses: who asked, for what, why in vain",
+            "kvctl explain --recent 20          # the last misses: which client, for what, and why",
         ],
     ),
     "bench": (
@@ -51,8 +51,7 @@ DATA_EXAMPLES: Final = {
 WITH_TARGET: Final = ("put", "get", "prefetch", "delete", "explain")
 DEFAULT_RECENT: Final = 20
 MAX_BLOCK_BYTES: Final = 1 << 30
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
-_UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_group, _recent, _rounds = whole_number(0, 65535), whole_number(1, 4096), whole_number(2, 100_000)
 
 
 def add_data_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
@@ -61,8 +60,12 @@ def add_data_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     _put_options(made["put"])
     made["get"].add_argument("file", nargs="?", default="-", help="where to write; - or nothing is standard output")
     made["get"].add_argument("--partial", action="store_true", help="take the leading blocks that there are")
-    made["prefetch"].add_argument("--budget", type=size, default=0, metavar="SIZE", help="move at most this much")
-    made["prefetch"].add_argument("--wait", type=_wait, metavar="S", help="wait until the blocks are there, at most S")
+    made["prefetch"].add_argument(
+        "--budget", type=positive_size, default=0, metavar="SIZE", help="move at most this much"
+    )
+    made["prefetch"].add_argument(
+        "--wait", type=seconds, metavar="S", help="wait until the blocks are there, at most S"
+    )
     _explain_options(made["explain"])
     _bench_options(made["bench"])
 
@@ -105,12 +108,10 @@ def check_data_arguments(parser: argparse.ArgumentParser, arguments: argparse.Na
         )
 
 
-def size(text: str) -> int:
+def positive_size(text: str) -> int:
     """Bytes from 4096, 64KiB, 1.5MiB."""
-    match = _SIZE.fullmatch(text)
-    value = round(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a size is like 65536, 64KiB or 1MiB, got {text!r}")
+    if (value := size(text)) < 1:
+        raise argparse.ArgumentTypeError(f"a size is above 0, got {text!r}")
     return value
 
 
@@ -171,33 +172,4 @@ def block_size(text: str) -> int:
     value = size(text)
     if not 4096 <= value <= MAX_BLOCK_BYTES:
         raise argparse.ArgumentTypeError(f"a block has 4KiB to 1GiB, got {text!r}")
-    return value
-
-
-def whole_number(text: str, lowest: int, highest: int) -> int:
-    """For an option's type. Raises ArgumentTypeError for other words."""
-    if not text.isdecimal() or not lowest <= int(text) <= highest:
-        raise argparse.ArgumentTypeError(f"must be a whole number from {lowest} to {highest}, got {text!r}")
-    return int(text)
-
-
-def _group(text: str) -> int:
-    return whole_number(text, 0, 65535)
-
-
-def _recent(text: str) -> int:
-    return whole_number(text, 1, 4096)
-
-
-def _rounds(text: str) -> int:
-    return whole_number(text, 2, 100_000)
-
-
-def _wait(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 86_400:
-        raise argparse.ArgumentTypeError(f"seconds must be above 0 and at most 86400, got {text!r}")
     return value

@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore_client.cli.connecting import not_there, open_session
+from kvstore_client.cli.connection import not_there, open_session
 from kvstore_client.cli.exit_codes import FAILED
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.target import Target, find_target
-from kvstore_client.cli.units import human_blocks, human_bytes, human_count
 from kvstore_client.objects import get_head
 from kvstore_client.session import Session
+from kvstore_console.units import human_blocks, human_count
 from kvstore_proto.objects import object_tokens
 
 UNKNOWN_BLOCKS: Final = 64  # of an object whose first block is gone, so many are looked for
@@ -36,9 +36,9 @@ def delete(directory: Path, arguments: argparse.Namespace) -> Output:
         "continued_blocks": deleted.continued,
         "missing_blocks": deleted.missing,
     }
-    text = f"{target.label}: deleted {human_blocks(deleted.blocks)} ({human_bytes(deleted.payload_bytes)})"
+    text = f"{target.label}: deleted {human_blocks(deleted.blocks, deleted.payload_bytes)}"
     if deleted.leased:
-        text += f"; kept {human_count(deleted.leased)} that somebody holds a lease on"
+        text += f"; kept {human_count(deleted.leased)} under lease"
     if deleted.continued:
         text += f"; kept {human_count(deleted.continued)} that other stored blocks continue"
     return Output(text, reply, FAILED if kept else 0)

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore_client.cli.connecting import open_session
+from kvstore_client.cli.connection import open_session
 from kvstore_client.cli.exit_codes import UNREACHABLE, USAGE, CommandError
 from kvstore_client.cli.explain_source import Ask, explain_source
-from kvstore_client.cli.explaining import render_chain, render_misses
-from kvstore_client.cli.output import Output
-from kvstore_client.cli.plain import plain
+from kvstore_client.cli.explain_text import render_chain, render_misses
+from kvstore_client.cli.output import Output, plain
 from kvstore_client.cli.target import Target, find_target, fingerprint_digits, read_fingerprint
 from kvstore_client.session import Session
 from kvstore_proto.fingerprint import parse_fingerprint
@@ -69,7 +68,7 @@ def _explain_keys(directory: Path, ask: Ask, arguments: argparse.Namespace) -> O
 
 
 def _explain_object(ask: Ask, session: Session, target: Target) -> Output:
-    """Only an object's first block tells its length, and it is not read here: ask until nothing ever was stored."""
+    """Only an object's first block holds its length, and it is not read here: ask until nothing ever was stored."""
     assert target.name is not None
     blocks: list[wire.BlockExplanation] = []
     while True:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore_client.cli.admin import AdminSocket
-from kvstore_client.cli.connecting import open_session
+from kvstore_client.cli.connection import open_session
 from kvstore_client.cli.exit_codes import DENIED, UNREACHABLE, CommandError
 from kvstore_proto.objects import OBJECTS
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest

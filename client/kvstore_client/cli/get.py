@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final
 
-from kvstore_client.cli.connecting import not_there, open_session
+from kvstore_client.cli.connection import not_there, open_session
 from kvstore_client.cli.exit_codes import FAILED, MISS, USAGE, CommandError
-from kvstore_client.cli.explaining import in_words
+from kvstore_client.cli.explain_text import in_words
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.progress import Progress
 from kvstore_client.cli.target import Target, find_target
-from kvstore_client.cli.units import human_blocks, human_bytes, human_count
 from kvstore_client.memory import Bytes
 from kvstore_client.objects import get_head
 from kvstore_client.results import REASON_LATE
 from kvstore_client.session import Session
+from kvstore_console.progress import Progress
+from kvstore_console.units import human_blocks, human_bytes, human_count
 from kvstore_proto.identity import TokenIds
 from kvstore_proto.objects import HEAD_BYTES, ObjectChecksum, object_tokens
 
@@ -40,8 +40,12 @@ def get(directory: Path, arguments: argparse.Namespace) -> Output:
     if arguments.json and arguments.file == "-":
         raise CommandError(USAGE, "get --json says on standard output what it did: name a file for the bytes")
     target = find_target(directory, arguments)
-    with open_session(directory, target.fingerprint, arguments.timeout) as session, _whole_file(arguments.file) as file:
-        reading = _Reading(session, arguments.timeout, file)
+    with (
+        Progress("kvctl get") as progress,
+        open_session(directory, target.fingerprint, arguments.timeout) as session,
+        _whole_file(arguments.file) as file,
+    ):
+        reading = _Reading(session, arguments.timeout, file, progress)
         if target.name is not None:
             output = _get_object(reading, target.name)
         else:
@@ -53,11 +57,11 @@ def get(directory: Path, arguments: argparse.Namespace) -> Output:
 class _Reading:
     """Leading blocks of chains, verified, into one file. Counts where they came from."""
 
-    def __init__(self, session: Session, timeout_s: float, file: IO[bytes]) -> None:
+    def __init__(self, session: Session, timeout_s: float, file: IO[bytes], progress: Progress) -> None:
         self.session = session
         self.timeout_s = timeout_s
         self._file = file
-        self._progress = Progress("get")
+        self._progress = progress
         self.nbytes = self.blocks = self.promoted_bytes = 0
         self.reason = ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ from kvstore_client.cli.blocks import blocks
 from kvstore_client.cli.config import config
 from kvstore_client.cli.delete import delete
 from kvstore_client.cli.doctor.command import doctor
-from kvstore_client.cli.exit_codes import FAILED, OK, CommandError
+from kvstore_client.cli.exit_codes import CommandError
 from kvstore_client.cli.explain import explain
 from kvstore_client.cli.get import get
 from kvstore_client.cli.output import Output
@@ -31,7 +30,8 @@ from kvstore_client.cli.report import report
 from kvstore_client.cli.tenants import tenants
 from kvstore_client.cli.top import top
 from kvstore_client.paths import socket_directory
-from kvstore_proto.printable import printable
+from kvstore_console.command_line import report_error, run_program
+from kvstore_console.printable import printable
 
 _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]] = {
     "status": show.status,
@@ -60,7 +60,6 @@ _BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = 
     "explain": explain,
     "bench": bench,
 }
-INTERRUPTED: Final = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,29 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     --json).
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines are not for operators
-    for stream in (sys.stdout, sys.stderr):  # a terminal that has no arrows shows a question mark, not a traceback
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    arguments = parse(argv)
+    # A terminal that has no arrows and bars shows a question mark for each, so that columns stay aligned.
+    return run_program("kvctl", lambda: _print(parse(argv)), unencodable="replace")
+
+
+def _print(arguments: argparse.Namespace) -> int:
     try:
         output = _run(arguments)
-        print(output.render(as_json=arguments.json), file=sys.stderr if output.aside else sys.stdout, flush=True)
-        return output.exit_code
     except CommandError as error:
         if arguments.json:
             print(json.dumps({"error": str(error), "exit_code": error.exit_code, **error.facts}))
-        print(f"kvctl: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # `kvctl blocks | head`
-        _write_no_more()
-        return OK
-    except OSError as error:  # what a command has not told better itself: a full disk behind a redirection
-        _write_no_more()
-        place = f": {error.filename}" if error.filename else ""
-        print(printable(f"kvctl: {error.strerror or error}{place}"), file=sys.stderr)
-        return FAILED
+        return report_error("kvctl", printable(str(error)), error.exit_code)
+    print(output.render(as_json=arguments.json), file=sys.stderr if output.aside else sys.stdout, flush=True)
+    return output.exit_code
 
 
 def _run(arguments: argparse.Namespace) -> Output:
@@ -99,11 +88,6 @@ def _run(arguments: argparse.Namespace) -> Output:
         return _BY_DIRECTORY[arguments.command](directory, arguments)
     with AdminSocket(directory, arguments.timeout) as admin:
         return _COMMANDS[arguments.command](admin, arguments)
-
-
-def _write_no_more() -> None:
-    """What standard output still holds is lost; without this the interpreter would try once more at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ draws a gap instead of a zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
+from kvstore_console.terminal import known
 from kvstore_proto.v1 import admin_pb2 as wire
 
 Values = list[float]
@@ -65,8 +65,3 @@ class Past:
             return 0
         since_s = self.at_s[-1] - seconds
         return next(index for index, at_s in enumerate(self.at_s) if at_s > since_s + 1e-3)
-
-
-def known(values: Sequence[float]) -> Values:
-    """Without the gaps."""
-    return [value for value in values if not math.isnan(value)]

@@ -6,18 +6,18 @@ import argparse
 import statistics
 from pathlib import Path
 
-from kvstore_client.cli.connecting import open_session
+from kvstore_client.cli.connection import open_session
 from kvstore_client.cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.units import human_seconds
+from kvstore_console.units import human_seconds
 from kvstore_proto.fingerprint import Fingerprint
 
-_NOBODY = Fingerprint(model_name="kvctl ping", weights_digest="kvctl ping")  # stores nothing
+_PROBE = Fingerprint(model_name="kvctl ping", weights_digest="kvctl ping")  # stores nothing
 
 
 def ping(directory: Path, arguments: argparse.Namespace) -> Output:
     """Connect as a client that only reads, and send empty messages. Raises CommandError."""
-    with open_session(directory, _NOBODY, arguments.timeout) as session:
+    with open_session(directory, _PROBE, arguments.timeout) as session:
         trips = [session.ping(arguments.timeout) for _ in range(arguments.count)]
     times = sorted(trip for trip in trips if trip is not None)
     lost = len(trips) - len(times)

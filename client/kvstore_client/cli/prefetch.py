@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore_client.cli.connecting import not_there, open_session
+from kvstore_client.cli.connection import not_there, open_session
 from kvstore_client.cli.exit_codes import FAILED
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.progress import Progress
 from kvstore_client.cli.target import Target, find_target
-from kvstore_client.cli.units import human_blocks, human_count
 from kvstore_client.objects import get_head
 from kvstore_client.session import Session
+from kvstore_console.progress import Progress
+from kvstore_console.units import human_blocks, human_count
 from kvstore_proto.objects import object_tokens
 
 POLL_S: Final = 0.01
@@ -38,12 +38,13 @@ def prefetch(
             raise not_there(f"{target.label}: nothing of it is stored", found.reason, arguments.timeout)
         mapped = found.tiers[: found.blocks].count(MAPPED)
         wanted = begun.resident_blocks + begun.scheduled_blocks
-        deadline, progress = clock() + (arguments.wait or 0.0), Progress("prefetch")
-        while mapped < wanted and clock() < deadline:
-            sleep(POLL_S)
-            found = session.lookup(tokens, group=target.group)
-            mapped = found.tiers[: found.blocks].count(MAPPED)
-            progress.say(f"{human_count(mapped)} of {human_blocks(wanted)} are in DRAM")
+        deadline = clock() + (arguments.wait or 0.0)
+        with Progress("kvctl prefetch") as progress:
+            while mapped < wanted and clock() < deadline:
+                sleep(POLL_S)
+                found = session.lookup(tokens, group=target.group)
+                mapped = found.tiers[: found.blocks].count(MAPPED)
+                progress.say(f"{human_count(mapped)} of {human_blocks(wanted)} are in DRAM")
     reply = {
         "stored_blocks": found.blocks,
         "resident_blocks": begun.resident_blocks,

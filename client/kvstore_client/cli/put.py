@@ -16,17 +16,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvstore_client.cli.connecting import open_session
+from kvstore_client.cli.connection import open_session
 from kvstore_client.cli.exit_codes import FAILED, USAGE, CommandError
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.progress import Progress
 from kvstore_client.cli.target import Target, find_target
-from kvstore_client.cli.units import human_blocks, human_bytes, human_count
 from kvstore_client.memory import Bytes
 from kvstore_client.objects import get_head, payloads_of
 from kvstore_client.payload import Payload
 from kvstore_client.receipt import DURABLE
 from kvstore_client.session import Session
+from kvstore_console.progress import Progress
+from kvstore_console.units import human_blocks, human_bytes, human_count
 from kvstore_proto.objects import head_of, object_tokens
 
 STAGING_BYTES: Final = 64 << 20
@@ -37,8 +37,11 @@ MAX_STDIN_BYTES: Final = 4 << 30
 def put(directory: Path, arguments: argparse.Namespace) -> Output:
     target = find_target(directory, arguments)
     data = read_bytes(arguments.file)
-    stored = _Stored(Progress("put"), arguments)
-    with open_session(directory, target.fingerprint, arguments.timeout, staging_bytes=STAGING_BYTES) as session:
+    with (
+        Progress("kvctl put") as progress,
+        open_session(directory, target.fingerprint, arguments.timeout, staging_bytes=STAGING_BYTES) as session,
+    ):
+        stored = _Stored(progress, arguments)
         if target.name is not None:
             return _put_object(session, target.name, data, stored)
         return _put_prefix(session, target, data, stored)
@@ -101,7 +104,7 @@ class _Stored:
         how = "durable" if self.durable == known else "volatile" if not self.durable else "partly durable"
         if not self.blocks:
             return Output(f"{label}: stored already, {human_blocks(self.present)}, {how}", reply)
-        text = f"{label}: stored {human_blocks(self.blocks)} ({human_bytes(self.nbytes)}), {how}"
+        text = f"{label}: stored {human_blocks(self.blocks, self.nbytes)}, {how}"
         if self.present:
             text += f"; {human_count(self.present)} were there already"
         return Output(text, reply)
@@ -132,7 +135,7 @@ def _put_object(session: Session, name: str, data: Bytes, stored: _Stored) -> Ou
 def _clear(session: Session, name: str, blocks: int, timeout_s: float) -> None:
     deleted = session.delete(object_tokens(name, blocks), deadline_s=timeout_s)
     if deleted.leased or deleted.continued or deleted.reason:
-        why = deleted.reason or "somebody holds a lease on it"
+        why = deleted.reason or "it is under lease"
         raise CommandError(FAILED, f"{name}: the object stored under this name cannot be deleted now: {why}")
 
 

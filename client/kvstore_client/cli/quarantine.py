@@ -10,9 +10,11 @@ import argparse
 from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.show import KEY_DIGITS
-from kvstore_client.cli.table import Column, render_table
-from kvstore_client.cli.units import human_bytes, human_count
+from kvstore_console.table import render_table
+from kvstore_console.units import human_bytes, human_count, plural
 from kvstore_proto.v1 import admin_pb2 as wire
+
+_HEADINGS = ("PLACE", "KEY", "TENANT", ">SIZE", "STORED AGAIN", "REASON", "LOCATION")
 
 
 def quarantine(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
@@ -21,28 +23,14 @@ def quarantine(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 def _list(admin: AdminSocket) -> Output:
     reply = admin.call("Quarantine", wire.QuarantineRequest(), wire.QuarantineReply)
-    columns = [
-        Column("PLACE"),
-        Column("KEY"),
-        Column("TENANT"),
-        Column("SIZE", True),
-        Column("STORED AGAIN"),
-        Column("REASON"),
-        Column("LOCATION"),
-    ]
     rows = [
         [
-            f"{slot.slab}:{slot.offset}",
-            slot.key[:KEY_DIGITS] or "-",
-            slot.tenant or "-",
-            human_bytes(slot.bytes),
-            "yes" if slot.stored_again else "no",
-            slot.reason,
-            slot.location,
+            f"{slot.slab}:{slot.offset}", slot.key[:KEY_DIGITS] or "-", slot.tenant or "-", human_bytes(slot.bytes),
+            "yes" if slot.stored_again else "no", slot.reason, slot.location,
         ]
         for slot in reply.slots
-    ]
-    text = render_table(columns, rows, empty="nothing is in quarantine")
+    ]  # fmt: skip
+    text = render_table(_HEADINGS, rows, empty="nothing is in quarantine")
     if rows:
         text += f"\n{human_count(len(rows))} of at most {human_count(reply.limit)} slots (nvme.quarantine_slots)"
     return Output(text, reply)
@@ -51,8 +39,5 @@ def _list(admin: AdminSocket) -> Output:
 def _release(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     request = wire.ReleaseQuarantineRequest(locations=arguments.places, all=arguments.all)
     reply = admin.call("ReleaseQuarantine", request, wire.ReleaseQuarantineReply)
-    slots = "slot" if reply.released == 1 else "slots"
-    return Output(
-        f"released {human_count(reply.released)} {slots} ({human_bytes(reply.released_bytes)}): free for other blocks",
-        reply,
-    )
+    released = f"{plural(reply.released, 'slot')} ({human_bytes(reply.released_bytes)})"
+    return Output(f"released {released}: free for other blocks", reply)

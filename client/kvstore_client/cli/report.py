@@ -11,27 +11,34 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvstore_client.cli import report_page as page
-from kvstore_client.cli import scales
 from kvstore_client.cli.admin import AdminSocket
-from kvstore_client.cli.charts import Chart, Curve, draw
 from kvstore_client.cli.dashboard import hit_ratios
 from kvstore_client.cli.exit_codes import FAILED, USAGE, CommandError
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.past import Past, known
-from kvstore_client.cli.show import by_bytes
+from kvstore_client.cli.past import Past
 from kvstore_client.cli.snapshot import Snapshot, take
-from kvstore_client.cli.units import human_bytes, human_count, human_seconds, human_share
+from kvstore_client.cli.tenants import by_bytes
+from kvstore_console import axes
+from kvstore_console import page as markup
+from kvstore_console.history import Series, history_chart
+from kvstore_console.page import charts, html_table, pairs, section
+from kvstore_console.terminal import known
+from kvstore_console.units import human_bytes, human_count, human_seconds, human_share
 from kvstore_proto.v1 import admin_pb2 as wire
 
 _MIN_SAMPLES = 3
 _MODELS_SHOWN = 6
 _TIMED = ("lookup", "acquire", "store", "release", "prefetch")
 _PACKAGES = ("kvstored", "grpcio", "protobuf", "numpy", "xxhash")
+_TIERS = ("tier", "state", ">used", ">capacity", ">full", ">blocks", ">hits", ">read", ">written", ">evicted", ">bad")
+_TENANTS = (
+    "tenant", "models", ">clients", ">blocks", ">host", ">nvme", ">limbo", ">lookups", ">blocks served", ">missed",
+    ">hits",
+)  # fmt: skip
 
 
 def report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
@@ -51,85 +58,102 @@ def report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
         try:
             path.write_bytes(html)
         except OSError as error:
-            raise CommandError(
-                FAILED, f"cannot write {path}: {error.strerror or error}; choose another -o FILE"
-            ) from None
+            reason = error.strerror or error
+            raise CommandError(FAILED, f"cannot write {path}: {reason}; choose another -o FILE") from None
     samples = {str(shot.history.resolution_s): len(shot.history.at_s), str(coarse_s): len(coarse.at_s)}
-    said = f"wrote {path} ({human_bytes(len(html))}): " + ", ".join(f"{n} samples of {s} s" for s, n in samples.items())
-    return Output(said, {"path": str(path.absolute()), "bytes": len(html), "samples": samples}, aside=to_stdout)
+    counts = ", ".join(f"{count} samples of {step_s} s" for step_s, count in samples.items())
+    reply = {"path": str(path.absolute()), "bytes": len(html), "samples": samples}
+    return Output(f"wrote {path} ({human_bytes(len(html))}): {counts}", reply, aside=to_stdout)
 
 
 def document(shot: Snapshot, coarse: Past) -> str:
     """The page. `coarse` are the samples that go back furthest."""
     status = shot.status
     fine = shot.past
-    body = [page.tiles(_facts(shot))]
-    body += [page.warning(f"The daemon warns: {warning}") for warning in status.warnings]
-    body.append(page.charts(_period(fine), [draw(chart) for chart in _charts(fine)]))
+    body = [markup.tiles(_facts(shot))]
+    body += [markup.warning(f"The daemon warns: {warning}") for warning in status.warnings]
+    body.append(section(_period(fine), charts(_charts(fine))))
     if len(coarse) >= _MIN_SAMPLES and sum(coarse.span_s) > 1.5 * sum(fine.span_s):
-        body.append(page.charts(_period(coarse), [draw(chart) for chart in _charts(coarse)]))
-    body += [_tiers(shot), _tenants(shot), _misses(fine), _counters(status), _settings(shot.history.settings)]
-    body.append(_versions(status))
+        body.append(section(_period(coarse), charts(_charts(coarse))))
+    body += [
+        section("Tiers", _tiers(shot)),
+        section("Tenants", _tenants(shot)),
+        section("Misses since the start", _misses(fine)),
+        section("Counters since the start", _counters(status)),
+        section("Settings in use", _settings(shot.history.settings)),
+        section("Versions", _versions(status)),
+    ]
     now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     subtitle = f"{socket.gethostname()}, {now}: {status.state}, up {human_seconds(status.uptime_s)}, pid {status.pid}"
-    return page.page(f"kvstored {status.version}", subtitle, body, "Made by kvctl report. Times are local.")
+    return markup.page(f"kvstored {status.version}", subtitle, body, "Made by kvctl report. Times are local.")
 
 
 def _facts(shot: Snapshot) -> list[tuple[str, str]]:
     status, past = shot.status, shot.past
     served = status.counters.get("acquired_blocks", 0)
-    missed = sum(past.misses.values())
-    facts = [
-        (human_share(served, served + missed), f"of {human_count(served + missed)} blocks asked for were served"),
+    requested = served + sum(past.misses.values())
+    return [
+        (human_share(served, requested), f"of {human_count(requested)} requested blocks were served"),
         (human_count(status.blocks), "blocks stored"),
+        *(
+            (human_share(tier.used_bytes, tier.capacity_bytes), f"of {human_bytes(tier.capacity_bytes)} {tier.name}")
+            for tier in shot.tiers.tiers
+        ),
+        (human_bytes(status.counters.get("stored_bytes", 0)), "stored by clients"),
+        (human_count(status.clients), "clients now"),
     ]
-    facts += [
-        (human_share(tier.used_bytes, tier.capacity_bytes), f"of {human_bytes(tier.capacity_bytes)} {tier.name} used")
-        for tier in shot.tiers.tiers
-    ]
-    facts.append((human_bytes(status.counters.get("stored_bytes", 0)), "stored by clients"))
-    facts.append((human_count(status.clients), "clients now"))
-    return facts
 
 
-def _charts(past: Past) -> list[Chart]:
-    at_s = past.at_s
-    charts = [_occupancy(past, tier) for tier in past.subjects("tier")]
-    charts.append(Chart("Hit ratio", scales.SHARE, at_s, [Curve("blocks served", _percent(hit_ratios(past)))],
-                        note="blocks served, of those asked for"))  # fmt: skip
-    hits = [Curve(f"from {tier}", past.rates("tier", tier, "hits")) for tier in past.subjects("tier")]
-    charts.append(Chart("Hits by tier", scales.BLOCKS_A_SECOND, at_s, hits, is_stacked=True, note="blocks a second"))
-    misses = [Curve(cause.replace("_", " "), past.rates("miss", cause, "blocks")) for cause in past.subjects("miss")]
-    charts.append(
-        Chart("Misses by cause", scales.BLOCKS_A_SECOND, at_s, misses, is_stacked=True, note="blocks a second")
-    )
-    moved = [Curve("stored by clients", past.rates("daemon", "", "stored_bytes"))]
-    moved += [Curve(f"lane {lane}", past.rates("lane", lane, "moved_bytes")) for lane in past.subjects("lane")]
-    charts.append(Chart("Movement", scales.BYTES_A_SECOND, at_s, moved, note="by lane"))
-    queued = [Curve(lane, past.values("lane", lane, "queued"), is_peak=True) for lane in past.subjects("lane")]
-    charts.append(Chart("Waiting in lanes", scales.COUNT, at_s, queued, note="blocks queued or in flight"))
+def _charts(past: Past) -> list[str]:
+    def draw(title: str, note: str, unit: axes.Unit, series: Sequence[Series], *, is_stacked: bool = False) -> str:
+        return history_chart(title, note, unit, past.at_s, series, is_stacked=is_stacked)
+
     verbs = [verb for verb in _TIMED if verb in past.subjects("verb")]
-    asked = [Curve(verb, past.rates("verb", verb, "requests")) for verb in verbs]
-    charts.append(Chart("Requests", scales.REQUESTS_A_SECOND, at_s, asked, note="by verb"))
-    for name, title in (("p50_us", "Latency, median"), ("p99_us", "Latency, p99")):
-        curves = [Curve(verb, past.values("verb", verb, name), is_peak=name == "p99_us") for verb in verbs]
-        charts.append(Chart(title, scales.LATENCY, at_s, curves, note="in the daemon, by verb; log scale"))
-    held = [Curve(name, past.values("daemon", "", name), is_peak=True) for name in ("clients", "leases")]
-    charts.append(Chart("Clients and leases", scales.COUNT, at_s, held))
-    memory = [Curve("daemon", past.values("daemon", "", "rss_bytes"))]
-    memory.append(Curve("limbo", past.values("daemon", "", "limbo_bytes")))
-    charts.append(Chart("Memory beside the tiers", scales.BYTES, at_s, memory, note="resident, and bytes in limbo"))
-    return charts
+    hits = [Series(f"from {tier}", past.rates("tier", tier, "hits")) for tier in past.subjects("tier")]
+    misses = [Series(cause.replace("_", " "), past.rates("miss", cause, "blocks")) for cause in past.subjects("miss")]
+    moved = [Series("stored by clients", past.rates("daemon", "", "stored_bytes"))]
+    moved += [Series(f"lane {lane}", past.rates("lane", lane, "moved_bytes")) for lane in past.subjects("lane")]
+    queued = [Series(lane, past.values("lane", lane, "queued"), is_peak=True) for lane in past.subjects("lane")]
+    requests = [Series(verb, past.rates("verb", verb, "requests")) for verb in verbs]
+    held = [Series(name, past.values("daemon", "", name), is_peak=True) for name in ("clients", "leases")]
+    memory = [
+        Series("daemon", past.values("daemon", "", "rss_bytes")),
+        Series("limbo", past.values("daemon", "", "limbo_bytes")),
+    ]
+    latency = "in the daemon, by verb; log scale"
+    return [
+        *(
+            draw(f"Occupancy of {tier}", "blocks by tenant", axes.BYTES, _occupancy(past, tier), is_stacked=True)
+            for tier in past.subjects("tier")
+        ),
+        draw("Hit ratio", "share of requested blocks", axes.PERCENT, [Series("blocks served", hit_ratios(past))]),
+        draw("Hits by tier", "blocks a second", axes.COUNT_A_SECOND, hits, is_stacked=True),
+        draw("Misses by cause", "blocks a second", axes.COUNT_A_SECOND, misses, is_stacked=True),
+        draw("Movement", "by lane", axes.BYTES_A_SECOND, moved),
+        draw("Waiting in lanes", "blocks queued or in flight", axes.COUNT, queued),
+        draw("Requests", "by verb", axes.COUNT_A_SECOND, requests),
+        draw("Latency, median", latency, axes.LATENCY, _latencies(past, verbs, "p50_us")),
+        draw("Latency, p99", latency, axes.LATENCY, _latencies(past, verbs, "p99_us")),
+        draw("Clients and leases", "", axes.COUNT, held),
+        draw("Memory outside the tiers", "resident, and bytes in limbo", axes.BYTES, memory),
+    ]
 
 
-def _occupancy(past: Past, tier: str) -> Chart:
+def _latencies(past: Past, verbs: Sequence[str], name: str) -> list[Series]:
+    return [
+        Series(verb, [value / 1e6 for value in past.values("verb", verb, name)], is_peak=name == "p99_us")
+        for verb in verbs
+    ]
+
+
+def _occupancy(past: Past, tier: str) -> list[Series]:
     """What tenants hold, under what the tier uses in all and may use."""
-    curves = [Curve(tenant, past.values("tenant", tenant, f"{tier}_bytes")) for tenant in past.subjects("tenant")]
-    curves = [curve for curve in curves if any(known(curve.values))]  # tenants without a block here are no news
-    used = past.values("tier", tier, "used_bytes")
-    curves.append(Curve("used in all", used, mark="outline"))
-    curves.append(Curve("capacity", past.values("tier", tier, "capacity_bytes"), mark="limit"))
-    return Chart(f"Occupancy of {tier}", scales.BYTES, past.at_s, curves, is_stacked=True, note="blocks by tenant")
+    tenants = [Series(tenant, past.values("tenant", tenant, f"{tier}_bytes")) for tenant in past.subjects("tenant")]
+    return [
+        *(series for series in tenants if any(known(series.values))),  # only tenants that had a block here
+        Series("used in all", past.values("tier", tier, "used_bytes"), mark="outline"),
+        Series("capacity", past.values("tier", tier, "capacity_bytes"), mark="limit"),
+    ]
 
 
 def _period(past: Past) -> str:
@@ -138,12 +162,7 @@ def _period(past: Past) -> str:
     return f"The last {human_seconds(sum(past.span_s))}, in samples of {past.resolution_s} s"
 
 
-def _percent(shares: Sequence[float]) -> list[float]:
-    return [100 * share for share in shares]
-
-
 def _tiers(shot: Snapshot) -> str:
-    headings = ["tier", "state", "used", "capacity", "full", "blocks", "hits", "read", "written", "evicted", "bad"]
     rows = [
         [
             tier.name, tier.state, human_bytes(tier.used_bytes), human_bytes(tier.capacity_bytes),
@@ -153,28 +172,15 @@ def _tiers(shot: Snapshot) -> str:
         ]
         for tier in shot.tiers.tiers
     ]  # fmt: skip
-    return page.table("Tiers", headings, rows, words=2)
+    return html_table(_TIERS, rows)
 
 
 def _tenants(shot: Snapshot) -> str:
-    headings = [
-        "tenant",
-        "models",
-        "clients",
-        "blocks",
-        "host",
-        "nvme",
-        "limbo",
-        "lookups",
-        "blocks served",
-        "missed",
-        "hits",
-    ]
     rows = []
     for tenant in shot.tenants.tenants:
         rows.append(_tenant_row(tenant.name, _models(tenant.fingerprints), human_bytes(tenant.limbo_bytes), tenant))
         rows += [_tenant_row(f"{tenant.name}/{each.name}", "", "", each) for each in by_bytes(tenant.accounts)]
-    return page.table("Tenants", headings, rows, words=2)
+    return html_table(_TENANTS, rows)
 
 
 def _tenant_row(name: str, models: str, limbo: str, holder: wire.TenantStatus | wire.AccountStatus) -> list[str]:
@@ -197,33 +203,31 @@ def _misses(past: Past) -> str:
         [cause.replace("_", " "), human_count(blocks), human_share(blocks, total)]
         for cause, blocks in sorted(past.misses.items(), key=lambda item: -item[1])
     ]
-    return page.table("Misses since the start", ["cause", "blocks", "share"], rows)
+    return html_table(("cause", ">blocks", ">share"), rows)
 
 
 def _counters(status: wire.StatusReply) -> str:
     facts = [(name, _shown(name, str(status.counters[name]))) for name in sorted(status.counters)]
     third = -(-len(facts) // 3)
-    groups = [("", facts[number * third : (number + 1) * third]) for number in range(3)]
-    return page.pairs("Counters since the start", [(name, part) for name, part in groups if part])
+    return pairs([("", facts[first : first + third]) for first in range(0, len(facts), third or 1)])
 
 
 def _settings(settings: Mapping[str, str]) -> str:
     groups: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(settings):
-        section, _, name = key.rpartition(".")
-        groups.setdefault(section or "general", []).append((name, _shown(name, settings[key])))
-    return page.pairs("Settings in use", [(f"[{section}]", facts) for section, facts in groups.items()])
+        name_of_section, _, name = key.rpartition(".")
+        groups.setdefault(name_of_section or "general", []).append((name, _shown(name, settings[key])))
+    return pairs([(f"[{name}]", facts) for name, facts in groups.items()])
 
 
 def _versions(status: wire.StatusReply) -> str:
-    here = [(name, _version(name)) for name in _PACKAGES]
     machine = [
         ("daemon", f"{status.version}, protocol {status.protocol_version}"),
         ("Python", platform.python_version()),
         ("system", f"{platform.system()} {platform.release()} {platform.machine()}"),
         ("processors", str(os.cpu_count())),
     ]
-    return page.pairs("Versions", [("this machine", machine), ("packages of kvctl", here)])
+    return pairs([("this machine", machine), ("packages of kvctl", [(name, _version(name)) for name in _PACKAGES])])
 
 
 def _version(package: str) -> str:
@@ -233,19 +237,10 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-_WRITTEN: Sequence[tuple[str, Callable[[int], str]]] = (
-    ("_bytes", lambda value: human_bytes(value)),
-    ("_ms", lambda value: human_seconds(value / 1000)),
-)
-
-
 def _shown(name: str, value: str) -> str:
     """A number as people read it, by the unit in its name."""
-    if value.isdecimal():
-        if value == "0":
-            return "0"
-        for ending, write in _WRITTEN:
-            if name.endswith(ending):
-                return write(int(value))
-        return human_count(int(value))
-    return value or "-"
+    if not value.isdecimal() or value == "0":
+        return value or "-"
+    if name.endswith("_bytes"):
+        return human_bytes(int(value))
+    return human_seconds(int(value) / 1000) if name.endswith("_ms") else human_count(int(value))

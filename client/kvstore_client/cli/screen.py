@@ -17,28 +17,11 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, TextIO
 
+from kvstore_console.terminal import size_of
+
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[2J"
 _LEAVE = "\x1b[?25h\x1b[?1049l"
 _QUIT_KEYS = {"q", "Q", "\x1b", "\x03"}
-
-
-def is_terminal(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that understands escape codes."""
-    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-
-
-def wants_colour(stream: TextIO) -> bool:
-    """Colour only on a terminal, and not where the user said no (https://no-color.org)."""
-    return is_terminal(stream) and not os.environ.get("NO_COLOR")
-
-
-def size_of(stream: TextIO) -> tuple[int, int]:
-    """Columns and lines; 80 by 24 of what has no size."""
-    with suppress(OSError, ValueError):
-        size = os.get_terminal_size(stream.fileno())
-        if size.columns and size.lines:
-            return size.columns, size.lines
-    return 80, 24
 
 
 class Screen:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore_client.cli.admin import AdminSocket
+from kvstore_client.cli.output import plain
 from kvstore_client.cli.past import Past
-from kvstore_client.cli.plain import plain
 from kvstore_proto.v1 import admin_pb2 as wire
 
 

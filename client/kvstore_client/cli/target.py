@@ -30,7 +30,7 @@ _RUN: Final = re.compile(r"(\d+)-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`name` is None for a token prefix; `tokens` is empty for a named object, whose length its head tells."""
+    """`name` is None for a token prefix; `tokens` is empty for a named object, whose length is in its head."""
 
     label: str
     fingerprint: Fingerprint

@@ -15,9 +15,9 @@ from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.dashboard import render
 from kvstore_client.cli.exit_codes import CommandError
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.paint import Line, plain_line
-from kvstore_client.cli.screen import Screen, is_terminal, size_of, wants_colour
+from kvstore_client.cli.screen import Screen
 from kvstore_client.cli.snapshot import Snapshot, take
+from kvstore_console.terminal import Line, is_terminal, plain_line, size_of, wants_colour
 
 SHOWN_S = 60.0
 

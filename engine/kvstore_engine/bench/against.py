@@ -58,7 +58,7 @@ def compare(wanted: Comparison, progress: Progress, *, server: bool = True, deco
     with llama_server(wanted.model, LlamaServerSettings(wanted.threads), wanted.program) as probe:
         builds.see(probe)
     rows = [_server_row(wanted, count, builds, progress) for count in wanted.concurrency] if server else []
-    # Decoding alone calls llama.cpp's library, which is the one that our engine uses, whatever server there is.
+    # Decoding alone calls llama.cpp's library, which is the one that our engine uses, regardless of the server.
     decode_rows = []
     if decode:
         with decoders(wanted.model, wanted.threads, kernel_environment(cpu_features(find_library()))) as sides:
@@ -126,8 +126,8 @@ def _server_row(wanted: Comparison, count: int, builds: _Builds, progress: Progr
     row: Row = {"concurrency": count, "load": wanted.load_name, "requests": sizes.requests, **_ratios(figures, builds)}
     for name, values in figures.items():
         row |= {f"{figure}_{name}": value for figure, value in values.items()}
-    told = ", ".join(f"{name} {values['throughput']:.0f}" for name, values in figures.items())
-    progress(f"{count} clients over HTTP, generated tokens/s: {told}")
+    speeds_text = ", ".join(f"{name} {values['throughput']:.0f}" for name, values in figures.items())
+    progress(f"{count} clients over HTTP, generated tokens/s: {speeds_text}")
     return row
 
 
@@ -197,7 +197,7 @@ def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator
     module, arguments = "kvstore_engine.bench.decoding", [str(model), str(threads)]
     with (
         Child(module, [OURS, *arguments], {**_LIBGOMP_SPINS, **environment}) as ours,
-        # Told to this side, too, lest it inherit another count from this process.
+        # Set for this side, too, so that it does not inherit another count from this process.
         Child(module, ["llama", *arguments], _LIBGOMP_SPINS) as llama,
     ):
         yield {OURS: ours, _PLAIN: llama, _FLASH: llama, DEFAULT: llama}
@@ -238,8 +238,8 @@ def _decode_row(wanted: Comparison, count: int, sides: dict[str, Child], progres
     )
     same = same_build(mapped_libraries([sides[OURS].pid]), mapped_libraries([sides[DEFAULT].pid]))
     ours, default = speeds.per_s[OURS], speeds.per_s[DEFAULT]
-    told = ", ".join(f"{name} {value:.0f}" for name, value in speeds.per_s.items())
-    progress(f"{count} sequences without HTTP, tokens/s: {told}")
+    speeds_text = ", ".join(f"{name} {value:.0f}" for name, value in speeds.per_s.items())
+    progress(f"{count} sequences without HTTP, tokens/s: {speeds_text}")
     return {
         "concurrency": count,
         "throughput_ratio_default": ours / default if same else None,

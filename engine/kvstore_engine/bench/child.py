@@ -87,7 +87,7 @@ class Child:
 def answer_questions(respond: Callable[[dict[str, Any]], object]) -> None:
     """The child's side: say ready, then answer until the parent is done."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints must not be taken for an answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not be taken for an answer
     print(json.dumps(_READY), file=out, flush=True)
     for line in sys.stdin:
         print(json.dumps(respond(json.loads(line))), file=out, flush=True)

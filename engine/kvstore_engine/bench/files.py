@@ -58,13 +58,13 @@ def write_files(folder: Path, about: Mapping[str, object], cases: Sequence[Case]
 
 
 def _flat(case: Case) -> dict[str, object]:
-    told = case.as_json()
+    fields = case.as_json()
     for name in _LATENCIES:
-        latency = told[name]
+        latency = fields[name]
         assert isinstance(latency, dict)
-        told |= {f"{name}_{part}": latency[part] for part in _PARTS}
+        fields |= {f"{name}_{part}": latency[part] for part in _PARTS}
     kv, sources = case.profile.get("kv"), case.profile.get("prompt_tokens_by_source")
     if isinstance(kv, dict) and isinstance(sources, dict):
-        told |= {"kv_mean_used": kv["mean_used"], "kv_peak_used": kv["peak_used"]}
-        told |= {"local_tokens": sources["local"], "daemon_tokens": sources["daemon"]}
-    return told
+        fields |= {"kv_mean_used": kv["mean_used"], "kv_peak_used": kv["peak_used"]}
+        fields |= {"local_tokens": sources["local"], "daemon_tokens": sources["daemon"]}
+    return fields

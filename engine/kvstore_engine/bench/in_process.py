@@ -33,7 +33,7 @@ class _Feeding:
 
 
 class EndsAfter:
-    """A constraint that allows everything and ends the answer after so many tokens: nobody knows before."""
+    """A constraint that allows everything and ends the answer after so many tokens, unknown to the scheduler."""
 
     def __init__(self, tokens: int) -> None:
         self._left = tokens

@@ -7,34 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvstore_engine.bench.charts import Curve, Points, Scale, bar_chart, curve_chart, page, table, tiles
+from kvstore_console import page as markup
+from kvstore_console.axes import PERCENT, SECONDS, Unit, linear_axis, log_axis
+from kvstore_console.charts import Curve, Points, bar_chart, line_chart
+from kvstore_console.units import human_seconds
 from kvstore_engine.bench.study import Case
 
 _HEADINGS = (
-    "load", "arrivals", "blocks", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "between tokens p99", "queue p50",
-    "total p50", "computed of ideal", "K/V used", "failed",
+    "load", "arrivals", ">blocks", ">tokens/s", ">TTFT p50", ">p99", ">TPOT p50", ">p99", ">between tokens p99",
+    ">queue p50", ">total p50", ">computed of ideal", ">K/V used", ">failed",
 )  # fmt: skip
 _SOURCES = (("computed", "computed"), ("local", "this engine's blocks"), ("daemon", "the daemon"))
+_COUNT = Unit(lambda value: f"{value:,.4g}" if value < 1000 else f"{value:,.0f}")
 Get = Callable[[Case], float]
 
 
 def report_page(about: Mapping[str, object], cases: Sequence[Case]) -> str:
     """The whole document."""
-    body = tiles(_best(cases))
+    body = [markup.tiles(_best(cases))]
     for load in dict.fromkeys(case.load for case in cases):
         chosen = [case for case in cases if case.load == load]
-        drawn = "".join(_charts(chosen))
-        body += f'<h2>{load}</h2><p class="sub">{chosen[0].about}</p><div class="charts">{drawn}</div>\n'
-    body += "<h2>All figures</h2>" + table(_HEADINGS, [_row(case) for case in cases], words=2)
-    told = " · ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items() if value not in (None, ""))
-    return page("kvengine bench", told, body)
-
-
-def seconds(value: float) -> str:
-    """A duration, in the unit that reads best."""
-    if value >= 1:
-        return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs" if value else "0"
+        body.append(markup.section(load, markup.charts(_charts(chosen)), chosen[0].about))
+    body.append(markup.section("All figures", markup.html_table(_HEADINGS, [_row(case) for case in cases])))
+    facts = " · ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items() if value not in (None, ""))
+    return markup.page("kvengine bench", facts, body)
 
 
 def _best(cases: Sequence[Case]) -> list[tuple[str, str]]:
@@ -42,20 +38,22 @@ def _best(cases: Sequence[Case]) -> list[tuple[str, str]]:
     quickest = min(cases, key=lambda case: case.summary.ttft_s["p50"])
     failed = sum(case.summary.failed for case in cases)
     figures = [
-        (f"most generated: {fastest.load}, {fastest.arrivals}", f"{fastest.summary.generated_per_s:,.0f} tokens/s"),
-        (f"least TTFT p50: {quickest.load}, {quickest.arrivals}", seconds(quickest.summary.ttft_s["p50"])),
-        ("requests measured", f"{sum(case.summary.requests for case in cases):,}"),
+        (f"{fastest.summary.generated_per_s:,.0f} tokens/s", f"most generated: {fastest.load}, {fastest.arrivals}"),
+        (human_seconds(quickest.summary.ttft_s["p50"]), f"least TTFT p50: {quickest.load}, {quickest.arrivals}"),
+        (f"{sum(case.summary.requests for case in cases):,}", "requests measured"),
     ]
-    return figures + ([("requests failed", f"{failed:,}")] if failed else [])
+    return figures + ([(f"{failed:,}", "requests failed")] if failed else [])
 
 
 def _charts(cases: Sequence[Case]) -> list[str]:
     charts = []
     if len({_at(case) for case in cases}) > 1:
         charts += [
-            _over(cases, "Throughput", "generated tokens per second", lambda case: case.summary.generated_per_s, None),
-            _over(cases, "Time to first token", "p50", lambda case: case.summary.ttft_s["p50"], seconds),
-            _over(cases, "Time per further token", "p50", lambda case: case.summary.tpot_s["p50"], seconds),
+            _over(
+                cases, "Throughput", "generated tokens per second", lambda case: case.summary.generated_per_s, _COUNT
+            ),
+            _over(cases, "Time to first token", "p50", lambda case: case.summary.ttft_s["p50"], SECONDS),
+            _over(cases, "Time per further token", "p50", lambda case: case.summary.tpot_s["p50"], SECONDS),
         ]
     else:
         throughput = [(_name(case), [case.summary.generated_per_s]) for case in cases]
@@ -75,29 +73,26 @@ def _charts(cases: Sequence[Case]) -> list[str]:
     return charts
 
 
-def _over(cases: Sequence[Case], title: str, note: str, get: Get, show: Callable[[float], str] | None) -> str:
+def _over(cases: Sequence[Case], title: str, note: str, get: Get, unit: Unit) -> str:
     """One curve for each block size over the number of clients, or the rate."""
     curves = []
     for block_tokens in dict.fromkeys(case.block_tokens for case in cases):
         points = sorted((_at(case), get(case)) for case in cases if case.block_tokens == block_tokens)
-        curves.append(Curve(f"blocks of {block_tokens}" if block_tokens else "server", points))
+        curves.append(Curve(f"blocks of {block_tokens}" if block_tokens else "server", points, has_dots=True))
     xs = [at for curve in curves for at, _ in curve.points]
-    most = max(value for curve in curves for _, value in curve.points) or 1.0
-    is_closed = cases[0].concurrency is not None
-    label = "clients" if is_closed else "requests/s"
-    x = Scale(min(xs), max(xs), label, log=is_closed, show=lambda at: f"{at:g}", labelled=xs)
-    return curve_chart(title, note, curves, x, Scale(0, most * 1.08, show=show or (lambda value: f"{value:,.0f}")))
+    if cases[0].concurrency is not None:
+        x = log_axis(min(xs), max(xs), lambda at: f"{at:g}", "clients", marks=xs)
+    else:
+        x = linear_axis(min(xs), max(xs), lambda at: f"{at:g}", "requests/s")
+    return line_chart(title, note, curves, x, unit.axis([value for curve in curves for _, value in curve.points]))
 
 
 def _distribution(title: str, named: Sequence[tuple[str, Points]]) -> str:
-    curves = [
-        Curve(name, [(points[0][0], 0.0), *points], dots=False)
-        for name, points in ((name, [(max(at, 1e-6), share) for at, share in points]) for name, points in named)
-        if points
-    ]
+    found = [(name, [(max(at, 1e-6), share) for at, share in points]) for name, points in named if points]
+    curves = [Curve(name, [(points[0][0], 0.0), *points]) for name, points in found]
     ends = [at for curve in curves for at, _ in (curve.points[0], curve.points[-1])] or [1e-3, 1.0]
-    x = Scale(min(ends) * 0.95, max(ends) * 1.05, "", log=True, show=seconds)
-    return curve_chart(title, "share that took no longer", curves, x, Scale(0, 1, show=lambda share: f"{share:.0%}"))
+    x = log_axis(min(ends) * 0.95, max(ends) * 1.05, human_seconds)
+    return line_chart(title, "share that took no longer", curves, x, PERCENT.axis([1.0]))
 
 
 def _latencies(cases: Sequence[Case]) -> str:
@@ -105,7 +100,7 @@ def _latencies(cases: Sequence[Case]) -> str:
         (_name(case), [case.summary.ttft_s["p50"], case.summary.ttft_s["p99"], case.summary.tpot_s["p50"]])
         for case in cases
     ]
-    return bar_chart("Latency", "", groups, ["TTFT p50", "TTFT p99", "TPOT p50"], seconds)
+    return bar_chart("Latency", "", groups, ["TTFT p50", "TTFT p99", "TPOT p50"], human_seconds)
 
 
 def _sources(cases: Sequence[Case]) -> str | None:
@@ -116,11 +111,11 @@ def _sources(cases: Sequence[Case]) -> str | None:
         if not isinstance(sources, dict):
             return None
         found.append((_name(case), sources))
-    told = [(key, name) for key, name in _SOURCES if any(sources[key] for _, sources in found)]
-    if len(told) < 2:
+    used = [(key, name) for key, name in _SOURCES if any(sources[key] for _, sources in found)]
+    if len(used) < 2:
         return None
-    groups = [(name, [sources[key] / (sum(sources.values()) or 1) for key, _ in told]) for name, sources in found]
-    names = [name for _, name in told]
+    groups = [(name, [sources[key] / (sum(sources.values()) or 1) for key, _ in used]) for name, sources in found]
+    names = [name for _, name in used]
     return bar_chart("Where prompt tokens came from", "share", groups, names, lambda share: f"{share:.1%}")
 
 
@@ -131,7 +126,7 @@ def _kinds(cases: Sequence[Case]) -> str | None:
         for case in cases
         if len(case.by_kind) == len(names)
     ]
-    return bar_chart("Time to first token by kind", "p50", groups, names, seconds) if names and groups else None
+    return bar_chart("Time to first token by kind", "p50", groups, names, human_seconds) if names and groups else None
 
 
 def _at(case: Case) -> float:
@@ -146,9 +141,12 @@ def _row(case: Case) -> tuple[str, ...]:
     summary, kv = case.summary, case.profile.get("kv")
     used = f"{kv['mean_used']:.0%}" if isinstance(kv, dict) else ""
     ratio = f"{case.evaluated_ratio:.3f}" if case.evaluated_ratio is not None else ""
+    seconds = (
+        summary.ttft_s["p50"], summary.ttft_s["p99"], summary.tpot_s["p50"], summary.tpot_s["p99"],
+        summary.inter_token_s["p99"], summary.queued_s["p50"], summary.total_s["p50"],
+    )  # fmt: skip
+    generated = f"{summary.generated_per_s:,.0f}"
     return (
-        case.load, case.arrivals, str(case.block_tokens or ""), f"{summary.generated_per_s:,.0f}",
-        seconds(summary.ttft_s["p50"]), seconds(summary.ttft_s["p99"]), seconds(summary.tpot_s["p50"]),
-        seconds(summary.tpot_s["p99"]), seconds(summary.inter_token_s["p99"]), seconds(summary.queued_s["p50"]),
-        seconds(summary.total_s["p50"]), ratio, used, str(summary.failed),
+        case.load, case.arrivals, str(case.block_tokens or ""), generated, *map(human_seconds, seconds), ratio, used,
+        str(summary.failed),
     )  # fmt: skip

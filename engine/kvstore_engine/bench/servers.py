@@ -98,13 +98,13 @@ def llama_server(model: Path, settings: LlamaServerSettings, program: Path | Non
     port = free_port()
     command = [str(program), "-m", str(model), "--host", "127.0.0.1", "--port", str(port), *settings.command()]
     with _program(command, port, None) as running:
-        if settings != LlamaServerSettings(settings.threads):  # its default is whatever its release makes it
+        if settings != LlamaServerSettings(settings.threads):  # its default differs by release
             _check_slots(running, settings)
         yield running
 
 
 def _check_slots(running: Running, settings: LlamaServerSettings) -> None:
-    """That the server runs as it was told to: what it has is read back from it."""
+    """Check that the server runs with the settings it was given, which are read back from it."""
     with urllib.request.urlopen(f"{running.url}/props", timeout=30) as answer:
         seen = json.load(answer).get("total_slots")
     if seen != settings.sequences:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from kvstore_console.units import human_seconds
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
 from kvstore_engine.bench.in_process import run_in_process
@@ -77,12 +78,13 @@ def study_engine(
         context = max(_LEAST_CONTEXT, -(-workload.longest_tokens // 256) * 256)
         for block_tokens in wanted.block_sizes:
             for arrivals in wanted.arrivals:
-                # An engine of its own: prefixes that another case left behind would be hits that nobody earned.
-                profiler = _Replaceable(observer)
+                # An engine of its own: prefixes left behind by another case would be hits that this one did not earn.
+                warming, measured = Profiler(), Profiler()
+                observers = FanOut(warming, *([observer] if observer else []))
                 config = replace(base, context=context, block_tokens=block_tokens)
-                with opened(config, profiler) as engine:
+                with opened(config, observers) as engine:
                     run_in_process(engine, _warm_up(wanted), ClosedLoop(1))
-                    measured = profiler.begin()
+                    observers.replace(warming, measured)
                     run = run_in_process(engine, workload, arrivals)
                 profile = {**measured.as_json(), "pool_blocks": engine.pool.blocks}
                 yield case_of(workload, arrivals, Run(run.outcomes, run.seconds, profile), block_tokens, progress)
@@ -100,19 +102,6 @@ def study_server(endpoint: Endpoint, wanted: StudySettings, progress: Progress) 
 def _warm_up(wanted: StudySettings) -> Workload:
     """With tokens that the model has: a request that is refused warms nothing."""
     return make_load("decode", replace(_WARM_UP, vocabulary=wanted.load.vocabulary))
-
-
-class _Replaceable(FanOut):
-    """A profiler that starts anew once the engine is warm, and whoever else watches."""
-
-    def __init__(self, other: Observer | None) -> None:
-        self._other = (other,) if other else ()
-        super().__init__(Profiler(), *self._other)
-
-    def begin(self) -> Profiler:
-        profiler = Profiler()
-        super().__init__(profiler, *self._other)
-        return profiler
 
 
 def case_of(workload: Workload, arrivals: Arrivals, run: Run, block_tokens: int | None, progress: Progress) -> Case:
@@ -151,7 +140,7 @@ def _line(case: Case, outcomes: Sequence[Outcome]) -> str:
     blocks = f", blocks of {case.block_tokens}" if case.block_tokens else ""
     text = (
         f"{case.load}, {case.arrivals}{blocks}: {summary.generated_per_s:.0f} tokens/s, "
-        f"TTFT p50 {summary.ttft_s['p50'] * 1e3:.0f} ms, TPOT p50 {summary.tpot_s['p50'] * 1e3:.1f} ms"
+        f"TTFT p50 {human_seconds(summary.ttft_s['p50'])}, TPOT p50 {human_seconds(summary.tpot_s['p50'])}"
     )
     if summary.failed:
         first = next(outcome.message for outcome in outcomes if not outcome.ok)

@@ -55,11 +55,11 @@ def summarise(run: Run, kind: str | None = None) -> Summary:
         generated_per_s=generated / seconds,
         total_per_s=(generated + prompts) / seconds,
         requests_per_s=len(done) / seconds,
-        ttft_s=_told(outcome.ttft_s for outcome in done),
-        tpot_s=_told(outcome.tpot_s for outcome in done if outcome.tpot_s is not None),
-        inter_token_s=_told(gaps),
-        total_s=_told(outcome.total_s for outcome in done),
-        queued_s=_told(outcome.queued_s for outcome in done if outcome.queued_s is not None),
+        ttft_s=_latencies(outcome.ttft_s for outcome in done),
+        tpot_s=_latencies(outcome.tpot_s for outcome in done if outcome.tpot_s is not None),
+        inter_token_s=_latencies(gaps),
+        total_s=_latencies(outcome.total_s for outcome in done),
+        queued_s=_latencies(outcome.queued_s for outcome in done if outcome.queued_s is not None),
     )
 
 
@@ -69,5 +69,5 @@ def kinds(outcomes: Sequence[Outcome]) -> list[str]:
     return found if len(found) > 1 else []
 
 
-def _told(values: Iterable[float]) -> dict[str, float]:
+def _latencies(values: Iterable[float]) -> dict[str, float]:
     return Histogram(max(0.0, value) for value in values).as_json()

@@ -16,10 +16,10 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """`kind` groups requests whose latencies are told apart, such as "short" and "long".
+    """`kind` groups requests whose latencies are reported apart, such as "short" and "long".
 
-    `limit`: what is asked for at most, where the answer ends by itself after `max_tokens` and nobody is to know that
-    before; 0: `max_tokens` is asked for.
+    `limit`: the most that is requested, where the answer ends by itself after `max_tokens`, unknown to the
+    scheduler; 0: `max_tokens` is requested.
     """
 
     id: str
@@ -48,9 +48,9 @@ class Workload:
 
 
 def ideal_tokens(prompts: Iterable[Int32Array], block_tokens: int) -> int:
-    """Prompt tokens that must be computed if each distinct block is computed once, whoever asks for it.
+    """Prompt tokens that must be computed if each distinct block is computed once, for any request.
 
-    A block is known by all the tokens up to its end. What does not fill a block is nobody else's, and of a prompt that
+    A block is known by all the tokens up to its end. What does not fill a block is not shared, and of a prompt that
     is known to its end the last token is computed again, for its logits.
     """
     seen: set[bytes] = set()

@@ -1,15 +1,23 @@
 """The command line of `kvengine`: commands, options, help texts.
 
-Owns what can be asked and how it is explained. It never acts and imports nothing but argparse.
+Owns what can be asked and how it is explained. Never acts, and imports nothing heavy.
 """
 
 import argparse
 from pathlib import Path
 
+from kvstore_console.command_line import Commands, Parser
 from kvstore_engine.cli.bench_arguments import add_bench
 from kvstore_engine.cli.serve_arguments import add_serve
 from kvstore_proto.version import VERSION
 
+_EXAMPLES = """examples:
+  kvengine info smollm2-135m-instruct
+  kvengine generate --model smollm2-135m-instruct --chat --prompt "Why is the sky blue?"
+  kvengine serve --model smollm2-135m-instruct:q8_0 --kvstore /run/kvstored
+
+`kvengine COMMAND --help` says more about a command.
+"""
 _EXIT_CODES = """exit codes:
   0  done
   1  something failed: no network, a damaged download, a full disk
@@ -23,13 +31,12 @@ _MODELS = """models:
 """
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser; `namespace.command` names the command."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="kvengine",
         description="Run GGUF models on the CPU, with their KV cache kept in kvstored.",
-        epilog=f"{_MODELS}\n{_EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{_EXAMPLES}\n{_MODELS}\n{_EXIT_CODES}",
     )
     top.add_argument("--version", action="version", version=f"kvengine {VERSION}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -41,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_generate(commands: Commands) -> None:
     command = commands.add_parser(
         "generate",
         help="answer one prompt",
@@ -54,7 +61,6 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 {_MODELS}
 {_EXIT_CODES}""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--model", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)")
     prompt = command.add_argument_group("prompt")
@@ -134,7 +140,7 @@ def _add_running(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_fetch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_fetch(commands: Commands) -> None:
     command = commands.add_parser(
         "fetch",
         help="download or convert a model and print its path",
@@ -147,13 +153,12 @@ def _add_fetch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 Files are kept in $XDG_CACHE_HOME/kvstored/models (~/.cache/kvstored/models).
 
 {_EXIT_CODES}""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("model", metavar="MODEL", help="a known name or a .gguf file")
     command.add_argument("--quant", metavar="TYPE", help="q4_0, q8_0 or f16")
 
 
-def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_info(commands: Commands) -> None:
     command = commands.add_parser(
         "info",
         help="show what a model is and whether it can be run",
@@ -163,7 +168,6 @@ def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
   kvengine info ./model.gguf --json
 
 {_EXIT_CODES}""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("model", metavar="MODEL", help="a known name or a .gguf file")
     command.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,4 +1,4 @@
-"""`kvengine bench`: measures an engine or a server and says what came of it.
+"""`kvengine bench`: measures an engine or a server and prints the figures.
 
 Owns the reading of options and what is printed where: figures on stdout, progress on stderr.
 """
@@ -11,6 +11,8 @@ import json
 import platform
 from collections.abc import Iterator, Sequence
 
+from kvstore_console.table import render_table
+from kvstore_console.units import human_seconds
 from kvstore_engine.batching import EngineSettings
 from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
 from kvstore_engine.bench.files import as_json, write_files
@@ -26,6 +28,9 @@ from kvstore_engine.threads import default_threads
 
 _CONCURRENCY = (1, 4, 8, 16)
 _MOST_SEQUENCES = 256
+_HEADINGS = (
+    "load", "arrivals", ">blocks", ">tokens/s", ">TTFT p50", ">p99", ">TPOT p50", ">p99", ">computed/ideal",
+)  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -51,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Mistakes are told before a model is loaded."""
+    """Mistakes are reported before a model is loaded."""
     if not options.model and not options.url:
         raise UsageError("nothing to measure: give --model MODEL, or --url of a running server")
     if unknown := [name for name in options.load if name not in LOADS]:
@@ -119,24 +124,12 @@ def _about(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _text(cases: Sequence[Case]) -> str:
-    head = ("load", "arrivals", "blocks", "tokens/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "computed/ideal")
-    lines: list[tuple[str, ...]] = [head]
+    rows = []
     for case in cases:
         summary, ratio = case.summary, case.evaluated_ratio
-        lines.append(
-            (
-                case.load,
-                case.arrivals,
-                str(case.block_tokens or ""),
-                f"{summary.generated_per_s:.1f}",
-                *(f"{summary.ttft_s[part] * 1e3:.1f}" for part in ("p50", "p99")),
-                *(f"{summary.tpot_s[part] * 1e3:.2f}" for part in ("p50", "p99")),
-                "" if ratio is None else f"{ratio:.3f}",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = (
-        "  ".join(cell.ljust(width) if at < 2 else cell.rjust(width) for at, (cell, width) in enumerate(cells))
-        for cells in (zip(line, widths, strict=True) for line in lines)
-    )
-    return "\n".join(line.rstrip() for line in aligned)
+        latencies = (summary.ttft_s["p50"], summary.ttft_s["p99"], summary.tpot_s["p50"], summary.tpot_s["p99"])
+        rows.append([
+            case.load, case.arrivals, str(case.block_tokens or ""), f"{summary.generated_per_s:.1f}",
+            *map(human_seconds, latencies), "" if ratio is None else f"{ratio:.3f}",
+        ])  # fmt: skip
+    return render_table(_HEADINGS, rows)

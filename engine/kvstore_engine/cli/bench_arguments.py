@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvstore_engine.cli.lists import ListAction
+from kvstore_console.command_line import Commands, ListAction
 
 _LOADS = """loads (--load, one or several):
   decode      prompts of 16 tokens: decoding alone
@@ -36,7 +36,7 @@ _AGAINST = """--against llama-server:
 """
 
 
-def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser], *, models: str, exit_codes: str) -> None:
+def add_bench(commands: Commands, *, models: str, exit_codes: str) -> None:
     """Add `bench` to the commands; `models` and `exit_codes` are the paragraphs that all commands share."""
     command = commands.add_parser(
         "bench",
@@ -44,7 +44,6 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser], *, 
         description="Measure an engine in this process, or any OpenAI-style server, under a made-up load. With --out: "
         "JSON, CSV and an HTML page with plots.",
         epilog=f"{_EXAMPLES}\n{_LOADS}\n{_AGAINST}\n{models}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = command.add_argument_group("what is measured")
     what.add_argument("--model", metavar="MODEL", help="run it in this process; with --url: the name to ask for")

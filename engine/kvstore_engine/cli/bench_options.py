@@ -1,4 +1,4 @@
-"""What the options of `kvengine bench` mean for a load, whatever is measured under it.
+"""What the options of `kvengine bench` mean for a load, regardless of what is measured under it.
 
 Owns the sizes of --quick and of the default load.
 """
@@ -37,5 +37,5 @@ def vocabulary_of(path: Path) -> int:
 
 
 def progress(options: argparse.Namespace) -> Callable[[str], None]:
-    """Where progress is told."""
+    """Shows progress, or does not."""
     return (lambda text: None) if options.quiet else (lambda text: print(text, file=sys.stderr, flush=True))

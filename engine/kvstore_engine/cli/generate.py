@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from kvstore_console.units import human_bytes, human_seconds
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.errors import UsageError
 from kvstore_engine.generation import Generation, Prompt
@@ -82,15 +83,15 @@ def _summary(generation: Generation, load_s: float, *, with_store: bool) -> str:
     timings = generation.timings
     parts = [
         f"{generation.prompt_tokens} prompt tokens",
-        f"first token after {timings.ttft_s * 1e3:.0f} ms",
+        f"first token after {human_seconds(timings.ttft_s)}",
         f"{len(generation.tokens)} generated ({generation.stop})",
     ]
     if timings.tpot_s:
         parts.append(f"{1 / timings.tpot_s:.1f} tokens/s")
-    parts.append(f"loaded in {load_s:.1f} s")
+    parts.append(f"loaded in {human_seconds(load_s)}")
     if with_store:
         restore, store = generation.restore, generation.store
-        restored = f"{restore.tokens} restored ({restore.bytes / 1e6:.1f} MB in {restore.restore_s * 1e3:.1f} ms)"
+        restored = f"{restore.tokens} restored ({human_bytes(restore.bytes)} in {human_seconds(restore.restore_s)})"
         parts.append(restored if restore.tokens else f"0 restored: {restore.reason}")
         parts.append(f"{store.stored} blocks stored" + (f", then {store.reason}" if store.reason else ""))
     return "kvengine: " + "; ".join(parts)

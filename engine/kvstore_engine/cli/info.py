@@ -5,10 +5,10 @@ Owns the selection and the layout of what is shown. It never loads weights.
 
 import argparse
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
+from kvstore_console.table import render_facts
 from kvstore_engine.errors import UsageError
 from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.gguf import GGUFFile
@@ -17,7 +17,6 @@ from kvstore_engine.model.quantisation import check_quantisation
 from kvstore_engine.model.tensors import check_tensors
 from kvstore_engine.models import locate
 from kvstore_engine.tokenizer import Tokenizer
-from kvstore_proto.printable import printable
 
 _F16_BYTES = 2
 
@@ -30,9 +29,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(description))
     else:
-        width = max(map(len, description))
-        for key, value in description.items():
-            sys.stdout.write(printable(f"{key.replace('_', ' '):{width}}  {value}") + "\n")
+        print(render_facts([(key.replace("_", " "), str(value)) for key, value in description.items()]))
     return 0
 
 

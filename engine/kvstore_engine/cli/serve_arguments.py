@@ -1,16 +1,17 @@
 """The command line of `kvengine serve`.
 
-Owns its options and help. It never acts and imports nothing but argparse.
+Owns its options and help. Never acts, and imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
-_UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+from kvstore_console.command_line import Commands, seconds, size, whole_number
+
+_port = whole_number(0, 65535)
+_count = whole_number(1, 1 << 30)
 _POLICIES = ("fcfs", "shortest", "priority")
 MAX_SEQUENCES = 256  # the logits of a step take 4 bytes a token of the vocabulary for each, twice
 _KV_TYPES = ("f16", "bf16", "f32", "q8_0", "q4_0")
@@ -36,14 +37,13 @@ Ctrl-C twice ends at once.
 """
 
 
-def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], *, models: str, exit_codes: str) -> None:
+def add_serve(commands: Commands, *, models: str, exit_codes: str) -> None:
     """Add the command; `models` and `exit_codes` are the paragraphs that all commands share."""
     command = commands.add_parser(
         "serve",
         help="serve a model over HTTP with OpenAI's API",
         description=_DESCRIPTION,
         epilog=f"{_EPILOG}\n{models}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--model", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)")
     _add_http(command)
@@ -66,7 +66,11 @@ def _add_http(command: argparse.ArgumentParser) -> None:
     )
     http.add_argument("--no-access-log", action="store_true", help="no line on stderr for each request")
     http.add_argument(
-        "--drain-s", type=_seconds, default=30.0, metavar="S", help="time to finish what runs at the end (default 30)"
+        "--drain-s",
+        type=_drain_seconds,
+        default=30.0,
+        metavar="S",
+        help="time for requests to finish at the end (default 30)",
     )
 
 
@@ -95,17 +99,17 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--pool",
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="memory for K/V, such as 2GiB (default: the context for every sequence, at most half of what is free)",
     )
-    engine.add_argument("--swap", type=_size, metavar="SIZE", help="memory for K/V of preempted answers; 0 recomputes")
+    engine.add_argument("--swap", type=size, metavar="SIZE", help="memory for K/V of preempted answers; 0 recomputes")
     engine.add_argument(
         "--kvstore", type=Path, metavar="DIR", help="the folder of kvstored's sockets; without it nothing is kept"
     )
     engine.add_argument(
         "--hung-after-s",
-        type=_some_seconds,
+        type=_patience_seconds,
         default=20.0,
         metavar="S",
         help="end a ggml worker whose step takes so long, and 30 times what was predicted (default 20)",
@@ -118,18 +122,6 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"a port is 0 to 65535, got {text!r}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number from 1 is wanted, got {text!r}")
-    return int(text)
-
-
 def _sequences(text: str) -> int:
     count = _count(text)
     if count > MAX_SEQUENCES:
@@ -139,25 +131,11 @@ def _sequences(text: str) -> int:
     return count
 
 
-def _some_seconds(text: str) -> float:
-    seconds = _seconds(text)
-    if seconds < 1:
+def _drain_seconds(text: str) -> float:
+    return 0.0 if text == "0" else seconds(text)
+
+
+def _patience_seconds(text: str) -> float:
+    if (found := seconds(text)) < 1:
         raise argparse.ArgumentTypeError(f"at least a second is wanted, got {text!r}")
-    return seconds
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"seconds from 0 to 86400 are wanted, got {text!r}")
-    return seconds
-
-
-def _size(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"a size such as 512MiB or 2GiB is wanted, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return found

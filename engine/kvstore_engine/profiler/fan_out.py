@@ -18,6 +18,10 @@ class FanOut(Observer):
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
+    def replace(self, old: Observer, new: Observer) -> None:
+        """From the next event on `new` gets what `old` got."""
+        self._observers = tuple(new if observer is old else observer for observer in self._observers)
+
     def queued(self, request_id: str, t: float) -> None:
         for observer in self._observers:
             observer.queued(request_id, t)

@@ -12,12 +12,12 @@ import signal
 import socket
 import sys
 
+from kvstore_console.log_format import log_to_stderr
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import GGUFError
 from kvstore_engine.server.assembly import open_serving
 from kvstore_engine.server.engine_loop import EngineLoop
 from kvstore_engine.server.options import EngineOptions
-from kvstore_proto.printable import log_to_stderr
 
 _SWITCH_INTERVAL_S = 0.0005  # the daemon session's threads must not wait for a whole slice of the loop's
 

@@ -13,11 +13,11 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvstore_console.printable import printable
 from kvstore_engine.server.api_errors import unauthorised, unavailable
 from kvstore_engine.server.keys import ANYBODY, KeyRing
 from kvstore_engine.server.responses import error_response
 from kvstore_engine.server.service import Service
-from kvstore_proto.printable import printable
 
 access_log = logging.getLogger("kvengine.access")
 MAX_PATH_CHARACTERS = 200

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore_console.log_format import log_to_stderr
+from kvstore_console.printable import printable
 from kvstore_engine.errors import UsageError
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.options import ServerOptions
-from kvstore_proto.printable import log_to_stderr, printable
 
 if TYPE_CHECKING:
     from kvstore_engine.server.service import ServedModel

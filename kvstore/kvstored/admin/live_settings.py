@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from kvstore_console.units import human_bytes
 from kvstored.admin.live_tenants import LiveTenants
 from kvstored.config import Config, ConfigError
-from kvstored.config.sizes import show_size
 from kvstored.config.tiers import TierSection
 from kvstored.store.assembly import Store
 from kvstored.store.transfer.resize import TierResize
@@ -33,8 +33,8 @@ class LiveSettings:
         least_bytes = host.charged_bytes + config.host.arena_bytes
         if config.host.capacity_bytes < least_bytes:
             raise ConfigError(
-                f"host.capacity {show_size(config.host.capacity_bytes)} does not hold one arena beside the "
-                f"{show_size(host.charged_bytes)} of staging and ledger that this daemon has; restart it for so little"
+                f"host.capacity {human_bytes(config.host.capacity_bytes)} does not hold one arena beside the "
+                f"{human_bytes(host.charged_bytes)} of staging and ledger of this daemon; restart it for so little"
             )
         self._tenants.prepare(config)
 

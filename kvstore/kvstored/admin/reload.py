@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
+from kvstore_console.units import human_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.config import Config, ConfigError, TenantSection, Written
-from kvstored.config.sizes import show_size
 from kvstored.config.tiers import TierSection
 from kvstored.lifetime.notify import notify
 
@@ -121,7 +121,7 @@ def _in_section(section: str, old: Any, new: Any) -> Iterator[Difference]:
             continue
         before, after = getattr(old, field.name), getattr(new, field.name)
         if before != after:
-            show = show_size if field.name.endswith("_bytes") else str
+            show = human_bytes if field.name.endswith("_bytes") else str
             yield Difference(name, show(before), show(after))
 
 
@@ -132,15 +132,15 @@ def _shown(value: Any) -> str:
 
 
 def _shown_tiers(sections: tuple[TierSection, ...]) -> str:
-    return ", ".join(f"{each.name} ({show_size(each.capacity_bytes)})" for each in sections)
+    return ", ".join(f"{each.name} ({human_bytes(each.capacity_bytes)})" for each in sections)
 
 
 def _shown_tenant(section: TenantSection) -> str:
     """Its name and what the file says of it."""
     said = {
-        "host_max": show_size(section.host_max_bytes) if section.host_max_bytes else "",
-        "host_min": show_size(section.host_min_bytes) if section.host_min_bytes else "",
-        "nvme_max": show_size(section.nvme_max_bytes) if section.nvme_max_bytes else "",
+        "host_max": human_bytes(section.host_max_bytes) if section.host_max_bytes else "",
+        "host_min": human_bytes(section.host_min_bytes) if section.host_min_bytes else "",
+        "nvme_max": human_bytes(section.nvme_max_bytes) if section.nvme_max_bytes else "",
         "uids": " ".join(map(str, section.uids)),
         "gids": " ".join(map(str, section.gids)),
         "durability": section.durability,

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvstore_console.units import human_bytes, parse_size
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.reload import Reload
 from kvstored.config import Config, Written
-from kvstored.config.sizes import parse_size, show_size
 
 
 class SettingsView:
@@ -43,7 +43,7 @@ def in_force(config: Config, setting: Written) -> str:
         section = next((tenant for tenant in config.tenants if tenant.name == setting.tenant), None)
     nbytes = getattr(section, f"{setting.key}_bytes", None)
     if nbytes is not None:
-        return "" if _bytes_of(setting.value) == nbytes else show_size(nbytes)
+        return "" if _bytes_of(setting.value) == nbytes else human_bytes(nbytes)
     value = getattr(section, setting.key, None)
     return str(value) if isinstance(value, Path) and str(value) != setting.value else ""
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import io
-import os
-import sys
-
+from kvstore_console.command_line import Parser, parse, run_program
 from kvstored import __version__
 from kvstored.cli.check import add_check
 from kvstored.cli.configure import add_config
-from kvstored.cli.exits import failure
 from kvstored.cli.inspect import add_inspect
 from kvstored.cli.serve import add_serve
 from kvstored.cli.simulate import add_simulate
@@ -32,36 +27,17 @@ exit status: 0 all is well; 1 it failed (the message says how); 2 a mistake in t
 
 
 def main(argv: list[str] | None = None) -> int:
-    _mend_streams()
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    try:
-        status = int(arguments.run(arguments))
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        return EXIT_OK
-    except OSError as error:  # what a command has not told better itself: a full disk behind a redirection
-        return failure(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+    return run_program("kvstored", lambda: _run(argv))
 
 
-def _mend_streams() -> None:
-    """Output that was closed before the start goes nowhere; letters that its encoding lacks are spelled out."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lives
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+def _run(argv: list[str] | None) -> int:
+    arguments = parse(_parser(), argv)
+    return int(arguments.run(arguments))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvstored",
-        description="Tiered KV-cache storage daemon for LLM inference nodes.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _parser() -> Parser:
+    parser = Parser(
+        prog="kvstored", description="Tiered KV-cache storage daemon for LLM inference nodes.", epilog=EXAMPLES
     )
     parser.add_argument("--version", action="version", version=f"kvstored {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

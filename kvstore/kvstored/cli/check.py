@@ -1,20 +1,21 @@
-"""`kvstored check`: every invariant of an NVMe directory that no daemon is using, and mending what can be mended."""
+"""`kvstored check`: every invariant of an NVMe directory that no daemon is using, and its repair."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore_proto.printable import printable
+from kvstore_console.command_line import Commands
+from kvstore_console.printable import printable
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.nvme_directory import what_is_wrong
 from kvstored.exits import EXIT_DAMAGE, EXIT_OK
 
 if TYPE_CHECKING:
+    from kvstore_console.progress import Progress
     from kvstore_tiers.nvme.findings import Finding
     from kvstore_tiers.nvme.repair import RepairReport
 
@@ -29,49 +30,31 @@ A finding is a note (worth knowing), a leftover of a crash (the next start clear
 exit status: 0 no damage, or none is left after --repair; 1 it cannot be looked at, or a daemon has it open;
 2 a mistake in the arguments; 3 there is damage, or some is left after --repair
 """
-_TOLD_EVERY_S = 1.0
 
 
-def add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_check(commands: Commands) -> None:
     check = commands.add_parser(
         "check",
         help="walk every invariant of an NVMe directory that no daemon is using",
-        description="Walk every invariant of an NVMe directory that no daemon is using, and mend it if asked.",
+        description="Walk every invariant of an NVMe directory that no daemon is using, and repair it if asked.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     check.add_argument("directory", type=Path)
     check.add_argument("--payloads", action="store_true", help="also read and verify every payload (slow)")
     check.add_argument("--capacity", metavar="SIZE", help="also hold the directory to this capacity, such as 8GiB")
-    check.add_argument("--notes", action="store_true", help="also tell what is worth knowing and not wrong")
-    check.add_argument("--repair", action="store_true", help="mend what can be mended and say what was done")
+    check.add_argument("--notes", action="store_true", help="also list what is worth knowing and not wrong")
+    check.add_argument("--repair", action="store_true", help="repair what can be repaired and list what was done")
     check.add_argument("--dry-run", action="store_true", help="with --repair: say what would be done, change nothing")
     check.add_argument("--json", action="store_true", help="one JSON object")
     check.set_defaults(run=_check)
 
 
-class Progress:
-    """Bytes read so far, on standard error, at most once a second; silent for what takes less, and off a terminal
-    every ten seconds."""
-
-    def __init__(self) -> None:
-        self._read_bytes = 0
-        self._every_s = _TOLD_EVERY_S if sys.stderr.isatty() else 10 * _TOLD_EVERY_S
-        self._next_s = time.monotonic() + self._every_s
-
-    def __call__(self, nbytes: int) -> None:
-        self._read_bytes += nbytes
-        now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + self._every_s
-            print(f"kvstored: {self._read_bytes / 2**20:,.0f} MiB read", file=sys.stderr)
-
-
 def _check(arguments: argparse.Namespace) -> int:
+    from kvstore_console.progress import Progress
+    from kvstore_console.units import parse_size
     from kvstore_tiers.nvme.check import check_directory
     from kvstore_tiers.nvme.errors import DirectoryError
     from kvstore_tiers.nvme.repair import repair_directory
-    from kvstored.config.sizes import parse_size
 
     if wrong := what_is_wrong(arguments.directory):
         return mistake(wrong)
@@ -81,20 +64,35 @@ def _check(arguments: argparse.Namespace) -> int:
         capacity_bytes = None if arguments.capacity is None else parse_size(arguments.capacity, 0)
     except ValueError as error:
         return mistake(f"--capacity: {error}")
-    options: dict[str, Any] = {
-        "capacity_bytes": capacity_bytes, "verify_payloads": arguments.payloads, "progress": Progress(),
-    }  # fmt: skip
     try:
-        if arguments.repair:
-            report = repair_directory(arguments.directory, dry_run=arguments.dry_run, **options)
-        else:
-            findings = check_directory(arguments.directory, notes=arguments.notes, **options)
+        with Progress("kvstored check") as progress:
+            options: dict[str, Any] = {
+                "capacity_bytes": capacity_bytes, "verify_payloads": arguments.payloads, "progress": _counted(progress),
+            }  # fmt: skip
+            if arguments.repair:
+                report = repair_directory(arguments.directory, dry_run=arguments.dry_run, **options)
+            else:
+                findings = check_directory(arguments.directory, notes=arguments.notes, **options)
     except (OSError, DirectoryError) as error:
         return failure(f"cannot {'repair' if arguments.repair else 'check'} {arguments.directory}: {error}")
-    return _told_repair(arguments, report) if arguments.repair else _told_check(arguments, findings)
+    return _report_repair(arguments, report) if arguments.repair else _report_check(arguments, findings)
 
 
-def _told_check(arguments: argparse.Namespace, findings: list[Finding]) -> int:
+def _counted(progress: Progress) -> Callable[[int], None]:
+    """Adds up the bytes read."""
+    from kvstore_console.units import human_bytes
+
+    read_bytes = 0
+
+    def add(nbytes: int) -> None:
+        nonlocal read_bytes
+        read_bytes += nbytes
+        progress.say(f"{human_bytes(read_bytes)} read")
+
+    return add
+
+
+def _report_check(arguments: argparse.Namespace, findings: list[Finding]) -> int:
     damaged = _is_damaged(findings)
     if arguments.json:
         listed = [_plain(finding) for finding in findings]
@@ -106,7 +104,7 @@ def _told_check(arguments: argparse.Namespace, findings: list[Finding]) -> int:
     return EXIT_DAMAGE if damaged else EXIT_OK
 
 
-def _told_repair(arguments: argparse.Namespace, report: RepairReport) -> int:
+def _report_repair(arguments: argparse.Namespace, report: RepairReport) -> int:
     remaining = report.found if arguments.dry_run else [finding for finding, _ in report.left]
     damaged = _is_damaged(remaining)
     if arguments.json:
@@ -125,11 +123,11 @@ def _told_repair(arguments: argparse.Namespace, report: RepairReport) -> int:
     for finding, why in report.left:
         print(printable(f"left: {finding}: {why}"))
     if not report.found:
-        print("nothing to mend")
+        print("nothing to repair")
     elif arguments.dry_run:
         print("nothing was changed")
     else:
-        print("damage is left" if damaged else "mended")
+        print("damage is left" if damaged else "repaired")
     return EXIT_DAMAGE if damaged else EXIT_OK
 
 

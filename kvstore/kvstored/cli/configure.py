@@ -1,11 +1,14 @@
-"""`kvstored config`: the reference configuration, or whether one is usable."""
+"""`kvstored config`: the reference configuration, or whether one is usable; and the options that choose one, the same
+for every command that needs one."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
+from kvstore_console.command_line import Commands
 from kvstored.cli.exits import mistake
-from kvstored.cli.settings import add_settings, overrides
 from kvstored.exits import EXIT_OK
 
 EXAMPLES = """\
@@ -16,13 +19,35 @@ examples:
 """
 
 
-def add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, help="TOML file (see: kvstored config); default: the defaults")
+    parser.add_argument("--socket-dir", help="short for --set daemon.socket_dir=DIR")
+    parser.add_argument("--state-dir", help="short for --set daemon.state_dir=DIR")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one setting, such as host.capacity=4GiB; tier.NAME.KEY=VALUE also adds a tier; repeatable",
+    )
+
+
+def overrides(arguments: argparse.Namespace) -> list[str]:
+    """What the command line sets, as `load_config` takes it."""
+    short = [
+        f"daemon.{key}={json.dumps(value)}"
+        for key, value in (("socket_dir", arguments.socket_dir), ("state_dir", arguments.state_dir))
+        if value is not None
+    ]
+    return [*short, *arguments.set]
+
+
+def add_config(commands: Commands) -> None:
     config = commands.add_parser(
         "config",
         help="print the reference configuration, or check a file",
         description="Print the reference configuration: every setting, its default and what it means. Or check a file.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_settings(config)
     config.add_argument("--check", action="store_true", help="say whether --config and --set are usable")

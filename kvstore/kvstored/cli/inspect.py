@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from kvstore_proto.printable import printable
+from kvstore_console.command_line import Commands
+from kvstore_console.table import render_facts
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.nvme_directory import what_is_wrong
 from kvstored.exits import EXIT_OK
@@ -25,13 +26,12 @@ exit status: 0 shown; 1 it is not there or cannot be read; 2 a mistake in the ar
 """
 
 
-def add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_inspect(commands: Commands) -> None:
     inspect = commands.add_parser(
         "inspect",
         help="show a slot, a block or what is known of a key in an NVMe directory",
         description="Show a slot, a block or what is known of a key in an NVMe directory.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     inspect.add_argument("directory", type=Path)
     inspect.add_argument("what", choices=["slot", "block", "key"], help="what NAME names")
@@ -81,9 +81,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _print(fields: dict[str, object], indent: str) -> None:
-    width = max(map(len, fields), default=0)
-    for name, value in fields.items():
-        print(f"{indent}{name:<{width}}  {printable(_shown(value))}")
+    print(render_facts([(name, _shown(value)) for name, value in fields.items()], indent))
 
 
 def _shown(value: object) -> str:

@@ -11,6 +11,6 @@ def what_is_wrong(directory: Path) -> str | None:
         return f"{directory} is not a directory"
     if (directory / "slabs").is_dir() or (directory / "format").exists():
         return None
-    below = directory / "nvme"  # who gives the state directory means this
+    below = directory / "nvme"  # an operator who gives the state directory means this
     hint = f"; did you mean {below}?" if (below / "slabs").is_dir() else ""
     return f"{directory} is not the directory of an NVMe tier: it has no slabs{hint}"

@@ -6,8 +6,9 @@ import argparse
 import json
 import signal
 
+from kvstore_console.command_line import Commands
+from kvstored.cli.configure import add_settings, overrides
 from kvstored.cli.exits import failure, mistake
-from kvstored.cli.settings import add_settings, overrides
 
 EXAMPLES = """\
 examples:
@@ -22,18 +23,17 @@ examples:
 Ready when `kvctl ping` answers. SIGHUP reads the configuration again (as `kvctl reload`); one that cannot be used
 changes nothing. SIGTERM stops in order and keeps DRAM for the next start where host.warm_restart
 says so; Ctrl-C stops in order and gives the memory back.
-exit status: 0 it was told to stop; 1 it could not start or go on; 2 a mistake in the arguments or the
+exit status: 0 it was stopped; 1 it could not start or go on; 2 a mistake in the arguments or the
 configuration, or a secret that is not the one of the blocks; 4 it could not stop in order, because a disk hangs
 """
 
 
-def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_serve(commands: Commands) -> None:
     serve = commands.add_parser(
         "serve",
         help="run the daemon in the foreground",
-        description="Run the daemon in the foreground until it is told to stop (SIGTERM, or Ctrl-C).",
+        description="Run the daemon in the foreground until it is stopped (SIGTERM, or Ctrl-C).",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_settings(serve)
     serve.add_argument("--record", metavar="FILE", help="short for --set daemon.record=FILE")

@@ -1,5 +1,5 @@
-"""`kvstored simulate`: what a policy would have made of a recorded trace, beside the best that could be had; and what
-a machine would have made of it, which is `simulate_timing`.
+"""`kvstored simulate`: the hits of a policy on a recorded trace, beside two upper bounds; with --mode timing, which is
+`simulate_timing`, the latency on a machine.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore_console.command_line import Commands, one_of, some_of, words
 from kvstored.cli import simulate_reading, simulate_timing
-from kvstored.cli.choices import one_of, some_of, words
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.results import hand_over
 
@@ -42,14 +43,13 @@ exit status: 0 done; 1 the result could not be written; 2 a mistake in the argum
 """
 
 
-def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_simulate(commands: Commands) -> None:
     simulate = commands.add_parser(
         "simulate",
         help="replay a trace against policies and capacities, or against a machine, with the daemon's own parts",
         description="Replay a recorded trace against policies, admissions and capacities (mode replay), or serve it "
         "on a machine of given compute and tiers (mode timing), in virtual time.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     simulate.add_argument("trace", type=Path, metavar="TRACE", help="JSON lines, gzip or not; - for standard input")
     simulate.add_argument("--format", required=True, metavar="NAME", help="mooncake, claude-code or kvstored")
@@ -71,7 +71,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     simulate.add_argument("--ghosts", type=int, default=65_536, help="forgotten keys remembered for each tenant")
     simulate.add_argument(
         "--hints", metavar="LIST",
-        help="what an engine could tell, made up from the trace: will-continue:0.80 (a chance, of that AUC),"
+        help="hints that an engine could send, made up from the trace: will-continue:0.80 (a chance, of that AUC),"
         " tool-call:0.80 (why it stopped, of that AUC), queue:10 (seconds)",
     )  # fmt: skip
     simulate_reading.add_options(simulate)
@@ -96,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
         others = simulate_timing.OPTIONS if mode == "replay" else _REPLAY_ONLY
         for option in others:
             if getattr(arguments, option) not in (None, False):
-                raise ValueError(f"--{option.replace('_', '-')} is nothing to mode {mode}; leave it out")
+                raise ValueError(f"--{option.replace('_', '-')} has no meaning in mode {mode}; leave it out")
         _check_plot(arguments)
     except ValueError as error:
         return mistake(str(error))
@@ -124,25 +124,23 @@ def _check_plot(arguments: argparse.Namespace) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from kvstored.simulator.progress import ProgressBar
+    from kvstore_console.progress import Progress
     from kvstored.simulator.reuse import Curve, curves, reuse_distances
     from kvstored.simulator.trace import TraceError
 
-    bar = ProgressBar()
     found: list[Curve] = []
     try:
-        study = _study(arguments, bar.advance)
-        if arguments.reuse_distance:
-            found = curves(study.trace, reuse_distances(study.trace), study.count_from)
-        gc.freeze()  # the trace stays: no collection need walk it, as in the daemon
-        rows = list(study.rows(bar.advance_in))
+        with Progress("kvstored simulate") as progress:
+            study = _study(arguments, partial(progress.advance, "reading"))
+            if arguments.reuse_distance:
+                found = curves(study.trace, reuse_distances(study.trace), study.count_from)
+            gc.freeze()  # the trace stays: no collection need walk it, as in the daemon
+            rows = list(study.rows(progress.advance))
     except (ValueError, TraceError) as error:
         return mistake(str(error))
     except OSError as error:
         return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
-    finally:
-        bar.clear()
-    simulate_reading.tell_of_cut(study.trace)
+    simulate_reading.warn_of_cut(study.trace)
     return hand_over(lambda: _print(arguments, study, rows, found), arguments.plot, lambda: _page(study, rows, found))
 
 
@@ -201,7 +199,7 @@ def _capacities(text: str) -> tuple[float, ...]:
 
 
 def _print(arguments: argparse.Namespace, study: Study, rows: list[dict[str, Any]], found: list[Any]) -> None:
-    from kvstored.simulator.text import as_csv, reuse_table, table
+    from kvstored.simulator.text import as_csv, replay_table, reuse_table
 
     if arguments.json:
         trace = study.trace
@@ -217,7 +215,7 @@ def _print(arguments: argparse.Namespace, study: Study, rows: list[dict[str, Any
         if found:
             print("reuse distances are no rows: they are in the table, in --json and in --plot", file=sys.stderr)
     else:
-        print(table(rows))
+        print(replay_table(rows))
         if found:
             print("\n" + reuse_table(found))
     sys.stdout.flush()

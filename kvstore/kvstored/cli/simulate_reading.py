@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstored.cli.choices import one_of
+from kvstore_console.command_line import one_of
 
 if TYPE_CHECKING:
     from kvstored.simulator.trace import Trace
@@ -43,8 +43,8 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
 def read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
     """The part of the trace to look at, and the first request that counts; options of it and `--model` are right then.
     Raises ValueError (TraceError) with one line; OSError."""
+    from kvstore_console.units import human_bytes
     from kvstored.config.parse import MAX_BLOCK_BYTES
-    from kvstored.config.sizes import show_size
     from kvstored.simulator.readers import FORMATS, ReadOptions, read_trace
     from kvstored.simulator.worth import models
 
@@ -66,7 +66,7 @@ def read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
     block_bytes = models()[arguments.model].kv_bytes_per_token * trace.block_tokens
     if block_bytes > MAX_BLOCK_BYTES:
         raise ValueError(
-            f"a block of this trace and model is {show_size(block_bytes)}, over {show_size(MAX_BLOCK_BYTES)}"
+            f"a block of this trace and model is {human_bytes(block_bytes)}, over {human_bytes(MAX_BLOCK_BYTES)}"
         )
     return _part(trace, arguments)
 
@@ -94,7 +94,7 @@ def _part(trace: Trace, arguments: argparse.Namespace) -> tuple[Trace, int]:
     return (trace.part(0, at[1]), at[0]) if arguments.warm else (trace.part(at[0], at[1]), 0)
 
 
-def tell_of_cut(trace: Trace) -> None:
-    """What its writer had not written when it was killed is missing, and whoever reads the figures should know."""
+def warn_of_cut(trace: Trace) -> None:
+    """What the trace's writer had not written when it was killed is missing from the figures."""
     if trace.cut_after is not None:
-        print(f"{trace.name} is cut off after line {trace.cut_after}: what came later is not counted", file=sys.stderr)
+        print(f"{trace.name} is cut off after line {trace.cut_after}: later requests are not counted", file=sys.stderr)

@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstored.cli import simulate_reading
@@ -32,7 +33,7 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
         help="the store's tiers, fastest first: dram or cxl, then cxl, nvme or remote; =SIZE instead of the "
         "profile's; engine=SIZE bounds the engine's own blocks (default dram,nvme)",
     )  # fmt: skip
-    timing.add_argument("--speed", type=float, metavar="X", help="requests come X times as fast (default 1)")
+    timing.add_argument("--speed", type=float, metavar="X", help="requests arrive X times as fast (default 1)")
     timing.add_argument(
         "--without", metavar="LIST",
         help="also orchestrated, each time without one part: prefetch, overlap, weigh (compute or load), write-behind; "
@@ -42,20 +43,18 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
 
 def simulate(arguments: argparse.Namespace, policies: Policies) -> int:
     """`policies` is what mode replay has too."""
-    from kvstored.simulator.progress import ProgressBar
+    from kvstore_console.progress import Progress
 
-    bar = ProgressBar()
     try:
-        study = _study(arguments, policies, bar.advance)
-        gc.freeze()  # the trace stays: no collection need walk it
-        results = list(study.run(bar.advance_in))
+        with Progress("kvstored simulate") as progress:
+            study = _study(arguments, policies, partial(progress.advance, "reading"))
+            gc.freeze()  # the trace stays: no collection need walk it
+            results = list(study.run(progress.advance))
     except ValueError as error:
         return mistake(str(error))
     except OSError as error:
         return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
-    finally:
-        bar.clear()
-    simulate_reading.tell_of_cut(study.trace)
+    simulate_reading.warn_of_cut(study.trace)
     return hand_over(lambda: _print(arguments, study, results), arguments.plot, lambda: _page(study, results))
 
 
@@ -72,7 +71,7 @@ def _study(arguments: argparse.Namespace, policies: Policies, progress: Any) -> 
     without = _without(arguments.without, tuple(ABLATIONS))
     speed = 1.0 if arguments.speed is None else arguments.speed
     if not 1e-6 <= speed <= 1e6:
-        raise ValueError(f"--speed {speed:g}: how many times as fast requests come, above 0, such as 0.5")
+        raise ValueError(f"--speed {speed:g}: how many times as fast requests arrive, above 0, such as 0.5")
     devices = 1 if arguments.devices is None else arguments.devices
     if not 1 <= devices <= _DEVICES_MAX:
         raise ValueError(f"--devices {devices}: 1 to {_DEVICES_MAX}")
@@ -98,7 +97,7 @@ def _default_tiers(machine: Machine) -> str:
 
 def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], int | None]:
     """The store's tiers, and the bytes of the engine's own blocks where they were given."""
-    from kvstored.config.sizes import parse_size
+    from kvstore_console.units import parse_size
     from kvstored.simulator.machine import ENGINE, MAPPED, MEDIA
 
     form = "--tiers takes some of the profile's tiers, such as dram=64GiB,cxl,nvme"
@@ -126,14 +125,16 @@ def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], in
 
 
 def _check_sizes(tiers: tuple[tuple[str, int], ...], pool_bytes: int, block_bytes: int) -> None:
+    from kvstore_console.units import human_bytes
     from kvstore_proto.arena import slot_bytes
-    from kvstored.config.sizes import show_size
 
     for name, nbytes in tiers:
         if nbytes < slot_bytes(block_bytes):
-            raise ValueError(f"--tiers {name}={show_size(nbytes)} holds no block of {show_size(block_bytes)}")
+            raise ValueError(f"--tiers {name}={human_bytes(nbytes)} holds no block of {human_bytes(block_bytes)}")
     if pool_bytes < block_bytes:
-        raise ValueError(f"the engine's memory has {show_size(pool_bytes)} for blocks, one is {show_size(block_bytes)}")
+        raise ValueError(
+            f"the engine's memory has {human_bytes(pool_bytes)} for blocks, one is {human_bytes(block_bytes)}"
+        )
 
 
 def _without(text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -153,14 +154,14 @@ def _print(arguments: argparse.Namespace, study: TimingStudy, results: list[Time
     rows = [result.row for result in results]
     if arguments.json:
         trace, machine = study.trace, study.machine
-        told = {
+        document = {
             "mode": "timing", "trace": trace.name, "format": trace.format, "seed": arguments.seed,
             "part": arguments.part, "warm": arguments.warm, "block_tokens": trace.block_tokens,
             "model": study.model.name, "profile": machine.name, "devices": study.devices, "speed": study.speed,
             "tiers": dict(study.tiers), "engine_bytes": study.pool_bytes, "rows": rows,
             "timelines": [result.timeline() for result in results],
         }  # fmt: skip
-        print(json.dumps(told))
+        print(json.dumps(document))
     elif arguments.csv:
         print(as_csv(rows), end="")
     else:
@@ -169,15 +170,15 @@ def _print(arguments: argparse.Namespace, study: TimingStudy, results: list[Time
 
 
 def _subtitle(study: TimingStudy) -> str:
-    from kvstored.config.sizes import show_size
+    from kvstore_console.units import human_bytes
 
     trace, machine = study.trace, study.machine
-    tiers = ", ".join(f"{name} {show_size(nbytes)}" for name, nbytes in study.tiers)
+    tiers = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in study.tiers)
     speed = "" if study.speed == 1 else f" at {study.speed:g} times its speed"
     return (
         f"{trace.name}{speed}: {trace.lookups:,} requests, {trace.distinct_blocks:,} distinct blocks of "
         f"{trace.block_tokens} tokens; {study.model.name} on {study.devices} x {machine.name}, "
-        f"{show_size(study.pool_bytes)} for the engine's own blocks; store: {tiers}"
+        f"{human_bytes(study.pool_bytes)} for the engine's own blocks; store: {tiers}"
     )
 
 

@@ -12,8 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kvstore_console.units import is_size_text
 from kvstored.config.mistakes import ConfigError, need
-from kvstored.config.sizes import is_size_text
 from kvstored.config.tiers import KINDS
 from kvstored.config.tiers.base import AUTO
 from kvstored.config.unknown import did_you_mean

@@ -15,12 +15,12 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from kvstore_console.units import human_bytes
 from kvstored.config.documents import in_order, lay_over, read_file, read_override, read_reference, tiers_in
 from kvstored.config.mistakes import need, one_of
 from kvstored.config.plausible import check_plausible
 from kvstored.config.schema import Config, UnarySection
 from kvstored.config.section_fields import section_of, size
-from kvstored.config.sizes import show_size
 from kvstored.config.tenant_sections import tenant_sections
 from kvstored.config.tiers import KINDS, Machine
 from kvstored.config.written import TENANT, names_in, written
@@ -76,8 +76,8 @@ def _check_unary(unary: UnarySection) -> None:
     need(unary.calls > 0, "unary.calls must be more than 0; to have no unary calls set unary.enabled = false")
     need(
         MIN_UNARY_MESSAGE_BYTES <= unary.message_bytes <= MAX_UNARY_MESSAGE_BYTES,
-        f"unary.message must be {show_size(MIN_UNARY_MESSAGE_BYTES)} to {show_size(MAX_UNARY_MESSAGE_BYTES)}, "
-        f"got {show_size(unary.message_bytes)}",
+        f"unary.message must be {human_bytes(MIN_UNARY_MESSAGE_BYTES)} to {human_bytes(MAX_UNARY_MESSAGE_BYTES)}, "
+        f"got {human_bytes(unary.message_bytes)}",
     )
     if unary.listen:
         _check_address("unary.listen", unary.listen, "127.0.0.1:7443")
@@ -118,7 +118,7 @@ def _check(config: Config) -> None:
         one_of(f"tenant {tenant.name}: durability", tenant.durability, ("", *DURABILITY_MODES))
     need(
         limits.max_block_bytes <= MAX_BLOCK_BYTES,
-        f"limits.max_block {show_size(limits.max_block_bytes)} is over {show_size(MAX_BLOCK_BYTES)}",
+        f"limits.max_block {human_bytes(limits.max_block_bytes)} is over {human_bytes(MAX_BLOCK_BYTES)}",
     )
     for name, value in vars(limits).items():
         need(value > 0, f"limits.{name.removesuffix('_bytes')} must be more than 0")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import ConfigError
 from kvstored.config.schema import Config
-from kvstored.config.sizes import show_size
 
 
 def check_plausible(config: Config, staging_bytes: int) -> None:
@@ -12,8 +12,8 @@ def check_plausible(config: Config, staging_bytes: int) -> None:
     host = config.host
     if staging_bytes > host.capacity_bytes // 2:
         raise ConfigError(
-            f"host.staging {show_size(staging_bytes)} leaves too little of host.capacity "
-            f"{show_size(host.capacity_bytes)} for blocks; set at most a quarter of it, or leave it out"
+            f"host.staging {human_bytes(staging_bytes)} leaves too little of host.capacity "
+            f"{human_bytes(host.capacity_bytes)} for blocks; set at most a quarter of it, or leave it out"
         )
     _check_shares(config)
     _check_in_place(config)
@@ -33,12 +33,12 @@ def _check_shares(config: Config) -> None:
     for tenant in config.tenants:
         if tenant.host_max_bytes and tenant.host_max_bytes < tenant.host_min_bytes:
             raise ConfigError(
-                f"tenant {tenant.name}: host_max {show_size(tenant.host_max_bytes)} is below its host_min "
-                f"{show_size(tenant.host_min_bytes)}; raise the one or lower the other"
+                f"tenant {tenant.name}: host_max {human_bytes(tenant.host_max_bytes)} is below its host_min "
+                f"{human_bytes(tenant.host_min_bytes)}; raise the one or lower the other"
             )
     least_bytes = sum(tenant.host_min_bytes for tenant in config.tenants)
     if least_bytes > room_bytes:
         raise ConfigError(
-            f"the tenants' host_min are {show_size(least_bytes)} together, host.capacity less staging is "
-            f"{show_size(room_bytes)}: lower them, or raise host.capacity"
+            f"the tenants' host_min are {human_bytes(least_bytes)} together, host.capacity less staging is "
+            f"{human_bytes(room_bytes)}: lower them, or raise host.capacity"
         )

@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from kvstore_console.units import parse_size
 from kvstored.config.mistakes import ConfigError
-from kvstored.config.sizes import parse_size
 
 Table = dict[str, Any]
 Section = TypeVar("Section")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from kvstore_console.units import parse_size
 from kvstored.config.mistakes import ConfigError
 from kvstored.config.schema import Config, TenantSection
-from kvstored.config.sizes import parse_size
 from kvstored.config.unknown import did_you_mean
 
 _TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place"}

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 
+from kvstore_console.units import human_bytes
 from kvstore_tiers.base import Outcome, Tier
 from kvstore_tiers.recovered import RecoveredBlocks
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
-from kvstored.config.sizes import show_size
 from kvstored.store.blocks import CyclicChainError, Kind, Residency, adopt
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def drop_blocks(nvme: Tier) -> None:
     if not outcome.ok:
         raise OSError(outcome.errno, f"blocks that no secret reaches cannot be dropped: {outcome.message}")
     log.warning(
-        "dropped %d blocks (%s) from NVMe that no secret reaches", len(blocks), show_size(int(blocks.nbytes.sum()))
+        "dropped %d blocks (%s) from NVMe that no secret reaches", len(blocks), human_bytes(int(blocks.nbytes.sum()))
     )
 
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvstored.config.sizes import show_blocks
+from kvstore_console.units import human_blocks
 
 log = logging.getLogger("kvstored.audit")
 CALLER_METADATA = "kvstored-caller"
@@ -22,12 +22,12 @@ def _drop(request: Any, reply: Any) -> str:
     place = "all tiers" if request.all else request.tier
     whose = f" of {request.tenant}" if request.tenant else ""
     return (
-        f"drop from {place}{whose}: {show_blocks(reply.dropped_blocks, reply.dropped_bytes)}, {reply.kept_blocks} kept"
+        f"drop from {place}{whose}: {human_blocks(reply.dropped_blocks, reply.dropped_bytes)}, {reply.kept_blocks} kept"
     )
 
 
 def _invalidate(request: Any, reply: Any) -> str:
-    return f"invalidate {request.fingerprint}: {show_blocks(reply.blocks, reply.bytes)}, {reply.kept_blocks} kept"
+    return f"invalidate {request.fingerprint}: {human_blocks(reply.blocks, reply.bytes)}, {reply.kept_blocks} kept"
 
 
 def _drain(request: Any, reply: Any) -> str:
@@ -35,8 +35,8 @@ def _drain(request: Any, reply: Any) -> str:
 
 
 def _rename(request: Any, reply: Any) -> str:
-    lost = f", {show_blocks(reply.replaced_blocks, reply.replaced_bytes)} replaced" if reply.replaced_blocks else ""
-    return f"tenants rename {request.old} {request.new}: {show_blocks(reply.blocks, reply.bytes)}{lost}"
+    lost = f", {human_blocks(reply.replaced_blocks, reply.replaced_bytes)} replaced" if reply.replaced_blocks else ""
+    return f"tenants rename {request.old} {request.new}: {human_blocks(reply.blocks, reply.bytes)}{lost}"
 
 
 def _reload(request: Any, reply: Any) -> str:

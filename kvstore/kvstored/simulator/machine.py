@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvstored.config.sizes import parse_size, show_size
+from kvstore_console.units import human_bytes, parse_size
 from kvstored.simulator.worth import ELEMENT_BYTES, Model
 
 PROFILES = ("h100", "h200", "cpu-only")
@@ -79,8 +79,8 @@ class Machine:
             most = self.engine_bytes * (1 - self.reserve)
             needed = math.ceil(model.weight_bytes / most) + (model.weight_bytes % most == 0)
             raise ValueError(
-                f"{model.name} has {show_size(model.weight_bytes)} of weights, which do not fit {self.name} "
-                f"({show_size(self.engine_bytes)}, {self.reserve:.0%} reserved): --devices {needed} or more"
+                f"{model.name} has {human_bytes(model.weight_bytes)} of weights, which do not fit {self.name} "
+                f"({human_bytes(self.engine_bytes)}, {self.reserve:.0%} reserved): --devices {needed} or more"
             )
         return left_bytes
 

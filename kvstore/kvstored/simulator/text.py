@@ -6,45 +6,54 @@ import csv
 import io
 from collections.abc import Sequence
 
-from kvstored.config.sizes import show_size
+from kvstore_console.table import render_table
+from kvstore_console.units import human_bytes
 from kvstored.simulator.reuse import Curve
 from kvstored.simulator.study import Row
 
 _HEADINGS = (
-    "POLICY", "ADMISSION", "CAPACITY", "BLOCKS", "HITS", "COMPUTE SAVED", "STORED", "READ", "EVICTED", "KEPT OUT",
-    "BLOCKS/S",
+    "POLICY", "ADMISSION", ">CAPACITY", ">BLOCKS", ">HITS", ">COMPUTE SAVED", ">STORED", ">READ", ">EVICTED",
+    ">KEPT OUT", ">BLOCKS/S",
 )  # fmt: skip
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Aligned columns; text left, numbers right."""
-    return aligned(table_lines(rows), words=2)
+def replay_table(rows: Sequence[Row]) -> str:
+    """A line a row."""
+    return render_table(replay_headings(rows), replay_rows(rows))
 
 
-def table_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The headings, then a line a row. Kept out: refused by the admission, or bypassed by the policy."""
-    has_cost = any("cost" in row for row in rows)
-    has_held = any(row["evictions"].get("expired") for row in rows)
-    more = (*(("EXPIRED", "HELD") if has_held else ()), *(("NET",) if has_cost else ()))
-    if has_held and has_cost:
-        more += ("NET OF HELD",)
-    lines: list[tuple[str, ...]] = [(*_HEADINGS, *more)]
+def replay_headings(rows: Sequence[Row]) -> list[str]:
+    """Kept out: refused by the admission, or bypassed by the policy."""
+    has_cost, has_held = _has(rows)
+    more = [*((">EXPIRED", ">HELD") if has_held else ()), *((">NET",) if has_cost else ())]
+    return [*_HEADINGS, *more, *((">NET OF HELD",) if has_held and has_cost else ())]
+
+
+def replay_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """The cells below `replay_headings`."""
+    has_cost, has_held = _has(rows)
+    lines = []
     for row in rows:
         lanes, evicted = row["bytes_by_lane"], row["evictions"]
-        line: tuple[str, ...] = (
+        line = [
             policy_of(row), row["admission"], f"{row['capacity_fraction']:.2%}", f"{row['capacity_blocks']:,}",
-            f"{row['hit_ratio']:.4f}", f"{row['compute_saved_ratio']:.4f}", show_size(lanes["engine→host"]),
-            show_size(lanes["host→engine"]), f"{evicted['evicted']:,}", f"{evicted['refused'] + evicted['bypassed']:,}",
-            f"{row['accesses_per_second']:,}",
-        )  # fmt: skip
+            f"{row['hit_ratio']:.4f}", f"{row['compute_saved_ratio']:.4f}", human_bytes(lanes["engine→host"]),
+            human_bytes(lanes["host→engine"]), f"{evicted['evicted']:,}",
+            f"{evicted['refused'] + evicted['bypassed']:,}", f"{row['accesses_per_second']:,}",
+        ]  # fmt: skip
         if has_held:
             line += (f"{evicted['expired']:,}", f"{row['held_blocks_mean']:,.0f}")
         if has_cost:
-            line += (f"{row['cost']['net_usd']:.2f} $",)
+            line.append(f"{row['cost']['net_usd']:.2f} $")
         if has_held and has_cost:
-            line += (f"{row['cost']['net_of_held_usd']:.2f} $",)
+            line.append(f"{row['cost']['net_of_held_usd']:.2f} $")
         lines.append(line)
     return lines
+
+
+def _has(rows: Sequence[Row]) -> tuple[bool, bool]:
+    """Whether there are costs, and blocks that expired."""
+    return any("cost" in row for row in rows), any(row["evictions"].get("expired") for row in rows)
 
 
 def reuse_table(curves: Sequence[Curve]) -> str:
@@ -52,17 +61,14 @@ def reuse_table(curves: Sequence[Curve]) -> str:
     if not curves:
         return ""
     shown = range(0, len(curves[0].capacity_blocks), 4)
-    lines: list[tuple[str, ...]] = [
-        ("MISS RATIO OF LRU", "ACCESSES", "FIRST USES", "MEDIAN DISTANCE",
-         *(f"{curves[0].capacity_blocks[at]:,}" for at in shown)),
-    ]  # fmt: skip
+    headings = ["MISS RATIO OF LRU", ">ACCESSES", ">FIRST USES", ">MEDIAN DISTANCE"]
+    headings += [f">{curves[0].capacity_blocks[at]:,}" for at in shown]
+    rows = []
     for curve in curves:
         median = "-" if curve.median_distance is None else f"{curve.median_distance:,}"
-        lines.append(
-            (name_of(curve), f"{curve.accesses:,}", f"{curve.first_uses:,}", median,
-             *(f"{curve.miss_ratio[at]:.4f}" for at in shown))
-        )  # fmt: skip
-    return aligned(lines, words=1)
+        ratios = (f"{curve.miss_ratio[at]:.4f}" for at in shown)
+        rows.append([curve_name(curve), f"{curve.accesses:,}", f"{curve.first_uses:,}", median, *ratios])
+    return render_table(headings, rows)
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -76,7 +82,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
-def name_of(curve: Curve) -> str:
+def curve_name(curve: Curve) -> str:
     if curve.tenant is not None:
         return f"tenant {curve.tenant}"
     return "all" if curve.kind is None else f"type {curve.kind}"
@@ -95,15 +101,3 @@ def _flat(row: Row, prefix: str = "") -> dict[str, object]:
         else:
             flat[prefix + name] = value
     return flat
-
-
-def aligned(lines: Sequence[Sequence[str]], words: int) -> str:
-    """Text left in the first columns, numbers right."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )

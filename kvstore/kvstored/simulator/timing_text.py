@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstored.config.sizes import show_size
+from kvstore_console.table import render_table
+from kvstore_console.units import human_bytes, human_seconds
 from kvstored.simulator.served import Sample
-from kvstored.simulator.text import aligned, policy_of
+from kvstored.simulator.text import policy_of
 from kvstored.simulator.timing import Row, Timed
 
+_CLASSES = ("hot", "warm", "cold")
 _BUSY = 0.95  # from here on time to first token is mostly queueing
 
 
-def seconds(value: float) -> str:
-    """Three digits, in the unit that suits."""
-    if value < 1e-6:
-        return "0"
-    if value < 1e-3:
-        return f"{value * 1e6:.3g} µs"
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.1f} s" if value < 1000 else f"{value:,.0f} s"
-
-
 def keeper(row: Row) -> str:
-    """What decides in the store, so that rows of one plan can be told apart."""
+    """What decides in the store, which distinguishes rows of one plan."""
     if not row["capacity_blocks"]:
         return "-"
     return policy_of(row) if row["admission"] == "always" else f"{policy_of(row)}, {row['admission']}"
@@ -35,44 +28,49 @@ def report(results: Sequence[Timed]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def times(row: Row) -> list[str]:
+    """Time to first token at three percentiles, and how much faster two of them are than the baseline's."""
+    faster = row.get("speedup")
+    return [
+        *(human_seconds(row["ttft_s"][share]) for share in ("p50", "p90", "p99")),
+        *((f"{faster[share]:.2f}x" for share in ("p50", "p99")) if faster else ("-", "-")),
+    ]
+
+
 def latency_table(rows: Sequence[Row]) -> str:
     tiers = list(rows[-1]["hits_by_tier"])
-    lines = [
-        ("PLAN", "POLICY", "TTFT P50", "P90", "P99", "FASTER P50", "P99", "QUEUE", "EXPOSED", "EXPOSED P99",
-         *(f"{tier.upper()} HITS" for tier in tiers), "RECOMPUTED", "COMPUTE BUSY"),
+    headings = [
+        "PLAN", "POLICY", ">TTFT P50", ">P90", ">P99", ">FASTER P50", ">P99", ">QUEUE", ">EXPOSED", ">EXPOSED P99",
+        *(f">{tier.upper()} HITS" for tier in tiers), ">RECOMPUTED", ">COMPUTE BUSY",
     ]  # fmt: skip
-    for row in rows:
-        faster = row.get("speedup")
-        lines.append(
-            (row["plan"], keeper(row),
-             *(seconds(row["ttft_s"][share]) for share in ("p50", "p90", "p99")),
-             *((f"{faster[share]:.2f}x" for share in ("p50", "p99")) if faster else ("-", "-")),
-             seconds(row["queue_s"]["mean"]), seconds(row["exposed_s"]["mean"]), seconds(row["exposed_s"]["p99"]),
-             *(f"{row['hits_by_tier'][tier] / row['block_accesses']:.4f}" for tier in tiers),
-             f"{row['recomputed_blocks']:,}", f"{row['utilisation']['compute']:.0%}")
-        )  # fmt: skip
-    return aligned(lines, words=2)
+    lines = [
+        [
+            row["plan"], keeper(row), *times(row), human_seconds(row["queue_s"]["mean"]),
+            human_seconds(row["exposed_s"]["mean"]), human_seconds(row["exposed_s"]["p99"]),
+            *(f"{row['hits_by_tier'][tier] / row['block_accesses']:.4f}" for tier in tiers),
+            f"{row['recomputed_blocks']:,}", f"{row['utilisation']['compute']:.0%}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return render_table(headings, lines)
 
 
 def traffic_table(rows: Sequence[Row]) -> str:
     """A line for each lane of each plan that has a store."""
-    lines = [("PLAN", "POLICY", "LANE", "BYTES", "MEAN WAIT", "BUSIER END BUSY")]
+    lines = []
     for row in rows:
         for lane, nbytes in row["bytes_by_lane"].items():
             wait_s = row["wait_by_lane_s"].get(lane)
             ends = lane.split("→")
             busy = max((row["utilisation"].get("link" if end == "engine" else end, 0.0) for end in ends), default=0.0)
-            lines.append(
-                (row["plan"], keeper(row), lane, show_size(nbytes), "-" if wait_s is None else seconds(wait_s),
-                 "-" if wait_s is None else f"{busy:.0%}")
-            )  # fmt: skip
-    return aligned(lines, words=3)
+            shown = ["-", "-"] if wait_s is None else [human_seconds(wait_s), f"{busy:.0%}"]
+            lines.append([row["plan"], keeper(row), lane, human_bytes(nbytes), *shown])
+    return render_table(("PLAN", "POLICY", "LANE", ">BYTES", ">MEAN WAIT", ">BUSIER END BUSY"), lines)
 
 
 def residency_table(results: Sequence[Timed]) -> str:
     """What each tier held, averaged over time, and the shares of its classes."""
-    classes = ("hot", "warm", "cold")
-    lines = [("PLAN", "POLICY", "TIER", "BLOCKS, MEAN", "AT THE END", *(each.upper() for each in classes))]
+    lines = []
     for result in results:
         by_tier: dict[str, list[Sample]] = {}
         for sample in result.residency:
@@ -80,11 +78,11 @@ def residency_table(results: Sequence[Timed]) -> str:
         for tier, samples in by_tier.items():
             held = [sample.hot + sample.warm + sample.cold for sample in samples]
             total = sum(held) or 1
-            lines.append(
-                (result.row["plan"], keeper(result.row), tier, f"{sum(held) / len(held):,.0f}", f"{held[-1]:,}",
-                 *(f"{sum(getattr(sample, each) for sample in samples) / total:.0%}" for each in classes))
-            )  # fmt: skip
-    return aligned(lines, words=3)
+            lines.append([
+                result.row["plan"], keeper(result.row), tier, f"{sum(held) / len(held):,.0f}", f"{held[-1]:,}",
+                *(f"{sum(getattr(sample, each) for sample in samples) / total:.0%}" for each in _CLASSES),
+            ])  # fmt: skip
+    return render_table(("PLAN", "POLICY", "TIER", ">BLOCKS, MEAN", ">AT THE END", ">HOT", ">WARM", ">COLD"), lines)
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -93,7 +91,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     if busy:
         found.append(
             f"note: the engine computes nearly all of the time ({', '.join(busy)}): time to first token is mostly the "
-            "queue. --speed below 1 or more --devices give a load that it can bear."
+            "queue. --speed below 1 or more --devices give a load that it can serve."
         )
     refused = max(row["refused"] for row in rows)
     if refused:

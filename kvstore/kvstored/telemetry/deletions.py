@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from kvstore_proto.printable import printable
+from kvstore_console.printable import printable
+from kvstore_console.units import human_blocks
 from kvstored.clock import NS_PER_S, Clock
-from kvstored.config.sizes import show_blocks
 from kvstored.telemetry.caller import Caller
 
 log = logging.getLogger("kvstored.audit")
@@ -53,6 +53,6 @@ class DeletionLog:
         for (tenant, uid), found in self._sums.items():
             who = f"by uid {uid}, " if uid >= 0 else "by unary call, "
             calls, last = ("1 call", "") if found.calls == 1 else (f"{found.calls} calls", "last ")
-            amount = show_blocks(found.blocks, found.nbytes)
+            amount = human_blocks(found.blocks, found.nbytes)
             log.info("delete of %s: %s in %s, %s%s%s", tenant, amount, calls, who, last, printable(found.last))
         self._sums.clear()

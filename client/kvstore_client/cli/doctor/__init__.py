@@ -1,1 +1,1 @@
-"""kvctl doctor: looks at everything around a daemon that can be wrong, and says how to mend it. Changes nothing."""
+"""kvctl doctor: checks everything around a daemon that can be wrong, and says how to repair it. Changes nothing."""

@@ -28,8 +28,8 @@ from kvstore_client.cli.doctor.finding import Check, Finding, Level, fail, guard
 from kvstore_client.cli.doctor.surroundings import Surroundings
 from kvstore_client.cli.exit_codes import FAILED, OK, CommandError
 from kvstore_client.cli.output import Output
-from kvstore_client.cli.paint import Line
-from kvstore_client.cli.screen import is_terminal, size_of, wants_colour
+from kvstore_console.progress import Progress
+from kvstore_console.terminal import Line, is_terminal, size_of, wants_colour
 from kvstore_proto.v1 import admin_pb2 as wire
 
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
@@ -40,7 +40,9 @@ def doctor(directory: Path, arguments: argparse.Namespace) -> Output:
     """Every check. The exit code is FAILED when one of them failed; warnings alone are OK."""
     clock = machine.ClockWatch()
     around, trouble = look_around(directory, arguments)
-    areas: Areas = [(area, list(_findings(checks))) for area, checks in _checks(around, trouble, clock, arguments)]
+    with Progress("kvctl doctor") as progress:
+        checked = _checks(around, trouble, clock, arguments, progress)
+        areas: Areas = [(area, list(_findings(checks))) for area, checks in checked]
     findings = [finding for _, found in areas for finding in found]
     failed = any(finding.level is Level.FAIL for finding in findings)
     return Output(render(areas, size_of(sys.stdout)[0]), document(areas), FAILED if failed else OK, painted=True)
@@ -60,63 +62,41 @@ def look_around(directory: Path, arguments: argparse.Namespace) -> tuple[Surroun
 
 
 def _checks(
-    around: Surroundings, trouble: CommandError | None, clock: machine.ClockWatch, arguments: argparse.Namespace
+    around: Surroundings,
+    trouble: CommandError | None,
+    clock: machine.ClockWatch,
+    arguments: argparse.Namespace,
+    progress: Progress,
 ) -> Iterator[tuple[str, list[tuple[str, Check]]]]:
     """Areas in the order in which things go wrong; (name for a check that cannot be made, check)."""
     installed = _version()
-    progress = _progress if is_terminal(sys.stderr) and not arguments.json else _silent
-    yield (
-        "sockets",
-        [
-            ("directory", partial(sockets.directory, around)),
-            ("sockets", partial(sockets.sockets, around)),
-        ],
-    )
-    yield (
-        "daemon",
-        [
-            ("admin", partial(serving.answering, around, trouble)),
-            ("version", partial(serving.versions, around, installed)),
-            ("engine's way", partial(serving.as_an_engine, around, arguments.timeout)),
-            ("systemd", partial(machine.unit, around)),
-            ("settings", partial(_settings, around)),
-            ("secret", partial(secret.secret, around)),
-        ],
-    )
-    yield (
-        "limits",
-        [
-            ("open files", partial(limits.descriptors, around)),
-            ("locked memory", partial(limits.locked_memory, around)),
-            ("memory limit", partial(limits.cgroup_memory, around)),
-        ],
-    )
-    yield (
-        "memory",
-        [
-            ("capacity", partial(memory.capacity, around)),
-            ("memfd", partial(memory.shared, around)),
-            ("huge pages", partial(memory.huge_pages, around)),
-        ],
-    )
-    yield (
-        "disk",
-        [
-            ("directory", partial(disk.directory, around)),
-            ("room", partial(disk.room, around)),
-            ("file system", partial(disk.file_system, around)),
-            ("direct I/O", partial(disk.direct, around)),
-            *([] if arguments.no_disk_test else [("speed", partial(disk_speed.speed, around, progress))]),
-        ],
-    )
-    yield (
-        "machine",
-        [
-            ("kernel", partial(machine.kernel, around)),
-            ("processors", partial(machine.processors, around)),
-            ("clock", partial(clock.check, around)),
-        ],
-    )
+    yield "sockets", [
+        ("directory", partial(sockets.directory, around)), ("sockets", partial(sockets.sockets, around)),
+    ]  # fmt: skip
+    yield "daemon", [
+        ("admin", partial(serving.answering, around, trouble)),
+        ("version", partial(serving.versions, around, installed)),
+        ("engine's way", partial(serving.as_an_engine, around, arguments.timeout)),
+        ("systemd", partial(machine.unit, around)), ("settings", partial(_settings, around)),
+        ("secret", partial(secret.secret, around)),
+    ]  # fmt: skip
+    yield "limits", [
+        ("open files", partial(limits.descriptors, around)), ("locked memory", partial(limits.locked_memory, around)),
+        ("memory limit", partial(limits.cgroup_memory, around)),
+    ]  # fmt: skip
+    yield "memory", [
+        ("capacity", partial(memory.capacity, around)), ("memfd", partial(memory.shared, around)),
+        ("huge pages", partial(memory.huge_pages, around)),
+    ]  # fmt: skip
+    speed = [] if arguments.no_disk_test else [("speed", partial(disk_speed.speed, around, progress.say))]
+    yield "disk", [
+        ("directory", partial(disk.directory, around)), ("room", partial(disk.room, around)),
+        ("file system", partial(disk.file_system, around)), ("direct I/O", partial(disk.direct, around)), *speed,
+    ]  # fmt: skip
+    yield "machine", [
+        ("kernel", partial(machine.kernel, around)), ("processors", partial(machine.processors, around)),
+        ("clock", partial(clock.check, around)),
+    ]  # fmt: skip
     yield "packages", [("python", packages.python)]
 
 
@@ -186,13 +166,3 @@ def _version() -> str:
         return version(packages.DISTRIBUTION)
     except PackageNotFoundError:
         return "unknown"
-
-
-def _progress(text: str) -> None:
-    """One line that is overwritten; empty text removes it."""
-    sys.stderr.write(f"\r\x1b[K{text}")
-    sys.stderr.flush()
-
-
-def _silent(text: str) -> None:
-    pass

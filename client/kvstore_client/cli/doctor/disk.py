@@ -13,7 +13,7 @@ from pathlib import Path
 from kvstore_client.cli.doctor.finding import Finding, fail, ok, warn
 from kvstore_client.cli.doctor.sockets import user_name
 from kvstore_client.cli.doctor.surroundings import Surroundings
-from kvstore_client.cli.units import human_bytes
+from kvstore_console.units import human_bytes
 
 _GOOD = {"ext4", "xfs", "ext3", "f2fs", "zfs"}
 _WORSE = {
@@ -52,7 +52,7 @@ def _ownership(around: Surroundings, path: Path, status: os.stat_result) -> Find
     if not stat.S_ISDIR(status.st_mode):
         return fail("directory", f"{path} is not a directory", "set nvme.path to a directory")
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        # The state directory above it is 0700 as a rule; then nobody comes this far.
+        # The state directory above it is 0700 as a rule; then no other user can reach this one.
         closed_above = any(parent.stat().st_mode & 0o077 == 0 for parent in path.parents if parent.exists())
         if not closed_above:
             return fail("directory", f"{seen}: others may read prompts out of it", f"chmod 700 {path}")

@@ -21,7 +21,7 @@ from kvstore_client.cli.doctor.disk import existing, unnamed_file
 from kvstore_client.cli.doctor.finding import Finding, ok, warn
 from kvstore_client.cli.doctor.sockets import user_name
 from kvstore_client.cli.doctor.surroundings import Surroundings
-from kvstore_client.cli.units import human_bytes, human_seconds
+from kvstore_console.units import human_bytes, human_seconds
 
 MAX_BYTES = 256 << 20
 MAX_S = 3.0  # each way
@@ -63,8 +63,6 @@ def speed(around: Surroundings, progress: Progress) -> Iterator[Finding]:
             "speed", f"not measured: {place} is closed to user {user_name(around.uid)}", "sudo kvctl doctor measures it"
         )
         return
-    finally:
-        progress("")
     yield from judge(measured)
 
 
@@ -104,7 +102,7 @@ def measure(directory: Path, nbytes: int, progress: Progress) -> Measured:
         with mmap.mmap(-1, _TRANSFER_BYTES) as pattern:
             pattern.write(os.urandom(_TRANSFER_BYTES))
             began_s = time.monotonic()
-            written_bytes = _run(nbytes, partial(_write, fd, pattern), partial(_told, progress, "writing"))
+            written_bytes = _run(nbytes, partial(_write, fd, pattern), partial(_report, progress, "writing"))
             os.fdatasync(fd)
             write_s = time.monotonic() - began_s
         if not is_direct:
@@ -112,7 +110,7 @@ def measure(directory: Path, nbytes: int, progress: Progress) -> Measured:
         began_s = time.monotonic()
         with contextlib.ExitStack() as stack:
             buffers = [stack.enter_context(mmap.mmap(-1, _TRANSFER_BYTES)) for _ in range(_THREADS)]
-            read_bytes = _run(written_bytes, partial(_read, fd, buffers), partial(_told, progress, "reading"))
+            read_bytes = _run(written_bytes, partial(_read, fd, buffers), partial(_report, progress, "reading"))
         read_s = time.monotonic() - began_s
         sync_s = statistics.median(_sync(fd) for _ in range(_SYNCS))
     finally:
@@ -120,7 +118,7 @@ def measure(directory: Path, nbytes: int, progress: Progress) -> Measured:
     return Measured(written_bytes, write_s, read_bytes, read_s, sync_s, is_direct)
 
 
-def _run(nbytes: int, transfer: Callable[[int], None], told: Callable[[int, int], None]) -> int:
+def _run(nbytes: int, transfer: Callable[[int], None], report: Callable[[int, int], None]) -> int:
     """Transfers from the front, several at once, until all or the time is over; bytes done."""
     until_s = time.monotonic() + MAX_S
     done_bytes = 0
@@ -129,7 +127,7 @@ def _run(nbytes: int, transfer: Callable[[int], None], told: Callable[[int, int]
             offsets = range(first, min(nbytes, first + _THREADS * _TRANSFER_BYTES), _TRANSFER_BYTES)
             list(threads.map(transfer, offsets))
             done_bytes = offsets[-1] + _TRANSFER_BYTES
-            told(done_bytes, nbytes)
+            report(done_bytes, nbytes)
             if time.monotonic() > until_s:
                 break
     return done_bytes
@@ -153,5 +151,5 @@ def _sync(fd: int) -> float:
         return time.monotonic() - began_s
 
 
-def _told(progress: Progress, verb: str, done_bytes: int, nbytes: int) -> None:
+def _report(progress: Progress, verb: str, done_bytes: int, nbytes: int) -> None:
     progress(f"{verb} a temporary file: {human_bytes(done_bytes)} of {human_bytes(nbytes)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvstore_client.cli.doctor.finding import Finding, fail, ok, warn
 from kvstore_client.cli.doctor.surroundings import Surroundings
-from kvstore_client.cli.units import human_bytes, human_count
+from kvstore_console.units import human_bytes, human_count
 
 _DESCRIPTORS_A_CLIENT = 4  # handshake, stream, staging, pidfd
 _DESCRIPTORS_OF_ITS_OWN = 128

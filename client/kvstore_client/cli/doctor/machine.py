@@ -91,7 +91,7 @@ class ClockWatch:
         yield from steps(step_s)
         synchronised = _is_synchronised()
         if synchronised is None:
-            yield ok("time service", "the kernel does not tell whether the clock is synchronised")
+            yield ok("time service", "the kernel does not say whether the clock is synchronised")
         elif synchronised:
             yield ok("time service", "the clock is synchronised")
         else:

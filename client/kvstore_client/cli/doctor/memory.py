@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from kvstore_client.cli.doctor.finding import Finding, fail, ok, warn
 from kvstore_client.cli.doctor.surroundings import Surroundings
-from kvstore_client.cli.units import human_bytes
+from kvstore_console.units import human_bytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _TRIAL_BYTES = 1 << 20

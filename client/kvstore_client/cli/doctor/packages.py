@@ -29,19 +29,19 @@ def python(requirements: Sequence[str] | None = None, installed: Callable[[str],
             yield fail("packages", f"{DISTRIBUTION} is not installed as a package", "pip install kvstored")
             return
     for requirement in requirements:
-        match = _REQUIREMENT.match(requirement)  # extras have a marker and are not for everybody
+        match = _REQUIREMENT.match(requirement)  # extras have a marker
         if match is not None:
             yield _package(match[1], match[2], installed)
 
 
 def _package(name: str, least: str, installed: Callable[[str], str]) -> Finding:
-    mend = f"pip install '{name}>={least}'"
+    repair = f"pip install '{name}>={least}'"
     try:
         found = installed(name)
     except PackageNotFoundError:
-        return fail(name, "is not installed", mend)
+        return fail(name, "is not installed", repair)
     if _numbers(found) < _numbers(least):
-        return fail(name, f"{found}, at least {least} is needed", mend)
+        return fail(name, f"{found}, at least {least} is needed", repair)
     try:
         importlib.import_module(_MODULES.get(name, name))
     except ImportError as error:

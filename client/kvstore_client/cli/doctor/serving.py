@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from kvstore_client.cli.doctor.finding import Finding, fail, ok, warn
 from kvstore_client.cli.doctor.surroundings import Surroundings
 from kvstore_client.cli.exit_codes import DENIED, CommandError
-from kvstore_client.cli.units import human_bytes, human_seconds
 from kvstore_client.entry import connect
 from kvstore_client.errors import DaemonUnavailable
 from kvstore_client.handshake import PROTOCOL_VERSION
 from kvstore_client.paths import HANDSHAKE_SOCKET
+from kvstore_console.units import human_bytes, human_seconds
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 
-_NOBODY = Fingerprint(model_name="kvctl doctor", weights_digest="kvctl doctor")  # stores nothing
+_PROBE = Fingerprint(model_name="kvctl doctor", weights_digest="kvctl doctor")  # stores nothing
 _PINGS = 20
 _SLOW_S = 0.005
 
@@ -70,14 +70,14 @@ def as_an_engine(around: Surroundings, timeout_s: float) -> Iterator[Finding]:
     try:
         session = connect(
             around.socket_dir,
-            fingerprint=_NOBODY,
+            fingerprint=_PROBE,
             client_name="kvctl doctor",
             connect_timeout_s=timeout_s,
             required=True,
             staging_bytes=0,
         )
     except (DaemonUnavailable, KVStoreError) as error:
-        yield fail("engine's way", error.message, "engines run without a cache until this is mended")
+        yield fail("engine's way", error.message, "engines run without a cache until this is repaired")
         return
     with session:
         trips = sorted(trip for trip in (session.ping(timeout_s) for _ in range(_PINGS)) if trip is not None)

@@ -1,13 +1,12 @@
 """A daemon's settings without importing the daemon: as it says itself, or as `kvstored config` and a file say.
 
-Invariant: where a value comes from is told with it, and a file that the daemon would refuse is refused with the
+Invariant: each value has its source, and a file that the daemon would refuse is refused with the
 daemon's own words.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import tomllib
@@ -16,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvstore_console.units import parse_size
+
 SYSTEM_CONFIG = Path("/etc/kvstored/kvstored.toml")
 _TIMEOUT_S = 30.0
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{letter}{tail}": 1000**power for power, letter in enumerate("kmgt", 1) for tail in ("", "b")}
-_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +73,11 @@ def of_file(config: Path | None, state_dir: str | None) -> Settings:
 
 
 def size_of(text: str, whole_bytes: int) -> int | None:
-    """Bytes of "64MiB" or "25%"; None of what is no size. The daemon has checked the file: nothing is refused here."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", text)
-    if match is None:
+    """Bytes of "64MiB" or "25%"; None of a text that is no size: the daemon has checked the file already."""
+    try:
+        return parse_size(text, whole_bytes)
+    except ValueError:
         return None
-    amount, unit = float(match[1]), match[2].lower()
-    if unit == "%":
-        return int(whole_bytes * amount / 100)
-    return int(amount * _UNITS[unit]) if unit in _UNITS else None
 
 
 def _kvstored(*arguments: str) -> tuple[bool, str]:

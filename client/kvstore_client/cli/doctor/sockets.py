@@ -1,4 +1,4 @@
-"""The socket directory and the sockets in it: there, not open to everybody, not stale, open to this user."""
+"""The socket directory and the sockets in it: there, not open to all users, not stale, open to this user."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def directory(around: Surroundings) -> Iterator[Finding]:
     seen = f"{path}, {_describe(status)}"
     if status.st_mode & stat.S_IWOTH:
         yield fail(
-            "directory", f"{seen}: everybody may write there", f"chmod o-w {path}, or use a directory of its own"
+            "directory", f"{seen}: all users may write there", f"chmod o-w {path}, or use a directory of its own"
         )
     elif not os.access(path, os.X_OK):
         yield fail("directory", f"{seen}: closed to user {user_name(around.uid)}", _join(_group_name(status.st_gid)))
@@ -59,7 +59,7 @@ def directory(around: Surroundings) -> Iterator[Finding]:
 
 
 def sockets(around: Surroundings) -> Iterator[Finding]:
-    """Each socket by itself; nothing when the directory cannot be entered, which `directory` tells."""
+    """Each socket by itself; nothing when the directory cannot be entered, which `directory` reports."""
     if not os.access(around.socket_dir, os.X_OK):
         return
     for name in _KINDS:
@@ -78,7 +78,7 @@ def _socket(around: Surroundings, name: str) -> Finding:
         return fail(name, "is in the way and is not a socket", f"remove {path}, then {start}")
     seen = _describe(status)
     if status.st_mode & stat.S_IRWXO:
-        return fail(name, f"{seen}: open to everybody", f"chmod o-rwx {path}")
+        return fail(name, f"{seen}: open to all users", f"chmod o-rwx {path}")
     directory_uid = around.socket_dir.stat().st_uid
     if status.st_uid != directory_uid:
         return warn(
@@ -88,9 +88,9 @@ def _socket(around: Surroundings, name: str) -> Finding:
         )
     error = _connect(path, _KINDS[name])
     if error is None:
-        return ok(name, f"{seen}, somebody listens")
+        return ok(name, f"{seen}, a daemon listens")
     if isinstance(error, ConnectionRefusedError):
-        return fail(name, f"{seen}, stale: nobody listens", f"{start} (it clears stale sockets)")
+        return fail(name, f"{seen}, stale: no daemon listens", f"{start} (it clears stale sockets)")
     if isinstance(error, PermissionError):
         group = _group_name(status.st_gid)
         if not status.st_mode & stat.S_IRWXG:
@@ -109,7 +109,7 @@ def _socket(around: Surroundings, name: str) -> Finding:
 
 
 def _connect(path: Path, kind: int) -> OSError | None:
-    """Why nobody can be reached there; None when somebody can."""
+    """Why no daemon can be reached there; None when one can."""
     with socket.socket(socket.AF_UNIX, kind) as probe:
         probe.settimeout(_PROBE_S)
         try:
@@ -139,7 +139,7 @@ def _group_name(gid: int) -> str:
 
 
 def _is_member(uid: int, gid: int) -> bool:
-    """By the group database, whatever this login knows of it."""
+    """By the group database, which may be newer than this login."""
     try:
         return user_name(uid) in grp.getgrgid(gid).gr_mem
     except KeyError:
@@ -147,6 +147,6 @@ def _is_member(uid: int, gid: int) -> bool:
 
 
 def _join(group: str) -> str:
-    if group == "root":  # nobody should join that
+    if group == "root":  # no user should join that
         return "set daemon.socket_group to a group that you are in, or run kvctl as the daemon's user"
     return f"join group {group}: sudo usermod -aG {group} $USER, then log in again; or run kvctl as the daemon's user"

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 
+from kvstore_console.units import human_bytes
 from kvstored.clients.tenants.directory import TenantDirectory, tenant_digest, uid_of
 from kvstored.config import TenantSection
-from kvstored.config.sizes import show_size
 from kvstored.store.blocks import Residency
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Stored:
 
     def show(self, identity: str) -> str:
         blocks = self.blocks(identity)
-        return f"{blocks:,} block{'' if blocks == 1 else 's'} ({show_size(self.nbytes(identity))})"
+        return f"{blocks:,} block{'' if blocks == 1 else 's'} ({human_bytes(self.nbytes(identity))})"
 
 
 def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: frozenset[str] = frozenset()) -> None:

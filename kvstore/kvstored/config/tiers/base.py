@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, one_of
 from kvstored.config.section_fields import Table, size
-from kvstored.config.sizes import show_size
 from kvstored.policy_names import POLICIES
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class TierSection(ABC):
         )
 
     def _need_memory(self, machine: Machine) -> None:
-        capacity, memory = show_size(self.capacity_bytes), show_size(machine.memory_bytes)
+        capacity, memory = human_bytes(self.capacity_bytes), human_bytes(machine.memory_bytes)
         need(
             self.capacity_bytes <= machine.memory_bytes,
             f"{self.name}.capacity {capacity} is more than this machine's memory, {memory}",
@@ -96,11 +96,11 @@ class TierSection(ABC):
 
     def _need_one(self, key: str, nbytes: int, staging_bytes: int = 0) -> None:
         """That an arena or slab fits."""
-        less = f" less staging {show_size(staging_bytes)}" if staging_bytes else ""
+        less = f" less staging {human_bytes(staging_bytes)}" if staging_bytes else ""
         need(
             self.capacity_bytes - staging_bytes >= nbytes,
-            f"{self.name}.capacity {show_size(self.capacity_bytes)}{less} does not hold one {key} of "
-            f"{show_size(nbytes)}; lower {self.name}.{key}",
+            f"{self.name}.capacity {human_bytes(self.capacity_bytes)}{less} does not hold one {key} of "
+            f"{human_bytes(nbytes)}; lower {self.name}.{key}",
         )
 
     def _need_threads(self, key: str, threads: int) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, one_of
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.sizes import show_size
 from kvstored.config.tiers.base import Machine, Start, TierSection, container
 from kvstored.policy_names import ADMISSIONS
 
@@ -59,12 +59,12 @@ class NvmeSection(TierSection):
         self._need_one("slab", self.slab_bytes)
         need(
             not 0 < self.endurance_bytes_per_day < MIN_ENDURANCE_BYTES,
-            f"{name}.endurance_bytes_per_day must be 0 (no limit) or at least {show_size(MIN_ENDURANCE_BYTES)}",
+            f"{name}.endurance_bytes_per_day must be 0 (no limit) or at least {human_bytes(MIN_ENDURANCE_BYTES)}",
         )
         need(
             not disk_bytes or self.capacity_bytes <= disk_bytes,
-            f"{name}.capacity {show_size(self.capacity_bytes)} is more than the whole file system of {self.path} has, "
-            f"{show_size(disk_bytes)}; lower it, or set {name}.path to another disk",
+            f"{name}.capacity {human_bytes(self.capacity_bytes)} is more than the file system of {self.path} has, "
+            f"{human_bytes(disk_bytes)}; lower it, or set {name}.path to another disk",
         )
 
     def open(self, start: Start) -> NvmeTier:

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, one_of
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.sizes import show_size
 from kvstored.config.tiers.base import Machine, Start, TierSection, container
 from kvstored.policy_names import WITH_WORTH
 
@@ -47,12 +47,12 @@ class SharedSection(TierSection):
         return section_of(cls, name, table, known)
 
     def check(self, machine: Machine) -> None:
-        name, memory = self.name, show_size(machine.memory_bytes)
+        name, memory = self.name, human_bytes(machine.memory_bytes)
         self._need_memory(machine)
         self._need_threads("copy_threads", self.copy_threads)
         need(
             self.min_free_bytes < machine.memory_bytes,
-            f"{name}.min_free {show_size(self.min_free_bytes)} leaves nothing of this machine's memory, {memory}",
+            f"{name}.min_free {human_bytes(self.min_free_bytes)} leaves nothing of this machine's memory, {memory}",
         )
         one_of(f"{name}.warm_restart", self.warm_restart, WARM_RESTARTS)
         need(

@@ -16,13 +16,13 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore_console.units import human_bytes
 from kvstore_tiers import failpoints
 from kvstore_tiers.arena import Arena, ForeignMemory, empty_memory
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
-from kvstored.config.sizes import show_size
 from kvstored.config.tiers import SharedSection
 from kvstored.lifetime.warm.entering import Entering
 from kvstored.lifetime.warm.keeper import Keeper, KeeperError, nobody_waits
@@ -208,7 +208,7 @@ def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> 
     ledger = None
     if descriptor is not None and forget:
         nbytes = sum(os.fstat(kept_one).st_blocks * 512 for kept_one in kept.values())
-        log.warning("dropped %s of DRAM, kept by the process before, that no secret reaches", show_size(nbytes))
+        log.warning("dropped %s of DRAM, kept by the process before, that no secret reaches", human_bytes(nbytes))
         os.close(descriptor)
     elif descriptor is not None:
         try:

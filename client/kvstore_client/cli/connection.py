@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore_client.cli.exit_codes import DENIED, FAILED, MISS, UNREACHABLE, CommandError
-from kvstore_client.cli.explaining import in_words
+from kvstore_client.cli.explain_text import in_words
 from kvstore_client.entry import connect
 from kvstore_client.errors import DaemonUnavailable
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON

@@ -1,9 +1,4 @@
-"""Text that came from a disk or a wire, made fit for a terminal and for a log: what is not printable is spelled out.
-
-A terminal obeys escape sequences, and a line break in a name makes one log line look like two. JSON is safe by itself.
-Owns that one rule. Invariant: what is returned holds printable characters and blanks only; printable text comes back
-as it is, so that it may pass here twice.
-"""
+"""Log records on one line each, with nothing in them that a terminal would obey."""
 
 from __future__ import annotations
 
@@ -11,21 +6,11 @@ import logging
 from types import TracebackType
 from typing import TypeAlias
 
+from kvstore_console.printable import printable, printable_lines
+
 _Raised: TypeAlias = (
     tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 )  # of the standard library's logging
-
-
-def printable(text: str) -> str:
-    """On one line: controls, line breaks, formatting characters and lone surrogates as \\x1b, \\n, \\u202e, \\udcff."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def printable_lines(text: str) -> str:
-    """The same for text of our own making that has lines."""
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def log_to_stderr(level: int | str, layout: str) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvstore_client.cli.show import KEY_DIGITS
-from kvstore_client.cli.table import Column, render_table
-from kvstore_client.cli.units import human_blocks, human_count, human_seconds
+from kvstore_console.table import render_table
+from kvstore_console.units import human_blocks, human_count, human_seconds
 from kvstore_proto.v1 import admin_pb2 as wire
 
 _SENTENCES: Final[Mapping[str, str]] = {
@@ -39,20 +39,12 @@ _VOLATILE: Final[Mapping[str, str]] = {
     "not-asked": "volatile: its put did not ask for more, or its copy on NVMe had to make room since",
 }
 _COLUMNS: Final = (
-    Column("BLOCK", True),
-    Column("KEY"),
-    Column("STATE"),
-    Column("TIERS"),
-    Column("CLASS"),
-    Column("DURABILITY"),
-    Column("USES", True),
-    Column("IDLE", True),
-    Column("AGE", True),
-    Column("LEASES", True),
-    Column("CHILDREN", True),
-    Column("LOAD", True),
-    Column("WHY"),
-)
+    ">BLOCK", "KEY", "STATE", "TIERS", "CLASS", "DURABILITY", ">USES", ">IDLE", ">AGE", ">LEASES", ">CHILDREN", ">LOAD",
+    "WHY",
+)  # fmt: skip
+_MISSES: Final = (
+    ">AGO", "TENANT", "CLIENT", ">PID", "REQUEST", ">FOUND", "MISSING KEY", "CAUSE", ">TIMES", "MODEL",
+)  # fmt: skip
 
 
 def in_words(reason: str) -> str:
@@ -110,34 +102,15 @@ def _briefly(block: wire.BlockExplanation) -> str:
 
 
 def render_misses(reply: wire.ExplainReply) -> str:
-    columns = [
-        Column("AGO", True),
-        Column("TENANT"),
-        Column("CLIENT"),
-        Column("PID", True),
-        Column("REQUEST"),
-        Column("FOUND", True),
-        Column("MISSING KEY"),
-        Column("CAUSE"),
-        Column("TIMES", True),
-        Column("MODEL"),
-    ]
     rows = [
         [
-            human_seconds(miss.ago_s),
-            miss.tenant,
-            miss.client,
-            str(miss.pid),
-            miss.request,
-            f"{miss.found_blocks} of {miss.asked_blocks}",
-            miss.key,
-            miss.cause,
-            human_count(miss.times),
+            human_seconds(miss.ago_s), miss.tenant, miss.client, str(miss.pid), miss.request,
+            f"{miss.found_blocks} of {miss.asked_blocks}", miss.key, miss.cause, human_count(miss.times),
             miss.fingerprint,
         ]
         for miss in reply.misses
-    ]
-    return render_table(columns, rows, empty="nothing was missed since the daemon started")
+    ]  # fmt: skip
+    return render_table(_MISSES, rows, empty="nothing was missed since the daemon started")
 
 
 def _summary(label: str, blocks: Sequence[wire.BlockExplanation], usable: int, load_us: int) -> str:
@@ -159,16 +132,9 @@ def _cells(explained: wire.BlockExplanation) -> list[str]:
     if explained.state != "stored":
         return [*head, *["-"] * 9, _briefly(explained)]
     classes = dict.fromkeys(copy.residency for copy in explained.copies if copy.residency)
+    age = human_seconds(explained.age_s) if explained.has_age else "-"
     return [
-        *head,
-        "+".join(block.tiers),
-        "+".join(classes),
-        block.durability,
-        human_count(block.accesses),
-        human_seconds(block.idle_s),
-        human_seconds(explained.age_s) if explained.has_age else "-",
-        human_count(block.leases),
-        human_count(block.children),
-        human_seconds(explained.load_us / 1e6),
-        _briefly(explained),
-    ]
+        *head, "+".join(block.tiers), "+".join(classes), block.durability, human_count(block.accesses),
+        human_seconds(block.idle_s), age, human_count(block.leases), human_count(block.children),
+        human_seconds(explained.load_us / 1e6), _briefly(explained),
+    ]  # fmt: skip

@@ -1,21 +1,44 @@
-"""Text with colour for a terminal, or without: spans that know how wide they are, bars, sparklines.
+"""What a terminal can show: colour, its size, pieces of text with a style, bars, sparklines.
 
-Owns escape codes. Invariant: what a `Line` takes on the screen never depends on its colours, and is never wider than it
-was cut to.
+Owns escape codes. Invariant: the width of a `Line` on the screen never depends on its colours and is never above the
+width that it was cut to.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TextIO
 
-from kvstore_proto.printable import printable
+from kvstore_console.printable import printable
 
+WIPE_LINE = "\r\x1b[K"
 _CODES = {"": "", "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that understands escape codes."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Colour only on a terminal, and not where the user said no (https://no-color.org)."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def size_of(stream: TextIO) -> tuple[int, int]:
+    """Columns and lines; 80 by 24 where `stream` has no size."""
+    with suppress(OSError, ValueError):
+        size = os.get_terminal_size(stream.fileno())
+        if size.columns and size.lines:
+            return size.columns, size.lines
+    return 80, 24
 
 
 @dataclass(slots=True)
@@ -50,7 +73,7 @@ def plain_line(text: str, style: str = "") -> Line:
 
 
 def bar(share: float, width: int) -> str:
-    """A bar with eighths of a character, always `width` wide; a hair of it for the least that is not nothing."""
+    """A bar with eighths of a character, always `width` wide; one eighth for anything above nothing."""
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)
     if share > 0:
         eighths = max(1, eighths)
@@ -59,20 +82,26 @@ def bar(share: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, *, top: float = 0.0) -> str:
-    """All values as bars of one character, neighbours averaged where there is not room for each, scaled to the highest,
+    """All values as bars of one character, neighbours averaged where there is no room for each, scaled to the highest,
     or to `top`; a gap for NaN.
     """
     if width <= 0:
         return ""
     columns = min(width, len(values))
     edges = [len(values) * column // columns for column in range(columns)] + [len(values)] if columns else [0]
-    shown = [_mean(values[first:last]) for first, last in pairwise(edges)]
-    highest = top or max((value for value in shown if not math.isnan(value)), default=0.0)
+    shown = [mean(values[first:last]) for first, last in pairwise(edges)]
+    highest = top or max(known(shown), default=0.0)
     return "".join(_spark(value, highest) for value in shown).rjust(width)
 
 
-def _mean(values: Sequence[float]) -> float:
-    numbers = [value for value in values if not math.isnan(value)]
+def known(values: Sequence[float]) -> list[float]:
+    """Without the gaps, which are NaN."""
+    return [value for value in values if not math.isnan(value)]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of the values that are known; NaN where none is."""
+    numbers = known(values)
     return sum(numbers) / len(numbers) if numbers else math.nan
 
 

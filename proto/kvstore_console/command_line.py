@@ -1,0 +1,196 @@
+"""Command lines, alike in the three programs: how help looks, how a mistake is reported, what the words of an option
+mean, and how a program ends.
+
+Invariant: a mistake of the user and a failure are one line on standard error and an exit status, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Any, Final, NoReturn, TypeAlias
+
+from kvstore_console.printable import printable_lines
+from kvstore_console.units import parse_size
+
+OK: Final = 0
+FAILED: Final = 1
+USAGE: Final = 2
+INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
+MAX_SECONDS: Final = 86_400
+
+
+class WrongUsage(Exception):
+    """Of the command `program`, which may be a subcommand."""
+
+    def __init__(self, program: str, message: str) -> None:
+        super().__init__(message)
+        self.program = program
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows descriptions and examples as they are written, and leaves it to `parse` to report what is wrong."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise WrongUsage(self.prog, message)
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # what `add_subparsers` returns
+
+
+def parse(
+    parser: Parser,
+    argv: Sequence[str] | None = None,
+    check: Callable[[argparse.Namespace], None] | None = None,
+    *,
+    json_errors: bool = False,
+) -> argparse.Namespace:
+    """The options, which `check` may still refuse by `parser.error`. Wrong usage ends the program with USAGE and one
+    clear line. `json_errors`: where --json is among the words, an object on standard output says the same."""
+    given = sys.argv[1:] if argv is None else argv
+    try:
+        options = parser.parse_args(given)
+        if check is not None:
+            check(options)
+    except WrongUsage as wrong:
+        if json_errors and "--json" in given:
+            import json
+
+            print(json.dumps({"error": str(wrong), "exit_code": USAGE}))
+        parser.exit(USAGE, printable_lines(f"{wrong.program}: {wrong}\ntry: {wrong.program} --help\n"))
+    return options
+
+
+def report_error(program: str, message: str, status: int) -> int:
+    """One line on standard error; `status`, which is to be the program's."""
+    print(printable_lines(f"{program}: {message}"), file=sys.stderr)
+    return status
+
+
+def run_program(program: str, run: Callable[[], int], *, unencodable: str = "backslashreplace") -> int:
+    """The exit status of `run`, also where the reader of its output has gone, the user interrupts or a disk is full.
+    `unencodable`: what becomes of letters that the output's encoding lacks, as `codecs` names it."""
+    _prepare_streams(unencodable)
+    try:
+        status = run()
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `... | head`
+        _discard_output()
+        return OK
+    except OSError as error:  # what a command has not explained better itself: a full disk behind a redirection
+        _discard_output()
+        place = f": {error.filename}" if error.filename else ""
+        return report_error(program, f"{error.strerror or error}{place}", FAILED)
+
+
+def size(text: str) -> int:
+    """An option's bytes: 4096, 64KiB, 1.5MiB. Raises ArgumentTypeError."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
+    """The type of an option; the ends are allowed."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or not lowest <= int(text) <= highest:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {lowest} to {highest}, got {text!r}")
+        return int(text)
+
+    return convert
+
+
+def seconds(text: str) -> float:
+    """An option's time, above 0 and at most a day."""
+    value = _number(text)
+    if not 0 < value <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"seconds must be above 0 and at most {MAX_SECONDS}, got {text!r}")
+    return value
+
+
+def words(text: str) -> list[str]:
+    """A list of the command line, separated by commas or blanks."""
+    return text.replace(",", " ").split()
+
+
+def one_of(option: str, text: str, known: Collection[str]) -> str:
+    """Raises ValueError with one line."""
+    names = some_of(option, text, known)
+    if len(names) > 1:
+        raise ValueError(f"{option} {text}: one of {', '.join(known)}")
+    return names[0]
+
+
+def some_of(option: str, text: str, known: Collection[str], every: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Separated by commas or blanks, each once; `every` is what "all" stands for. Raises ValueError with one line."""
+    if text == "all" and every:
+        return every
+    names = tuple(dict.fromkeys(words(text) or [text]))
+    for name in names:
+        if name not in known:
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{option}: {name!r} is unknown; known: {', '.join(known)}{hint}")
+    return names
+
+
+class ListAction(argparse.Action):
+    """With nargs="+": `1 4 16`, `1,4,16` and `"1, 4"` are the same. `of` makes an item of a word."""
+
+    def __init__(self, *, of: Callable[[str], Any] = str, **settings: Any) -> None:
+        super().__init__(nargs="+", **settings)
+        self._of = of
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        given = words(" ".join(map(str, values or ())))
+        try:
+            found = [self._of(word) for word in given]
+        except ValueError:
+            kind = {int: "whole numbers", float: "numbers"}.get(self._of, "names")  # type: ignore[call-overload]
+            parser.error(f"argument {option_string}: {kind} are wanted, got {' '.join(given)!r}")
+        if not found:
+            parser.error(f"argument {option_string}: expected at least one")
+        setattr(namespace, self.dest, found)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def _prepare_streams(unencodable: str) -> None:
+    """Output that was closed before the start is discarded."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lives
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=unencodable)
+
+
+def _discard_output() -> None:
+    """What standard output still holds is lost; without this the interpreter would try once more at its end."""
+    with suppress(OSError):  # what stands in for it may have no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,77 @@
+"""Series over wall time as charts: thinned to what a page can show, with the values of a moment under the pointer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvstore_console.axes import Unit, clock_text, time_axis
+from kvstore_console.charts import Curve, area_chart, columns, empty_chart, line_chart, stacked
+from kvstore_console.terminal import known, mean
+
+MAX_POINTS = 240
+_POINTER_COLUMNS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One value for each sample, NaN where there is none. `mark` as that of a `Curve`; `is_peak`: thinned by its
+    highest value instead of the mean."""
+
+    label: str
+    values: Sequence[float]
+    mark: str = ""
+    is_peak: bool = False
+
+
+def history_chart(
+    title: str, note: str, unit: Unit, at_s: Sequence[float], series: Sequence[Series], *, is_stacked: bool = False
+) -> str:
+    """A figure; with `is_stacked` of areas upon each other, under the series with a mark."""
+    at_s, series = _thinned(at_s, series)
+    series = [each for each in series if known(each.values)]
+    if len(at_s) < 2 or not series:
+        return empty_chart(title, note)
+    curves = [Curve(each.label, list(zip(at_s, each.values, strict=True)), each.mark) for each in series]
+    x = time_axis(at_s[0], at_s[-1])
+    y = unit.axis(value for curve in (_edges(curves) if is_stacked else curves) for _, value in curve.points)
+    stride = max(1, math.ceil(len(at_s) / _POINTER_COLUMNS))
+    texts = [_moment(at_s, series, unit, first, stride) for first in range(0, len(at_s), stride)]
+    draw = area_chart if is_stacked else line_chart
+    return draw(title, note, curves, x, y, over=columns(x, at_s[::stride], texts))
+
+
+def _moment(at_s: Sequence[float], series: Sequence[Series], unit: Unit, first: int, stride: int) -> str:
+    """All values in the middle of a stride."""
+    at = min(first + stride // 2, len(at_s) - 1)
+    values = [(each.label, each.values[at]) for each in series]
+    shown = [f"{label}: {'-' if math.isnan(value) else unit.show(value)}" for label, value in values]
+    return "\n".join([clock_text(at_s[at]), *shown])
+
+
+def _edges(curves: Sequence[Curve]) -> list[Curve]:
+    """The curves with a mark, and the highest edge of the others, stacked."""
+    below = [(at, 0.0) for at, _ in curves[0].points]
+    for curve in curves:
+        if not curve.mark:
+            below = stacked(below, [(at, 0.0 if math.isnan(value) else value) for at, value in curve.points])
+    return [Curve("", below), *(curve for curve in curves if curve.mark)]
+
+
+def _thinned(at_s: Sequence[float], series: Sequence[Series]) -> tuple[Sequence[float], Sequence[Series]]:
+    """At most `MAX_POINTS` samples: neighbours are averaged, peaks kept."""
+    stride = math.ceil(len(at_s) / MAX_POINTS)
+    if stride <= 1:
+        return at_s, series
+    firsts = range(0, len(at_s), stride)
+    ends = [at_s[min(first + stride, len(at_s)) - 1] for first in firsts]
+    merged = [
+        replace(each, values=[_merged(each.values[first : first + stride], each.is_peak) for first in firsts])
+        for each in series
+    ]
+    return ends, merged
+
+
+def _merged(values: Sequence[float], is_peak: bool) -> float:
+    return max(known(values), default=math.nan) if is_peak else mean(values)

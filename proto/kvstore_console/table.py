@@ -1,0 +1,32 @@
+"""Aligned columns of text for a terminal or a pipe. Knows strings only; no colour, no wrapping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore_console.printable import printable
+
+_GAP = "  "
+
+
+def render_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str = "") -> str:
+    """A line of headings and one a row, or `empty` where there are no rows. A heading that begins with ">" is that of
+    numbers: its column is set to the right."""
+    if not rows:
+        return empty
+    is_number = [heading.startswith(">") for heading in headings]
+    lines = [[heading.removeprefix(">") for heading in headings], *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        _GAP.join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, is_number, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def render_facts(pairs: Sequence[tuple[str, str]], indent: str = "") -> str:
+    """Name and value, one pair a line, values aligned."""
+    width = max((len(name) for name, _ in pairs), default=0)
+    return "\n".join(f"{indent}{name.ljust(width)}{_GAP}{printable(value)}" for name, value in pairs)
