@@ -26,8 +26,8 @@ from kvstore_proto.v1 import admin_pb2_grpc, kvstore_pb2_grpc
 from kvstore_tiers.base import Tier
 from kvstore_tiers.heap import trim
 from kvstore_tiers.nvme.directory import TierDirectory, make_directory
+from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.errors import DirectoryError
-from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstored import __version__
 from kvstored.admin.accounts import Accounts
 from kvstored.admin.block_list import BlockList
@@ -41,7 +41,7 @@ from kvstored.admin.live_tenants import LiveTenants
 from kvstored.admin.quarantine import Quarantine
 from kvstored.admin.reload import Reload
 from kvstored.admin.rename import RenameTenant
-from kvstored.admin.sampling import Sampler
+from kvstored.admin.sampler import Sampler
 from kvstored.admin.settings import SettingsView
 from kvstored.admin.views import Parts, Views
 from kvstored.clients.arena_grants import ArenaGrants
@@ -73,14 +73,14 @@ from kvstored.process import end_without_order, raise_descriptor_limit, set_prio
 from kvstored.rpc import unary
 from kvstored.rpc.admin import AdminService, Looks
 from kvstored.rpc.direct_stream import DirectStreams
+from kvstored.rpc.grpc_socket import bind_grpc, private_umask
 from kvstored.rpc.health import Health
-from kvstored.rpc.requests import Answering
-from kvstored.rpc.serving import bind_grpc, private_umask
+from kvstored.rpc.requests import StreamServices
 from kvstored.rpc.session_stream import SessionService
 from kvstored.rpc.unary_doors import UnaryDoors
 from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.assembly import make_verbs
-from kvstored.rpc.verbs.delete import Deleting
+from kvstored.rpc.verbs.delete import DeleteVerb
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.sockets import (
     SocketError,
@@ -118,7 +118,7 @@ class StartupError(Exception):
 
 
 def run(
-    config: Config, read: Callable[[], Config], ahead: JudgingAhead | None = None, *, new_secret: bool = False
+    config: Config, read: Callable[[], Config], ahead: EarlyRecordScan | None = None, *, new_secret: bool = False
 ) -> int:
     """Serve until SIGTERM, SIGINT or a shutdown request, with what was judged `ahead` of NVMe. `new_secret`: blocks
     that the secret does not reach are dropped, not a reason to refuse. Raises StartupError, ConfigError."""
@@ -129,7 +129,7 @@ def run(
     return asyncio.run(_serve(config, read, ahead, new_secret))
 
 
-async def _serve(config: Config, read: Callable[[], Config], ahead: JudgingAhead | None, new_secret: bool) -> int:
+async def _serve(config: Config, read: Callable[[], Config], ahead: EarlyRecordScan | None, new_secret: bool) -> int:
     stop_wanted = asyncio.Event()
     loop = asyncio.get_running_loop()
     daemon = Daemon(config, SystemClock(), stop_wanted.set, read, ahead, new_secret=new_secret)
@@ -167,7 +167,7 @@ class Daemon:
         clock: Clock,
         on_shutdown: Callable[[], None],
         read: Callable[[], Config],
-        ahead: JudgingAhead | None = None,
+        ahead: EarlyRecordScan | None = None,
         *,
         new_secret: bool = False,
     ) -> None:
@@ -326,11 +326,11 @@ class Daemon:
         operations = Operations(store, deletions)
         self._stack.push_async_callback(self._settle, operations.put)
         self._make_views()
-        self._deleting = Deleting(operations.delete, max_keys=limits.max_keys)
+        self._deleting = DeleteVerb(operations.delete, max_keys=limits.max_keys)
         self._verbs = self._recorded(make_verbs(store, operations, self._misses, self._deleting, self._explain.own))
         self._integrity = Integrity(store, self._is_idle)
         self._latencies = Latencies()
-        self._answering = Answering(self._verbs, limits.inflight_per_client, self._latencies, clock)
+        self._answering = StreamServices(self._verbs, limits.inflight_per_client, self._latencies, clock)
         self._streams = DirectStreams(self._answering, limits.message_bytes)
         self._sampler = Sampler(self._parts(), self._latencies)
         sizer = self._host_sizer()

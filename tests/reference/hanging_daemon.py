@@ -9,7 +9,7 @@ import os
 import sys
 
 from kvstore_tiers.base import Tier
-from kvstore_tiers.wrap.faulty import FaultyTier, hung
+from kvstore_tiers.testing.faulty import FaultyTier, hung
 from kvstored import daemon
 from kvstored.cli import main
 from tests.reference.running_daemon import RunningDaemon

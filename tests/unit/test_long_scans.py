@@ -17,7 +17,7 @@ from kvstore_tiers.base import Slot
 from kvstored.admin import saving
 from kvstored.admin.block_list import BlockList
 from kvstored.admin.block_totals import BlockTotals
-from kvstored.admin.saving import save, tokens_in_tier
+from kvstored.admin.durable_copies import save, tokens_in_tier
 from kvstored.store.blocks import listing
 from kvstored.store.transfer.dram_check import _Verified
 from tests.reference.blocks import Shelf, key

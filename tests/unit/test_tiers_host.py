@@ -22,7 +22,7 @@ from kvstore_tiers.arena import F_SEAL_FUTURE_WRITE
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.driving import block, finish_all, get, put
+from kvstore_tiers.testing.transfers import block, finish_all, get, put
 
 MIB = 1 << 20
 

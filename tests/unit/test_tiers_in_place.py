@@ -16,7 +16,7 @@ from kvstore_tiers.arena import writable_owner
 from kvstore_tiers.base import Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.testing.driving import block, finish, get, put
+from kvstore_tiers.testing.transfers import block, finish, get, put
 
 MIB = 1 << 20
 PAYLOAD_BYTES = 10_000

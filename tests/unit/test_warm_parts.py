@@ -22,7 +22,7 @@ from kvstore_tiers.host import HostTier
 from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.lifetime.warm import restart
-from kvstored.lifetime.warm.entering import Entering
+from kvstored.lifetime.warm.arena_import import ArenaImport
 from kvstored.lifetime.warm.keeper import Keeper
 from kvstored.lifetime.warm.ledger import Ledger
 from kvstored.lifetime.warm.restart import WarmRestart
@@ -152,7 +152,7 @@ def test_blocks_behind_one_that_is_dropped_are_entered_all_the_same(host: HostTi
         slots.append(slot)
     residency = Residency(("host",))
     tenant = residency.tenant(OWNER)
-    entering = Entering(host, residency, TenantDirectory(tmp_path, (), "by-uid"), 1)
+    entering = ArenaImport(host, residency, TenantDirectory(tmp_path, (), "by-uid"), 1)
     found: Any = SimpleNamespace(headers=headers, slots=slots)
     entering.enter(found, tenant)
     assert entering.dropped_slots == 1 and len(entering.rows) == 3

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Slot
-from kvstored.admin.saving import save, tokens_in_tier
+from kvstored.admin.durable_copies import save, tokens_in_tier
 from kvstored.admin.tier_name import tier_named
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.admin.saving import save
+from kvstored.admin.durable_copies import save
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.sessions import SessionTable
 from kvstored.store.blocks import Residency

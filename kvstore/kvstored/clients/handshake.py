@@ -31,7 +31,7 @@ HELLO_PATIENCE_S = 10.0  # a connection that says nothing must not keep a place 
 MAX_TURNED_AWAY = 64
 
 
-class Welcomer(Protocol):
+class HandshakeHandler(Protocol):
     """What the daemon does for a caller. Refusals are KVStoreError."""
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
@@ -56,7 +56,7 @@ class Welcomer(Protocol):
 class HandshakeServer:
     """Listens on `path`. `start` binds and returns; `close` ends every connection and with it every session."""
 
-    def __init__(self, path: Path, welcomer: Welcomer, max_clients: int) -> None:
+    def __init__(self, path: Path, welcomer: HandshakeHandler, max_clients: int) -> None:
         self.path = path
         self._welcomer = welcomer
         self._max_clients = max_clients
@@ -138,7 +138,7 @@ class _Connection:
     def __init__(
         self,
         sock: socket.socket,
-        welcomer: Welcomer,
+        welcomer: HandshakeHandler,
         on_end: Callable[[_Connection], None],
         refusal: KVStoreError | None,
     ) -> None:

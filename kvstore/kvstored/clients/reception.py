@@ -58,7 +58,7 @@ class NobodyReturns:
 
 
 class Reception:
-    """Implements `Welcomer`. `on_end(session)` releases what the session held elsewhere."""
+    """Implements `HandshakeHandler`. `on_end(session)` releases what the session held elsewhere."""
 
     def __init__(
         self,

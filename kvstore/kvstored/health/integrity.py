@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvstored.clock import NS_PER_S
-from kvstored.health.books import BooksReport, BooksWalk
+from kvstored.health.invariants import InvariantChecker, InvariantReport
 from kvstored.health.scrub.scrubber import POSITION_FILE, Scrubber, ScrubReport
 from kvstored.health.scrub.verification import Verification
 from kvstored.health.scrub.worker import Settings
@@ -29,7 +29,7 @@ class IntegrityReport:
     """What `kvctl status` shows."""
 
     scrub: ScrubReport = field(default_factory=ScrubReport)
-    books: BooksReport = field(default_factory=BooksReport)
+    books: InvariantReport = field(default_factory=InvariantReport)
     orphaned_blocks: int = 0
 
 
@@ -43,7 +43,7 @@ class Integrity:
         self.scrubber = self._make_scrubber()
         if self.scrubber is not None:
             self.report.scrub = self.scrubber.report
-        self.books = BooksWalk(store, is_idle)
+        self.books = InvariantChecker(store, is_idle)
         self.report.books = self.books.report
 
     def tasks(self) -> dict[str, Task]:

@@ -20,7 +20,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.framing import Frames, FrameTooLarge, frame
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import Session
-from kvstored.rpc.requests import LAST_REPLY_S, Answering, Requests, StreamOver, error_reply
+from kvstored.rpc.requests import LAST_REPLY_S, Requests, StreamOver, StreamServices, error_reply
 
 log = logging.getLogger(__name__)
 TURN_NS = 500_000  # for the requests of one client, while others wait
@@ -31,7 +31,7 @@ CLOSING_POLL_S = 0.005
 class DirectStreams:
     """Opens streams. `message_bytes` bounds one request."""
 
-    def __init__(self, answering: Answering, message_bytes: int) -> None:
+    def __init__(self, answering: StreamServices, message_bytes: int) -> None:
         self._answering = answering
         self._message_bytes = message_bytes
         self._of_session: dict[int, _DirectStream] = {}
@@ -82,7 +82,7 @@ class _DirectStream(asyncio.Protocol):
     def __init__(
         self,
         session: Session,
-        answering: Answering,
+        answering: StreamServices,
         message_bytes: int,
         on_end: Callable[[Session, _DirectStream], None],
     ) -> None:

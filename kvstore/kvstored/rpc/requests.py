@@ -30,7 +30,7 @@ class StreamOver(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
+class StreamServices:
     """What requests are answered with. `inflight_limit` bounds the tasks of one client, over all its streams."""
 
     verbs: Verbs
@@ -42,7 +42,9 @@ class Answering:
 class Requests:
     """See the module. `send` takes an answer that a task has made, and raises StreamOver when it cannot go out."""
 
-    def __init__(self, session: Session, answering: Answering, send: Callable[[pb.Response], Awaitable[None]]) -> None:
+    def __init__(
+        self, session: Session, answering: StreamServices, send: Callable[[pb.Response], Awaitable[None]]
+    ) -> None:
         self._session = session
         self._verbs = answering.verbs
         self._inflight_limit = answering.inflight_limit

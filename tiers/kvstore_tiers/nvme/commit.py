@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
-from kvstore_tiers.nvme.journal import Batch, Journal
+from kvstore_tiers.nvme.journal import Journal, PendingRecords
 from kvstore_tiers.nvme.slab import Slab
 from kvstore_tiers.threads import deliver, run_transfer
 
 
-class GroupCommit:
+class RecordCommit:
     """One resident thread that commits the journal whenever somebody asked."""
 
     def __init__(self, journal: Journal, watch: Callable[[Outcome], Outcome]) -> None:
@@ -69,7 +69,7 @@ class GroupCommit:
         return Outcome(OutcomeKind.DONE)
 
 
-def _write(batch: Batch, sequence: int) -> None:
+def _write(batch: PendingRecords, sequence: int) -> None:
     failed = {slab: slab.failed_syncs for slab in _touched(batch)}
     failpoints.hit("nvme.sync-start")
     for slab in batch.written:
@@ -94,5 +94,5 @@ def _write(batch: Batch, sequence: int) -> None:
         slab.settle(freed)
 
 
-def _touched(batch: Batch) -> set[Slab]:
+def _touched(batch: PendingRecords) -> set[Slab]:
     return {slab for slab in (*batch.written, *batch.freed, *batch.quarantined) if slab.is_made}

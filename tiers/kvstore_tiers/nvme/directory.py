@@ -27,7 +27,7 @@ from kvstore_tiers.nvme.version_number import version_number, version_text
 
 _LOG = logging.getLogger(__name__)
 _FORMAT_KEY = "format_version"
-_LOOK_S, _LOOKS = 0.02, 50  # who only looks at the lock (judging_ahead.py) has it for microseconds, if not interrupted
+_LOOK_S, _LOOKS = 0.02, 50  # who only looks at the lock (early_scan.py) has it for microseconds, if not interrupted
 
 
 class TierDirectory:

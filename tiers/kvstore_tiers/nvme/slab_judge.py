@@ -10,10 +10,10 @@ import os
 
 import numpy as np
 
-from kvstore_tiers.nvme.judging_ahead import Told
+from kvstore_tiers.nvme.early_scan import SlabReport
 from kvstore_tiers.nvme.layout import RECORD_BYTES, Superblock, read_superblock
-from kvstore_tiers.nvme.reading_ahead import Region
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
+from kvstore_tiers.nvme.region_reader import Region
 from kvstore_tiers.nvme.shared_columns import SharedColumns
 from kvstore_tiers.nvme.verdicts import Origins, Verdicts, judge
 
@@ -26,7 +26,7 @@ class SlabJudge:
         self._end = 0
         self._checksums = RecordChecksums()
 
-    def judge(self, region: Region) -> Told | None:
+    def judge(self, region: Region) -> SlabReport | None:
         """What the records in this region say; None where that is not known: somebody else will look."""
         superblock = read_superblock(region.superblock)
         if not isinstance(superblock, Superblock) or superblock.number != region.slab:
@@ -46,7 +46,7 @@ class SlabJudge:
         columns.states[:] = whole.states
         columns.seen_generations[:] = whole.seen_generations
         columns.payload_bytes[:] = whole.payload_bytes
-        return Told(
+        return SlabReport(
             slab=region.slab,
             look=region.look,
             begin=begin,

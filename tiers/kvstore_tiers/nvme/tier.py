@@ -35,24 +35,24 @@ from kvstore_tiers.base import (
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import judge_header
 from kvstore_tiers.nvme.books import check_books, check_held
-from kvstore_tiers.nvme.commit import GroupCommit
+from kvstore_tiers.nvme.commit import RecordCommit
 from kvstore_tiers.nvme.directory import TierDirectory
+from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.errors import DirectoryUnusable
 from kvstore_tiers.nvme.health import TierHealth
 from kvstore_tiers.nvme.io import SlotIO
 from kvstore_tiers.nvme.journal import Journal
-from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstore_tiers.nvme.layout import record_header, record_holds
 from kvstore_tiers.nvme.probe import probe_medium, require_place
 from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
 from kvstore_tiers.nvme.seal import Seal
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, FILES_BYTES, SlabSpace
+from kvstore_tiers.pending_writes import PendingWrites
 from kvstore_tiers.recovered import RecoveredBlocks
 from kvstore_tiers.segments import checksum_of, total_bytes
 from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads
-from kvstore_tiers.under_way import WritesUnderWay
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_IO_THREADS = 6  # measured: more collapse under CPU load (they queue for the GIL), fewer leave the disk idle
@@ -95,9 +95,9 @@ class NvmeTier(Tier):
         self._health = TierHealth(options.clock)
         self._counters = TransferCounters()
         self._io = SlotIO()
-        self._under_way = WritesUnderWay()
+        self._under_way = PendingWrites()
         self._threads = ResidentThreads(f"{options.name}-io", options.io_threads)
-        self._commit = GroupCommit(self._journal, self._health.watch_write)
+        self._commit = RecordCommit(self._journal, self._health.watch_write)
         self._blocks = 0
         self._blocks_bytes = 0
         self._closed = False
@@ -115,7 +115,7 @@ class NvmeTier(Tier):
         quarantine_slots: int = DEFAULT_QUARANTINE_SLOTS,
         clock: Callable[[], float] = time.monotonic,
         name: str = "nvme",
-        ahead: JudgingAhead | None = None,
+        ahead: EarlyRecordScan | None = None,
     ) -> NvmeTier:
         """Lock and open a directory, made if need be. `recover` then tells what is in it. `ahead`: records of it that
         were judged meanwhile.

@@ -1,7 +1,7 @@
 """What the records of a slab say, judged in bulk and kept as columns.
 
-Owns the judgement of single records and the columns; judging.py goes over all slabs, recovery.py draws the conclusions
-from several records (two with one key, too many bytes). Never reads a file, never writes.
+Owns the judgement of single records and the columns; record_scan.py goes over all slabs, recovery.py decides what
+follows from several records (two with one key, too many bytes). Never reads a file, never writes.
 """
 
 from __future__ import annotations

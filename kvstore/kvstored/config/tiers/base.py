@@ -21,7 +21,7 @@ from kvstored.policy_names import POLICIES
 if TYPE_CHECKING:
     from kvstore_tiers.arena import ArenaWitness
     from kvstore_tiers.base import Tier
-    from kvstore_tiers.nvme.judging_ahead import JudgingAhead
+    from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 
 AUTO, AUTO_CONTAINERS = "auto", 32
 MIN_CONTAINER_BYTES, MIN_AUTO_CONTAINER_BYTES = 1 << 20, 16 << 20
@@ -44,7 +44,7 @@ class Start:
 
     witness: ArenaWitness | None = None
     first_arena: int = 1
-    ahead: JudgingAhead | None = None
+    ahead: EarlyRecordScan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

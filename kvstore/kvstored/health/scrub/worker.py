@@ -23,7 +23,7 @@ from pathlib import Path
 from kvstore_tiers.nvme.slab_names import slab_numbers
 from kvstored.health.scrub.pace import Pace
 from kvstored.health.scrub.position import load, save
-from kvstored.health.scrub.reading import SlabReader, Visit
+from kvstored.health.scrub.slab_reader import SlabReader, Visit
 
 TOLD_EVERY_S = 1.0
 SAVED_EVERY_S = 5.0

@@ -23,7 +23,7 @@ class KeeperError(Exception):
     """Descriptors cannot be kept; the message says why and what to do."""
 
 
-def nobody_waits() -> None:
+def no_listener() -> None:
     """For `Keeper.on_behind` while nobody retries."""
 
 
@@ -34,7 +34,7 @@ class Keeper(ABC):
 
     def __init__(self, limit: int | None = None) -> None:
         self.lost = False  # whoever kept them has gone: `reopen`, and keep everything again
-        self.on_behind = nobody_waits  # told, in any thread, that something could not be sent at once
+        self.on_behind = no_listener  # told, in any thread, that something could not be sent at once
         self.limit = limit  # how many descriptors the other side keeps; None: nobody says
         self._sending = threading.Lock()
         self._wanted: dict[str, int] = {}  # not sent yet: name -> descriptor, -1 for a drop

@@ -24,8 +24,8 @@ from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
 from kvstored.config.sizes import show_size
 from kvstored.config.tiers import SharedSection
-from kvstored.lifetime.warm.entering import Entering
-from kvstored.lifetime.warm.keeper import Keeper, KeeperError, nobody_waits
+from kvstored.lifetime.warm.arena_import import ArenaImport
+from kvstored.lifetime.warm.keeper import Keeper, KeeperError, no_listener
 from kvstored.lifetime.warm.keepers import choose_keeper, dismiss_others
 from kvstored.lifetime.warm.ledger import ForeignLedger, Ledger
 from kvstored.store.blocks import Residency
@@ -62,7 +62,7 @@ class WarmRestart:
     def adopt(self, host: HostTier, residency: Residency, tenants: TenantDirectory, clock: Clock) -> Adopted:
         """Make the arenas that were kept the host tier's and their blocks residency's, as far as the capacity goes.
         Blocks that NVMe has too must be in `residency` already."""
-        entering = Entering(host, residency, tenants, clock.monotonic_ns())
+        entering = ArenaImport(host, residency, tenants, clock.monotonic_ns())
         adopted = Adopted(entering.rows)
         records = self.ledger.arenas()
         for record in sorted(records, key=lambda record: -record.handed_out * record.slot_bytes):
@@ -118,7 +118,7 @@ class WarmRestart:
                     await asyncio.sleep(SOON_S)
                     self.look()
         finally:
-            self.keeper.on_behind = nobody_waits
+            self.keeper.on_behind = no_listener
 
     def look(self) -> None:
         for name in self.keeper.retry():

@@ -14,12 +14,12 @@ from contextlib import aclosing
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.clients.sessions import Session
-from kvstored.rpc.verbs.delete import Deleting
-from kvstored.rpc.verbs.get import Acquiring
-from kvstored.rpc.verbs.hints import Hinting
-from kvstored.rpc.verbs.lending import Lending
-from kvstored.rpc.verbs.lookup import LookingUp
-from kvstored.rpc.verbs.reserving import Reserving
+from kvstored.rpc.verbs.delete import DeleteVerb
+from kvstored.rpc.verbs.get import AcquireVerb
+from kvstored.rpc.verbs.hints import HintVerb
+from kvstored.rpc.verbs.in_place_put import InPlacePut
+from kvstored.rpc.verbs.lookup import LookupVerb
+from kvstored.rpc.verbs.staged_put import StagedPut
 from kvstored.store.operations.offer import Offer, Stored
 
 
@@ -28,12 +28,12 @@ class Verbs:
 
     def __init__(
         self,
-        look_up: LookingUp,
-        lending: Lending,
-        reserving: Reserving,
-        get: Acquiring,
-        hints: Hinting,
-        delete: Deleting,
+        look_up: LookupVerb,
+        lending: StagedPut,
+        reserving: InPlacePut,
+        get: AcquireVerb,
+        hints: HintVerb,
+        delete: DeleteVerb,
         explain: Callable[[Session, ExplainRequest], Awaitable[ExplainReply]],
     ) -> None:
         self._look_up = look_up

@@ -18,7 +18,7 @@ from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import RecentMisses
 
 
-class Acquiring:
+class AcquireVerb:
     """`max_keys` of a request and `leases_per_client` are limits that a request must keep."""
 
     def __init__(

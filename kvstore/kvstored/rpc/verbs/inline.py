@@ -27,7 +27,7 @@ from kvstored.clients.inline import InlineBlocks
 from kvstored.clients.sessions import Session
 from kvstored.completions import CompletionQueue
 from kvstored.rpc.verbs import Verbs
-from kvstored.rpc.verbs.delete import Deleting
+from kvstored.rpc.verbs.delete import DeleteVerb
 from kvstored.rpc.verbs.naming import NamedBlocks
 from kvstored.rpc.verbs.validate import payload_size
 from kvstored.store.blocks import Residency
@@ -59,7 +59,7 @@ class InlineCalls:
     def __init__(
         self,
         verbs: Verbs,
-        delete: Deleting,
+        delete: DeleteVerb,
         residency: Residency,
         host: HostTier,
         completions: CompletionQueue,

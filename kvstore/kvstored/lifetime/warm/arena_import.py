@@ -38,7 +38,7 @@ class _Block:
         )
 
 
-class Entering:
+class ArenaImport:
     """Enters the blocks of arenas. `rows` of all so far, by slot; `dropped_slots` of those that were there twice, or
     whose chain closes on itself."""
 

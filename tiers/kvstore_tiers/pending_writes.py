@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvstore_tiers.base import Completion, Outcome
 
 
-class WritesUnderWay:
+class PendingWrites:
     """`begin` is called for each write; any thread may end one."""
 
     def __init__(self) -> None:

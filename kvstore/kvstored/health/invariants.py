@@ -32,20 +32,20 @@ SLICE_ROWS = 4096
 
 
 @dataclass
-class BooksReport:
+class InvariantReport:
     walks: int = 0
     last_walk_s: float = 0.0
     rows: int = 0
     broken: list[str] = field(default_factory=list)
 
 
-class BooksWalk:
+class InvariantChecker:
     """`run` is a task until it is cancelled."""
 
     def __init__(self, store: Store, is_idle: Callable[[], bool]) -> None:
         self._store = store
         self._is_idle = is_idle
-        self.report = BooksReport()
+        self.report = InvariantReport()
 
     async def run(self, interval_s: float) -> None:
         while True:

@@ -32,7 +32,7 @@ LOOK_AGAIN_S = 0.25
 SLICE_SLOTS = 64  # between two looks at the loop: about 0.2 ms
 
 
-class Reserving:
+class InPlacePut:
     """See the module. A reservation lasts as long as a lease; a client holds as much as it may have of staging."""
 
     def __init__(

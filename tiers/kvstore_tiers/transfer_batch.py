@@ -14,7 +14,7 @@ from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstore_tiers.threads import Transfer, deliver, run_transfer
 
 
-class Batch:
+class TransferBatch:
     """Transfers that up to `parts` threads take one by one, so that a thread that comes late, or loses its core, holds
     up one transfer and not its share of all; whoever ends the last part hands over all outcomes."""
 

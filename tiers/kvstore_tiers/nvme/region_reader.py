@@ -28,7 +28,7 @@ _SLOTS_AT = 48
 _RECORD_BYTES = 256
 
 
-class Look(NamedTuple):
+class FileStamp(NamedTuple):
     """What tells whether a slab is the file that it was, and as it was."""
 
     device: int
@@ -38,7 +38,7 @@ class Look(NamedTuple):
     changed_ns: int  # also where the time of writing was set back, as by who restores a backup
 
     @classmethod
-    def at(cls, status: os.stat_result) -> Look:
+    def at(cls, status: os.stat_result) -> FileStamp:
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -46,13 +46,13 @@ class Region(NamedTuple):
     """What was read of a slab: its first superblock, and all records, in a buffer that is to be given back."""
 
     slab: int
-    look: Look
+    look: FileStamp
     superblock: bytes
     records: memoryview
     buffer: memoryview
 
 
-class ReadAhead:
+class RegionReader:
     """Iterates over the regions of slabs taken from `queue`, as they are read; leaves out what cannot be read."""
 
     def __init__(self, slabs: Path, queue: SlabQueue) -> None:
@@ -109,7 +109,7 @@ def _records_bytes(superblock: bytes | memoryview) -> int:
 
 
 def _read(fd: int, number: int, buffer: memoryview) -> Region | None:
-    look = Look.at(os.fstat(fd))
+    look = FileStamp.at(os.fstat(fd))
     superblock = read_buffer(_BEGIN)
     if os.preadv(fd, [superblock], 0) < _BEGIN:
         return None

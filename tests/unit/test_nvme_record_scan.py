@@ -14,10 +14,10 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier, judging, verdicts
+from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier, record_scan, verdicts
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, RecordState, pack_record
 from kvstore_tiers.nvme.slab_file import find_superblock
-from kvstore_tiers.testing.driving import block, finish, put
+from kvstore_tiers.testing.transfers import block, finish, put
 
 CAPACITY_BYTES = 8 << 20
 BLOCKS = range(1, 101)
@@ -43,7 +43,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of two pages, batches of less than one."""
-    monkeypatch.setattr(judging, "READ_RECORDS", 32)
+    monkeypatch.setattr(record_scan, "READ_RECORDS", 32)
     monkeypatch.setattr(verdicts, "BATCH_RECORDS", 10)
 
 

@@ -1,6 +1,6 @@
 """Records that are judged before their tier is opened, while a daemon loads its modules.
 
-By another process (judging_process.py): in this one a judge and an import would take turns, since both want the GIL.
+By another process (early_scan_process.py): in this one a judge and an import would take turns, since both want the GIL.
 Owns that process, the queue of slabs from which both take (so that whoever opens the tier helps it along), and the
 memory in which it leaves what it found out. Knows nothing of records. Imports nothing that is not there already.
 Invariant: what it found out is used only by who has the directory's lock then and found that nobody had it since
@@ -25,25 +25,25 @@ from typing import NamedTuple
 
 from kvstore_tiers.child_variables import variables_of_children
 from kvstore_tiers.nvme.lock_mark import LockMark
-from kvstore_tiers.nvme.reading_ahead import Look, records_bytes
+from kvstore_tiers.nvme.region_reader import FileStamp, records_bytes
 from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
 from kvstore_tiers.nvme.slab_queue import SlabQueue
 
 LEAST_BYTES = 8 << 20  # of records: fewer are judged before a process has begun
-_PROGRAM = "kvstore_tiers.nvme.judging_process"
+_PROGRAM = "kvstore_tiers.nvme.early_scan_process"
 _SILENCE_S = 10.0  # between two lines: it hangs, and is not waited for
 _REAP_S, _REAPS = 0.01, 100
 _NULL = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
 
 
-class Told(NamedTuple):
+class SlabReport(NamedTuple):
     """What was found out about all records of a slab. Its columns are in shared memory (shared_columns.py).
 
     `live`: how many live blocks there are; `origins`: what the numbers in their column `origin` stand for.
     """
 
     slab: int
-    look: Look
+    look: FileStamp
     begin: int
     nbytes: int
     live: int
@@ -54,16 +54,16 @@ class Told(NamedTuple):
     origins: list[bytes]
 
     @classmethod
-    def of(cls, line: bytes) -> Told:
+    def of(cls, line: bytes) -> SlabReport:
         """As `line` says. Raises ValueError when it was cut short."""
         told = cls(*json.loads(line))
-        return told._replace(look=Look(*told.look), origins=[bytes.fromhex(str(raw)) for raw in told.origins])
+        return told._replace(look=FileStamp(*told.look), origins=[bytes.fromhex(str(raw)) for raw in told.origins])
 
     def line(self) -> bytes:
         return json.dumps([*self[:-1], [raw.hex() for raw in self.origins]]).encode() + b"\n"
 
 
-class JudgingAhead:
+class EarlyRecordScan:
     """The process that judges, seen from the one that will open the tier. Not for several threads at once, but for
     `claim`. Raises OSError when there can be none.
     """
@@ -84,7 +84,7 @@ class JudgingAhead:
             self._opened = opened.pop_all()
 
     @classmethod
-    def begin(cls, directory: str | os.PathLike[str]) -> JudgingAhead | None:
+    def begin(cls, directory: str | os.PathLike[str]) -> EarlyRecordScan | None:
         """Begin to judge what is in a directory; None where little is, where somebody has it, and on a single core."""
         path = Path(directory).absolute()
         if len(os.sched_getaffinity(0)) < 2 or not sys.executable:
@@ -109,16 +109,16 @@ class JudgingAhead:
         """A slab that nobody has begun with, and that is left to the caller; None when there is none."""
         return self._queue.take()
 
-    def tell(self) -> Iterator[Told]:
+    def tell(self) -> Iterator[SlabReport]:
         """All that it finds out, as it comes; ends when the queue is empty, and when it died or does not go on."""
         readable, rest = select.poll(), b""
         readable.register(self._told, select.POLLIN)
         while readable.poll(_SILENCE_S * 1e3) and (got := os.read(self._told, 1 << 16)):
             *lines, rest = (rest + got).split(b"\n")
             for line in lines:
-                yield Told.of(line)
+                yield SlabReport.of(line)
 
-    def memory_of(self, told: Told) -> mmap.mmap:
+    def memory_of(self, told: SlabReport) -> mmap.mmap:
         """The memory in which the columns of a slab are, to be read."""
         return mmap.mmap(self._memory, told.nbytes, prot=mmap.PROT_READ, offset=told.begin)
 

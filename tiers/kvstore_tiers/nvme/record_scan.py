@@ -1,7 +1,7 @@
 """What the records of slabs say: read in sequence, judged in bulk, kept as columns.
 
 One thread reads while others judge, so the time is that of a sequential read of the record regions or of judging them,
-whichever is longer; a process that began while the daemon loaded its modules (judging_ahead.py) does a part. Owns the
+whichever is longer; a process that began while the daemon loaded its modules (early_scan.py) does a part. Owns the
 pass over all slabs: verdicts.py judges, and what follows from several records (two with one key, too many bytes) is
 recovery.py's. Never writes.
 """
@@ -22,23 +22,23 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_tiers.nvme.judging_ahead import JudgingAhead, Told
+from kvstore_tiers.nvme.early_scan import EarlyRecordScan, SlabReport
 from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, RecordState
 from kvstore_tiers.nvme.read_buffer import read_buffer, whole_pages
-from kvstore_tiers.nvme.reading_ahead import Look
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
+from kvstore_tiers.nvme.region_reader import FileStamp
 from kvstore_tiers.nvme.shared_columns import SharedColumns
 from kvstore_tiers.nvme.slab import Slab
 from kvstore_tiers.nvme.verdicts import Array, LiveBlocks, Origins, Verdicts, judge
 
 READ_RECORDS = 16384  # 4 MB a read
 READ_AHEAD_SLABS = 4
-MAX_JUDGES = 4  # threads: NumPy lets go of the GIL, the medium feeds no more
+MAX_SCAN_THREADS = 4  # threads: NumPy lets go of the GIL, the medium feeds no more
 _SPARE_BUFFERS = 2
 
 
 @dataclass(kw_only=True)
-class JudgedSlab(Verdicts):
+class ScannedSlab(Verdicts):
     """What all records of a slab say."""
 
     slab: Slab
@@ -68,9 +68,9 @@ class JudgedSlab(Verdicts):
         return seen
 
 
-def judge_slabs(
-    slabs: Sequence[Slab], origins: Origins, ahead: JudgingAhead | None = None
-) -> tuple[list[JudgedSlab], LiveBlocks]:
+def scan_slabs(
+    slabs: Sequence[Slab], origins: Origins, ahead: EarlyRecordScan | None = None
+) -> tuple[list[ScannedSlab], LiveBlocks]:
     """Judge all records of `slabs`, some of which are being judged `ahead`: what they say, and all live blocks of them
     in a row.
 
@@ -84,7 +84,7 @@ def judge_slabs(
 
 
 def _judges() -> int:
-    return min(MAX_JUDGES, os.cpu_count() or 1)
+    return min(MAX_SCAN_THREADS, os.cpu_count() or 1)
 
 
 class _Judging:
@@ -100,7 +100,7 @@ class _Judging:
     def is_told(self, position: int) -> bool:
         return self._told[position] is not None
 
-    def share_with(self, ahead: JudgingAhead) -> None:
+    def share_with(self, ahead: EarlyRecordScan) -> None:
         """Judge slabs that nobody has begun with, while those come that somebody has."""
         positions = {slab.superblock.number: position for position, slab in enumerate(self._slabs)}
         claimed = (positions[number] for number in iter(ahead.claim, None) if number in positions)
@@ -137,9 +137,9 @@ class _Judging:
             verdicts = [verdict for piece in pieces for verdict in piece.result()]
             self._told[position] = Verdicts.joined(verdicts, self._room_of(position))
 
-    def in_a_row(self) -> tuple[list[JudgedSlab], LiveBlocks]:
+    def in_a_row(self) -> tuple[list[ScannedSlab], LiveBlocks]:
         """All slabs, and their live blocks moved together."""
-        judged: list[JudgedSlab] = []
+        judged: list[ScannedSlab] = []
         end = 0
         for position, (slab, whole) in enumerate(zip(self._slabs, self._told, strict=True)):
             assert whole is not None
@@ -148,18 +148,18 @@ class _Judging:
                 whole.live.move_to(place)
             whole.live = place
             end += len(place)
-            judged.append(JudgedSlab(slab=slab, **vars(whole)))
+            judged.append(ScannedSlab(slab=slab, **vars(whole)))
         return judged, self._room.part(slice(end))
 
     def _room_of(self, position: int) -> LiveBlocks:
         return self._room.part(slice(self._ends[position], self._ends[position + 1]))
 
-    def _take(self, position: int, told: Told, ahead: JudgingAhead) -> None:
+    def _take(self, position: int, told: SlabReport, ahead: EarlyRecordScan) -> None:
         """What was found out elsewhere, if it is still true."""
         slab = self._slabs[position]
         slots = slab.superblock.slots
         with suppress(OSError):
-            if told.look != Look.at(os.fstat(slab.file.slot_fd)) or told.nbytes != SharedColumns.nbytes(slots):
+            if told.look != FileStamp.at(os.fstat(slab.file.slot_fd)) or told.nbytes != SharedColumns.nbytes(slots):
                 return
             columns = SharedColumns.within(ahead.memory_of(told), slots)
             if columns.superblock.tobytes() != slab.superblock.pack():

@@ -24,7 +24,7 @@ from kvstored.store.operations.offer import NOWHERE, Offer, Stored
 from kvstored.store.operations.put import Put
 
 
-class Lending:
+class StagedPut:
     """`default_mode` is the name of the durability of tenants that have none of their own."""
 
     def __init__(self, put: Put, limits: LimitsSection, *, default_mode: str) -> None:
