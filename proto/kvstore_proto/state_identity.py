@@ -5,7 +5,7 @@
     NVME/identity.json     a copy
 
 Blocks carry no trace of the secret, so a lost or exchanged one would make all of them unreachable and leave their space
-taken: the check value tells. It is an HMAC of a constant and says nothing about the secret.
+taken: the check value shows it. It is an HMAC of a constant and reveals nothing about the secret.
 Reads only. Invariant: a directory of before there were check values is accepted as it is.
 """
 
@@ -67,13 +67,13 @@ def read_ownership(state_dir: Path, nvme_dir: Path | None) -> Ownership:
     has_slabs = nvme_dir is not None and any((nvme_dir / "slabs").glob("*.slab"))
     ours = [identity for identity in (state, nvme) if identity is not None and identity.secret_check == check]
     is_new = raw is None and state is None and nvme is None and not is_damaged and not has_slabs
-    nobody_knows = secret is None or (is_damaged and nvme is None)  # whose the blocks are
+    is_unknown = secret is None or (is_damaged and nvme is None)  # whose the blocks are
     found = Ownership(
         secret,
         dict(ours[0].tenants) if ours else {},
         "",
-        dram_is_lost=not is_new and (nobody_knows or (state not in (None, *ours)) or (is_damaged and not ours)),
-        nvme_is_lost=nvme not in (None, *ours) or (nvme is None and has_slabs and nobody_knows),
+        dram_is_lost=not is_new and (is_unknown or (state not in (None, *ours)) or (is_damaged and not ours)),
+        nvme_is_lost=nvme not in (None, *ours) or (nvme is None and has_slabs and is_unknown),
     )
     return replace(found, problem="" if is_new else _problem(found, (state_dir, nvme_dir), raw is None, state, nvme))
 

@@ -260,7 +260,7 @@ class Life:
         )
         views = []
         for slot, block in zip(slots, picked, strict=True):
-            descriptor = self.tier.readonly_fd(slot.container)
+            descriptor = self.tier.arena(slot.container).readonly_fd()
             views.append((mmap.mmap(descriptor, ARENA, prot=mmap.PROT_READ), slot, block))
             os.close(descriptor)
         self.world.views[lease.lease_id] = (session, views)

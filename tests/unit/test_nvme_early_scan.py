@@ -19,9 +19,8 @@ from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, early_scan, verdicts
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.region_reader import RegionReader
-from kvstore_tiers.nvme.shared_columns import SharedColumns
+from kvstore_tiers.nvme.shared_columns import SharedColumns, SlabScanner
 from kvstore_tiers.nvme.slab_file import SlabFile, find_superblock
-from kvstore_tiers.nvme.slab_judge import SlabJudge
 from kvstore_tiers.nvme.slab_names import slab_path
 from kvstore_tiers.nvme.slab_queue import SlabQueue
 from kvstore_tiers.testing.transfers import block, finish, put
@@ -33,7 +32,7 @@ BLOCKS = range(1, 201)  # of three slabs
 
 @contextmanager
 def opened(path: Path, ahead: EarlyRecordScan | None = None) -> Iterator[NvmeTier]:
-    with closing(NvmeTier.open(path, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=1, ahead=ahead)) as tier:
+    with closing(NvmeTier.open(path, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=1, early_scan=ahead)) as tier:
         yield tier
 
 
@@ -132,8 +131,8 @@ def test_judged_ahead_and_judged_here_are_the_same(
         os.truncate(slab(directory, 2), superblock.slot_offset(20))
     other = tmp_path_factory.mktemp("other")  # since recovery mends what it finds
     shutil.copytree(directory, other, dirs_exist_ok=True)
-    told, directory = columns(done(directory)), other
-    assert told == columns(None)
+    report, directory = columns(done(directory)), other
+    assert report == columns(None)
 
 
 def test_pieces_with_holes_are_moved_together(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,13 +145,13 @@ def test_pieces_with_holes_are_moved_together(directory: Path, monkeypatch: pyte
 
     def keys() -> dict[int, bytes]:
         memory, found = os.memfd_create("judged"), {}
-        judge = SlabJudge(memory)
+        scanner = SlabScanner(memory)
         reading = RegionReader(directory / "slabs", SlabQueue.of([1, 2, 3]))
         for region in reading:
-            told, superblock = judge.judge(region), read_superblock(region.superblock)
-            assert told is not None and isinstance(superblock, Superblock)
-            columns = SharedColumns.within(mmap.mmap(memory, told.nbytes, offset=told.begin), superblock.slots)
-            found[region.slab] = columns.live.part(slice(told.live)).key.tobytes()
+            report, superblock = scanner.scan(region), read_superblock(region.superblock)
+            assert report is not None and isinstance(superblock, Superblock)
+            columns = SharedColumns.within(mmap.mmap(memory, report.nbytes, offset=report.begin), superblock.slots)
+            found[region.slab] = columns.live.part(slice(report.live)).key.tobytes()
             reading.give_back(region)
         os.close(memory)
         return found
@@ -179,7 +178,7 @@ def test_what_it_has_begun_is_waited_for_and_the_rest_is_taken(directory: Path, 
     for _ in range(3):
         read_here.clear()
         ahead = begun(directory)
-        taken = ahead.claim()  # and by nobody judged before all is told
+        taken = ahead.claim()  # and by nobody judged before all is report
         with opened(directory, ahead) as tier:
             assert recovered(tier) == set(BLOCKS)
             assert len(read_here) == len(set(read_here)), "nothing is read twice"

@@ -18,7 +18,7 @@ from kvstore_tiers.base import Slot
 @dataclass(frozen=True, slots=True)
 class AdoptedArena:
     """What an arena of a former process holds. In `slots[i]` is the block that `headers[i]` names; in `retired` are
-    bytes of blocks that are gone. All are allocated; whoever adopted frees those that he has no use for."""
+    bytes of blocks that are gone. All are allocated; the caller frees those it has no use for."""
 
     container: int
     slots: list[Slot]

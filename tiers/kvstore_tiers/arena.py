@@ -57,7 +57,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 @dataclass(frozen=True, slots=True)
 class ArenaRecord:
-    """What has to be known of an arena besides its bytes, to take it over from a process that has ended."""
+    """What a process must know of an arena, beyond its bytes, to take it over from one that has ended."""
 
     number: int
     nbytes: int
@@ -68,7 +68,7 @@ class ArenaRecord:
 
 
 class ArenaWitness(Protocol):
-    """Told what a later process must know of each arena. Raises nothing; quick."""
+    """Receives what a later process must know of each arena. Raises nothing; quick."""
 
     def made(self, arena: Arena) -> None: ...
 
@@ -121,7 +121,7 @@ class Arena:
         self.slot_bytes = 0
         self.populated_bytes = 0
         self._donor = donor
-        self._inheriting = threading.Lock()  # between the control thread and whoever prefaults
+        self._inheriting = threading.Lock()  # between the control thread and the one that prefaults
         self.inherited_bytes = 0  # of a donor: how much of its memory was given back already
         self._generations = array("Q")
         self.high_generation = 0  # of all that slots ever had
@@ -292,7 +292,7 @@ class Arena:
             self.fd = -1
 
     def leave(self) -> None:
-        """Close the descriptor and leave the memory to whoever else holds it. Idempotent."""
+        """Close the descriptor and leave the memory to the other holders of it. Idempotent."""
         with self._inheriting:
             donor, self._donor = self._donor, None
         if donor is not None:  # a later process does not know that they share one arena's worth of capacity

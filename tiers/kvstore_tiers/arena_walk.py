@@ -1,8 +1,8 @@
-"""Which blocks lie in an arena that another process filled: its slots' headers, read as one table.
+"""Which blocks are in an arena that another process filled: its slots' headers, read as one table.
 
 Owns what is believed of a header: it must be whole, name the arena's owner and fit its slot. A header is written after
 its payload, so one that holds vouches for the bytes behind it. Never reads a payload, never changes a byte.
-Invariants: a slot whose header does not hold in every respect is no block; one that was retired is told apart, since a
+Invariants: a slot whose header does not hold in every respect is no block; retired slots are listed apart, since a
 reader of the process that ended may still be looking at it.
 """
 

@@ -12,8 +12,8 @@ import contextlib
 import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# What glibc comes to by itself once a column of so many bytes was freed: others up to that lie in the heap, not each in
-# a mapping of its own, and free memory at its end is kept up to twice as much.
+# The thresholds that glibc adopts by itself once a column of this size was freed: blocks up to this size are in the
+# heap, not each in a mapping of its own, and it keeps up to twice as much free memory at the heap's end.
 _LARGE_BYTES = 32 << 20
 _MOST_BYTES = 1 << 30
 

@@ -51,7 +51,7 @@ def stamp_header(image: Segment, header: BlockHeader, checksum: int | None = Non
 
 
 def erase_header(image: Segment) -> None:
-    """Make an image hold no block: nobody who scans the memory later takes it for one."""
+    """Make an image hold no block: a later scan of the memory finds none there."""
     put_bytes(image.address, bytes(FIXED_BYTES))
 
 

@@ -2,7 +2,7 @@
 
 Owns the order of these steps. Never allocates, never decides when.
 Invariants: a payload is copied first and the copy is checksummed, because staging memory stays writable by the client;
-one that its client wrote in place is checksummed where it lies, and judged by that from then on; the header is written
+one that its client wrote in place is checksummed in place, and judged by that from then on; the header is written
 last; nothing raises for bytes that do not hold, the outcome says so.
 """
 

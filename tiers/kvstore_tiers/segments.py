@@ -44,9 +44,9 @@ class MemoryKind(Enum):
 class Segment:
     """A run of bytes that a transfer reads or fills. `owner` keeps the memory alive while the transfer runs.
 
-    `generation` is that of the slot this memory is, where it is a slot of a mapped tier: whoever fills such a segment
-    with a slot image stamps it into the image's header. `vouched` is the header that an image here must have, where
-    clients can write the memory: what they wrote there is believed only if it is the same.
+    `generation` is that of the slot this memory is, where it is a slot of a mapped tier: a transfer that fills such a
+    segment with a slot image stamps it into the image's header. `vouched` is the header that an image here must have,
+    where clients can write the memory: what they wrote there is believed only if it is the same.
     """
 
     address: int
@@ -60,7 +60,7 @@ class Segment:
     def part(self, offset: int, nbytes: int) -> Segment:
         """The `nbytes` bytes from `offset`. Raises ValueError outside the segment."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise ValueError(f"bytes {offset}..{offset + nbytes} lie outside a segment of {self.nbytes}")
+            raise ValueError(f"bytes {offset}..{offset + nbytes} are outside a segment of {self.nbytes}")
         return Segment(self.address + offset, nbytes, self.memory, self.device, self.owner, self.generation)
 
 
@@ -130,7 +130,7 @@ def gather(destination: int, segments: Sequence[Segment]) -> None:
 
 
 def gather_and_checksum(destination: int, segments: Sequence[Segment], nbytes: int) -> int:
-    """`gather`, and the xxh3_64 of the first `nbytes` that lie at `destination` then.
+    """`gather`, and the xxh3_64 of the first `nbytes` that are at `destination` then.
 
     Piece by piece: what was just copied is hashed out of the processor's own cache, which takes a tenth off both
     together. Larger pieces leave that cache, smaller ones cost more calls and more hand-overs of the GIL.

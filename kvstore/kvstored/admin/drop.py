@@ -1,4 +1,4 @@
-"""Taking blocks away on an operator's word: drop a tier's copies, or everything of a fingerprint.
+"""Removal of blocks by an operator: a tier's copies, or everything of a fingerprint.
 
 Leased blocks, blocks in transfer and their ancestors stay and are counted as kept. So does a block whose only copy is
 in the tier, unless `discard` or `all` is set: what no slower tier takes is lost only when the operator says so.
@@ -60,7 +60,7 @@ class Drop:
         return reply
 
     async def empty(self, tenant: int) -> pb.DropReply:
-        """All blocks of the tenant with this number in residency, whatever its name is by now."""
+        """All blocks of the tenant with this number in residency, regardless of its present name."""
         reply = pb.DropReply()
         self._forget_gone((tenant,))
         await self._drop_from(range(len(self._residency.tiers)), tenant, reply, forget=True)

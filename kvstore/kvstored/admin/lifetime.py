@@ -52,7 +52,7 @@ class Lifetime:
         self._stop = stop
         self._after_stop = after_stop
         self._state = State.STARTING
-        self.on_change: list[Callable[[State], None]] = []  # each is told the new state, at once
+        self.on_change: list[Callable[[State], None]] = []  # each is called with the new state, at once
 
     @property
     def state(self) -> State:
@@ -61,11 +61,11 @@ class Lifetime:
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
-        for tell in self.on_change:
-            tell(state)
+        for notify in self.on_change:
+            notify(state)
 
     async def flush(self, request: pb.FlushRequest) -> pb.FlushReply:
-        """Write what is only in DRAM, whatever was asked for when it was put."""
+        """Write what is only in DRAM, regardless of the durability that each put asked for."""
         if self._writeback is None:
             return pb.FlushReply()
         timeout_s = (request.timeout_ms / 1000) or _DEFAULT_TIMEOUT_S

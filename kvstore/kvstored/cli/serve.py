@@ -77,7 +77,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     ahead = EarlyRecordScan.begin(config.nvme.path) if config.nvme.enabled else None  # while modules are loaded
     try:
-        from kvstored.daemon import StartupError, run
+        from kvstored.daemon import StartupError
+        from kvstored.run import run
 
         try:
             read = lambda: load_config(arguments.config, _overrides(arguments))  # noqa: E731

@@ -1,4 +1,4 @@
-"""The handshake socket: where the kernel tells who calls, descriptors travel, and a client's life is watched.
+"""The handshake socket: the kernel names the caller, descriptors are passed, and the end of a client is noticed.
 
 One SOCK_SEQPACKET connection a client, open for its whole life; its end (the last holder of the descriptor exits or
 closes) ends the session and everything it held. gRPC cannot do this: it knows no peer and its streams break for other
@@ -28,7 +28,7 @@ PROTOCOL_VERSION = 1
 MAX_PACKET_BYTES = 128 * 1024
 ACCEPT_PAUSE_S = 0.5
 HELLO_PATIENCE_S = 10.0  # a connection that says nothing must not keep a place for ever
-MAX_TURNED_AWAY = 64
+MAX_REJECTED = 64
 
 
 class HandshakeHandler(Protocol):
@@ -62,7 +62,7 @@ class HandshakeServer:
         self._max_clients = max_clients
         self._listener: socket.socket | None = None
         self._connections: set[_Connection] = set()
-        self._turned_away: set[_Connection] = set()  # to be told so when they have said hello
+        self._rejected: set[_Connection] = set()  # each gets its refusal after its hello
         self.accepting = True
 
     def start(self, listener: socket.socket) -> None:
@@ -75,7 +75,7 @@ class HandshakeServer:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
-        for connection in [*self._connections, *self._turned_away]:
+        for connection in [*self._connections, *self._rejected]:
             connection.end()
 
     def hang_up(self, is_meant: Callable[[Session], bool]) -> int:
@@ -98,8 +98,8 @@ class HandshakeServer:
                 return
             accepted.setblocking(False)
             refusal = self._refusal()
-            group = self._connections if refusal is None else self._turned_away
-            if refusal is not None and len(group) >= MAX_TURNED_AWAY:
+            group = self._connections if refusal is None else self._rejected
+            if refusal is not None and len(group) >= MAX_REJECTED:
                 accepted.close()
                 continue
             connection = _Connection(accepted, self._welcomer, group.discard, refusal)

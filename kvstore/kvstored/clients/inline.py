@@ -1,4 +1,4 @@
-"""Blocks that came inside a message, as a put needs them: no shared memory, nobody else can write them.
+"""Blocks that came inside a message, as a put needs them: no shared memory, so no other process can write them.
 
 Owns references to the bytes of one call, for as long as the put may copy from them. Never copies.
 """

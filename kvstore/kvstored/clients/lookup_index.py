@@ -6,7 +6,7 @@ put is answered. Never does: serve bytes, or know what a client makes of an answ
 its own table only, read-only; the memfd is sealed, so that not even root opens it writable.
 
 Invariants: a table in state SERVING holds every readable block of its tenant, in a slot or in an overflow count; only
-this process writes it, on the control thread; a table that nobody follows any more says CLOSED.
+this process writes it, on the control thread; a table that is no longer kept up says CLOSED.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class IndexTable:
         except OSError:
             os.close(self._fd)
             raise
-        self._tell()
+        self._publish()
 
     @property
     def state(self) -> IndexState:
@@ -60,7 +60,7 @@ class IndexTable:
 
     def set_state(self, state: IndexState) -> None:
         self._state = state
-        self._tell()
+        self._publish()
 
     def put(self, key: bytes, code: int) -> None:
         """The fastest readable copy of `key` is in the tier `code` now."""
@@ -110,7 +110,7 @@ class IndexTable:
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Say so to whoever still maps it, and give it up. Idempotent."""
+        """Say CLOSED to processes that still map it, and give it up. Idempotent."""
         if self._fd >= 0:
             self.set_state(IndexState.CLOSED)
             self._memory.close()
@@ -125,9 +125,9 @@ class IndexTable:
         overflow = len(self._overflow.get(offset, ()))
         layout.BUCKET.pack_into(self._memory, offset, *layout.pack_bucket(tags, tiers, overflow))
         self._changes += 1
-        self._tell()
+        self._publish()
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         layout.LIVE.pack_into(self._memory, layout.LIVE_OFFSET, self._state, self.keys, self._overflowed, self._changes)
 
 

@@ -34,7 +34,7 @@ class IntegrityReport:
 
 
 class Integrity:
-    """`tasks` run until they are cancelled. `is_idle()` says whether nobody waits for the daemon."""
+    """`tasks` run until they are cancelled. `is_idle()` says whether the daemon has no request."""
 
     def __init__(self, store: Store, is_idle: Callable[[], bool]) -> None:
         self._store = store

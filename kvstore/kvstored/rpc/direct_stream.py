@@ -1,8 +1,8 @@
 """Direct streams: the messages of the gRPC stream on a connected socket, without gRPC between.
 
-A session asks for one on its handshake connection and gets the other end of a socket pair: nobody else can reach it, so
-it needs no name and no token. A call costs a quarter of what gRPC's costs. Runs on the control loop. Never blocks it:
-requests are handled for half a millisecond at a time, and none of a client that does not read its answers.
+A session asks for one on its handshake connection and gets the other end of a socket pair: no other process can reach
+it, so it needs no name and no token. A call costs a quarter of what gRPC's costs. Runs on the control loop. Never
+blocks it: requests are handled for half a millisecond at a time, and none of a client that does not read its answers.
 Invariants: a session has one direct stream at a time, which ends with it; requests begin in the order they came in.
 """
 
@@ -47,7 +47,7 @@ class DirectStreams:
         ours.setblocking(False)
         before = self._of_session.get(session.session_id)
         if before is not None:
-            before.abort()  # its client has asked for another one, so nobody wants the rest
+            before.abort()  # its client has asked for another one, and reads this one no more
         stream = _DirectStream(session, self._answering, self._message_bytes, self._ended)
         self._of_session[session.session_id] = stream
         connecting = asyncio.get_running_loop().create_task(_connect(stream, ours))
@@ -125,7 +125,7 @@ class _DirectStream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
-        self._may_write.set()  # nobody waits for a stream that is over
+        self._may_write.set()  # end the tasks that wait to write
         self._requests.cancel()
         for handle in (self._next_turn, self._time_is_up):
             if handle is not None:

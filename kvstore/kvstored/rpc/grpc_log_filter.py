@@ -1,6 +1,6 @@
 """A client that is gone before its call's status reaches it is no error of the daemon's.
 
-gRPC tells of every send that finds nobody as an error with a traceback (grpc/grpc#32551), from a logger of its own.
+gRPC logs every send to a client that has left as an error with a traceback (grpc/grpc#32551), from a logger of its own.
 Clients leave at any time; what an operator must read of that is the line of the client that left.
 """
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class _Departures(logging.Filter):
-    """Lets every record pass but those of failed sends; these are told in a line, for who debugs."""
+    """Lets every record pass but those of failed sends, which become one line at debug level."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

@@ -1,4 +1,4 @@
-"""A gRPC server on a Unix socket that nobody else can reach before its mode is set."""
+"""A gRPC server on a Unix socket that no other user can reach before its mode is set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bind_grpc(path: Path, *, max_message_bytes: int) -> grpc.aio.Server:
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
-    """Sockets made meanwhile are the owner's alone: nobody else connects between bind and chmod."""
+    """Sockets made meanwhile are the owner's alone: no other user connects between bind and chmod."""
     before = os.umask(0o177)
     try:
         yield

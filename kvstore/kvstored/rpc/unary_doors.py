@@ -58,7 +58,7 @@ class UnaryDoors:
             options=[
                 ("grpc.max_receive_message_length", message_bytes),
                 ("grpc.max_send_message_length", message_bytes + _ANSWER_SLACK_BYTES),
-                ("grpc.so_reuseport", 0),  # a port that somebody else has must fail, not be shared
+                ("grpc.so_reuseport", 0),  # a port that another process has must fail, not be shared
             ],
             maximum_concurrent_rpcs=self.config.calls + CALLS_BESIDE,
         )

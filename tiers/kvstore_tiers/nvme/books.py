@@ -1,4 +1,4 @@
-"""Whether the NVMe tier's books in memory agree with themselves and with whoever uses its slots. Reads only."""
+"""Whether the NVMe tier's state in memory agrees with itself and with the caller's view of its slots. Reads only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_books(slabs: dict[int, Slab], quarantined: Iterable[Slot]) -> list[str
 
 
 def check_held(slabs: dict[int, Slab], containers: Column, offsets: Column, generations: Column) -> list[str]:
-    """Slots that somebody holds, by columns: each must be out, in that generation, and not in quarantine."""
+    """Slots that the caller holds, by columns: each must be out, in that generation, and not in quarantine."""
     faults: list[str] = []
     for number in np.unique(containers).tolist():
         slab = slabs.get(number)

@@ -45,8 +45,8 @@ def check_directory(
 ) -> list[Finding]:
     """Everything that is wrong in a directory; an empty list when nothing is.
 
-    `verify_payloads` reads every live slot whole and checks its checksum; `notes` also tells what is worth knowing and
-    not wrong; `progress` hears of every byte that was read. Raises DirectoryInUse while a tier has it open,
+    `verify_payloads` reads every live slot whole and checks its checksum; `notes` adds what is worth knowing and
+    not wrong; `progress` is called with every number of bytes read. Raises DirectoryInUse while a tier has it open,
     FormatUnsupported when a newer version wrote it.
     """
     with closing(TierDirectory(directory, create=False)) as opened:

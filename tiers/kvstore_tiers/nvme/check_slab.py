@@ -32,7 +32,7 @@ from kvstore_tiers.nvme.layout import (
 from kvstore_tiers.nvme.slab_file import find_superblock, read_pages
 
 _RECORDS_A_READ = 16_384  # 4 MiB
-_SEQUENCE_MAX = 1 << 63  # a number of commits that nobody reaches
+_SEQUENCE_MAX = 1 << 63  # more commits than a tier can make
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Group commit: makes everything that completed before it durable. docs/ordering.md gives the order and its reasons.
+"""Record commit: makes everything that completed before it durable. docs/ordering.md gives the order and its reasons.
 
 Owns the thread that syncs, and the order: slot images synced, records withdrawn, records published, records synced,
 waiters answered. Requests that arrive while a commit runs share the next one.
@@ -19,7 +19,7 @@ from kvstore_tiers.threads import deliver, run_transfer
 
 
 class RecordCommit:
-    """One resident thread that commits the journal whenever somebody asked."""
+    """One resident thread that commits the journal when a caller requests it."""
 
     def __init__(self, journal: Journal, watch: Callable[[Outcome], Outcome]) -> None:
         self._journal = journal

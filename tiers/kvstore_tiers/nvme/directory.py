@@ -1,4 +1,4 @@
-"""A tier's directory: who holds it, what lies in it, what its file system can do.
+"""A tier's directory: which process holds it, what is in it, what its file system can do.
 
     DIR/lock            held with flock for the life of the process; the holder's pid is written in it
     DIR/format          "format_version: 1"
@@ -27,7 +27,7 @@ from kvstore_tiers.nvme.version_number import version_number, version_text
 
 _LOG = logging.getLogger(__name__)
 _FORMAT_KEY = "format_version"
-_LOOK_S, _LOOKS = 0.02, 50  # who only looks at the lock (early_scan.py) has it for microseconds, if not interrupted
+_LOOK_S, _LOOKS = 0.02, 50  # early_scan.py looks at the lock for microseconds, if not interrupted
 
 
 class TierDirectory:
@@ -92,7 +92,7 @@ class TierDirectory:
         return sum(allocated_bytes(self.slab_path(number, "damaged")) for number in self.numbers("damaged"))
 
     def put_aside(self, number: int) -> Path:
-        """Call a slab file damaged, under its number or, where an earlier one lies there, the next that is free."""
+        """Call a slab file damaged, under its number or, where that name is taken, the next that is free."""
         aside = self.slab_path(number, "damaged")
         if aside.exists():
             taken = [*self.numbers(), *self.numbers("new"), *self.numbers("damaged")]
@@ -167,7 +167,7 @@ def write_durably(path: Path, text: str) -> None:
 def make_directory(path: Path) -> None:
     """Make a directory, with those above it that are missing, and make their names durable.
 
-    A block that lies whole in a file is lost if the file's name is, or that of a directory above it.
+    A block that is whole in a file is lost if the file's name is, or that of a directory above it.
     """
     path = path.absolute()
     missing = [ancestor for ancestor in path.parents if not ancestor.is_dir()]

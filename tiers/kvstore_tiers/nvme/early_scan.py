@@ -1,11 +1,11 @@
-"""Records that are judged before their tier is opened, while a daemon loads its modules.
+"""The early record scan: a process judges records while the daemon loads its modules, before the tier is opened.
 
-By another process (early_scan_process.py): in this one a judge and an import would take turns, since both want the GIL.
-Owns that process, the queue of slabs from which both take (so that whoever opens the tier helps it along), and the
-memory in which it leaves what it found out. Knows nothing of records. Imports nothing that is not there already.
-Invariant: what it found out is used only by who has the directory's lock then and found that nobody had it since
-(whoever has it leaves a mark), and of slabs that are the file that was read, not written to since: who restores a
-backup asks for no lock. Whatever it does not tell, because it died, or could not read, is left to the caller.
+It is a process of its own (early_scan_process.py), since a scan and an import in one process compete for the GIL. Owns
+that process, the queue of slabs that both processes take from, and the memory in which the scan leaves its columns.
+Knows nothing of records. Imports only modules that are loaded already.
+Invariant: a report is used only by a process that holds the directory's lock and found the mark of the holder that the
+scan saw, and only for a slab file that has not changed since (restoring a backup takes no lock). The caller scans the
+slabs without a report: the scan died, or could not read them.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from kvstore_tiers.nvme.region_reader import FileStamp, records_bytes
 from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
 from kvstore_tiers.nvme.slab_queue import SlabQueue
 
-LEAST_BYTES = 8 << 20  # of records: fewer are judged before a process has begun
+LEAST_BYTES = 8 << 20  # of records: scanning fewer takes less time than starting a process
 _PROGRAM = "kvstore_tiers.nvme.early_scan_process"
-_SILENCE_S = 10.0  # between two lines: it hangs, and is not waited for
+_SILENCE_S = 10.0  # between two reports; a scan that is silent for longer hangs, and is given up
 _REAP_S, _REAPS = 0.01, 100
 _NULL = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
 
 
 class SlabReport(NamedTuple):
-    """What was found out about all records of a slab. Its columns are in shared memory (shared_columns.py).
+    """The verdicts on all records of a slab. Its columns are in shared memory (shared_columns.py).
 
-    `live`: how many live blocks there are; `origins`: what the numbers in their column `origin` stand for.
+    `live` counts the live blocks; `origins` are the values that the numbers in their column `origin` stand for.
     """
 
     slab: int
-    look: FileStamp
+    stamp: FileStamp
     begin: int
     nbytes: int
     live: int
@@ -55,17 +55,18 @@ class SlabReport(NamedTuple):
 
     @classmethod
     def of(cls, line: bytes) -> SlabReport:
-        """As `line` says. Raises ValueError when it was cut short."""
-        told = cls(*json.loads(line))
-        return told._replace(look=FileStamp(*told.look), origins=[bytes.fromhex(str(raw)) for raw in told.origins])
+        """Raises ValueError for a line that was cut short."""
+        report = cls(*json.loads(line))
+        origins = [bytes.fromhex(str(raw)) for raw in report.origins]
+        return report._replace(stamp=FileStamp(*report.stamp), origins=origins)
 
     def line(self) -> bytes:
         return json.dumps([*self[:-1], [raw.hex() for raw in self.origins]]).encode() + b"\n"
 
 
 class EarlyRecordScan:
-    """The process that judges, seen from the one that will open the tier. Not for several threads at once, but for
-    `claim`. Raises OSError when there can be none.
+    """The scanning process, as the process that will open the tier sees it. Only `claim` is thread-safe. Raises OSError
+    when the process cannot be started.
     """
 
     def __init__(self, slabs: Path, mark: LockMark, numbers: list[int]) -> None:
@@ -75,17 +76,17 @@ class EarlyRecordScan:
             opened.callback(self._queue.close)
             self._memory = os.memfd_create("kvstored-judged", os.MFD_CLOEXEC)
             opened.callback(os.close, self._memory)
-            self._told, telling = os.pipe2(os.O_CLOEXEC)
-            opened.callback(os.close, self._told)
+            self._reports, reporting = os.pipe2(os.O_CLOEXEC)
+            opened.callback(os.close, self._reports)
             try:
-                self._pid = _start(slabs, self._queue.fd, self._memory, telling)
+                self._pid = _start(slabs, self._queue.fd, self._memory, reporting)
             finally:
-                os.close(telling)
+                os.close(reporting)
             self._opened = opened.pop_all()
 
     @classmethod
     def begin(cls, directory: str | os.PathLike[str]) -> EarlyRecordScan | None:
-        """Begin to judge what is in a directory; None where little is, where somebody has it, and on a single core."""
+        """Start scanning a directory; None where it holds few records or is locked, and on a single core."""
         path = Path(directory).absolute()
         if len(os.sched_getaffinity(0)) < 2 or not sys.executable:
             return None
@@ -102,42 +103,42 @@ class EarlyRecordScan:
             return None
 
     def is_of(self, former: LockMark) -> bool:
-        """Whether this is what is in the directory whose lock the caller has, with that mark of who had it before."""
+        """Whether the scan saw the directory as the caller locked it: `former` is the mark of the holder before."""
         return former == self._mark
 
     def claim(self) -> int | None:
-        """A slab that nobody has begun with, and that is left to the caller; None when there is none."""
+        """Take a slab out of the queue for the caller to scan; None when the queue is empty."""
         return self._queue.take()
 
-    def tell(self) -> Iterator[SlabReport]:
-        """All that it finds out, as it comes; ends when the queue is empty, and when it died or does not go on."""
+    def reports(self) -> Iterator[SlabReport]:
+        """Reports as they arrive; ends when the queue is empty, and when the scan died or hangs."""
         readable, rest = select.poll(), b""
-        readable.register(self._told, select.POLLIN)
-        while readable.poll(_SILENCE_S * 1e3) and (got := os.read(self._told, 1 << 16)):
+        readable.register(self._reports, select.POLLIN)
+        while readable.poll(_SILENCE_S * 1e3) and (got := os.read(self._reports, 1 << 16)):
             *lines, rest = (rest + got).split(b"\n")
             for line in lines:
                 yield SlabReport.of(line)
 
-    def memory_of(self, told: SlabReport) -> mmap.mmap:
-        """The memory in which the columns of a slab are, to be read."""
-        return mmap.mmap(self._memory, told.nbytes, prot=mmap.PROT_READ, offset=told.begin)
+    def memory_of(self, report: SlabReport) -> mmap.mmap:
+        """The read-only memory with the columns of a slab."""
+        return mmap.mmap(self._memory, report.nbytes, prot=mmap.PROT_READ, offset=report.begin)
 
     def close(self) -> None:
-        """Nothing more is judged, nor kept but what was mapped. Idempotent."""
+        """End the scan and free its memory, except what is mapped. Idempotent."""
         pid, self._pid = self._pid, 0
         with self._opened:
             if pid:
                 _end(pid)
 
 
-def _start(slabs: Path, queue: int, memory: int, telling: int) -> int:
-    inherited = (queue, memory, telling)
+def _start(slabs: Path, queue: int, memory: int, reporting: int) -> int:
+    inherited = (queue, memory, reporting)
     for fd in inherited:
         os.set_inheritable(fd, True)
-    # Without -P modules would be looked for in the working directory first, whoever may write there.
+    # Without -P Python would look for modules in the working directory first, where other users may be able to write.
     command = [sys.executable, "-P", "-m", _PROGRAM, str(slabs), *map(str, inherited)]
     try:
-        # A process group of its own: Ctrl-C is meant for the daemon, which says what is to be said.
+        # A process group of its own: Ctrl-C is meant for the daemon.
         actions = _NULL + _passed()
         return os.posix_spawn(sys.executable, command, variables_of_children(), file_actions=actions, setpgroup=0)
     finally:
@@ -146,7 +147,7 @@ def _start(slabs: Path, queue: int, memory: int, telling: int) -> int:
 
 
 def _passed() -> list[tuple[int, int]]:
-    """Closes what a service manager has passed to the daemon: arenas, whose memory would stay as long as this does."""
+    """Actions that close what a service manager passed to the daemon: arenas, whose memory this process would keep."""
     count = os.environ.get("LISTEN_FDS", "")
     if os.environ.get("LISTEN_PID") != str(os.getpid()) or not count.isdecimal():
         return []
@@ -154,8 +155,8 @@ def _passed() -> list[tuple[int, int]]:
 
 
 def _end(pid: int) -> None:
-    """Kill a child and take its status, if it comes to that: one that waits for a hanging disk does not end."""
-    with suppress(ProcessLookupError, ChildProcessError):  # where nobody wants to know of children they end alone
+    """Kill a child and reap it; a child that waits for a hanging disk does not end, and is left."""
+    with suppress(ProcessLookupError, ChildProcessError):  # SIGCHLD is ignored: the kernel reaps children
         os.kill(pid, signal.SIGKILL)
         for _ in range(_REAPS):
             if os.waitpid(pid, os.WNOHANG)[0]:

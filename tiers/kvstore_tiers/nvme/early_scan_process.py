@@ -1,8 +1,8 @@
-"""The process that judges records ahead: `python -m kvstore_tiers.nvme.early_scan_process SLABS QUEUE MEMORY TELLING`.
+"""The early scan's process: `python -m kvstore_tiers.nvme.early_scan_process SLABS QUEUE MEMORY REPORTS`.
 
-SLABS is the directory of the slabs; the others are descriptors, which early_scan.py made: slabs to take, memory for
-columns, and a pipe that is told of each slab in a line. Reads the slabs while NumPy is loaded; changes nothing. It ends
-when no slab is left, or when it tells and nobody listens.
+SLABS is the directory of the slabs; the others are descriptors that early_scan.py made: the queue of slabs, memory for
+columns, and a pipe that gets a line for each slab. Reads slabs while NumPy is loaded; changes nothing. It ends when no
+slab is left, or when the pipe has no reader.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kvstore_tiers.nvme.region_reader import RegionReader
 from kvstore_tiers.nvme.slab_queue import SlabQueue
 
 
-def main(slabs: str, queue: str, memory: str, telling: str) -> None:
-    reading = RegionReader(Path(slabs), SlabQueue(int(queue)))
-    from kvstore_tiers.nvme.slab_judge import SlabJudge
+def main(slabs: str, queue: str, memory: str, reports: str) -> None:
+    regions = RegionReader(Path(slabs), SlabQueue(int(queue)))
+    from kvstore_tiers.nvme.shared_columns import SlabScanner
 
-    judge = SlabJudge(int(memory))
-    for region in reading:
-        told = judge.judge(region)
-        if told is not None:
-            os.write(int(telling), told.line())
-        reading.give_back(region)
+    scanner = SlabScanner(int(memory))
+    for region in regions:
+        report = scanner.scan(region)
+        if report is not None:
+            os.write(int(reports), report.line())
+        regions.give_back(region)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The mark that everybody leaves who takes a directory: what tells whether somebody had it meanwhile."""
+"""The mark that each holder of a directory leaves in its lock file: a changed one means that another had it since."""
 
 from __future__ import annotations
 

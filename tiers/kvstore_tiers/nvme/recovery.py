@@ -1,4 +1,4 @@
-"""Recovery: from slab files back to books, whatever the last process was doing when it died.
+"""Recovery: from slab files back to the state in memory, at any point where the last process died.
 
 Reads superblocks and record regions only, in sequence (256 bytes a slot). Slot images are judged when they are read.
 Owns what follows from the records (verdicts.py says what each of them is). Steps: drop what cannot be trusted (records
@@ -218,7 +218,7 @@ def _columns(judged: list[ScannedSlab], live: LiveBlocks, origins: Origins) -> R
 
 
 def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, BlockHeader]]:
-    """The blocks of a slab that were in it at recovery and that nobody freed meanwhile."""
+    """The blocks of a slab that recovery found in it and that were not freed since."""
     records = slab.file.read_records()
     raw = memoryview(records.tobytes())
     for index in np.flatnonzero(records["state"] == RecordState.LIVE).tolist():
@@ -231,7 +231,7 @@ def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, Blo
 
 
 def still_there(slabs: dict[int, Slab], blocks: RecoveredBlocks) -> Array:
-    """Which of `blocks` nobody freed, or put out of use, since recovery found them."""
+    """Which of `blocks` were not freed or quarantined since recovery found them."""
     found = np.zeros(len(blocks), dtype=bool)
     for first, last in _runs_of(blocks.container):
         slab = slabs.get(int(blocks.container[first]))

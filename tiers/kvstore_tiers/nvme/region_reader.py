@@ -1,8 +1,8 @@
-"""The records of slabs, read while NumPy is loaded: the medium would be idle.
+"""Reads the record regions of slabs while NumPy is loaded, when the medium would be idle.
 
-Owns threads, and a few buffers that they read to over and over, since memory that was never touched costs a virtual
-machine more time than the medium does. Knows no format but where records begin and how many there may be; judges
-nothing, changes nothing, asks for no lock. Imports nothing that is not there already.
+Owns threads, and a few buffers that they read into over and over: a first touch of memory costs a virtual machine more
+time than the read. Knows of the format only where records begin and how many there may be; judges nothing, changes
+nothing, takes no lock. Imports only modules that are loaded already.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _RECORD_BYTES = 256
 
 
 class FileStamp(NamedTuple):
-    """What tells whether a slab is the file that it was, and as it was."""
+    """Identity and times of a slab file: equal stamps mean that it is the same file and has not been written."""
 
     device: int
     inode: int
     length_bytes: int
     written_ns: int
-    changed_ns: int  # also where the time of writing was set back, as by who restores a backup
+    changed_ns: int  # changes also where the time of writing is set back, as when a backup is restored
 
     @classmethod
     def at(cls, status: os.stat_result) -> FileStamp:
@@ -43,17 +43,17 @@ class FileStamp(NamedTuple):
 
 
 class Region(NamedTuple):
-    """What was read of a slab: its first superblock, and all records, in a buffer that is to be given back."""
+    """A slab's first superblock and all its records, in a buffer that the caller gives back."""
 
     slab: int
-    look: FileStamp
+    stamp: FileStamp
     superblock: bytes
     records: memoryview
     buffer: memoryview
 
 
 class RegionReader:
-    """Iterates over the regions of slabs taken from `queue`, as they are read; leaves out what cannot be read."""
+    """Iterates over the regions of slabs taken from `queue`, as they are read; skips what cannot be read."""
 
     def __init__(self, slabs: Path, queue: SlabQueue) -> None:
         self._slabs = slabs
@@ -89,7 +89,7 @@ class RegionReader:
             self._read.put(None)
 
     def _region(self, number: int, buffer: memoryview) -> Region | None:
-        with suppress(OSError):  # who opens the tier will meet it too, and say so
+        with suppress(OSError):  # the process that opens the tier meets it too, and reports it
             fd = _open(slab_path(self._slabs, number))
             try:
                 return _read(fd, number, buffer)
@@ -99,7 +99,7 @@ class RegionReader:
 
 
 def records_bytes(path: Path) -> int:
-    """How many bytes the records of a slab take, by its first superblock. Raises OSError."""
+    """Bytes of a slab's records, by its first superblock. Raises OSError."""
     with open(path, "rb", buffering=0) as slab:
         return _records_bytes(slab.read(_BEGIN))
 
@@ -109,11 +109,11 @@ def _records_bytes(superblock: bytes | memoryview) -> int:
 
 
 def _read(fd: int, number: int, buffer: memoryview) -> Region | None:
-    look = FileStamp.at(os.fstat(fd))
+    stamp = FileStamp.at(os.fstat(fd))
     superblock = read_buffer(_BEGIN)
     if os.preadv(fd, [superblock], 0) < _BEGIN:
         return None
-    nbytes = min(_records_bytes(superblock), look.length_bytes - _BEGIN)
+    nbytes = min(_records_bytes(superblock), stamp.length_bytes - _BEGIN)
     if not 0 < nbytes <= MOST_BYTES:
         return None
     if len(buffer) < nbytes:
@@ -124,7 +124,7 @@ def _read(fd: int, number: int, buffer: memoryview) -> Region | None:
         done += got
         if not got or done % mmap.PAGESIZE:
             return None  # cut short, since
-    return Region(number, look, bytes(superblock), buffer[:nbytes], buffer)
+    return Region(number, stamp, bytes(superblock), buffer[:nbytes], buffer)
 
 
 def _open(slab: Path) -> int:

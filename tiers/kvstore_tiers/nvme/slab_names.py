@@ -1,4 +1,4 @@
-"""What slab files are called: by their number, and by what they are. Imports nothing that is not there already."""
+"""What slab files are called: by their number, and by what they are. Imports only modules that are loaded already."""
 
 from __future__ import annotations
 

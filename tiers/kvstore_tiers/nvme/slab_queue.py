@@ -1,7 +1,7 @@
 """Slabs to be judged, shared by two processes: each slab is taken by one of them.
 
 Owns a pipe that is filled once and never written to again: reading a whole number from it is atomic, and at its end
-there is nothing left. Imports nothing that is not there already.
+there is none left. Imports only modules that are loaded already.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 _NUMBER_BYTES = 4
 _NUMBERS = 1 << 8 * _NUMBER_BYTES
-_ROOM_BYTES = 64 << 10  # what most pipes hold; whoever has more slabs goes over the others alone
+_ROOM_BYTES = 64 << 10  # what most pipes hold; the tier scans further slabs by itself
 
 
 class SlabQueue:
@@ -31,7 +31,7 @@ class SlabQueue:
         return cls(fd)
 
     def take(self) -> int | None:
-        """One that nobody else takes; None when there is none left."""
+        """A number that no other caller gets; None when none is left."""
         raw = os.read(self.fd, _NUMBER_BYTES)
         return int.from_bytes(raw, "little") if raw else None
 

@@ -153,7 +153,7 @@ def judge(
     room: LiveBlocks,
 ) -> list[Verdicts]:
     """Judge `records` (shape (n, 32), little-endian words) of the slots from `first` on, of a slab file that is so
-    long, in pieces that stay in the cache. The live blocks of each piece lie in `room` where its slots have theirs."""
+    long, in pieces that stay in the cache. The live blocks of each piece are in `room` at the places of its slots."""
     return [
         _judge(
             superblock,

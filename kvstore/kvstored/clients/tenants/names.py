@@ -30,7 +30,7 @@ def is_plain(name: str) -> bool:
 
 
 class Names:
-    """`tenants()` tells the tenants' names of the moment. `run` is a task."""
+    """`tenants()` returns the current names of tenants. `run` is a task."""
 
     def __init__(self, path: Path, tenants: Callable[[], Iterable[str]]) -> None:
         self._path = path

@@ -107,7 +107,7 @@ def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: Stor
 
 
 def _reasons(name: str, tenants: TenantDirectory) -> Iterator[tuple[str, str]]:
-    """Why nobody who calls is this tenant, and who is in its place."""
+    """Why no caller is this tenant, and which one is in its place."""
     uid = uid_of(name)
     if uid is None:
         if tenants.section(name) is None:

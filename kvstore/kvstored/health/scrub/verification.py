@@ -20,7 +20,7 @@ from kvstored.store.transfer.mover import Mover, Transfer
 
 
 class Verification:
-    """`on_damage(row, reason)` is told of a block that is bad; the breaker of each read, as of everybody's."""
+    """`on_damage(row, reason)` is called for a damaged block; the breaker judges these reads as all others."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Blocks of an arena that was taken over, entered into residency: by pieces of chains where they lie in order.
+"""Import of an adopted arena's blocks into residency: by runs where blocks of a chain are in order.
 
-Blocks of a chain mostly lie one behind the other, and a piece of a chain is entered in a quarter of the time of its
+Blocks of a chain are mostly one behind the other, and a run is entered in a quarter of the time of its
 blocks one by one. Never decides whether a block is whole (`kvstore_tiers.arena_walk` did).
 Invariant: every block ends up in residency with a host copy, or its slot is freed and counted as dropped.
 """

@@ -30,7 +30,7 @@ _NO_TOKEN = bytes(16)
 
 @dataclass(slots=True)
 class _Absent:
-    """A former client that has not come back. `pidfd` tells of its end; -1 where it cannot be seen."""
+    """A former client that has not come back. `pidfd` becomes readable at its end; -1 where it cannot be seen."""
 
     former: FormerSession
     pidfd: int
@@ -53,7 +53,7 @@ class FormerClients:
         return self._ledger.epoch
 
     def restore(self, adopted: Adopted, residency: Residency, expires_ns: int) -> None:
-        """Put former leases back in force, limbo too; slots that nobody reads are freed."""
+        """Put former leases back in force, limbo too; slots without a reader are freed."""
         for former in self._ledger.sessions():
             pidfd = _watch(former)
             if pidfd is None:
@@ -128,7 +128,7 @@ class FormerClients:
             absent.patience = loop.call_later(UNSEEN_PATIENCE_S, self._ended, absent)
 
     def _ended(self, absent: _Absent) -> None:
-        """Its process is gone: whatever it could read may be recycled."""
+        """Its process is gone: slots that it could read may be recycled."""
         self._no_longer_absent(absent)
         ended = self._leases.release_session(absent.former.session_id)
         self._ledger.close_session(absent.former.session_id)
@@ -167,7 +167,7 @@ def _watch(former: FormerSession) -> int | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process was started, which tells it from a later one of the same number; None if that cannot be seen."""
+    """When a process was started: a later one of the same number has another value. None if that cannot be seen."""
     if not pid:
         return None
     try:

@@ -12,7 +12,7 @@ made live last, and everything that is changed in place is one aligned store of 
 The exception are the two tokens of a session, 16 bytes each, too long for one store: the former one, which its client
 may still name, is written first, so that one whole token is there at any moment.
 Invariants: an arena's row never claims more than its bytes hold; a lease is here whole or not at all. One that found no
-row is not here: then its client cannot have it back after a crash, and is told so.
+row is not here: then its client cannot have it back after a crash, and gets a refusal.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Ledger:
         memory = self._memory
         _U64.pack_into(memory, at + _HIGH_GENERATION, record.high_generation)
         if _U64.unpack_from(memory, at + _SLOT_BYTES)[0] != record.slot_bytes:
-            _U64.pack_into(memory, at + _HANDED_OUT, 0)  # first: what lies at the new places is no header
+            _U64.pack_into(memory, at + _HANDED_OUT, 0)  # first: there is no header at the new places
             _U64.pack_into(memory, at + _SLOT_BYTES, record.slot_bytes)
         _U64.pack_into(memory, at + _HANDED_OUT, record.handed_out)
 
@@ -180,7 +180,7 @@ class Ledger:
     # Clients
 
     def sessions(self) -> list[FormerSession]:
-        """Those whose end nobody saw, with the leases that they held."""
+        """Those that did not end while the process before ran, with the leases that they held."""
         leases: dict[int, list[FormerLease]] = {}
         for lease_id, rows in list(self._rows_of_lease.items()):
             session_id, places = self._read_lease(rows)

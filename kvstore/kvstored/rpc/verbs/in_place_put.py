@@ -1,8 +1,8 @@
-"""Reserving: a put without a copy. A client gets slots of its tenant's arenas, writes blocks there, and stores them.
+"""A put without a copy: a client gets slots of its tenant's arenas, writes blocks there, and stores them.
 
-Owns who may, how much, and the checks of such a store. What is stored goes the way of every put; only that nothing is
-copied. Invariants: a slot that was reserved is found by nobody before it is stored; what a request has not stored is
-free when it has ended; a slot that a living client may be writing to is nobody else's.
+Owns which client may, how much, and the checks of such a store; the store then does what every put does, without the
+copy. Invariants: no lookup finds a reserved slot before it is stored; slots that a request has not stored are free when
+it has ended; a slot that a living client may be writing to is given to no other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from kvstored.clients.sessions import Session
 from kvstored.clients.tenants.peer import has_exited
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.config import Config
-from kvstored.rpc.verbs.durability import durability_asked, sent_again
-from kvstored.rpc.verbs.validate import claimed_blocks, known_group, may_store, payload_size
+from kvstored.rpc.verbs.validate import (
+    claimed_blocks,
+    durability_asked,
+    known_group,
+    may_store,
+    payload_size,
+    sent_again,
+)
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.offer import NOWHERE, Offer, Stored
 from kvstored.store.operations.put import Put
@@ -76,7 +82,7 @@ class InPlacePut:
         reservation = self._reservations.begin(session.session_id, session.tenant_id, expires_ns)
         try:
             await self._fill(session, reservation, request)
-        except BaseException:  # cancelled too: the client will not hear of it
+        except BaseException:  # cancelled too: the client gets no answer
             self._reservations.give_back(session.session_id, reservation.number)
             raise
         if not reservation.slots or session.closed:
@@ -91,7 +97,7 @@ class InPlacePut:
         )
 
     def undo(self, session: Session, reply: pb.ReserveSlotsReply) -> None:
-        """Take back slots that their client will never hear of."""
+        """Take back slots of a reply that could not be sent."""
         self._reservations.give_back(session.session_id, reply.reservation)
 
     def store(self, session: Session, request: pb.Store) -> AsyncGenerator[Stored, None]:
