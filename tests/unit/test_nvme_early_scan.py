@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 
 from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, early_scan, verdicts
+from kvstore_tiers.nvme.directory_files import slab_path
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
-from kvstore_tiers.nvme.region_reader import RegionReader
+from kvstore_tiers.nvme.region_reader import RegionReader, SlabQueue
 from kvstore_tiers.nvme.shared_columns import SharedColumns, SlabScanner
 from kvstore_tiers.nvme.slab_file import SlabFile, find_superblock
-from kvstore_tiers.nvme.slab_names import slab_path
-from kvstore_tiers.nvme.slab_queue import SlabQueue
 from kvstore_tiers.testing.transfers import block, finish, put
 
 CAPACITY_BYTES = 8 << 20

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvstore_tiers.nvme import NvmeTier, region_reader
+from kvstore_tiers.nvme.directory_files import slab_numbers, slab_path
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
-from kvstore_tiers.nvme.region_reader import RegionReader
+from kvstore_tiers.nvme.region_reader import RegionReader, SlabQueue
 from kvstore_tiers.nvme.slab_file import find_superblock
-from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
-from kvstore_tiers.nvme.slab_queue import SlabQueue
 from kvstore_tiers.testing.transfers import block, put
 
 

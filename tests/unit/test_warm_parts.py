@@ -16,7 +16,7 @@ import pytest
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
-from kvstore_tiers.arena_walk import HEADER
+from kvstore_tiers.adoption import HEADER
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.clients.arena_grants import ArenaGrants

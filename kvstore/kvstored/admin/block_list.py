@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.admin.tier_name import tier_named
-from kvstored.admin.views import Views
+from kvstored.admin.views import Views, tier_named
 from kvstored.store.blocks import Residency, Selection, column_of, page, pin_counts, select_all
 from kvstored.store.policies import ResidencyClass
 

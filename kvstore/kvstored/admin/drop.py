@@ -14,7 +14,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstored.admin.durable_copies import save, tokens_in_tier
-from kvstored.admin.tier_name import tier_named
+from kvstored.admin.views import tier_named
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
 from kvstored.lifecycle import Cause

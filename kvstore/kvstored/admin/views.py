@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Tier
 from kvstored import __version__
-from kvstored.clients.handshake import PROTOCOL_VERSION
+from kvstored.clients.reception import PROTOCOL_VERSION
 from kvstored.clients.sessions import SessionTable
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.reach import out_of_reach
@@ -236,3 +237,11 @@ def resident_bytes() -> int:
     """This process's resident set without touched arena pages, which `kvctl tiers` shows: the daemon's own cost."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+
+
+def tier_named(residency: Residency, name: str) -> int:
+    """Its position. Raises KVStoreError, naming those that there are, for another name."""
+    if name not in residency.tiers:
+        known = ", ".join(residency.tiers)
+        raise KVStoreError(ErrorKind.INVALID, f"no tier {name!r}; this daemon has: {known}")
+    return residency.tier(name)

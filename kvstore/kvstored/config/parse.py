@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvstored.config.documents import in_order, lay_over, read_file, read_override, read_reference, tiers_in
-from kvstored.config.mistakes import need, one_of
-from kvstored.config.plausible import check_plausible
+from kvstored.config.mistakes import ConfigError, need, one_of
 from kvstored.config.schema import Config, UnarySection
 from kvstored.config.section_fields import section_of, size
 from kvstored.config.sizes import show_size
@@ -123,3 +122,40 @@ def _check(config: Config) -> None:
     need(0 <= config.index.slots <= MAX_INDEX_SLOTS, f"index.slots must be 0 (no index) to {MAX_INDEX_SLOTS}")
     for name, value in (("batch_ms", config.durability.batch_ms), ("batch_blocks", config.durability.batch_blocks)):
         need(value > 0, f"durability.{name} must be more than 0")
+
+
+def check_plausible(config: Config, staging_bytes: int) -> None:
+    """`staging_bytes`: what the operator asked for, 0 where that is the default."""
+    host = config.host
+    if staging_bytes > host.capacity_bytes // 2:
+        raise ConfigError(
+            f"host.staging {show_size(staging_bytes)} leaves too little of host.capacity "
+            f"{show_size(host.capacity_bytes)} for blocks; set at most a quarter of it, or leave it out"
+        )
+    _check_shares(config)
+    _check_in_place(config)
+
+
+def _check_in_place(config: Config) -> None:
+    if not config.host.sealed:
+        return
+    allowed = [tenant.name for tenant in config.tenants if tenant.put_in_place]
+    if config.put.in_place or allowed:
+        name = "put.in_place" if config.put.in_place else f"tenant {allowed[0]}: put_in_place"
+        raise ConfigError(f"{name}: no client can write to sealed arenas; set host.sealed = false, or leave it out")
+
+
+def _check_shares(config: Config) -> None:
+    room_bytes = config.host.capacity_bytes - config.host.staging_bytes
+    for tenant in config.tenants:
+        if tenant.host_max_bytes and tenant.host_max_bytes < tenant.host_min_bytes:
+            raise ConfigError(
+                f"tenant {tenant.name}: host_max {show_size(tenant.host_max_bytes)} is below its host_min "
+                f"{show_size(tenant.host_min_bytes)}; raise the one or lower the other"
+            )
+    least_bytes = sum(tenant.host_min_bytes for tenant in config.tenants)
+    if least_bytes > room_bytes:
+        raise ConfigError(
+            f"the tenants' host_min are {show_size(least_bytes)} together, host.capacity less staging is "
+            f"{show_size(room_bytes)}: lower them, or raise host.capacity"
+        )

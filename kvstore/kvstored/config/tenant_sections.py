@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvstored.config.mistakes import ConfigError
+from kvstored.config.mistakes import ConfigError, did_you_mean
 from kvstored.config.schema import Config, TenantSection
 from kvstored.config.sizes import parse_size
-from kvstored.config.unknown import did_you_mean
 
 _TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place"}
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")

@@ -23,10 +23,9 @@ from pathlib import Path
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.state_identity import IDENTITY_FILE
 from kvstore_tiers.nvme.check_slab import Live, LiveBlock, Progress, SlabWalk
-from kvstore_tiers.nvme.directory import TierDirectory, read_format
+from kvstore_tiers.nvme.directory import TierDirectory, read_format, version_text
 from kvstore_tiers.nvme.findings import Finding, Kind, Severity, damage, leftover, note
 from kvstore_tiers.nvme.seal import FORMER_INDEX, SEAL
-from kvstore_tiers.nvme.version_number import version_text
 
 __all__ = ["Finding", "Kind", "Severity", "check_directory", "walk"]
 

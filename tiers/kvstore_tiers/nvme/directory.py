@@ -19,11 +19,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from kvstore_tiers.nvme.directory_files import LockMark, slab_numbers, slab_path
 from kvstore_tiers.nvme.errors import DirectoryInUse, DirectoryUnusable, FormatUnsupported
 from kvstore_tiers.nvme.layout import FORMAT_VERSION
-from kvstore_tiers.nvme.lock_mark import LockMark
-from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
-from kvstore_tiers.nvme.version_number import version_number, version_text
 
 _LOG = logging.getLogger(__name__)
 _FORMAT_KEY = "format_version"
@@ -215,3 +213,23 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+_MOST_BYTES = 64  # of a file that says a version; what follows is none of ours
+_MOST_DIGITS = 9
+
+
+def version_number(text: bytes) -> int | None:
+    """The number that the text is; None where it is not one."""
+    digits = text.strip()
+    return int(digits) if digits.isdigit() and len(digits) <= _MOST_DIGITS else None
+
+
+def version_text(path: Path) -> bytes:
+    """What a version's file says, without blanks and zero bytes; b"" where it says nothing or is not there. Raises
+    OSError."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MOST_BYTES).strip(b"\0 \n")
+    except FileNotFoundError:
+        return b""

@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore_tiers.child_variables import variables_of_children
-from kvstore_tiers.nvme.lock_mark import LockMark
-from kvstore_tiers.nvme.region_reader import FileStamp, records_bytes
-from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
-from kvstore_tiers.nvme.slab_queue import SlabQueue
+from kvstore_tiers.nvme.directory_files import LockMark, slab_numbers, slab_path
+from kvstore_tiers.nvme.region_reader import FileStamp, SlabQueue, records_bytes
 
 LEAST_BYTES = 8 << 20  # of records: scanning fewer takes less time than starting a process
 _PROGRAM = "kvstore_tiers.nvme.early_scan_process"

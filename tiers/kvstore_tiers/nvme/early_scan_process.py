@@ -12,8 +12,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from kvstore_tiers.nvme.region_reader import RegionReader
-from kvstore_tiers.nvme.slab_queue import SlabQueue
+from kvstore_tiers.nvme.region_reader import RegionReader, SlabQueue
 
 
 def main(slabs: str, queue: str, memory: str, reports: str) -> None:

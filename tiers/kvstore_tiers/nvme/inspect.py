@@ -18,9 +18,9 @@ import numpy as np
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, read_header
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_tiers.nvme.check_slab import judge_slot, read_records
+from kvstore_tiers.nvme.directory_files import slab_numbers, slab_path
 from kvstore_tiers.nvme.layout import RECORD_BYTES, RecordState, Superblock, record_header, record_holds
 from kvstore_tiers.nvme.slab_file import find_superblock, read_pages
-from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
 
 MIN_DIGITS = 6
 _RECORDS_A_READ = 16_384

@@ -23,12 +23,11 @@ import numpy.typing as npt
 
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan, SlabReport
 from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, RecordState
-from kvstore_tiers.nvme.read_buffer import read_buffer, whole_pages
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
-from kvstore_tiers.nvme.region_reader import FileStamp
+from kvstore_tiers.nvme.region_reader import FileStamp, read_buffer, whole_pages
 from kvstore_tiers.nvme.shared_columns import SharedColumns
 from kvstore_tiers.nvme.slab import Slab
-from kvstore_tiers.nvme.verdicts import Array, LiveBlocks, Origins, Verdicts, judge
+from kvstore_tiers.nvme.verdicts import Judge, LiveBlocks, Origins, Verdicts
 
 READ_RECORDS = 16384  # 4 MB a read
 READ_AHEAD_SLABS = 4
@@ -120,11 +119,9 @@ class _Scan:
                 if not hasattr(scratch, "checksums"):
                     scratch.checksums = RecordChecksums()
                 slab, begin = self._slabs[piece.position], self._ends[piece.position] + piece.first
-                superblock, length_bytes = slab.superblock, slab.file.length_bytes
                 room = self._room.part(slice(begin, begin + piece.slots))
-                return judge(
-                    superblock, length_bytes, piece.first, piece.words(), scratch.checksums, self._origins, room
-                )
+                judge = Judge(slab.superblock, slab.file.length_bytes, scratch.checksums, self._origins)
+                return judge.judge(piece.first, words_of(piece.buffer, piece.slots), room)
             finally:
                 reader.give_back(piece.buffer)
 
@@ -189,9 +186,6 @@ class _Piece(NamedTuple):
     first: int
     slots: int
     buffer: memoryview
-
-    def words(self) -> Array:
-        return words_of(self.buffer, self.slots)
 
 
 class _Reader:

@@ -1,8 +1,10 @@
 """Reads the record regions of slabs while NumPy is loaded, when the medium would be idle.
 
-Owns threads, and a few buffers that they read into over and over: a first touch of memory costs a virtual machine more
-time than the read. Knows of the format only where records begin and how many there may be; judges nothing, changes
-nothing, takes no lock. Imports only modules that are loaded already.
+Owns the queue of slabs that two processes share, so that each slab is taken by one of them: a pipe that is filled once
+(reading a whole number from it is atomic, and at its end none is left). Owns threads, and a few buffers that they read
+into over and over: a first touch of memory costs a virtual machine more time than the read. Knows of the format only
+where records begin and how many there may be; judges nothing, changes nothing, takes no lock. Imports only modules that
+are loaded already.
 """
 
 from __future__ import annotations
@@ -10,15 +12,13 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from kvstore_tiers.nvme.read_buffer import read_buffer, whole_pages
-from kvstore_tiers.nvme.slab_names import slab_path
-from kvstore_tiers.nvme.slab_queue import SlabQueue
+from kvstore_tiers.nvme.directory_files import slab_path
 
 MOST_BYTES = 16 << 20  # of one slab: as many as a slab of the default size can have
 _THREADS = 2  # the medium is kept busy while one of them waits for the GIL
@@ -26,6 +26,44 @@ _BUFFERS = 4
 _BEGIN = 4096  # of the records in a slab file; the superblock before them says how many there are
 _SLOTS_AT = 48
 _RECORD_BYTES = 256
+_NUMBER_BYTES = 4
+_NUMBERS = 1 << 8 * _NUMBER_BYTES
+_ROOM_BYTES = 64 << 10  # what most pipes hold; the tier scans further slabs by itself
+
+
+def read_buffer(nbytes: int) -> memoryview:
+    """Zeroed whole pages for direct I/O, freed with the last reference to them."""
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def whole_pages(nbytes: int) -> int:
+    """`nbytes` rounded up to whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class SlabQueue:
+    """The reading end of the pipe of slab numbers."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> SlabQueue:
+        """A queue of these, as many as the pipe has room for; a slab number is less than `_NUMBERS`."""
+        fd, filling = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(filling, False)  # a user with many pipes gets small ones
+        packed = b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers if number < _NUMBERS)
+        os.write(filling, packed[:_ROOM_BYTES])
+        os.close(filling)
+        return cls(fd)
+
+    def take(self) -> int | None:
+        """A number that no other caller gets; None when none is left."""
+        raw = os.read(self.fd, _NUMBER_BYTES)
+        return int.from_bytes(raw, "little") if raw else None
+
+    def close(self) -> None:
+        os.close(self.fd)
 
 
 class FileStamp(NamedTuple):

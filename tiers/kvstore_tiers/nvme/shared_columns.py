@@ -15,10 +15,9 @@ import numpy as np
 
 from kvstore_tiers.nvme.early_scan import SlabReport
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
-from kvstore_tiers.nvme.read_buffer import whole_pages
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
-from kvstore_tiers.nvme.region_reader import Region
-from kvstore_tiers.nvme.verdicts import Array, LiveBlocks, Origins, Verdicts, judge
+from kvstore_tiers.nvme.region_reader import Region, whole_pages
+from kvstore_tiers.nvme.verdicts import Array, Judge, LiveBlocks, Origins, Verdicts
 
 _NOTHING = np.empty(0)
 
@@ -91,8 +90,8 @@ class SlabScanner:
         columns = SharedColumns.within(mmap.mmap(self._memory, nbytes, offset=begin), slots)
         columns.superblock[:] = np.frombuffer(region.superblock, np.uint8)
         origins = Origins()
-        records, length_bytes = words_of(region.records, slots), region.stamp.length_bytes
-        pieces = judge(superblock, length_bytes, 0, records, self._checksums, origins, columns.live)
+        judge = Judge(superblock, region.stamp.length_bytes, self._checksums, origins)
+        pieces = judge.judge(0, words_of(region.records, slots), columns.live)
         whole = Verdicts.joined(pieces, columns.live)
         columns.states[:] = whole.states
         columns.seen_generations[:] = whole.seen_generations

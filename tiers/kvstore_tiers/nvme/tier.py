@@ -33,7 +33,6 @@ from kvstore_tiers.base import (
     require_fits,
 )
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.nvme.books import check_books, check_held
 from kvstore_tiers.nvme.commit import RecordCommit
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
@@ -191,10 +190,10 @@ class NvmeTier(Tier):
         return header if any(header.key) else None
 
     def check_books(self) -> list[str]:
-        return check_books(self._space.slabs, self._quarantined)
+        return self._space.check_books(self._quarantined)
 
     def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
-        return check_held(self._space.slabs, containers, offsets, generations)
+        return self._space.check_held(containers, offsets, generations)
 
     def publish_again(self, slot: Slot, header: BlockHeader) -> None:
         slab, index, _ = self._place(slot)

@@ -20,10 +20,24 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvstore_tiers.nvme.slab_names import slab_numbers
-from kvstored.health.scrub.pace import Pace
+from kvstore_tiers.nvme.directory_files import slab_numbers
 from kvstored.health.scrub.position import load, save
 from kvstored.health.scrub.slab_reader import SlabReader, Visit
+
+
+class Pace:
+    """`rate_bytes` a second; a slot larger than that is waited for afterwards."""
+
+    def __init__(self, rate_bytes: int) -> None:
+        self._rate_bytes = rate_bytes
+        self._free_at_s = 0.0
+
+    def take(self, nbytes: int, now_s: float) -> float:
+        """Account for `nbytes` that are about to be read; seconds to wait before reading them."""
+        start_s = max(now_s, self._free_at_s)
+        self._free_at_s = start_s + nbytes / self._rate_bytes
+        return start_s - now_s
+
 
 REPORTED_EVERY_S = 1.0
 SAVED_EVERY_S = 5.0

@@ -1,7 +1,7 @@
 """Import of an adopted arena's blocks into residency: by runs where blocks of a chain are in order.
 
 Blocks of a chain are mostly one behind the other, and a run is entered in a quarter of the time of its
-blocks one by one. Never decides whether a block is whole (`kvstore_tiers.arena_walk` did).
+blocks one by one. Never decides whether a block is whole (`kvstore_tiers.adoption` did).
 Invariant: every block ends up in residency with a host copy, or its slot is freed and counted as dropped.
 """
 

@@ -2,7 +2,7 @@
 
 Owns which descriptors are kept and what becomes of those that were: arenas that are whole and fit are taken over, the
 rest is given back to the system at once. Records in the ledger what the host tier does. Never reads a payload: a header
-that holds vouches for its block (`kvstore_tiers.arena_walk`).
+that holds vouches for its block (`kvstore_tiers.adoption`).
 Invariants: an arena is kept before the ledger names it, and named before a block is in it; nothing that was not taken
 over stays in memory, even while former clients map it; the host tier's capacity holds throughout.
 """

@@ -15,8 +15,8 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
-from kvstored.clients.in_place import ReservedBlocks
 from kvstored.clients.sessions import Session
+from kvstored.clients.staged_blocks import ReservedBlocks
 from kvstored.clients.tenants.peer import has_exited
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.config import Config
