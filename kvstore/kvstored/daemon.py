@@ -96,7 +96,7 @@ log = logging.getLogger(__name__)
 audit_log = logging.getLogger("kvstored.audit")
 STOP_GRACE_S = 10.0
 STOP_LIMIT_S = 25.0  # on a disk that hangs no stop ends by itself; less than TimeoutStopSec in deploy/systemd
-INDEX_SHARE = 16  # one part in so many of what is set aside for staging is for lookup indexes
+INDEX_SHARE = 16  # this fraction of the memory for staging is for lookup indexes
 
 
 class StartupError(Exception):

@@ -1,4 +1,4 @@
-"""Whose blocks a state directory and an NVMe directory hold: what a start depends on, and what doctor reads.
+"""Which secret the blocks of a state directory and an NVMe directory depend on: read by a start and by doctor.
 
     STATE/secret           32 random bytes; every key starts from them
     STATE/identity.json    a check value of that secret, and which tenant's name stands for which identity
@@ -6,7 +6,7 @@
 
 Blocks carry no trace of the secret, so a lost or exchanged one would make all of them unreachable and leave their space
 taken: the check value shows it. It is an HMAC of a constant and reveals nothing about the secret.
-Reads only. Invariant: a directory of before there were check values is accepted as it is.
+Reads only. Invariant: a directory that has no check value yet is accepted.
 """
 
 from __future__ import annotations

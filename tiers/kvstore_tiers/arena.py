@@ -12,7 +12,7 @@ was handed, and the daemon can still punch memory out of it. `sealed`: F_SEAL_FU
 share the daemon's uid or are root; the price is that the daemon too can never give its memory back before the last
 client unmaps it, so a sealed arena stays with its owner for ever.
 
-Invariants: the number of an arena is never reused; slots handed out for the first time come in ascending order; a
+Invariants: the number of an arena is never reused; slots are handed out for the first time in ascending order; a
 slot's generation only grows, across changes of slot size and of the daemon too; prefaulting never changes a byte; of
 the slots handed out, those and only those that hold a block have a header that holds.
 """
@@ -77,7 +77,7 @@ class ArenaWitness(Protocol):
         ...
 
     def given_up(self, number: int) -> None:
-        """It belongs to the tier no more; what is left of its memory another arena inherits, or goes at once."""
+        """It is no longer the tier's; another arena inherits the rest of its memory, or that is freed at once."""
         ...
 
     def released(self, number: int) -> None:
@@ -246,7 +246,7 @@ class Arena:
 
     def vouch(self, slot: Slot, header: BlockHeader) -> None:
         """This process has written `header` to the slot, for a payload that has its checksum. May be called on the
-        thread that did, before anybody hears of it."""
+        thread that did, before the outcome is delivered."""
         if self.is_writable:
             self._vouched[slot.offset] = header
 

@@ -1,7 +1,7 @@
 """The contract of a tier: a place where blocks' bytes live.
 
-A tier knows slots and bytes. It never knows what is worth keeping, who owns a block or whether a client reads it: that
-is the daemon's. A slot holds one block in the layout of kvstore_proto.arena (4096-byte header, then payload).
+A tier knows slots and bytes. It never knows what is worth keeping, which tenant owns a block or whether a client reads
+it: that is the daemon's. A slot holds one block in the layout of kvstore_proto.arena (4096-byte header, then payload).
 
 Obligations
 - The caller allocates, writes once, then may read many times, then frees; it never frees a slot with a transfer in

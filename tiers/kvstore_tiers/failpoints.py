@@ -39,7 +39,7 @@ REGISTRY: dict[str, str] = {
     "nvme.slab-reformat": "a free slab has its new front superblock, not yet the one at its end",
     "nvme.slab-before-cut": "a slab file has a shorter geometry in both superblocks, and its old length",
     "nvme.recover-before-repair": "recovery read the records and is about to withdraw the bad ones",
-    "nvme.recover-after-repair": "recovery withdrew what cannot stand, and synced that",
+    "nvme.recover-after-repair": "recovery withdrew records, and synced that",
     "nvme.probe": "an I/O thread is about to write and read scratch bytes, to see whether the medium works again",
     "nvme.seal": "everything is committed, the seal that says so is not written",
 }

@@ -60,7 +60,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def write(self, name: bytes, image: memoryview) -> None:
-        """Store an object in the place of any other of that name. `image` is not to be kept."""
+        """Store an object, replacing any other of that name. Must not keep `image`."""
 
     @abstractmethod
     def remove(self, name: bytes) -> None:

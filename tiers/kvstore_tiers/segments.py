@@ -3,7 +3,7 @@
 Owns the `Segment` record and the few operations on raw addresses that every host-memory tier shares: copy, view,
 checksum. Never allocates payload memory and never follows an address that is not SYSTEM or PINNED.
 Invariants: every copy and checksum of payload here releases the GIL (ctypes.memmove is a foreign call; python-xxhash
-lets go above 100 KiB, and hashes less in microseconds), because a copy that holds it stalls the control thread for
+releases it above 100 KiB, and hashes less in microseconds), because a copy that holds it stalls the control thread for
 milliseconds. Headers are copied with the GIL held: that takes a tenth of a microsecond, and getting the GIL back from a
 busy thread up to a switch interval.
 """

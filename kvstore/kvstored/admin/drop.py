@@ -97,12 +97,12 @@ class Drop:
         return reply
 
     async def _make_final(self) -> None:
-        """What was taken away must not come back after a crash."""
+        """Make removals durable: a removed block must not reappear after a crash."""
         if self._writeback is not None:
             await self._writeback.sync()
 
     async def _drop_from(self, tiers: Sequence[int], tenant: int | None, reply: pb.DropReply, *, forget: bool) -> None:
-        for tier in reversed(tiers):  # slow tiers first: with all, the block goes with its host copy
+        for tier in reversed(tiers):  # slow tiers first: with all, the block is removed with its host copy
             await self._drop_tier(tier, tenant, reply, forget=forget)
         await self._make_final()
 

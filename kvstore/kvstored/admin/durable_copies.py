@@ -23,7 +23,7 @@ SLICE_TOKENS = 1000  # ... and one by one
 
 
 async def tokens_in_tier(residency: Residency, tier: int, tenant: int | None = None) -> Sequence[int]:
-    """Names of the rows with a readable copy in a tier, deepest first. The loop goes on meanwhile: what changes then
+    """Names of the rows with a readable copy in a tier, deepest first. The loop runs meanwhile: what changes then
     may be there or not."""
     columns = residency.rows
     found, depths = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]

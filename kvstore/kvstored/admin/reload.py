@@ -63,7 +63,7 @@ class Reload:
             notify("READY=1")
 
     def on_signal(self) -> None:
-        """The same for a caller that hears no answer but the log."""
+        """As `reload`, for a caller that reads the log alone."""
         try:
             self.reload()
         except KVStoreError:

@@ -56,7 +56,7 @@ class HandshakeServer:
             connection.end()
 
     def hang_up(self, is_meant: Callable[[Session], bool]) -> int:
-        """End the sessions that are meant; how many. Their clients find out, and may come back."""
+        """End the sessions for which `is_meant` holds; how many. Their clients notice, and may reconnect."""
         meant = [connection for connection in self._connections if connection.is_of(is_meant)]
         for connection in meant:
             connection.end()

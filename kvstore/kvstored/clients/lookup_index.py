@@ -2,7 +2,7 @@
 
 Owns one memfd a tenant, from the first session that asks for it to the end of the last, and the memory that all of
 them together may take. Follows residency by its presence events, so a stored block is in the table before its
-put is answered. Never does: serve bytes, or know what a client makes of an answer. A tenant gets the descriptor of
+put is answered. Never does: serve bytes, or know how a client uses an answer. A tenant gets the descriptor of
 its own table only, read-only; the memfd is sealed, so that not even root opens it writable.
 
 Invariants: a table in state SERVING holds every readable block of its tenant, in a slot or in an overflow count; only
@@ -26,7 +26,7 @@ from kvstored.clients.sessions import Session
 from kvstored.store.blocks import Residency
 
 log = logging.getLogger(__name__)
-FEWEST_TABLES = 4  # the memory is enough for so many tenants at least
+FEWEST_TABLES = 4  # tables that the memory has room for, at least
 KEYS_A_SLICE, ROWS_A_SLICE = 200, 2000  # each some 0.4 ms of the control thread; most rows may be free
 
 
@@ -84,7 +84,7 @@ class IndexTable:
         self._write(offset, tags, tiers)
 
     def remove(self, key: bytes) -> None:
-        """`key` can be read nowhere. Its slot goes to a key that found the bucket full, if there is one."""
+        """`key` is no longer readable. A key that found the bucket full gets its slot."""
         tag = layout.key_tag(key, self._seed)
         offset = layout.bucket_offset(tag, self._buckets)
         tags, tiers = self._read(offset)
@@ -200,7 +200,7 @@ class LookupIndexes:
         return table
 
     def _build(self, tenant: int, table: IndexTable, first_row: int) -> None:
-        """Enter what is stored already, a slice at a time. What changes meanwhile comes by `changed`."""
+        """Enter what is stored already, a slice at a time. Changes meanwhile arrive through `changed`."""
         if self._tables.get(tenant) is not table:
             return
         rows = self._residency.rows

@@ -23,7 +23,7 @@ PROTOCOL_VERSION = 1
 
 
 class Returning(Protocol):
-    """Clients of the daemon before this one, whose leases still stand."""
+    """Clients of the daemon process before, whose leases still stand."""
 
     @property
     def epoch(self) -> bytes:
@@ -31,12 +31,12 @@ class Returning(Protocol):
         ...
 
     def arrived(self, session: Session, token: bytes) -> list[int]:
-        """A client has come; numbers of the leases that it has again, if `token` is one that it had before."""
+        """A client connects; numbers of its leases that still stand, if `token` is one that it had before."""
         ...
 
 
 class Streams(Protocol):
-    """Who opens direct streams."""
+    """Opens direct streams."""
 
     def open(self, session: Session) -> int:
         """The client's end, a descriptor to hand over and close. Raises KVStoreError."""

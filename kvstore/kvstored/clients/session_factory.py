@@ -32,7 +32,7 @@ class SessionFactory:
         self._staging_pool = staging_pool
 
     def tenant_of(self, peer: Peer) -> Tenant:
-        """Raises KVStoreError for a user who belongs to none."""
+        """Raises KVStoreError for a user without a tenant."""
         tenant = self._tenants.resolve(peer)
         if tenant is None:
             raise KVStoreError(

@@ -87,7 +87,7 @@ def _check_unary(unary: UnarySection) -> None:
         need(unary.enabled, "unary.listen is set, but unary.enabled = false: set one of them right")
         need(
             unary.tokens_file is not None,
-            "unary.listen needs unary.tokens_file: without tokens anybody who reaches the port could read every block",
+            "unary.listen needs unary.tokens_file: without tokens any client at the port could read every block",
         )
     need(
         (unary.tls_cert is None) == (unary.tls_key is None),

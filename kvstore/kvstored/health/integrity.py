@@ -1,6 +1,6 @@
 """What looks after the integrity of a running daemon: the scrubber, the orphans, the walk over its own books.
 
-Composes and reports; each part decides for itself. Nothing here is on the way of a request.
+Composes and reports; each part decides for itself. No request waits for any of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstored.store.blocks.orphans import find, none_of, snapshot
 
 Task = Callable[[], Coroutine[Any, Any, None]]
 ORPHANS_S = 1.0  # how soon after a block was taken by force its descendants are the first to leave
-ORPHANS_REST = 50  # ... or so many times as long as finding them takes
+ORPHANS_REST = 50  # ... or this multiple of the time that finding them takes
 
 
 @dataclass

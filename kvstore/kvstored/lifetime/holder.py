@@ -171,7 +171,7 @@ def _inode(path: str) -> tuple[int, int] | None:
 
 
 def _listening(path: str) -> socket.socket:
-    """A new socket of mode 0600, in the place of one that a process before left. Raises OSError."""
+    """A new socket of mode 0600, replacing one that a process before left. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)

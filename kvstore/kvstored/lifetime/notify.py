@@ -82,7 +82,7 @@ def stored_descriptors() -> dict[str, int]:
 
 
 def store_limit() -> int | None:
-    """How many descriptors the manager keeps; what is sent beyond that it closes without a word. None when it does not
+    """How many descriptors the manager keeps; it closes those beyond silently. None when it does not
     say. systemd says so from 254 on, in $FDSTORE; for an older one the unit does, in $KVSTORED_FDSTORE."""
     limit = os.environ.get("FDSTORE") or os.environ.get("KVSTORED_FDSTORE", "")
     return int(limit) if limit.isdigit() and int(limit) else None

@@ -1,6 +1,7 @@
-"""Who makes a unary call: the daemon's own user on a socket that only it can reach, or a bearer of a token.
+"""The tenant of a unary call's caller: the daemon's own user on a socket that only it can reach, or a bearer of a
+token.
 
-gRPC does not say who is at the other end, so the socket's mode and the token have to. A caller without a tenant is
+gRPC does not know the peer, so the socket's mode and the token identify it. A caller without a tenant is
 rejected before its message is read. Never decides what a tenant may do.
 """
 

@@ -38,7 +38,7 @@ class DirectStreams:
         self._connecting: set[asyncio.Task[object]] = set()
 
     def open(self, session: Session) -> int:
-        """The client's end of a new stream, a descriptor to hand over and close. The session's stream of before ends.
+        """The client's end of a new stream, a descriptor to hand over and close. The session's former stream ends.
         Raises KVStoreError."""
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -142,7 +142,7 @@ class _DirectStream(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """End it now; what is not out yet never goes out."""
+        """End it now; unsent answers are lost."""
         self._is_over = True
         if self._transport is not None:
             self._transport.abort()
@@ -196,7 +196,7 @@ class _DirectStream(asyncio.Protocol):
             raise StreamOver
 
     def _write(self, reply: pb.Response) -> bool:
-        """Whether it goes out, as far as can be known now."""
+        """Whether it will be sent, as far as is known now."""
         transport = self._transport
         assert transport is not None
         is_first = not transport.get_write_buffer_size()

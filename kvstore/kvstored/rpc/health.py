@@ -52,6 +52,6 @@ class Health:
         for tier in self._tiers:
             is_up = is_serving and self._modes.mode(tier) not in SHEDDING
             await self._servicer.set(f"{TIER_PREFIX}{tier}", status.SERVING if is_up else status.NOT_SERVING)
-        for service in self._services:  # the state as it is by then, so that of two tasks the later word counts
+        for service in self._services:  # the state of this moment: of two tasks the later one is right
             is_serving = self._lifetime.state is State.SERVING
             await self._servicer.set(service, status.SERVING if is_serving else status.NOT_SERVING)

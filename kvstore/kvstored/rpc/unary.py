@@ -46,7 +46,7 @@ class CallLimit:
 
 
 class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
-    """`callers` says who calls on the socket that this instance serves."""
+    """`callers` finds the tenant of a caller on the socket that this instance serves."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
             tenant = self._callers.tenant_of(context.invocation_metadata())
             if self._lifetime.state is not State.SERVING:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._lifetime.state.value}")
-            # Work that has begun goes on when its caller gives up, and its bytes stay: it counts until it ends.
+            # Work continues when its caller gives up, and keeps its bytes: it counts until it ends.
             work = asyncio.create_task(self._work(tenant, request, call))
             self._under_way.add(work)
             work.add_done_callback(self._ended)

@@ -1,4 +1,4 @@
-"""The sockets on which unary calls come in: unary.sock for the daemon's own user, and a TCP port if one is configured.
+"""The sockets for unary calls: unary.sock for the daemon's own user, and a TCP port if one is configured.
 
 Owns how each is bound, limited and guarded; health and reflection are served beside the calls. Never serves a TCP port
 without tokens.

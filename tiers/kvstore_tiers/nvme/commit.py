@@ -1,7 +1,7 @@
 """Record commit: makes everything that completed before it durable. docs/ordering.md gives the order and its reasons.
 
 Owns the thread that syncs, and the order: slot images synced, records withdrawn, records published, records synced,
-waiters answered. Requests that arrive while a commit runs share the next one.
+waiters answered. Requests that arrive during a commit share the next one.
 Invariant: a waiter is answered DONE only after the records of every block written before its request are on the medium.
 """
 
@@ -40,7 +40,7 @@ class RecordCommit:
         done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
 
     def close(self) -> bool:
-        """Answer who waits, commit once more, end the thread; whether nothing waits to be committed. Idempotent."""
+        """Answer waiting requests, commit once more, end the thread; whether all changes are committed. Idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -88,7 +88,7 @@ def _write(batch: PendingRecords, sequence: int) -> None:
     for slab in _touched(batch):
         slab.sync()
         if slab.failed_syncs != failed.get(slab, slab.failed_syncs):
-            raise OSError(errno.EIO, "a sync beside this one failed, and the medium may lack what it was to take")
+            raise OSError(errno.EIO, "a sync beside this one failed, and the medium may lack its writes")
     failpoints.hit("nvme.after-record-sync")
     for slab, freed in batch.freed.items():
         slab.settle(freed)

@@ -30,7 +30,7 @@ _LOOK_S, _LOOKS = 0.02, 50  # early_scan.py looks at the lock for microseconds, 
 
 class TierDirectory:
     """An opened, locked directory. `create=False` neither makes nor writes anything but the lock (for the checker).
-    `former` is the mark of who had it before.
+    `former` is the mark of the holder before.
     """
 
     former: LockMark
@@ -46,7 +46,7 @@ class TierDirectory:
             self._check_format(create)
             if create:
                 self.slabs.mkdir(mode=0o700, exist_ok=True)
-                sync_directory(self.slabs)  # also for names that a killed process made and did not come to sync
+                sync_directory(self.slabs)  # also for names that a killed process made and did not sync
                 sync_directory(self.path)
         except OSError as error:
             self.close()
@@ -59,7 +59,7 @@ class TierDirectory:
             raise
 
     def close(self) -> None:
-        """Let go of the lock. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -73,7 +73,7 @@ class TierDirectory:
         return slab_path(self.slabs, number, suffix)
 
     def numbers(self, suffix: str = "slab") -> list[int]:
-        """Numbers of the slab files with this suffix, ascending. Names that are none of ours are left alone."""
+        """Numbers of the slab files with this suffix, ascending. Other names are ignored."""
         return slab_numbers(self.slabs, suffix)
 
     def require_direct(self) -> None:
@@ -110,7 +110,7 @@ class TierDirectory:
         looks = 0
         while not _locked(fd, fcntl.LOCK_EX):
             holder = os.pread(fd, 32, 0).strip()
-            is_looked_at = _locked(fd, fcntl.LOCK_SH)  # by who will not keep it, so that no holder is named there
+            is_looked_at = _locked(fd, fcntl.LOCK_SH)  # by a scan, which keeps it for microseconds and leaves no pid
             fcntl.flock(fd, fcntl.LOCK_UN)
             if not is_looked_at or looks == _LOOKS:
                 os.close(fd)
@@ -171,7 +171,7 @@ def make_directory(path: Path) -> None:
     missing = [ancestor for ancestor in path.parents if not ancestor.is_dir()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for ancestor in {path.parent, *(above.parent for above in missing)}:
-        with suppress(PermissionError):  # we cannot open it, so it was not us who made what is in it
+        with suppress(PermissionError):  # we cannot open it, so this user did not make what is in it
             sync_directory(ancestor)
 
 
@@ -215,7 +215,7 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-_MOST_BYTES = 64  # of a file that says a version; what follows is none of ours
+_MOST_BYTES = 64  # read of a file that holds a version
 _MOST_DIGITS = 9
 
 

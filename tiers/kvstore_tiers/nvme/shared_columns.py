@@ -33,7 +33,7 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def within(cls, memory: mmap.mmap, slots: int) -> SharedColumns:
-        """The columns of a slab of so many slots; as writable as the memory is."""
+        """The columns of a slab with `slots` slots; writable if the memory is."""
         at = 0
 
         def carve(shape: int | tuple[int, int], kind: Any) -> Array:
@@ -56,7 +56,7 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def nbytes(cls, slots: int) -> int:
-        """Bytes of memory for a slab of so many slots."""
+        """Bytes of memory for a slab with `slots` slots."""
         total = 0
 
         def count(shape: int | tuple[int, int], kind: Any) -> Array:

@@ -43,7 +43,7 @@ class LiveBlocks:
 
     @classmethod
     def room(cls, blocks: int, make: Callable[..., Array] = np.empty) -> LiveBlocks:
-        """Columns to be filled, for so many blocks at most; `make` gives one of a shape and dtype."""
+        """Columns to fill, with room for `blocks`; `make` gives one of a shape and dtype."""
         return cls(
             slots=make(blocks, np.uint64),
             key=make((blocks, 2), "<u8"),
@@ -111,7 +111,7 @@ class Verdicts:
 
 
 class Origins:
-    """Numbers for what many blocks share. For several threads at once."""
+    """Numbers for `BlockOrigin`s, which many blocks share. Thread-safe."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}

@@ -161,7 +161,7 @@ class TenantDirectory:
         return self._default != "refuse" and self.lister(uid) is None
 
     def refresh(self, *names: str) -> None:
-        """Names stand for other identities than before; `names` are to be known from now on."""
+        """Names stand for other identities than before; `names` are known from now on."""
         for name, tenant in list(self._tenants.items()):
             if self._keyring.identity_of(name) is None:
                 del self._tenants[name]

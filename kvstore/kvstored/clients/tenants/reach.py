@@ -127,7 +127,7 @@ def _lister_by_group(uid: int, tenants: TenantDirectory) -> TenantSection | None
     return next((section for section in tenants.listed if gid in section.gids), None)
 
 
-@lru_cache(maxsize=1024)  # who asks a directory service over the network must not ask it often
+@lru_cache(maxsize=1024)  # the user database may be a directory service on the network
 def _group_of(uid: int) -> int | None:
     with suppress(KeyError, OverflowError):
         return pwd.getpwuid(uid).pw_gid

@@ -1,10 +1,10 @@
-"""Clients of the daemon before: whose leases still stand, until each comes back or its process has ended.
+"""Clients of the daemon before: whose leases still stand, until each reconnects or its process has ended.
 
-Owns what is known of them (from the ledger) and the watch over their processes. A client that comes back names its last
+Owns what is known of them (from the ledger) and the watch over their processes. A client that reconnects names its last
 token and gets its session and its leases again, under their old numbers. Never decides what a lease means: that is the
 lease table's.
-Invariants: a slot that a former client may be reading is not recycled before that client has come back and released it,
-or has ended; a lease is given back whole, over the very same bytes, or not at all.
+Invariants: a slot that a former client may be reading is not recycled before that client has reconnected and released
+it, or has ended; a lease is given back whole, over the very same bytes, or not at all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_TOKEN = bytes(16)
 
 @dataclass(slots=True)
 class _Absent:
-    """A former client that has not come back. `pidfd` becomes readable at its end; -1 where it cannot be seen."""
+    """A former client that has not reconnected. `pidfd` becomes readable at its end; -1 where it cannot be seen."""
 
     former: FormerSession
     pidfd: int
@@ -72,7 +72,7 @@ class FormerClients:
         self._leases.record_in(self._ledger, self._ledger.last_lease_id)
 
     def arrived(self, session: Session, token: bytes) -> list[int]:
-        """A client has come. If it is one of before, that is the same session; the leases that it has again."""
+        """A client connects. If it is a former one it gets its former session; the leases that it has again."""
         former_id = self._by_token.get(token) if token else None
         absent = self._absent.get(former_id) if former_id is not None else None
         start = start_ticks(session.peer.pid) or 0

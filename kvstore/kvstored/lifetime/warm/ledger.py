@@ -1,7 +1,7 @@
-"""The ledger: what a later process has to know of the arenas and of who reads them, in one small memfd.
+"""The ledger: what a later process has to know of the arenas and of their readers, in one small memfd.
 
     offset   size            what
-    0        4096            head: magic, version, layouts, who made it, counters
+    0        4096            head: magic, version, layouts, maker, counters
     4096     64 * ARENAS     an arena a row: number, size, owner, slot size, slots handed out, highest generation
     ...      64 * SESSIONS   a client a row: session, process, token
     ...      256 * LEASES    up to 30 slots of a lease a row; a lease takes as many rows as it needs
@@ -197,8 +197,8 @@ class Ledger:
     def open_session(
         self, session_id: int, pid: int, start_ticks: int, token: bytes, former: bytes = bytes(16)
     ) -> None:
-        """A client came; or one of before came back, with a new token in place of the one that it named (`former`),
-        which it goes on naming until it has heard of the new one."""
+        """A client connected; or a former one reconnected, with a new token in place of the one that it named
+        (`former`), which it uses until it has received the new one."""
         self._raise_counter(_LAST_SESSION, session_id)
         memory, at = self._memory, self._row_of_session.get(session_id)
         if at is None:

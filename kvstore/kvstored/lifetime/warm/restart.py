@@ -172,7 +172,7 @@ class WarmRestart:
     # Inside
 
     def _list(self, name: str) -> None:
-        """An arena is kept: if it was not before, it goes into the ledger now."""
+        """An arena is kept now: enter it into the ledger if it was not before."""
         arena = self._unlisted.pop(name, None)
         if arena is not None:
             self.ledger.add_arena(arena.record)
@@ -186,7 +186,7 @@ class WarmRestart:
 
 
 def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> WarmRestart | None:
-    """What `host.warm_restart` asks for; None where nothing is to be kept. With `forget` what a process before left is
+    """What `host.warm_restart` asks for; None for nothing. With `forget` what a process before left is
     given back, because nothing reaches it. Raises KeeperError.
 
     What a process before left with another keeper, or in a form that this one cannot use, is given back.

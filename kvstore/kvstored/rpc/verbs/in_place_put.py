@@ -101,7 +101,7 @@ class InPlacePut:
         self._reservations.give_back(session.session_id, reply.reservation)
 
     def store(self, session: Session, request: pb.Store) -> AsyncGenerator[Stored, None]:
-        """As `Put.store`. Raises KVStoreError for a request that is wrong as a whole, or one too many at a time."""
+        """As `Put.store`. Raises KVStoreError for an invalid request, and for more puts at once than allowed."""
         limits = self._limits
         keys, parents, extras = claimed_blocks(session, request, limits.max_keys, limits.max_block_bytes)
         places = [page - 1 for page in request.pages]  # NOWHERE for a block that is not written

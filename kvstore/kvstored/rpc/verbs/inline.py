@@ -1,6 +1,6 @@
 """Unary calls: the verbs of the stream, with the bytes in the message instead of in shared memory.
 
-Everything goes through the same verbs: a put is checked, stored and written through as any other, a get leases what it
+Uses the same verbs: a put is checked, stored and written through as any other, a get leases what it
 reads. Here only the bytes get in and out, and each key its own word. Invariants: bytes go out only after
 the host tier verified their checksum while a lease held them; a lease ends with its call, also when the caller hangs
 up.
