@@ -1,5 +1,4 @@
-"""The C heap around a start, which makes large columns once and frees many of them: used again meanwhile, then given
-back.
+"""The C heap during a start, which allocates large columns and frees many of them: reused meanwhile, then returned.
 
 For glibc; elsewhere nothing happens. It owns nothing: both are advice, and memory means the same with or without them.
 Huge pages are left to the system's own choice: they save a tenth of a second at a million blocks where memory is there,

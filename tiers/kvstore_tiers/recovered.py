@@ -1,7 +1,7 @@
 """What a tier kept over a restart, as columns: a million blocks in a few arrays instead of a million objects.
 
 Owns nothing but the columns. Keys are two little-endian words each, the bytes of the key as on the medium.
-Invariant: all columns have one entry a block; no key is there twice.
+Invariant: all columns have one entry a block; no key occurs twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory that a transfer reads or fills, named by address.
 
 Owns the `Segment` record and the few operations on raw addresses that every host-memory tier shares: copy, view,
-checksum. Never allocates payload memory and never follows an address that is not SYSTEM or PINNED.
+checksum. Never allocates payload memory and never follows an address that is not SYSTEM.
 Invariants: every copy and checksum of payload here releases the GIL (ctypes.memmove is a foreign call; python-xxhash
 releases it above 100 KiB, and hashes less in microseconds), because a copy that holds it stalls the control thread for
 milliseconds. Headers are copied with the GIL held: that takes a tenth of a microsecond, and getting the GIL back from a
@@ -35,8 +35,6 @@ class MemoryKind(Enum):
     """What a segment's address means."""
 
     SYSTEM = "system"  # an address in this process
-    PINNED = "pinned"  # the same, page-locked and known to the GPU driver
-    CUDA = "cuda"  # a device address; `Segment.device` says which
     FILE = "file"  # no address: reached by reads and writes alone
 
 
@@ -52,7 +50,6 @@ class Segment:
     address: int
     nbytes: int
     memory: MemoryKind = MemoryKind.SYSTEM
-    device: int = 0
     owner: object = None
     generation: int = 0
     vouched: BlockHeader | None = None
@@ -61,7 +58,7 @@ class Segment:
         """The `nbytes` bytes from `offset`. Raises ValueError outside the segment."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset}..{offset + nbytes} are outside a segment of {self.nbytes}")
-        return Segment(self.address + offset, nbytes, self.memory, self.device, self.owner, self.generation)
+        return Segment(self.address + offset, nbytes, self.memory, self.owner, self.generation)
 
 
 class AlignedBuffer:

@@ -1,7 +1,7 @@
-"""What each account of a tenant holds and was served.
+"""Blocks and requests of each account of a tenant.
 
 An account is for whom an engine that serves several users stores and asks: a name in its fingerprints. Quotas are the
-tenant's. Looks and changes nothing, in slices, so that lookups go on meanwhile.
+tenant's. Reads only, in slices, so that lookups are answered meanwhile.
 """
 
 from __future__ import annotations

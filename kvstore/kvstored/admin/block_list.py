@@ -1,6 +1,6 @@
 """The listing of blocks for operators: pages in row order, or the first of an order.
 
-Looks and changes nothing. Works in slices, so that lookups go on meanwhile: a block that is stored or removed during a
+Reads only. Works in slices, so that lookups are answered meanwhile: a block that is stored or removed during a
 listing may be in it or not.
 """
 

@@ -2,7 +2,7 @@
 
 Leased blocks, blocks in transfer and their ancestors stay and are counted as kept. So does a block whose only copy is
 in the tier, unless `discard` or `all` is set: what no slower tier takes is lost only when the operator says so.
-Works in slices, so that lookups go on meanwhile.
+Works in slices, so that lookups are answered meanwhile.
 """
 
 from __future__ import annotations

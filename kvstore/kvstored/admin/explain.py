@@ -1,7 +1,7 @@
 """Explain: where each block of a chain is and what getting it would cost, or why it is not there.
 
 Reads residency, the ghosts and the miss log; changes nothing, counts no access. Shows keys and sizes, never token ids.
-Works in slices where it has to search, so that lookups go on meanwhile.
+Searches in slices, so that lookups are answered meanwhile.
 """
 
 from __future__ import annotations

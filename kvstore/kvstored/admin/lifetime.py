@@ -1,6 +1,6 @@
 """Flush, drain and stop: the end of a daemon's life in good order.
 
-Draining refuses new clients and new puts wait for nothing; reads go on until the clients leave.
+Draining refuses new clients; those connected are served until they leave.
 """
 
 from __future__ import annotations

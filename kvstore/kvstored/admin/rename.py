@@ -1,4 +1,4 @@
-"""What was stored under one tenant's name becomes another's: the operator's word, where the daemon must not decide.
+"""Moves the blocks of one tenant's name to another, on an operator's request; the daemon never decides that itself.
 
 The former name must be out of use and the new one listed. Clients of both names have to connect again, since their keys
 start from other roots afterwards. What the new name has stored of its own is removed, if the operator says so.

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 
 
-class Returning(Protocol):
+class ReturningClients(Protocol):
     """Clients of the daemon process before, whose leases still stand."""
 
     @property
@@ -56,7 +56,7 @@ class Reception:
         streams: Streams,
         counters: Counters,
         on_end: Callable[[Session], None],
-        returning: Returning | None = None,
+        returning: ReturningClients | None = None,
     ) -> None:
         self._config = config
         self._factory = factory

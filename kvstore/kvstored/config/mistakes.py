@@ -1,4 +1,4 @@
-"""What a configuration that cannot be used raises, and the checks that raise it."""
+"""The error of a configuration that cannot be used, and the checks that raise it."""
 
 from __future__ import annotations
 

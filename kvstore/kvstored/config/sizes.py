@@ -1,4 +1,4 @@
-"""Reading sizes as people write them. Pure; raises ValueError with the reason."""
+"""Sizes as people write them. Pure; raises ValueError with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What looks after the integrity of a running daemon: the scrubber, the orphans, the walk over its own books.
+"""The integrity of a running daemon: the scrubber, the orphans, the invariant checker.
 
 Composes and reports; each part decides for itself. No request waits for any of it.
 """

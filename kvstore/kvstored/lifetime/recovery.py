@@ -1,4 +1,4 @@
-"""Recovery: what the NVMe tier kept becomes residency again, before anybody is served.
+"""Recovery: what the NVMe tier kept becomes residency again, before any client is served.
 
 All at once and by columns: a million blocks in a fraction of a second. Blocks that columns cannot express are entered
 one by one.

@@ -98,12 +98,10 @@ class TierDirectory:
         self.slab_path(number).rename(aside)
         return aside
 
-    def remove_unfinished(self) -> int:
-        """Delete slab files that a crash left half made; how many."""
-        numbers = self.numbers("new")
-        for number in numbers:
+    def remove_unfinished(self) -> None:
+        """Delete slab files that a crash left half made."""
+        for number in self.numbers("new"):
             self.slab_path(number, "new").unlink()
-        return len(numbers)
 
     def _lock(self) -> int:
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,7 +1,7 @@
 """Reports on an NVMe directory: one slot, one block, or all that is known of a key.
 
-Owns the reports; changes nothing and takes no lock. On a directory that a daemon is using it
-reads beside it and says so (`holder_pid`): what is written meanwhile may look torn. Token ids are the conversation in
+Owns the reports; changes nothing and takes no lock. On a directory that a daemon uses it
+reports that (`holder_pid`): what is written meanwhile may look torn. Token ids are the conversation in
 clear text: they are counted, never shown; payload is verified, never shown.
 """
 

@@ -1,4 +1,4 @@
-"""What changed since the last group commit: blocks to publish, slots to withdraw, slots to quarantine.
+"""Changes since the last record commit: blocks to publish, slots to withdraw, slots to quarantine.
 
 Owns the pending changes of all slabs, and the sequence number of the next commit. Never writes.
 Invariants: a batch is taken whole; a batch that could not be committed is put back under what changed meanwhile, so no
@@ -28,7 +28,7 @@ class PendingRecords:
 
 
 class Journal:
-    """Collects changes from the control thread and the I/O threads; the group commit takes them."""
+    """Collects changes from the control thread and the I/O threads; the record commit takes them."""
 
     def __init__(self, first_sequence: int) -> None:
         self._lock = threading.Lock()

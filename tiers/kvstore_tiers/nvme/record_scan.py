@@ -37,7 +37,7 @@ _SPARE_BUFFERS = 2
 
 @dataclass(kw_only=True)
 class ScannedSlab(Verdicts):
-    """What all records of a slab say."""
+    """Verdicts on all records of a slab."""
 
     slab: Slab
     is_cut: bool = False  # some of its blocks were withdrawn after the scan

@@ -1,4 +1,4 @@
-"""Recovery: from slab files back to the state in memory, at any point where the last process died.
+"""Recovery: from slab files to the state in memory, wherever the last process died.
 
 Reads superblocks and record regions only, in sequence (256 bytes a slot). Slot images are judged when they are read.
 Owns what follows from the records (verdicts.py says what each of them is). Steps: drop what cannot be trusted (records
@@ -59,7 +59,6 @@ class RecoveryReport:
     superseded_blocks: int = 0
     dropped_slabs: int = 0
     damaged_slabs: int = 0
-    unfinished_slabs: int = 0
     last_sequence: int = 0
 
     def sentence(self) -> str:
@@ -76,7 +75,8 @@ class RecoveryReport:
 
 def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bool) -> RecoveryReport:
     """Open every slab file and count it; nothing of them is handed out yet. A file without geometry is put aside."""
-    report = RecoveryReport(unfinished_slabs=directory.remove_unfinished())
+    report = RecoveryReport()
+    directory.remove_unfinished()
     files = []
     for number in directory.numbers():
         file = SlabFile.open(directory, number, require_direct=require_direct)

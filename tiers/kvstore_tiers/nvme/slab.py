@@ -1,6 +1,6 @@
 """One slab in memory: which slots are out, in which generation, and what the record on the medium says of each.
 
-Owns the books of one slab file and keeps its records in step. 25 bytes a slot; keys are not kept here.
+Owns the state of one slab file's slots and keeps its records in step. 25 bytes a slot; keys are not kept here.
 Two sides use it. The control thread allocates and frees, touching memory alone. I/O threads and the group commit touch
 records, under `_records`, the lock that orders "withdraw the old record" before "overwrite the slot" before "publish
 the new record" across threads.

@@ -1,4 +1,4 @@
-"""Which slabs there are and what they hold: the tier's capacity, kept hard.
+"""The slabs of the tier and the slot size of each, within its capacity.
 
 Owns the slabs, the slot size of each, and the sum of everything the tier may put on the medium. Never does I/O: a new
 slab is charged here at once and made by the I/O thread that first writes to it.

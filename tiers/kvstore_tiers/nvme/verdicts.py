@@ -1,4 +1,4 @@
-"""What the records of a slab say, judged in bulk and kept as columns.
+"""Verdicts on the records of a slab, judged in bulk and kept as columns.
 
 Owns the judgement of single records and the columns; record_scan.py goes over all slabs, recovery.py decides what
 follows from several records (two with one key, too many bytes). Never reads a file, never writes.
@@ -75,8 +75,8 @@ class LiveBlocks:
 
 @dataclass
 class Verdicts:
-    """What some records of a slab say, in slot order. `states` has a RecordState a slot; `withdrawn` are records that
-    must go.
+    """Verdicts on some records of a slab, in slot order. `states` has a RecordState a slot; `withdrawn` are records
+    that must go.
     """
 
     states: npt.NDArray[np.uint8]

@@ -4,7 +4,7 @@ follow their user to a new name by themselves.
 The rule: what user N stored as tenant uid-N is never given to a tenant that does not list N. A tenant that is newly
 listed with that user alone takes it over; where others can be that tenant too, or have a token for either, only an
 operator may say so (operations/rename.py).
-Never drops a block. Runs at the start, before anybody is served.
+Never drops a block. Runs at the start, before any client is served.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the configuration says of a tier of any kind: the settings that all have, and what a kind adds.
 
-A kind is a file of this package: the keys that its tiers have, what becomes of them, how one is opened. `KINDS` lists
+A kind is a file of this package: the keys that its tiers have, their meaning, how one is opened. `KINDS` lists
 them. A kind imports the code of its tiers when it opens one, not before: the configuration is read first of all.
 """
 

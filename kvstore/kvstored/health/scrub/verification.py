@@ -1,4 +1,4 @@
-"""Verifying one block on NVMe through the daemon's own read path, at the priority of maintenance.
+"""Verification of one block on NVMe through the daemon's own read path, at the priority of maintenance.
 
 Owns a buffer of one block for as long as a verification runs. What it reads is discarded.
 Invariant: the row is pinned while its slot is read, so the answer is about that very block.

@@ -1,6 +1,6 @@
 """The scrubber's process: `python -m kvstored.health.scrub.worker SETTINGS`, started by the daemon alone.
 
-Reads slots and says what it sees on standard output, one JSON object a line; ends when standard input ends, or with its
+Reads slots and reports to standard output, one JSON object a line; ends when standard input ends, or with its
 parent. Owns the pass and its position file. Never writes to the tier's directory, never decides that a block is bad.
 Messages: {"read": {bytes, slots, slab, slot}}, {"suspect": {...}}, {"unreadable": {slab, error}},
 {"pass": {began_s, ended_s, bytes, slots}}.

@@ -1,4 +1,4 @@
-"""Clients of the daemon before: whose leases still stand, until each reconnects or its process has ended.
+"""Clients of the former daemon: their leases stand until each reconnects or its process has ended.
 
 Owns what is known of them (from the ledger) and the watch over their processes. A client that reconnects names its last
 token and gets its session and its leases again, under their old numbers. Never decides what a lease means: that is the
@@ -38,7 +38,7 @@ class _Absent:
 
 
 class FormerClients:
-    """See the module. On the control loop; `restore` once, before anybody is served."""
+    """See the module. On the control loop; `restore` once, before any client is served."""
 
     def __init__(self, ledger: Ledger, leases: LeaseTable, counters: Counters) -> None:
         self._ledger = ledger

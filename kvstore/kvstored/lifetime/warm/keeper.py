@@ -1,4 +1,4 @@
-"""A keeper: what holds on to descriptors while there is no daemon.
+"""A keeper holds descriptors while there is no daemon.
 
 Owns which names are wanted, which of them the other side has, and how many it takes. Never knows what a descriptor is,
 nor how it is sent. Never waits for the other side between the start and `settle`: what cannot be sent at once is sent

@@ -1,4 +1,4 @@
-"""Warm restart: what lay in DRAM when the daemon before ended is there for this one.
+"""Warm restart: what was in DRAM when the former daemon ended is there for this one.
 
 Owns which descriptors are kept and what becomes of those that were: arenas that are whole and fit are taken over, the
 rest is given back to the system at once. Records in the ledger what the host tier does. Never reads a payload: a header
@@ -50,7 +50,7 @@ class Adopted:
 
 
 class WarmRestart:
-    """The witness of the host tier. Made by `open_warm`; `adopt` once, before anybody is served; `run` is a task."""
+    """The witness of the host tier. Made by `open_warm`; `adopt` once, before any client is served; `run` is a task."""
 
     def __init__(self, keeper: Keeper, ledger: Ledger, kept: dict[str, int]) -> None:
         self.keeper = keeper
