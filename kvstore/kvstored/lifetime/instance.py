@@ -29,7 +29,7 @@ def who_else_can_change(directory: Path) -> str | None:
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to uid {status.st_uid} and must be ours or root's (chown it)"
     if status.st_mode & stat.S_IWOTH:
-        return "can be written by every user (chmod 700 it, or name a directory below it)"
+        return "can be written by everybody (chmod 700 it, or name a directory below it)"
     return None
 
 
