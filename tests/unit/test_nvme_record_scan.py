@@ -142,7 +142,7 @@ def test_a_medium_that_stops_reading_is_said_and_leaves_no_thread(
 @pytest.mark.usefixtures("small_reads")
 def test_an_error_of_a_judge_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judged = 0
-    real = verdicts._judge
+    real = verdicts.Judge._judge
 
     def failing(*arguments: object) -> verdicts.Verdicts:
         nonlocal judged
@@ -151,7 +151,7 @@ def test_an_error_of_a_judge_is_said(directory: Path, monkeypatch: pytest.Monkey
             raise MemoryError("no room for columns")
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(verdicts, "_judge", failing)
+    monkeypatch.setattr(verdicts.Judge, "_judge", failing)
     before = set(threading.enumerate())
     with pytest.raises(MemoryError):
         open_tier(directory)
