@@ -23,7 +23,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Completion
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.driving import block, finish, finish_all
+from kvstore_tiers.testing.transfers import block, finish, finish_all
 
 PAYLOAD_BYTES = 60_000
 CAPACITY_BYTES = 1 << 30

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore_tiers.nvme.judging import MAX_JUDGES
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.record_checksums import BATCH_RECORDS, RECORD_WORDS, RecordChecksums
+from kvstore_tiers.nvme.record_scan import MAX_SCAN_THREADS
 from support.many_blocks import header_regions
 from support.timing import time_once
 
@@ -59,7 +59,7 @@ def floors_of(directory: Path, kept_bytes: int) -> Floors:
 def _checksums_s(directory: Path) -> tuple[float, float]:
     """Of all records, in memory: seconds on the clock and of processor; the least of some turns."""
     slabs = [_records(path, end) for path, end in header_regions(directory)]
-    threads = min(MAX_JUDGES, os.cpu_count() or 1)
+    threads = min(MAX_SCAN_THREADS, os.cpu_count() or 1)
     scratch = [RecordChecksums() for _ in range(threads)]
 
     def check(thread: int) -> None:

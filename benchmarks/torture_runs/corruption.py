@@ -22,7 +22,7 @@ from kvstore_tiers.base import OutcomeKind, Slot
 from kvstore_tiers.nvme import DirectoryUnusable, FormatUnsupported, NvmeTier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing import finish, finish_all
-from kvstore_tiers.testing.driving import put
+from kvstore_tiers.testing.transfers import put
 from torture_runs.blocks import Bytes, payload_of
 from torture_runs.figures import Assignment, Clock, Figures
 from torture_runs.file_damage import DRASTIC, FILE_DAMAGES, Scene

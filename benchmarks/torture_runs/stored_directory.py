@@ -19,7 +19,7 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing import finish
-from kvstore_tiers.testing.driving import put
+from kvstore_tiers.testing.transfers import put
 from torture_runs.blocks import Bytes, payload_of
 
 CAPACITY_BYTES = 4 << 20

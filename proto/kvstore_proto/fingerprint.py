@@ -1,4 +1,4 @@
-"""The fingerprint: everything that K/V bytes depend on besides the tokens.
+"""The fingerprint: everything but the tokens that K/V bytes depend on.
 
 Two engines share blocks only if their fingerprints have the same digest; any difference is a miss with a reason, never
 garbage. Owns the canonical form (sorted compact JSON) and its digest. Never does: read a model.
@@ -188,7 +188,7 @@ def _typed(kind: type, raw: Any, needed: str) -> dict[str, Any]:
             raise FingerprintError(f"{what} has no field {name!r}")
     for name in raw:
         if name not in declared:
-            raise FingerprintError(f"{what} has a field {name!r} that nobody knows; known: {', '.join(declared)}")
+            raise FingerprintError(f"{what} has a field {name!r} that is not known; known: {', '.join(declared)}")
     for name, value in raw.items():
         wanted = {"str": str, "int": int}.get(str(declared.get(name)))
         if wanted is not None and (not isinstance(value, wanted) or isinstance(value, bool)):

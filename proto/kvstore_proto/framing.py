@@ -17,27 +17,27 @@ class FrameTooLarge(ValueError):
 
 
 def frame(message: bytes) -> bytes:
-    """`message` as it goes onto the stream."""
+    """`message` as it is sent."""
     return _LENGTH.pack(len(message)) + message
 
 
 class Frames:
-    """What came of a stream, in messages. Not for several threads. `limit_bytes` bounds one message."""
+    """Cuts a received stream into messages. Not thread-safe. `limit_bytes` bounds one message."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._buffer = bytearray()  # grows and shrinks in place: a peer that sends byte by byte costs no more
 
     def __len__(self) -> int:
-        """Bytes that have come and were not taken."""
+        """Bytes received and not yet taken."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """More of the stream, in any pieces."""
+        """The next bytes of the stream, of any length."""
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """The next message; None until all of it has come. Raises FrameTooLarge."""
+        """The next message; None until all of it was received. Raises FrameTooLarge."""
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)

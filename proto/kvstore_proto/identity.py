@@ -3,7 +3,7 @@
 Owns how token ids become keys. A key names the state after a whole prefix: `key_i = h(key_{i-1} || tokens_i || extra)`
 over engine blocks; a storage block spans several engine blocks and takes the key of its last one (the scheme of
 vLLM's prefix caching and SGLang's HiCache, with a secret root). The root is `HMAC(tenant secret, fingerprint, group)`:
-two tenants, two models or two layer groups never share a key, and a key tells nothing about its tokens.
+two tenants, two models or two layer groups never share a key, and a key reveals nothing about its tokens.
 
 Never does: look at where blocks are, or hold the tenant secret of a client (clients receive roots, not secrets).
 Invariants: pure; the golden vectors in tests/golden pin every byte; a partial tail has no key.
@@ -93,7 +93,7 @@ def root_key(tenant_secret: bytes, fingerprint_digest: bytes, group_id: int) -> 
 
 
 def pack_tokens(tokens: TokenIds) -> bytes:
-    """Token ids as little-endian int32, the form that is hashed and that lies in a block's header.
+    """Token ids as little-endian int32, the form that is hashed and that is in a block's header.
 
     Raises OverflowError, ValueError or TypeError for what is none: a cast would give other tokens' keys.
     """

@@ -51,7 +51,7 @@ MAX_BUCKETS = 1 << 26
 MAX_OVERFLOW = 0xFFFF
 FIXED_BYTES = 64  # of the header: what never changes, with its checksum
 ABSENT = 0  # the wire's TIER_CODE_ABSENT
-UNKNOWN = 0xFF  # no tier: the index cannot tell
+UNKNOWN = 0xFF  # no tier: the index has no answer
 
 BUCKET = struct.Struct("<Q56s")  # checksum, body
 BODY = struct.Struct("<7Q")  # tiers and overflow, tags

@@ -1,12 +1,12 @@
-"""Whose blocks a state directory and an NVMe directory hold: what a start depends on, and what doctor reads.
+"""Which secret the blocks of a state directory and an NVMe directory depend on: read by a start and by doctor.
 
     STATE/secret           32 random bytes; every key starts from them
     STATE/identity.json    a check value of that secret, and which tenant's name stands for which identity
     NVME/identity.json     a copy
 
 Blocks carry no trace of the secret, so a lost or exchanged one would make all of them unreachable and leave their space
-taken: the check value tells. It is an HMAC of a constant and says nothing about the secret.
-Reads only. Invariant: a directory of before there were check values is accepted as it is.
+taken: the check value shows it. It is an HMAC of a constant and reveals nothing about the secret.
+Reads only. Invariant: a directory that has no check value yet is accepted.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def read_ownership(state_dir: Path, nvme_dir: Path | None) -> Ownership:
     has_slabs = nvme_dir is not None and any((nvme_dir / "slabs").glob("*.slab"))
     ours = [identity for identity in (state, nvme) if identity is not None and identity.secret_check == check]
     is_new = raw is None and state is None and nvme is None and not is_damaged and not has_slabs
-    nobody_knows = secret is None or (is_damaged and nvme is None)  # whose the blocks are
+    is_unknown = secret is None or (is_damaged and nvme is None)  # whose the blocks are
     found = Ownership(
         secret,
         dict(ours[0].tenants) if ours else {},
         "",
-        dram_is_lost=not is_new and (nobody_knows or (state not in (None, *ours)) or (is_damaged and not ours)),
-        nvme_is_lost=nvme not in (None, *ours) or (nvme is None and has_slabs and nobody_knows),
+        dram_is_lost=not is_new and (is_unknown or (state not in (None, *ours)) or (is_damaged and not ours)),
+        nvme_is_lost=nvme not in (None, *ours) or (nvme is None and has_slabs and is_unknown),
     )
     return replace(found, problem="" if is_new else _problem(found, (state_dir, nvme_dir), raw is None, state, nvme))
 

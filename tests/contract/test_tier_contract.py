@@ -10,12 +10,12 @@ from kvstore_tiers.arena import writable_owner
 from kvstore_tiers.base import ContainerReport, Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
-from kvstore_tiers.memory import MemoryTier
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.testing import TierContract
+from kvstore_tiers.testing.faulty import FaultyTier
 from kvstore_tiers.testing.lossy_store import LossyStore
-from kvstore_tiers.wrap.faulty import FaultyTier
+from kvstore_tiers.testing.memory import MemoryTier
 
 
 class TestMemoryTier(TierContract):

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.metrics import Snapshot, families
-from kvstored.admin.sampling import NAMED_TENANTS, OTHER_TENANTS
+from kvstored.admin.sampler import NAMED_TENANTS, OTHER_TENANTS
 from kvstored.telemetry.counters import COUNTERS
 from tests.reference.conversations import put_conversation
 from tests.reference.running_daemon import DaemonDied, RunningDaemon, free_port, running_daemon, tokens_of

@@ -11,7 +11,7 @@ import sys
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing import block, finish
-from kvstore_tiers.testing.driving import put
+from kvstore_tiers.testing.transfers import put
 
 CAPACITY_BYTES = 3 << 20
 SLAB_BYTES = 512 << 10

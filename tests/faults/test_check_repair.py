@@ -20,7 +20,7 @@ from kvstore_tiers.nvme import DirectoryInUse, NvmeTier
 from kvstore_tiers.nvme.check import Kind, Severity, check_directory
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.repair import repair_directory
-from kvstore_tiers.testing.driving import block, finish, get, put
+from kvstore_tiers.testing.transfers import block, finish, get, put
 from kvstored.cli import EXIT_DAMAGE, EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
 from tests.reference.examples import examples
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore_tiers.base import Slot
-from kvstore_tiers.wrap.faulty import Fault
+from kvstore_tiers.testing.faulty import Fault
 from kvstored.clock import SystemClock
 from kvstored.health.maintenance import TICK_S, Maintenance
 from kvstored.lifecycle import Cause

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstore_tiers.base import TierState
 from kvstore_tiers.failures import ERRORS_IN_A_ROW
-from kvstore_tiers.wrap.faulty import Fault, gone, hung
+from kvstore_tiers.testing.faulty import Fault, gone, hung
 from kvstored.health.scrub.verification import Verification
 from kvstored.lifecycle import Cause
 from kvstored.store.degraded import Mode

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.layout import SUPERBLOCK_BYTES, Superblock, read_superblock
-from kvstore_tiers.testing.driving import block, finish, put
+from kvstore_tiers.testing.transfers import block, finish, put
 from kvstored.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
 
 CAPACITY_BYTES = 3 << 20

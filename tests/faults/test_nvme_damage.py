@@ -14,7 +14,7 @@ from kvstore_tiers.base import OutcomeKind, Slot
 from kvstore_tiers.nvme import DirectoryUnusable, FormatUnsupported, NvmeTier
 from kvstore_tiers.nvme.check import Severity, check_directory
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, read_superblock
-from kvstore_tiers.testing.driving import block, finish, get, put
+from kvstore_tiers.testing.transfers import block, finish, get, put
 
 CAPACITY_BYTES = 3 << 20
 PAYLOAD_BYTES = 10_000

@@ -15,7 +15,7 @@ from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, RecordState, record_header, record_holds
 from kvstore_tiers.nvme.slab_file import SlabFile
 from kvstore_tiers.nvme.space import FILES_BYTES
-from kvstore_tiers.testing.driving import block, finish, put
+from kvstore_tiers.testing.transfers import block, finish, put
 
 
 class Medium:

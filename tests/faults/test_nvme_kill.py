@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_tiers import failpoints
 from kvstore_tiers.nvme.check import Severity, check_directory
-from kvstore_tiers.testing.driving import block, get
+from kvstore_tiers.testing.transfers import block, get
 from tests.faults.nvme_writer import CAPACITY_BYTES, open_tier
 
 WRITER = Path(__file__).with_name("nvme_writer.py")

@@ -21,7 +21,7 @@ from kvstore_tiers.nvme import directory as directory_module
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.nvme.health import RETRY_FULL_AFTER_S
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.driving import block, finish, get, put
+from kvstore_tiers.testing.transfers import block, finish, get, put
 
 CAPACITY_BYTES = 3 << 20
 BLOCK = block(1, 10_000)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.nvme.journal import Batch, Journal
-from kvstore_tiers.testing.driving import block, finish, put
+from kvstore_tiers.nvme.journal import Journal, PendingRecords
+from kvstore_tiers.testing.transfers import block, finish, put
 
 CAPACITY_BYTES = 4 << 20
 
@@ -28,7 +28,7 @@ def test_a_quarantined_block_freed_during_its_commit_does_not_come_back(
         tier.quarantine(slot, "its bytes are not what they were")
         take = Journal.take
 
-        def take_and_then_free(journal: Journal) -> Batch:
+        def take_and_then_free(journal: Journal) -> PendingRecords:
             batch = take(journal)
             monkeypatch.setattr(Journal, "take", take)
             tier.free(slot)

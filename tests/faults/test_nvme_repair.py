@@ -16,7 +16,7 @@ from kvstore_tiers.nvme.findings import Kind
 from kvstore_tiers.nvme.inspect import Inspector
 from kvstore_tiers.nvme.layout import SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.repair import repair_directory
-from kvstore_tiers.testing.driving import block, finish, put
+from kvstore_tiers.testing.transfers import block, finish, put
 
 CAPACITY_BYTES = 3 << 20
 

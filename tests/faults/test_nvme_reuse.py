@@ -18,7 +18,7 @@ from kvstore_tiers.nvme.layout import RecordState
 from kvstore_tiers.nvme.slab_file import SlabFile
 from kvstore_tiers.nvme.space import FILES_BYTES
 from kvstore_tiers.segments import Segment, segment_of
-from kvstore_tiers.testing.driving import block, finish, finish_all, put
+from kvstore_tiers.testing.transfers import block, finish, finish_all, put
 from tests.faults.test_nvme_failed_commit import Medium
 
 SLOTS = 10

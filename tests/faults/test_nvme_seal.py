@@ -13,9 +13,9 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.nvme.seal import FORMER_INDEX, Seal
-from kvstore_tiers.testing.driving import block, put
 from kvstore_tiers.testing.powerloss import CompilerMissing, replay
 from kvstore_tiers.testing.powerloss.campaign import record_seal
+from kvstore_tiers.testing.transfers import block, put
 
 CAPACITY_BYTES = 3 << 20
 NUMBERS = range(1, 21)

@@ -17,7 +17,7 @@ from kvstore_tiers.nvme.findings import Kind
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.repair import repair_directory
 from kvstore_tiers.nvme.slab_file import find_superblock
-from kvstore_tiers.testing.driving import block, finish, get, put
+from kvstore_tiers.testing.transfers import block, finish, get, put
 
 CAPACITY_BYTES = 3 << 20
 PAGE_BYTES = 4096

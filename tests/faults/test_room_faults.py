@@ -9,7 +9,7 @@ import pytest
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
-from kvstore_tiers.wrap.faulty import Fault, hung
+from kvstore_tiers.testing.faulty import Fault, hung
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import check

@@ -14,11 +14,11 @@ import pytest
 
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.testing.driving import block, finish, put
+from kvstore_tiers.testing.transfers import block, finish, put
 from kvstored.health.scrub import worker
-from kvstored.health.scrub.pace import Pace
 from kvstored.health.scrub.position import Position, load, save
-from kvstored.health.scrub.reading import SlabReader, Visit
+from kvstored.health.scrub.slab_reader import SlabReader, Visit
+from kvstored.health.scrub.worker import Pace
 from tests.reference.damage import flip_on_disk, flip_record
 from tests.reference.running_daemon import (
     RunningDaemon,

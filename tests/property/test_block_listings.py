@@ -59,8 +59,9 @@ class Listed:
         parts: Any = SimpleNamespace(
             residency=residency, tenants=labels, clock=SimpleNamespace(monotonic_ns=lambda: NOW_NS)
         )
-        views: Any = SimpleNamespace(describe=lambda row, block: setattr(block, "key", residency.key(row).hex()))
-        self.list = BlockList(parts, views)
+        describe = lambda row, block: setattr(block, "key", residency.key(row).hex())  # noqa: E731
+        views: Any = SimpleNamespace(parts=parts, describe=describe)
+        self.list = BlockList(views)
         self.totals = BlockTotals(parts, self.list)
 
     def value(self, record: dict[str, Any], order: str) -> int:

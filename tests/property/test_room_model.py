@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.driving import block, finish
+from kvstore_tiers.testing.transfers import block, finish
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks.check import check
 from tests.reference.small_store import SmallStore, small_store

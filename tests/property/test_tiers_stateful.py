@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, settings
 from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
-from kvstore_tiers.memory import MemoryTier
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.testing import tier_state_machine
+from kvstore_tiers.testing.faulty import FaultyTier
 from kvstore_tiers.testing.lossy_store import LossyStore
-from kvstore_tiers.wrap.faulty import FaultyTier
+from kvstore_tiers.testing.memory import MemoryTier
 from tests.reference.examples import examples
 
 QUICK = settings(

@@ -23,7 +23,7 @@ from kvstore_tiers.arena import Arena
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.driving import finish, get
+from kvstore_tiers.testing.transfers import finish, get
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import SystemClock
 from kvstored.lifecycle import Cause
@@ -260,7 +260,7 @@ class Life:
         )
         views = []
         for slot, block in zip(slots, picked, strict=True):
-            descriptor = self.tier.readonly_fd(slot.container)
+            descriptor = self.tier.arena(slot.container).readonly_fd()
             views.append((mmap.mmap(descriptor, ARENA, prot=mmap.PROT_READ), slot, block))
             os.close(descriptor)
         self.world.views[lease.lease_id] = (session, views)

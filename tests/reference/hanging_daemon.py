@@ -9,9 +9,10 @@ import os
 import sys
 
 from kvstore_tiers.base import Tier
-from kvstore_tiers.wrap.faulty import FaultyTier, hung
+from kvstore_tiers.testing.faulty import FaultyTier, hung
 from kvstored import daemon
 from kvstored.cli import main
+from kvstored.config.tiers import Start
 from tests.reference.running_daemon import RunningDaemon
 
 LIMIT_VARIABLE = "KVSTORED_TEST_STOP_LIMIT_S"
@@ -24,13 +25,13 @@ class HangingDaemon(RunningDaemon):
         return [__name__ if part == "kvstored" else part for part in super().command()]
 
 
-class _OnAHangingDisk(daemon.Daemon):
-    def _open_tiers(self, mapped: Tier) -> list[Tier]:
-        *faster, nvme = super()._open_tiers(mapped)
+class _OnAHangingDisk(daemon.NodeStorage):
+    def _open_tiers(self, mapped: Tier, start: Start) -> list[Tier]:
+        *faster, nvme = super()._open_tiers(mapped, start)
         return [*faster, FaultyTier(nvme, hung())]
 
 
 if __name__ == "__main__":
-    daemon.Daemon = _OnAHangingDisk  # type: ignore[misc]
+    daemon.NodeStorage = _OnAHangingDisk  # type: ignore[misc]
     daemon.STOP_LIMIT_S = float(os.environ[LIMIT_VARIABLE])
     sys.exit(main())

@@ -20,10 +20,10 @@ from kvstore_tiers.base import OutcomeKind
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.driving import finish
 from kvstore_tiers.testing.powerloss import Recording
 from kvstore_tiers.testing.powerloss.judge import Verdict
 from kvstore_tiers.testing.powerloss.promises import Promises
+from kvstore_tiers.testing.transfers import finish
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.keyring import Keyring
 from kvstored.clock import SystemClock

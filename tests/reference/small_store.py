@@ -18,8 +18,8 @@ from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.driving import block
-from kvstore_tiers.wrap.faulty import FaultyTier
+from kvstore_tiers.testing.faulty import FaultyTier
+from kvstore_tiers.testing.transfers import block
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import load_config

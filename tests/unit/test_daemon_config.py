@@ -42,7 +42,19 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
     assert config.nvme.path == config.daemon.state_dir / "nvme"
     assert config.durability.mode == "batch"
     sections = tomllib.loads(reference_text())
-    known = {"daemon", "tier", "durability", "put", "limits", "movement", "scrub", "index", "unary", "metrics", "tenants"}
+    known = {
+        "daemon",
+        "tier",
+        "durability",
+        "put",
+        "limits",
+        "movement",
+        "scrub",
+        "index",
+        "unary",
+        "metrics",
+        "tenants",
+    }
     assert known == set(sections)
     assert [tier["name"] for tier in sections["tier"]] == [tier.name for tier in config.tiers] == ["host", "nvme"]
 

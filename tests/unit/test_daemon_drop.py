@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstore_tiers.wrap.faulty import Fault
+from kvstore_tiers.testing.faulty import Fault
 from kvstored.admin.drop import Drop
 from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
 from tests.reference.tiers import HOST, NVME

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstored.admin.sampling import NAMED_TENANTS, OTHER_TENANTS, Sampler
+from kvstored.admin.sampler import NAMED_TENANTS, OTHER_TENANTS, Sampler
 from kvstored.clock import ManualClock
 from kvstored.telemetry import Flows
 from kvstored.telemetry.history import (

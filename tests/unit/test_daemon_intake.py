@@ -19,7 +19,7 @@ from kvstored.clients.sessions import Session
 from kvstored.clients.staging import Staging
 from kvstored.clients.tenants import Peer, Tenant
 from kvstored.config.schema import TenantSection
-from kvstored.rpc.verbs.lending import Lending
+from kvstored.rpc.verbs.staged_put import StagedPut
 from kvstored.store.blocks.check import check
 from kvstored.store.operations import Operations, intake
 from kvstored.telemetry import DeletionLog
@@ -42,7 +42,7 @@ class Store:
         self.puts = Operations(small.store, DeletionLog(small.clock)).put
         self.finish = self.puts.finish
         limits = replace(small.config.limits, max_keys=64, max_block_bytes=1 << 20, inflight_per_client=INFLIGHT_LIMIT)
-        self.lending = Lending(self.puts, limits, default_mode="none")
+        self.lending = StagedPut(self.puts, limits, default_mode="none")
         self.session = self.client()
 
     def client(self) -> Session:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot
-from kvstore_tiers.memory import MemoryTier
+from kvstore_tiers.testing.memory import MemoryTier
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import check

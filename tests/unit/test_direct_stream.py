@@ -17,7 +17,7 @@ from kvstore_proto.framing import Frames, frame
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.rpc import direct_stream
 from kvstored.rpc.direct_stream import TURN_NS, DirectStreams
-from kvstored.rpc.requests import Answering
+from kvstored.rpc.requests import StreamServices
 
 LIMIT = 4096
 PATIENCE_S = 60
@@ -38,7 +38,7 @@ class Scene:
         verbs: Any = SimpleNamespace(quick=self._quick, slow=self._slow, undelivered=self._undelivered)
         latencies: Any = SimpleNamespace(add=lambda op, ns: None)
         clock: Any = SimpleNamespace(monotonic_ns=lambda: self.now_ns)
-        self.streams = DirectStreams(Answering(verbs, 8, latencies, clock), LIMIT)
+        self.streams = DirectStreams(StreamServices(verbs, 8, latencies, clock), LIMIT)
         self.client = self.open()
 
     def open(self) -> Client:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
-from kvstore_tiers.memory import MemoryTier
+from kvstore_tiers.testing.memory import MemoryTier
 from kvstored.completions import CompletionQueue
 from kvstored.store.transfer import group_commit
 from kvstored.store.transfer.group_commit import BatchLimits, GroupCommit

@@ -15,7 +15,7 @@ from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.host_transfers import AT_ONCE_BYTES
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.driving import block, get
+from kvstore_tiers.testing.transfers import block, get
 
 PATIENCE_S = 30.0
 

@@ -11,8 +11,8 @@ from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstore_tiers.keyed import KeyedTier, object_name
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.driving import block, finish, get, put
 from kvstore_tiers.testing.lossy_store import LossyStore
+from kvstore_tiers.testing.transfers import block, finish, get, put
 
 CAPACITY_BYTES = 1 << 20
 PAYLOAD_BYTES = 5000

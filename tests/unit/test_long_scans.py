@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Slot
-from kvstored.admin import saving
+from kvstored.admin import durable_copies
 from kvstored.admin.block_list import BlockList
 from kvstored.admin.block_totals import BlockTotals
-from kvstored.admin.saving import save, tokens_in_tier
+from kvstored.admin.durable_copies import save, tokens_in_tier
 from kvstored.store.blocks import listing
 from kvstored.store.transfer.dram_check import _Verified
 from tests.reference.blocks import Shelf, key
@@ -44,8 +44,8 @@ def with_looks(work: Awaitable[T]) -> tuple[T, int]:
 @pytest.fixture
 def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
     """Chains of two tenants; slices of ten rows."""
-    monkeypatch.setattr(saving, "SLICE_ROWS", 10)
-    monkeypatch.setattr(saving, "SLICE_TOKENS", 10)
+    monkeypatch.setattr(durable_copies, "SLICE_ROWS", 10)
+    monkeypatch.setattr(durable_copies, "SLICE_TOKENS", 10)
     monkeypatch.setattr(listing, "_SCAN_ROWS", 10)
     shelf = Shelf("host", "nvme", tenants=2)
     for first in range(0, BLOCKS, 5):
@@ -73,14 +73,14 @@ def test_saving_looks_at_the_loop_while_it_finds_out_what_is_safe(shelf: Shelf) 
     """Also where all is safe already, so that nothing has to be written."""
     writeback: Any = SimpleNamespace(is_durable=lambda row: True)
     tokens = asyncio.run(tokens_in_tier(shelf.residency, HOST))
-    left, looks = with_looks(saving._unsafe(shelf.residency, writeback, tokens))
+    left, looks = with_looks(durable_copies._unsafe(shelf.residency, writeback, tokens))
     assert not left and looks >= len(tokens) // 10 > 10
     assert asyncio.run(save(shelf.residency, writeback, [HOST], 1.0)) == (0, 0)
 
 
 def test_a_listing_that_finds_little_looks_at_the_loop(shelf: Shelf) -> None:
     parts: Any = SimpleNamespace(residency=shelf.residency)
-    blocks = BlockList(parts, SimpleNamespace())  # type: ignore[arg-type]
+    blocks = BlockList(SimpleNamespace(parts=parts))  # type: ignore[arg-type]
     wanted = pb.BlocksRequest(key_prefix="ffff")
     reply, looks = with_looks(blocks.blocks(wanted))
     assert not reply.blocks and not reply.next and looks >= BLOCKS // 10

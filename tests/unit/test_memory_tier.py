@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from kvstore_tiers.host import HostTier
-from kvstore_tiers.testing.driving import block
+from kvstore_tiers.testing.transfers import block
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
 from tests.reference.small_store import PAYLOAD_BYTES, SLOT_BYTES, SmallStore, small_store

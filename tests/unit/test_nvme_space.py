@@ -13,7 +13,7 @@ from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import bytes_used, check_directory
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.space import SlabSpace
-from kvstore_tiers.testing.driving import block, finish, put
+from kvstore_tiers.testing.transfers import block, finish, put
 from tests.reference.examples import examples
 
 CAPACITY_BYTES = 12 << 20

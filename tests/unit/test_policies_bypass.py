@@ -16,7 +16,7 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
-from kvstored.rpc.verbs.hints import Hinting
+from kvstored.rpc.verbs.hints import HintVerb
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
 from kvstored.store.operations.get import MISSING_MAX, Get, GetLimits, Wanted
@@ -152,12 +152,12 @@ def test_policies_are_told_of_so_many_missing_blocks_and_no_more() -> None:
     assert missing == [key(number) for number in range(20, 20 + MISSING_MAX)]
 
 
-def hints_over(shelf: Shelf, policy: ChainHazard, now_ns: int) -> Hinting:
+def hints_over(shelf: Shelf, policy: ChainHazard, now_ns: int) -> HintVerb:
     unused: Any = None
     hints = Hints(
         shelf.residency, unused, unused, ManualClock(now_ns), [policy], lease_ttl_ms=1000, prefetch_budget_bytes=0
     )
-    return Hinting(hints, max_keys=8)
+    return HintVerb(hints, max_keys=8)
 
 
 def test_a_queued_request_keeps_its_chain() -> None:

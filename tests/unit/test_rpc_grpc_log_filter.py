@@ -7,7 +7,7 @@ import logging
 import pytest
 from grpc._cython.cygrpc import ExecuteBatchError
 
-from kvstored.rpc.grpc_log_filter import expect_departures
+from kvstored.rpc.grpc_socket import expect_departures
 
 GRPC = logging.getLogger("grpc._cython.cygrpc")
 

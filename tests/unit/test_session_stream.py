@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.rpc import session_stream
-from kvstored.rpc.requests import Answering
+from kvstored.rpc.requests import StreamServices
 from kvstored.rpc.session_stream import TOKEN_METADATA, SessionService
 
 TOKEN = bytes(16)
@@ -58,7 +58,7 @@ class Scene:
         sessions: Any = SimpleNamespace(find={TOKEN: self.session}.get)
         latencies: Any = SimpleNamespace(add=lambda op, ns: None)
         clock: Any = SimpleNamespace(monotonic_ns=lambda: 0)
-        service = SessionService(sessions, Answering(verbs, 8, latencies, clock))
+        service = SessionService(sessions, StreamServices(verbs, 8, latencies, clock))
         self.serving = asyncio.ensure_future(service.Session(None, self.context))
 
     def _quick(self, session: object, op: str, request: pb.Request) -> pb.Response:

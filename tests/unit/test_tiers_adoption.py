@@ -17,7 +17,7 @@ from kvstore_tiers.arena import Arena, ArenaRecord, ForeignMemory, empty_memory
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.driving import get, put
+from kvstore_tiers.testing.transfers import get, put
 
 MIB = 1 << 20
 SLOT = 16 << 10

@@ -9,8 +9,8 @@ import pytest
 
 from kvstore_proto.arena import payload_checksum
 from kvstore_tiers.base import Outcome, OutcomeKind
-from kvstore_tiers.batch import Batch
 from kvstore_tiers.segments import PIECE_BYTES, gather_and_checksum, segment_of
+from kvstore_tiers.transfer_batch import TransferBatch
 
 DONE = Outcome(OutcomeKind.DONE)
 
@@ -45,7 +45,7 @@ def test_a_thread_that_comes_late_holds_up_nothing() -> None:
         ran.append(number)
         return Outcome(OutcomeKind.DONE, nbytes=number)
 
-    batch = Batch([lambda number=number: transfer(number) for number in range(5)], 2, ended.append)  # type: ignore[misc]
+    batch = TransferBatch([lambda number=number: transfer(number) for number in range(5)], 2, ended.append)  # type: ignore[misc]
     batch.run()
     assert ran == [0, 1, 2, 3, 4], "the one that is there does all of it, in order"
     assert not ended, "the other may still be in a transfer, for all we know"
@@ -68,7 +68,7 @@ def test_a_transfer_taken_by_another_thread_in_the_middle_of_ours_is_left_to_it(
         ran.append("second")
         return DONE
 
-    batch = Batch([first, second], 2, ended.append)
+    batch = TransferBatch([first, second], 2, ended.append)
     batch.run()
 
     assert ran == ["second", "first"]

@@ -9,9 +9,9 @@ from contextlib import closing
 import pytest
 
 from kvstore_tiers.base import Outcome, OutcomeKind
-from kvstore_tiers.memory import MemoryTier
-from kvstore_tiers.testing.driving import block, finish, get, put
-from kvstore_tiers.wrap.faulty import Fault, FaultyTier
+from kvstore_tiers.testing.faulty import Fault, FaultyTier
+from kvstore_tiers.testing.memory import MemoryTier
+from kvstore_tiers.testing.transfers import block, finish, get, put
 
 HEADER, PAYLOAD = block(1, 5000)
 

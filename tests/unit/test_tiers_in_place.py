@@ -16,7 +16,7 @@ from kvstore_tiers.arena import writable_owner
 from kvstore_tiers.base import Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.testing.driving import block, finish, get, put
+from kvstore_tiers.testing.transfers import block, finish, get, put
 
 MIB = 1 << 20
 PAYLOAD_BYTES = 10_000
@@ -32,9 +32,9 @@ def tier() -> Iterator[HostTier]:
 @contextmanager
 def mapped(tier: HostTier, container: int) -> Iterator[mmap.mmap]:
     """As a client maps it."""
-    fd = tier.writable_fd(container)
+    fd = tier.arena(container).writable_fd()
     try:
-        with mmap.mmap(fd, tier.container_bytes(container)) as memory:
+        with mmap.mmap(fd, tier.arena(container).nbytes) as memory:
             yield memory
     finally:
         os.close(fd)
@@ -73,7 +73,7 @@ def test_only_arenas_that_are_for_it_are_handed_out_writable(tier: HostTier) -> 
     slot = put(tier, header, payload, "a")
     assert slot is not None and tier.writable == set()
     with pytest.raises(RuntimeError, match="not to be written"):
-        tier.writable_fd(slot.container)
+        tier.arena(slot.container).writable_fd()
     other, _, _ = put_in_place(tier, 3)
     assert other.container != slot.container and tier.writable == {other.container}
 
@@ -83,7 +83,7 @@ def test_a_sealed_arena_is_never_handed_out_writable() -> None:
         slot = tier.allocate(8192, OWNER)
         assert slot is not None
         with pytest.raises(RuntimeError):
-            tier.writable_fd(slot.container)
+            tier.arena(slot.container).writable_fd()
 
 
 @pytest.mark.parametrize("place", [0, 8, 60, 128, 152, 300, HEADER_BYTES, HEADER_BYTES + PAYLOAD_BYTES - 1])

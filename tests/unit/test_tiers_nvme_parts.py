@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme import layout as lay
-from kvstore_tiers.nvme.journal import Batch, Journal
+from kvstore_tiers.nvme.journal import Journal, PendingRecords
 from kvstore_tiers.nvme.slab_file import _runs
-from kvstore_tiers.testing.driving import block, finish, get, put
+from kvstore_tiers.testing.transfers import block, finish, get, put
 
 SUPERBLOCK = lay.Superblock(b"u" * 16, 2**63 + 5, 7, 8192, 100, 3, 1 << 20, 42)
 
@@ -76,7 +76,7 @@ def test_a_batch_put_back_loses_nothing_and_the_newer_wins() -> None:
     assert again.written[slab] == {0: newer}  # type: ignore[index]
     assert again.freed[slab] == {3: 7}  # type: ignore[index]
     assert again.quarantined[slab] == {9}  # type: ignore[index]
-    assert not Batch()
+    assert not PendingRecords()
 
 
 def test_the_newer_of_two_records_of_a_key_wins(tmp_path: Path) -> None:

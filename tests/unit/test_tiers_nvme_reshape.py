@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.testing.driving import block, finish, put
+from kvstore_tiers.testing.transfers import block, finish, put
 
 CAPACITY_BYTES = 1_500_000
 

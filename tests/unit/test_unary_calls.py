@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import unary_pb2 as unary
-from kvstored.clients.inline import InlineBlocks
+from kvstored.clients.staged_blocks import InlineBlocks
 from kvstored.rpc.unary import CallLimit
 from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.inline import InlineCalls
@@ -53,11 +54,9 @@ class Calls:
     def __init__(self, store: Store) -> None:
         self.store = store
         small, nothing = store.small, cast(Any, None)
-        verbs = Verbs(nothing, store.lending, nothing, nothing, nothing, nothing, nothing)
-        self._calls = InlineCalls(
-            verbs, nothing, small.residency, small.store.host, small.completions, small.store.counters,
-            message_bytes=1 << 20, max_block_bytes=1 << 20,
-        )  # fmt: skip
+        operations: Any = SimpleNamespace(put=store.puts, look_up=nothing, get=nothing, hints=nothing)
+        verbs = Verbs(small.store, operations, nothing, nothing, nothing)
+        self._calls = InlineCalls(verbs, nothing, small.store, message_bytes=1 << 20)
 
     async def put(self, *blocks: tuple[str, bytes, int]) -> unary.UnaryPutReply:
         """Blocks as (name, parent, size of the payload)."""

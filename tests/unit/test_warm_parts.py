@@ -16,13 +16,13 @@ import pytest
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
-from kvstore_tiers.arena_walk import HEADER
+from kvstore_tiers.adoption import HEADER
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.lifetime.warm import restart
-from kvstored.lifetime.warm.entering import Entering
+from kvstored.lifetime.warm.arena_import import ArenaImport
 from kvstored.lifetime.warm.keeper import Keeper
 from kvstored.lifetime.warm.ledger import Ledger
 from kvstored.lifetime.warm.restart import WarmRestart
@@ -152,7 +152,7 @@ def test_blocks_behind_one_that_is_dropped_are_entered_all_the_same(host: HostTi
         slots.append(slot)
     residency = Residency(("host",))
     tenant = residency.tenant(OWNER)
-    entering = Entering(host, residency, TenantDirectory(tmp_path, (), "by-uid"), 1)
+    entering = ArenaImport(host, residency, TenantDirectory(tmp_path, (), "by-uid"), 1)
     found: Any = SimpleNamespace(headers=headers, slots=slots)
     entering.enter(found, tenant)
     assert entering.dropped_slots == 1 and len(entering.rows) == 3

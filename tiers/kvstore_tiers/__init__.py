@@ -1,5 +1,5 @@
 """Where bytes live: tiers know slots and bytes, never what is worth keeping.
 
-`base` is the contract, `testing` the suite that proves it kept; `host` is DRAM, `nvme` slab files, `memory` the plain
-reference, `wrap` tiers around tiers.
+`base` is the contract, `testing` the suite that checks it, with a reference tier and a faulty one; `host` is DRAM,
+`nvme` slab files, `keyed` a store of objects by name.
 """

@@ -12,7 +12,7 @@ was handed, and the daemon can still punch memory out of it. `sealed`: F_SEAL_FU
 share the daemon's uid or are root; the price is that the daemon too can never give its memory back before the last
 client unmaps it, so a sealed arena stays with its owner for ever.
 
-Invariants: the number of an arena is never reused; slots handed out for the first time come in ascending order; a
+Invariants: the number of an arena is never reused; slots are handed out for the first time in ascending order; a
 slot's generation only grows, across changes of slot size and of the daemon too; prefaulting never changes a byte; of
 the slots handed out, those and only those that hold a block have a header that holds.
 """
@@ -57,7 +57,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 @dataclass(frozen=True, slots=True)
 class ArenaRecord:
-    """What has to be known of an arena besides its bytes, to take it over from a process that has ended."""
+    """What a process must know of an arena, beyond its bytes, to take it over from one that has ended."""
 
     number: int
     nbytes: int
@@ -68,7 +68,7 @@ class ArenaRecord:
 
 
 class ArenaWitness(Protocol):
-    """Told what a later process must know of each arena. Raises nothing; quick."""
+    """Receives what a later process must know of each arena. Raises nothing; quick."""
 
     def made(self, arena: Arena) -> None: ...
 
@@ -77,7 +77,7 @@ class ArenaWitness(Protocol):
         ...
 
     def given_up(self, number: int) -> None:
-        """It belongs to the tier no more; what is left of its memory another arena inherits, or goes at once."""
+        """It is no longer the tier's; another arena inherits the rest of its memory, or that is freed at once."""
         ...
 
     def released(self, number: int) -> None:
@@ -121,7 +121,7 @@ class Arena:
         self.slot_bytes = 0
         self.populated_bytes = 0
         self._donor = donor
-        self._inheriting = threading.Lock()  # between the control thread and whoever prefaults
+        self._inheriting = threading.Lock()  # between the control thread and the one that prefaults
         self.inherited_bytes = 0  # of a donor: how much of its memory was given back already
         self._generations = array("Q")
         self.high_generation = 0  # of all that slots ever had
@@ -246,7 +246,7 @@ class Arena:
 
     def vouch(self, slot: Slot, header: BlockHeader) -> None:
         """This process has written `header` to the slot, for a payload that has its checksum. May be called on the
-        thread that did, before anybody hears of it."""
+        thread that did, before the outcome is delivered."""
         if self.is_writable:
             self._vouched[slot.offset] = header
 
@@ -292,7 +292,7 @@ class Arena:
             self.fd = -1
 
     def leave(self) -> None:
-        """Close the descriptor and leave the memory to whoever else holds it. Idempotent."""
+        """Close the descriptor and leave the memory to the other holders of it. Idempotent."""
         with self._inheriting:
             donor, self._donor = self._donor, None
         if donor is not None:  # a later process does not know that they share one arena's worth of capacity

@@ -1,7 +1,7 @@
 """The contract of a tier: a place where blocks' bytes live.
 
-A tier knows slots and bytes. It never knows what is worth keeping, who owns a block or whether anybody reads it: that
-is the daemon's. A slot holds one block in the layout of kvstore_proto.arena (4096-byte header, then payload).
+A tier knows slots and bytes. It never knows what is worth keeping, which tenant owns a block or whether a client reads
+it: that is the daemon's. A slot holds one block in the layout of kvstore_proto.arena (4096-byte header, then payload).
 
 Obligations
 - The caller allocates, writes once, then may read many times, then frees; it never frees a slot with a transfer in
@@ -202,7 +202,7 @@ class Tier(ABC):
         raise RuntimeError(f"the tier {self.info.name} is not in memory")
 
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
-        """Store a whole slot image (header and payload) that lies in another tier's memory.
+        """Store a whole slot image (header and payload) that is in another tier's memory.
 
         The header is stored with this slot's generation. CORRUPT when `source` does not hold the block `expect_key`.
         """
@@ -291,12 +291,12 @@ class Tier(ABC):
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
         """What survived the last process, each block once, with its slot allocated. Headers carry no token ids.
 
-        A durable tier allocates only from containers that were recovered; a volatile one has nothing to tell.
+        A durable tier allocates only from containers that were recovered; a volatile one recovers nothing.
         """
         return iter(())
 
     def recover_columns(self) -> RecoveredBlocks:
-        """What `recover` tells, all at once: for whoever takes over a great many blocks."""
+        """The blocks of `recover` as columns: for a caller that takes over a great many."""
         return as_columns(self.recover())
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The environment of processes that a daemon starts to help it: its own, without what was meant for it alone."""
+"""The environment of a daemon's helper processes: its own, without variables that were meant for it alone."""
 
 from __future__ import annotations
 

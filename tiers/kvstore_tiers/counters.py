@@ -73,17 +73,6 @@ class TransferCounters:
         """These counts together with what the tier says of its space."""
         with self._lock:
             return TierStatistics(
-                state=state,
-                capacity_bytes=capacity_bytes,
-                used_bytes=used_bytes,
-                blocks=blocks,
-                bytes_read=self._bytes_read,
-                bytes_written=self._bytes_written,
-                reads=self._reads,
-                writes=self._writes,
-                errors=self._errors,
-                corrupt=self._corrupt,
-                quarantined_slots=quarantined_slots,
-                used_by=used_by,
-                message=message,
-            )
+                state, capacity_bytes, used_bytes, blocks, self._bytes_read, self._bytes_written, self._reads,
+                self._writes, self._errors, self._corrupt, quarantined_slots, used_by, message,
+            )  # fmt: skip

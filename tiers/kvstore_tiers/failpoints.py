@@ -21,7 +21,7 @@ ENVIRONMENT = "KVSTORED_FAILPOINTS"
 
 REGISTRY: dict[str, str] = {
     "host.before-copy": "a copy thread is about to copy a payload into an arena",
-    "host.before-header": "the payload lies in the arena, its header does not",
+    "host.before-header": "the payload is in the arena, its header is not",
     "nvme.read": "an I/O thread is about to read a slot",
     "nvme.before-slot-write": "an I/O thread is about to write a slot; the old record may still stand",
     "nvme.after-invalidate": "the old record of a slot about to be overwritten is withdrawn",
@@ -31,7 +31,7 @@ REGISTRY: dict[str, str] = {
     "nvme.after-data-sync": "slot images of the batch are on the medium, their records are not written",
     "nvme.between-records": "withdrawn records of the batch are written, new ones are not",
     "nvme.after-records-write": "all records of the batch are written, not synced",
-    "nvme.after-record-sync": "records are on the medium, nobody was answered",
+    "nvme.after-record-sync": "records are on the medium, no request was answered",
     "nvme.slab-allocated": "a new slab file has its space, no superblock and no final name",
     "nvme.slab-before-rename": "a new slab file is complete under its temporary name",
     "nvme.slab-after-rename": "a new slab file has its name, the directory is not synced",
@@ -39,7 +39,7 @@ REGISTRY: dict[str, str] = {
     "nvme.slab-reformat": "a free slab has its new front superblock, not yet the one at its end",
     "nvme.slab-before-cut": "a slab file has a shorter geometry in both superblocks, and its old length",
     "nvme.recover-before-repair": "recovery read the records and is about to withdraw the bad ones",
-    "nvme.recover-after-repair": "recovery withdrew what cannot stand, and synced that",
+    "nvme.recover-after-repair": "recovery withdrew records, and synced that",
     "nvme.probe": "an I/O thread is about to write and read scratch bytes, to see whether the medium works again",
     "nvme.seal": "everything is committed, the seal that says so is not written",
 }
@@ -71,7 +71,7 @@ def hit(name: str) -> None:
 
 
 def arm(specification: str) -> None:
-    """Arm the failpoints of a list. Raises ValueError for a name nobody declared or an action that is none."""
+    """Arm the failpoints of a list. Raises ValueError for an undeclared name or an unknown action."""
     armed = _parse(specification)
     unknown = sorted(set(armed) - set(REGISTRY))
     if unknown:
@@ -90,7 +90,7 @@ def disarm() -> None:
 
 
 def unknown_names() -> list[str]:
-    """Armed names that nobody declared: for a program to check once all its modules are imported."""
+    """Armed names that no module declared: for a program to check once all its modules are imported."""
     return sorted(set(_armed) - set(REGISTRY))
 
 

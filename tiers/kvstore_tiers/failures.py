@@ -1,4 +1,5 @@
-"""What failures of a medium mean, for all who judge them: a tier its own transfers, the daemon those it asked for.
+"""When failures of a medium count against it: used by a tier for its own transfers, by the daemon for those it
+requests.
 
 Owns the figures and decides nothing.
 """
@@ -8,4 +9,4 @@ from __future__ import annotations
 import errno
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the medium works and is full
-ERRORS_IN_A_ROW = 8  # reads or writes that fail one after another: it is the medium, not the block
+ERRORS_IN_A_ROW = 8  # failed reads or writes in a row after which the medium is at fault, not the block

@@ -1,5 +1,4 @@
-"""The C heap around a start, which makes large columns once and frees many of them: used again meanwhile, then given
-back.
+"""The C heap during a start, which allocates large columns and frees many of them: reused meanwhile, then returned.
 
 For glibc; elsewhere nothing happens. It owns nothing: both are advice, and memory means the same with or without them.
 Huge pages are left to the system's own choice: they save a tenth of a second at a million blocks where memory is there,
@@ -12,8 +11,8 @@ import contextlib
 import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# What glibc comes to by itself once a column of so many bytes was freed: others up to that lie in the heap, not each in
-# a mapping of its own, and free memory at its end is kept up to twice as much.
+# The thresholds that glibc adopts by itself once a column of this size was freed: blocks up to this size are in the
+# heap, not each in a mapping of its own, and it keeps up to twice as much free memory at the heap's end.
 _LARGE_BYTES = 32 << 20
 _MOST_BYTES = 1 << 30
 

@@ -2,9 +2,9 @@
 
 Owns arenas and their capacity; `host_transfers` owns the copy threads. Never knows which client maps what, nor
 what a lease is.
-Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and whatever the
-daemon `charge`s: staging, the ledger.
-What a process left in arenas whose descriptors somebody kept can be taken over (`adopt`, by way of `adoption`).
+Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and what the daemon
+`charge`s: staging, the ledger.
+Arenas of a process that has ended, whose descriptors were kept, can be taken over (`adopt`, by way of `adoption`).
 A payload that a client has written into its slot (`arena.writable_owner`) is stored by a `write` whose only segment is
 the slot's own payload: nothing is copied, and from then on the block is what the checksum says.
 Invariants: one owner and one slot size an arena; a container number is never reused; no header in memory that clients
@@ -73,11 +73,9 @@ class HostTier(Tier):
         self._next_number = first_number
         self._witness = witness
         self._arenas_bytes = 0
-        self._blocks = 0
-        self._blocks_bytes = 0
         self._charges: defaultdict[str, int] = defaultdict(int)
         self._counters = TransferCounters()
-        self._reshaping = threading.Lock()  # between the control thread and whoever prefaults
+        self._reshaping = threading.Lock()  # between the control thread and the one that prefaults
         self._transfers = HostTransfers(f"{name}-copy", copy_threads, self._counters, self._arena_of)
         self._closed = False
 
@@ -98,16 +96,12 @@ class HostTier(Tier):
         if not arena.has_room:
             candidates.pop()
         self._empty.pop(arena.number, None)
-        self._blocks += 1
-        self._blocks_bytes += slot.nbytes
         return slot
 
     def free(self, slot: Slot) -> None:
         arena = self._arena_of(slot)
         had_room = arena.has_room
         arena.free(slot)
-        self._blocks -= 1
-        self._blocks_bytes -= slot.nbytes
         if arena.number in self._aside:
             return
         if not had_room:
@@ -167,12 +161,6 @@ class HostTier(Tier):
         self._charges[label] += nbytes
         return True
 
-    def discharge(self, nbytes: int, label: str) -> None:
-        """Undo a charge. Raises RuntimeError when less was charged."""
-        if self._charges[label] < nbytes:
-            raise RuntimeError(f"{nbytes} bytes discharged from {label!r}, {self._charges[label]} were charged")
-        self._charges[label] -= nbytes
-
     @property
     def capacity_bytes(self) -> int:
         """What was configured; `ceiling_bytes`, what may be used of it for now."""
@@ -207,12 +195,6 @@ class HostTier(Tier):
     def used_bytes(self) -> int:
         return self._arenas_bytes + sum(self._charges.values())
 
-    # -- memory ------------------------------------------------------------------------------------------------------
-
-    def address(self, slot: Slot) -> int:
-        """Where the slot lies in this process: the address of its header."""
-        return self.slot_segment(slot).address
-
     def view(self, slot: Slot) -> Bytes:
         """A writable uint8[slot.nbytes] over header and payload. It must not outlive the slot."""
         return self._arena_of(slot).view(slot)
@@ -220,25 +202,14 @@ class HostTier(Tier):
     def slot_segment(self, slot: Slot) -> Segment:
         return segment_of(self._arena_of(slot), slot)
 
-    def readonly_fd(self, container: int) -> int:
-        """A new read-only descriptor of an arena, to be handed to a client; the caller closes it."""
-        return self._arenas[container].readonly_fd()
-
-    def writable_fd(self, container: int) -> int:
-        """As `readonly_fd`, to be written. Raises RuntimeError for an arena that is not for that."""
-        return self._arenas[container].writable_fd()
-
     def arena(self, container: int) -> Arena:
+        """For its size and its descriptors. Raises KeyError when there is no such arena."""
         return self._arenas[container]
 
     def owner(self, container: int) -> str | None:
         """Whose an arena is; None when there is no such arena."""
         arena = self._arenas.get(container)
         return arena.owner if arena is not None else None
-
-    def container_bytes(self, container: int) -> int:
-        """How many bytes a client maps of an arena."""
-        return self._arenas[container].nbytes
 
     def precreate(self, owner: str, nbytes: int) -> int:
         """Make empty arenas for `owner` until `nbytes` are reserved or the capacity is spent; bytes reserved."""
@@ -292,8 +263,6 @@ class HostTier(Tier):
         """Whether the slot still holds the block as it was stored: DONE or CORRUPT. Moves nothing, counts no read."""
         self._transfers.verify(slot, expect_key, done)
 
-    # -- over the end of a process -----------------------------------------------------------------------------------
-
     def adopt(self, record: ArenaRecord, descriptor: int) -> AdoptedArena | None:
         """Take over an arena of a process that has ended, with the blocks that it holds; None where the capacity has no
         room for it. Takes the descriptor unless it returns None or raises ForeignMemory or OSError.
@@ -307,8 +276,6 @@ class HostTier(Tier):
             if arena.has_room:
                 self._with_room[arena.owner, arena.slot_bytes].append(arena)
         self._next_number = max(self._next_number, arena.number + 1)
-        self._blocks += arena.used_slots
-        self._blocks_bytes += arena.used_slots * arena.slot_bytes
         return found
 
     def retire(self, slot: Slot) -> None:
@@ -316,17 +283,19 @@ class HostTier(Tier):
         self._arena_of(slot).retire(slot)
 
     def leave(self) -> None:
-        """`close`, but leave the arenas' memory to whoever else holds their descriptors."""
+        """`close`, but leave the arenas' memory to the other holders of their descriptors."""
         self._end(Arena.leave)
 
     def statistics(self) -> TierStatistics:
-        used_by = {"blocks": self._blocks_bytes, "free": self._arenas_bytes - self._blocks_bytes}
+        arenas = self._arenas.values()
+        blocks_bytes = sum(arena.used_slots * arena.slot_bytes for arena in arenas)
+        used_by = {"blocks": blocks_bytes, "free": self._arenas_bytes - blocks_bytes}
         used_by.update({label: nbytes for label, nbytes in self._charges.items() if nbytes})
         return self._counters.report(
             state=TierState.CLOSED if self._closed else TierState.FULL if self._refused else TierState.OK,
             capacity_bytes=self._capacity_bytes,
             used_bytes=self.used_bytes,
-            blocks=self._blocks,
+            blocks=sum(arena.used_slots for arena in arenas),
             used_by=used_by,
             message=self._refused,
         )
@@ -346,7 +315,7 @@ class HostTier(Tier):
             self._empty.clear()
         self._with_room.clear()
         self._charges.clear()
-        self._arenas_bytes = self._blocks = self._blocks_bytes = 0
+        self._arenas_bytes = 0
 
     # -- arenas ------------------------------------------------------------------------------------------------------
 
@@ -378,32 +347,28 @@ class HostTier(Tier):
     def _fresh_arena(self, at_least_bytes: int, owner: str) -> Arena | None:
         room_bytes = aligned_down(max(0, self.ceiling_bytes - self.used_bytes))
         nbytes = min(max(self._arena_bytes, at_least_bytes), room_bytes)
-        return self._add_if_possible(nbytes, owner) if nbytes >= at_least_bytes else None
-
-    def _add_if_possible(self, nbytes: int, owner: str, donor: Arena | None = None) -> Arena | None:
-        """None when the system has no memory or no descriptor left: that is a full tier, not a broken one."""
-        try:
-            arena = self._add(nbytes, owner, donor)
-        except OSError as error:
-            self._refused = f"the system gives no memory for another arena: {error}"
-            return None
-        self._refused = ""
-        return arena
+        return self._add(nbytes, owner) if nbytes >= at_least_bytes else None
 
     def _inherit(self, donor: Arena, owner: str) -> Arena | None:
         """A new arena in the place of an empty one of another owner, whose clients may still map the old one. None when
         the system gives none: then the old one stays."""
         with self._reshaping:
-            arena = self._add_if_possible(donor.nbytes, owner, donor)
+            arena = self._add(donor.nbytes, owner, donor)
             if arena is not None:
                 self._drop(donor)
             return arena
 
-    def _add(self, nbytes: int, owner: str, donor: Arena | None = None) -> Arena:
-        arena = Arena(
-            self._next_number, nbytes, owner, mode=self._mode, donor=donor, witness=self._witness,
-            numa_node=self._numa_node,
-        )  # fmt: skip
+    def _add(self, nbytes: int, owner: str, donor: Arena | None = None) -> Arena | None:
+        """None when the system has no memory or no descriptor left: that is a full tier, not a broken one."""
+        try:
+            arena = Arena(
+                self._next_number, nbytes, owner, mode=self._mode, donor=donor, witness=self._witness,
+                numa_node=self._numa_node,
+            )  # fmt: skip
+        except OSError as error:
+            self._refused = f"the system gives no memory for another arena: {error}"
+            return None
+        self._refused = ""
         self._next_number += 1
         self._list(arena)
         if self._witness is not None:

@@ -12,10 +12,10 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.arena import Arena
 from kvstore_tiers.base import Completion, Outcome, Segment, Slot, require_fits
-from kvstore_tiers.batch import Batch
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image_copies import ImageCopies, is_in_place
 from kvstore_tiers.threads import ResidentThreads, Transfer
+from kvstore_tiers.transfer_batch import TransferBatch
 
 AT_ONCE_BYTES = 256 * 1024  # copied and hashed in 0.1 ms; a hand-over waits for a core, on a busy machine some ms
 IN_PLACE_SPEED = 4  # a checksum alone takes a quarter of that time at most
@@ -55,7 +55,7 @@ class HostTransfers:
             nbytes += header.payload_bytes // (IN_PLACE_SPEED if is_in_place(target, segments) else 1)
             transfers.append(self._storing(arena, slot, target, header, segments))
         parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
-        batch = Batch(transfers, parts, done)
+        batch = TransferBatch(transfers, parts, done)
         if nbytes <= AT_ONCE_BYTES and not failpoints.are_armed() and not self._threads.is_closed:
             batch.run()
             return

@@ -12,7 +12,7 @@ from kvstore_tiers.segments import Segment, buffer_at, put_bytes
 
 FIXED_BYTES = 256  # the part of a header page before the token ids
 FLAGS_OFFSET = 6
-RETIRED = (1).to_bytes(2, "little")  # in the flags: the block is gone, the bytes are there for readers who hold a lease
+RETIRED = (1).to_bytes(2, "little")  # in the flags: the block is gone, the bytes are kept for readers that hold a lease
 
 
 def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int | None = None) -> BlockHeader | str:
@@ -51,11 +51,11 @@ def stamp_header(image: Segment, header: BlockHeader, checksum: int | None = Non
 
 
 def erase_header(image: Segment) -> None:
-    """Make an image hold no block: nobody who scans the memory later takes it for one."""
+    """Make an image hold no block: a later scan of the memory finds none there."""
     put_bytes(image.address, bytes(FIXED_BYTES))
 
 
 def mark_retired(image: Segment) -> None:
     """Set the retired flag of a header in place. Its checksum does not hold afterwards, and should not: only a reader
-    with a lease, who compares key and generation, still sees a block here."""
+    with a lease, which compares key and generation, still sees a block here."""
     put_bytes(image.address + FLAGS_OFFSET, RETIRED)

@@ -1,8 +1,8 @@
-"""What a copy thread does with a slot of the host tier: a block in, a block out, a block looked at.
+"""The copies of a copy thread: a block into a slot of the host tier, out of one, between two; and its verification.
 
 Owns the order of these steps. Never allocates, never decides when.
 Invariants: a payload is copied first and the copy is checksummed, because staging memory stays writable by the client;
-one that its client wrote in place is checksummed where it lies, and judged by that from then on; the header is written
+one that its client wrote in place is checksummed in place, and judged by that from then on; the header is written
 last; nothing raises for bytes that do not hold, the outcome says so.
 """
 

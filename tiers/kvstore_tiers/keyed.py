@@ -3,7 +3,7 @@
 Owns the names of the blocks in its slots, what they take of the capacity, and the order of operations on one name. A
 name is the tenant's digest and the block's key, so that equal keys of two tenants are two objects. An object is a
 block's header page and its payload, and says by itself whether it is whole: the store may forget, delay and damage
-objects, and is never believed. Room is not given out by containers; each slot is one by itself.
+objects, and is never believed. It has no containers: each slot is one by itself.
 
 Beyond the contract of a tier: `find` asks for blocks that this tier has no slot for (another process wrote them), and
 `adopt` gives a slot to one that was found.
@@ -16,7 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
@@ -35,6 +35,7 @@ from kvstore_tiers.base import (
 )
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import judge_header
+from kvstore_tiers.pending_writes import PendingWrites
 from kvstore_tiers.segments import AlignedBuffer, checksum_at, gather_and_checksum, put_bytes, scatter, total_bytes
 from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.sizes import require_slot_size
@@ -59,7 +60,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def write(self, name: bytes, image: memoryview) -> None:
-        """Store an object in the place of any other of that name. `image` is not to be kept."""
+        """Store an object, replacing any other of that name. Must not keep `image`."""
 
     @abstractmethod
     def remove(self, name: bytes) -> None:
@@ -72,15 +73,6 @@ class ObjectStore(ABC):
 def object_name(tenant: bytes, key: bytes) -> bytes:
     """`tenant` is the digest in the header of its blocks, 16 bytes."""
     return tenant + key
-
-
-@dataclass(slots=True)
-class _Sync:
-    """What a sync waits for, and whether a removal among that failed."""
-
-    waits_for: set[int]
-    done: Completion
-    failed: bool = False
 
 
 class KeyedTier(Tier):
@@ -97,10 +89,8 @@ class KeyedTier(Tier):
         self._names: dict[int, bytes] = {}  # by container
         self._holders: Counter[bytes] = Counter()  # slots of one name
         self._order: dict[bytes, deque[Callable[[], None]]] = {}  # what waits for the operation under way on its name
-        self._pending: set[int] = set()  # operations that change objects
-        self._started = 0
-        self._syncs: list[_Sync] = []
-        self._unremoved: set[bytes] = set()  # names whose removal the store refused
+        self._pending = PendingWrites()  # removals too
+        self._unremoved: set[bytes] = set()  # names that the store refused to remove
         self._quiet = threading.Condition(self._lock)
         self._running = 0
         self._closed = False
@@ -148,7 +138,7 @@ class KeyedTier(Tier):
             self._store.write(name, memoryview(whole).cast("B"))
             return Outcome(OutcomeKind.DONE, stamped, header.payload_bytes)
 
-        self._submit(name, store, lambda outcome: done(self._counters.wrote(outcome)), changes=True)
+        self._submit(name, store, self._pending.begin(lambda outcome: done(self._counters.wrote(outcome))))
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         with self._lock:
@@ -171,12 +161,12 @@ class KeyedTier(Tier):
             again, self._unremoved = self._unremoved - self._holders.keys(), set()
         for name in again:
             self._remove(name)
-        with self._lock:
-            waits_for = set(self._pending)
-            if waits_for:
-                self._syncs.append(_Sync(waits_for, done))
-                return
-        done(Outcome(OutcomeKind.DONE))
+
+        def ended(all_well: bool) -> None:
+            kind = OutcomeKind.DONE if all_well else OutcomeKind.FAILED
+            done(Outcome(kind, message="" if all_well else "the store did not remove an object"))
+
+        self._pending.when_ended(ended)
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
         def ask() -> Outcome:
@@ -226,20 +216,14 @@ class KeyedTier(Tier):
 
     # Order
 
-    def _submit(
-        self, name: bytes, operation: Callable[[], Outcome], done: Completion, *, changes: bool = False
-    ) -> None:
+    def _submit(self, name: bytes, operation: Callable[[], Outcome], done: Completion) -> None:
         """Run `operation` after those before it on the same name."""
         if self._closed:
             deliver(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"), done)
             return
         with self._lock:
-            self._started += 1
-            number = self._started
-            if changes:
-                self._pending.add(number)
             self._running += 1
-            job = partial(self._run, name, number, operation, done)
+            job = partial(self._run, name, operation, done)
             waiting = self._order.get(name)
             if waiting is not None:
                 waiting.append(job)
@@ -247,23 +231,13 @@ class KeyedTier(Tier):
             self._order[name] = deque()
         self._threads.post(job)
 
-    def _run(self, name: bytes, number: int, operation: Callable[[], Outcome], done: Completion) -> None:
+    def _run(self, name: bytes, operation: Callable[[], Outcome], done: Completion) -> None:
         deliver(run_transfer(operation), done)
         with self._lock:
-            self._pending.discard(number)
-            for sync in self._syncs:
-                if number in sync.waits_for:
-                    sync.waits_for.discard(number)
-                    sync.failed |= name in self._unremoved
-            synced = [sync for sync in self._syncs if not sync.waits_for]
-            self._syncs = [sync for sync in self._syncs if sync.waits_for]
             waiting = self._order[name]
             following = waiting.popleft() if waiting else None
             if following is None:
                 del self._order[name]
-        for sync in synced:
-            kind = OutcomeKind.FAILED if sync.failed else OutcomeKind.DONE
-            deliver(Outcome(kind, message="the store did not remove an object" if sync.failed else ""), sync.done)
         if following is not None:
             self._threads.post(following)
         with self._quiet:
@@ -281,11 +255,11 @@ class KeyedTier(Tier):
                 with self._lock:
                     self._unremoved.add(name)
 
-        self._submit(name, remove, removed, changes=True)
+        self._submit(name, remove, self._pending.begin(removed, must_succeed=True))
 
 
 def _unpack(image: bytes, slot: Slot, name: bytes, segments: Sequence[Segment]) -> Outcome:
-    """Judge an object as it came, and copy its payload to `segments`."""
+    """Judge an object, and copy its payload to `segments`."""
     header = judge_header(image[:HEADER_BYTES], name[DIGEST_BYTES:], slot.nbytes - HEADER_BYTES)
     if isinstance(header, str):
         return Outcome(OutcomeKind.CORRUPT, message=header)

@@ -1,7 +1,7 @@
 """What a tier kept over a restart, as columns: a million blocks in a few arrays instead of a million objects.
 
-Owns nothing but the columns. Keys are two little-endian words each, the bytes of the key as they lie on the medium.
-Invariant: all columns have one entry a block; no key is there twice.
+Owns nothing but the columns. Keys are two little-endian words each, the bytes of the key as on the medium.
+Invariant: all columns have one entry a block; no key occurs twice.
 """
 
 from __future__ import annotations
@@ -69,25 +69,25 @@ _COLUMNS = (
 
 
 def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
-    """The columns of blocks that come one by one."""
-    told = list(blocks)
+    """The columns of blocks that are listed one by one."""
+    listed = list(blocks)
     origins: dict[BlockOrigin, int] = {}
-    origin = [origins.setdefault(BlockOrigin(h.tenant, h.fingerprint, h.group), len(origins)) for _, h in told]
+    origin = [origins.setdefault(BlockOrigin(h.tenant, h.fingerprint, h.group), len(origins)) for _, h in listed]
 
     def column(values: Iterable[int], kind: type[np.unsignedinteger[Any]]) -> Column:
-        return np.fromiter(values, dtype=kind, count=len(told))
+        return np.fromiter(values, dtype=kind, count=len(listed))
 
     return RecoveredBlocks(
         list(origins),
-        key=as_words(b"".join(header.key for _, header in told)),
-        parent=as_words(b"".join(header.parent for _, header in told)),
+        key=as_words(b"".join(header.key for _, header in listed)),
+        parent=as_words(b"".join(header.parent for _, header in listed)),
         origin=column(origin, np.uint32),
-        depth=column((header.depth for _, header in told), np.uint32),
-        payload_bytes=column((header.payload_bytes for _, header in told), np.uint64),
-        container=column((slot.container for slot, _ in told), np.uint32),
-        offset=column((slot.offset for slot, _ in told), np.uint64),
-        nbytes=column((slot.nbytes for slot, _ in told), np.uint64),
-        generation=column((slot.generation for slot, _ in told), np.uint64),
+        depth=column((header.depth for _, header in listed), np.uint32),
+        payload_bytes=column((header.payload_bytes for _, header in listed), np.uint64),
+        container=column((slot.container for slot, _ in listed), np.uint32),
+        offset=column((slot.offset for slot, _ in listed), np.uint64),
+        nbytes=column((slot.nbytes for slot, _ in listed), np.uint64),
+        generation=column((slot.generation for slot, _ in listed), np.uint64),
     )
 
 

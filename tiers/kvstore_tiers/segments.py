@@ -1,9 +1,9 @@
 """Memory that a transfer reads or fills, named by address.
 
 Owns the `Segment` record and the few operations on raw addresses that every host-memory tier shares: copy, view,
-checksum. Never allocates payload memory and never follows an address that is not SYSTEM or PINNED.
+checksum. Never allocates payload memory and never follows an address that is not SYSTEM.
 Invariants: every copy and checksum of payload here releases the GIL (ctypes.memmove is a foreign call; python-xxhash
-lets go above 100 KiB, and hashes less in microseconds), because a copy that holds it stalls the control thread for
+releases it above 100 KiB, and hashes less in microseconds), because a copy that holds it stalls the control thread for
 milliseconds. Headers are copied with the GIL held: that takes a tenth of a microsecond, and getting the GIL back from a
 busy thread up to a switch interval.
 """
@@ -35,8 +35,6 @@ class MemoryKind(Enum):
     """What a segment's address means."""
 
     SYSTEM = "system"  # an address in this process
-    PINNED = "pinned"  # the same, page-locked and known to the GPU driver
-    CUDA = "cuda"  # a device address; `Segment.device` says which
     FILE = "file"  # no address: reached by reads and writes alone
 
 
@@ -44,15 +42,14 @@ class MemoryKind(Enum):
 class Segment:
     """A run of bytes that a transfer reads or fills. `owner` keeps the memory alive while the transfer runs.
 
-    `generation` is that of the slot this memory is, where it is a slot of a mapped tier: whoever fills such a segment
-    with a slot image stamps it into the image's header. `vouched` is the header that an image here must have, where
-    clients can write the memory: what they wrote there is believed only if it is the same.
+    `generation` is that of the slot this memory is, where it is a slot of a mapped tier: a transfer that fills such a
+    segment with a slot image stamps it into the image's header. `vouched` is the header that an image here must have,
+    where clients can write the memory: what they wrote there is believed only if it is the same.
     """
 
     address: int
     nbytes: int
     memory: MemoryKind = MemoryKind.SYSTEM
-    device: int = 0
     owner: object = None
     generation: int = 0
     vouched: BlockHeader | None = None
@@ -60,8 +57,8 @@ class Segment:
     def part(self, offset: int, nbytes: int) -> Segment:
         """The `nbytes` bytes from `offset`. Raises ValueError outside the segment."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise ValueError(f"bytes {offset}..{offset + nbytes} lie outside a segment of {self.nbytes}")
-        return Segment(self.address + offset, nbytes, self.memory, self.device, self.owner, self.generation)
+            raise ValueError(f"bytes {offset}..{offset + nbytes} are outside a segment of {self.nbytes}")
+        return Segment(self.address + offset, nbytes, self.memory, self.owner, self.generation)
 
 
 class AlignedBuffer:
@@ -130,7 +127,7 @@ def gather(destination: int, segments: Sequence[Segment]) -> None:
 
 
 def gather_and_checksum(destination: int, segments: Sequence[Segment], nbytes: int) -> int:
-    """`gather`, and the xxh3_64 of the first `nbytes` that lie at `destination` then.
+    """`gather`, and the xxh3_64 of the first `nbytes` that are at `destination` then.
 
     Piece by piece: what was just copied is hashed out of the processor's own cache, which takes a tenth off both
     together. Larger pieces leave that cache, smaller ones cost more calls and more hand-overs of the GIL.

@@ -1,1 +1,1 @@
-"""What an operator asks of a live daemon: views, dropping, and its lifetime."""
+"""Calls of an operator to a live daemon: views, removal of blocks, and its lifetime."""

@@ -1,7 +1,7 @@
-"""What each account of a tenant holds and was served.
+"""Blocks and requests of each account of a tenant.
 
 An account is for whom an engine that serves several users stores and asks: a name in its fingerprints. Quotas are the
-tenant's. Looks and changes nothing, in slices, so that lookups go on meanwhile.
+tenant's. Reads only, in slices, so that lookups are answered meanwhile.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def _count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:
             if has_copy.any():
                 nbytes = np.frombuffer(copies.nbytes, np.uint32)[part][has_copy]
                 tier_bytes[tier] += np.bincount(of_row[has_copy], weights=nbytes, minlength=kinds)[:kinds]
-        del mask, of_row  # as long as somebody looks into a column it cannot grow
+        del mask, of_row  # a column cannot grow while a view of it exists
         first += SLICE_ROWS
         await asyncio.sleep(0)
     return blocks, tier_bytes

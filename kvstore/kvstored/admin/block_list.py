@@ -1,6 +1,6 @@
 """The listing of blocks for operators: pages in row order, or the first of an order.
 
-Looks and changes nothing. Works in slices, so that lookups go on meanwhile: a block that is stored or removed during a
+Reads only. Works in slices, so that lookups are answered meanwhile: a block that is stored or removed during a
 listing may be in it or not.
 """
 
@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.admin.tier_name import tier_named
-from kvstored.admin.views import Parts, Views
+from kvstored.admin.views import Views, tier_named
 from kvstored.store.blocks import Residency, Selection, column_of, page, pin_counts, select_all
 from kvstored.store.policies import ResidencyClass
 
@@ -45,8 +44,8 @@ ORDERS: Mapping[str, Order] = {
 class BlockList:
     """See the module."""
 
-    def __init__(self, parts: Parts, views: Views) -> None:
-        self._parts = parts
+    def __init__(self, views: Views) -> None:
+        self._parts = views.parts
         self._views = views
 
     async def blocks(self, request: pb.BlocksRequest) -> pb.BlocksReply:

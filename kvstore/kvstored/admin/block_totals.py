@@ -2,7 +2,7 @@
 
 A prefix is the first `prefix_blocks` blocks of a chain. Chains that begin alike for so long count together, under the
 key of the last of those blocks; what comes before that block counts under the chain's first one, and so do chains that
-are shorter. Looks and changes nothing, in slices, as `BlockList`.
+are shorter. Reads only, in slices, as `BlockList`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Taking blocks away on an operator's word: drop a tier's copies, or everything of a fingerprint.
+"""Removal of blocks by an operator: a tier's copies, or everything of a fingerprint.
 
 Leased blocks, blocks in transfer and their ancestors stay and are counted as kept. So does a block whose only copy is
 in the tier, unless `discard` or `all` is set: what no slower tier takes is lost only when the operator says so.
-Works in slices, so that lookups go on meanwhile.
+Works in slices, so that lookups are answered meanwhile.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Slot
-from kvstored.admin.saving import save, tokens_in_tier
-from kvstored.admin.tier_name import tier_named
+from kvstored.admin.durable_copies import save, tokens_in_tier
+from kvstored.admin.views import tier_named
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
@@ -60,7 +60,7 @@ class Drop:
         return reply
 
     async def empty(self, tenant: int) -> pb.DropReply:
-        """All blocks of the tenant with this number in residency, whatever its name is by now."""
+        """All blocks of the tenant with this number in residency, regardless of its present name."""
         reply = pb.DropReply()
         self._forget_gone((tenant,))
         await self._drop_from(range(len(self._residency.tiers)), tenant, reply, forget=True)
@@ -97,12 +97,12 @@ class Drop:
         return reply
 
     async def _make_final(self) -> None:
-        """What was taken away must not come back after a crash."""
+        """Make removals durable: a removed block must not reappear after a crash."""
         if self._writeback is not None:
             await self._writeback.sync()
 
     async def _drop_from(self, tiers: Sequence[int], tenant: int | None, reply: pb.DropReply, *, forget: bool) -> None:
-        for tier in reversed(tiers):  # slow tiers first: with all, the block goes with its host copy
+        for tier in reversed(tiers):  # slow tiers first: with all, the block is removed with its host copy
             await self._drop_tier(tier, tenant, reply, forget=forget)
         await self._make_final()
 

@@ -1,7 +1,7 @@
 """Explain: where each block of a chain is and what getting it would cost, or why it is not there.
 
 Reads residency, the ghosts and the miss log; changes nothing, counts no access. Shows keys and sizes, never token ids.
-Works in slices where it has to search, so that lookups go on meanwhile.
+Searches in slices, so that lookups are answered meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES
 from kvstore_proto.v1 import explain_pb2 as pb
 from kvstore_tiers.host import HostTier
-from kvstored.admin.views import Parts, Views
+from kvstored.admin.views import Views
 from kvstored.clients.sessions import Session
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
@@ -36,13 +36,12 @@ class Explain:
 
     def __init__(
         self,
-        parts: Parts,
         views: Views,
         host: HostTier,
         misses: RecentMisses,
         estimate_us: Callable[[Sequence[int]], list[int]],
     ) -> None:
-        self._parts = parts
+        self._parts = views.parts
         self._views = views
         self._host = host
         self._misses = misses
@@ -105,7 +104,7 @@ class Explain:
             row = residency.find_any(tenant, key) if tenant >= 0 else -1  # looked up again: there were pauses
             if row >= 0 and residency.tier_mask(row):
                 block.state, block.load_us = "stored", load_us[position]
-                if residency.parent_key(row) != previous:  # walked only where the chain does not tell: walks are long
+                if residency.parent_key(row) != previous:  # walks are long: only where the chain has no answer
                     block.missing_ancestor = self._missing_ancestor(row)
                 self._describe(row, block)
             elif row >= 0 and residency.being_filled(row):
@@ -186,7 +185,7 @@ class Explain:
     # Names
 
     async def _resolve(self, text: str, only: int | None) -> tuple[int, bytes]:
-        """(tenant, key) of a whole key or of the only one that begins so; tenant -1 for a key that nobody knows."""
+        """(tenant, key) of a whole key, or of the only key with that prefix; tenant -1 for an unknown key."""
         if not MIN_KEY_DIGITS <= len(text) <= KEY_DIGITS or any(char not in "0123456789abcdef" for char in text):
             raise KVStoreError(
                 ErrorKind.INVALID,

@@ -1,4 +1,4 @@
-"""What an operator sees of the past: samples, causes of misses and the settings in use. Looks; changes nothing."""
+"""The past as an operator sees it: samples, causes of misses and the settings in use. Reads only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Flush, drain and stop: the end of a daemon's life in good order.
 
-Draining refuses new clients and new puts wait for nothing; reads go on until the clients leave.
+Draining refuses new clients; those connected are served until they leave.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.admin.saving import save
+from kvstored.admin.durable_copies import save
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.sessions import SessionTable
 from kvstored.store.blocks import Residency
@@ -52,7 +52,7 @@ class Lifetime:
         self._stop = stop
         self._after_stop = after_stop
         self._state = State.STARTING
-        self.on_change: list[Callable[[State], None]] = []  # each is told the new state, at once
+        self.on_change: list[Callable[[State], None]] = []  # each is called with the new state, at once
 
     @property
     def state(self) -> State:
@@ -61,11 +61,11 @@ class Lifetime:
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
-        for tell in self.on_change:
-            tell(state)
+        for notify in self.on_change:
+            notify(state)
 
     async def flush(self, request: pb.FlushRequest) -> pb.FlushReply:
-        """Write what is only in DRAM, whatever was asked for when it was put."""
+        """Write what is only in DRAM, regardless of the durability that each put asked for."""
         if self._writeback is None:
             return pb.FlushReply()
         timeout_s = (request.timeout_ms / 1000) or _DEFAULT_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Who the tenants are, and whose tokens they are, changed while the daemon serves.
+"""The list of tenants and of their tokens, changed while the daemon serves.
 
 What users stored follows them as at a start (tenants/reach.py). Clients that are another tenant's from now on, or of a
 name that stands for other blocks, have to connect again; all others go on.

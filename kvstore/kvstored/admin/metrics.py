@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.admin.sampling import NAMED_TENANTS, OTHER_TENANTS
+from kvstored.admin.sampler import NAMED_TENANTS, OTHER_TENANTS
 from kvstored.telemetry.counters import COUNTERS
 from kvstored.telemetry.latency import Counts, cumulative_s
 

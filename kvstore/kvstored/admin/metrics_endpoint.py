@@ -17,19 +17,29 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvstored.admin.metrics import Snapshot, families
+from kvstored.admin.views import Views
+from kvstored.sockets import SocketError
+from kvstored.telemetry import Flows, Latencies
 
 log = logging.getLogger(__name__)
 SNAPSHOT_TIMEOUT_S = 5.0  # of a scrape; Prometheus gives up after 10 by default
 
 
 class MetricsEndpoint:
-    """Listens as soon as it is made. Raises OSError when it cannot."""
+    """Listens on `address`, host:port, as soon as it is made. Raises SocketError when it cannot."""
 
-    def __init__(self, host: str, port: int, take: Callable[[], Snapshot]) -> None:
+    def __init__(self, address: str, views: Views, flows: Flows, latencies: Latencies) -> None:
+        def take() -> Snapshot:
+            misses = {cause.name.lower(): blocks for cause, blocks in flows.misses.items()}
+            return Snapshot(views.status(), views.tiers(), views.tenants(), misses, latencies.snapshot())
+
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_OnLoop(asyncio.get_running_loop(), take))
-        self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
-        self.port = int(self._server.server_port)
+        host, port = address.rsplit(":", 1)
+        try:
+            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
+        except OSError as error:
+            raise SocketError(f"cannot listen on metrics.listen {address}: {error.strerror or error}") from None
 
     def close(self) -> None:
         self._server.shutdown()

@@ -1,6 +1,6 @@
-"""Reading the configuration again while the daemon serves, at SIGHUP or `kvctl reload`.
+"""Reload of the configuration while the daemon serves, at SIGHUP or `kvctl reload`.
 
-Owns what has to hold: a configuration that cannot be used changes nothing; of one that can, the settings that
+Owns the rules: a configuration that cannot be used changes nothing; of one that can, the settings that
 `LiveSettings` knows take effect at once, and every other that differs is named as one that waits for a restart.
 """
 
@@ -10,11 +10,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore_console.units import human_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.admin.live_settings import LiveSettings
 from kvstored.config import Config, ConfigError, TenantSection, Written
 from kvstored.config.tiers import TierSection
 from kvstored.lifetime.notify import notify
@@ -32,23 +33,10 @@ class Difference:
     after: str
 
 
-class Live(Protocol):
-    """What can change while the daemon serves."""
-
-    def prepare(self, config: Config) -> None:
-        """Everything that can fail, done without changing anything. Raises ConfigError."""
-        ...
-
-    def apply(self, config: Config, names: set[str]) -> set[str]:
-        """Let the settings `names` be as in `config`; those that took effect. Raises ConfigError, with everything as it
-        was."""
-        ...
-
-
 class Reload:
     """`read()` reads the configuration as at the start; ConfigError when it cannot be used."""
 
-    def __init__(self, config: Config, read: Callable[[], Config], live: Live) -> None:
+    def __init__(self, config: Config, read: Callable[[], Config], live: LiveSettings) -> None:
         self.config = config  # what is in force
         self.waiting: tuple[Difference, ...] = ()  # what the file says by now, and waits for a restart
         self._read = read
@@ -63,7 +51,7 @@ class Reload:
             notify("READY=1")
 
     def on_signal(self) -> None:
-        """The same for a caller that hears no answer but the log."""
+        """As `reload`, for a caller that reads the log alone."""
         try:
             self.reload()
         except KVStoreError:

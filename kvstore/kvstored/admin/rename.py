@@ -1,7 +1,7 @@
-"""What was stored under one tenant's name becomes another's: the operator's word, where the daemon must not decide.
+"""Moves the blocks of one tenant's name to another, on an operator's request; the daemon never decides that itself.
 
 The former name must be out of use and the new one listed. Clients of both names have to connect again, since their keys
-start from other roots afterwards. What the new name has stored of its own goes, if the operator says so.
+start from other roots afterwards. What the new name has stored of its own is removed, if the operator says so.
 Never gives what user N stored as tenant uid-N to a tenant that does not list N.
 """
 
@@ -55,7 +55,7 @@ class RenameTenant:
             reply = pb.RenameTenantReply(clients=self._hang_up(request))
             await self._empty(former, reply)
             await self._bind(request.new, identity)
-            reply.clients += self._hang_up(request)  # who came meanwhile had the former roots
+            reply.clients += self._hang_up(request)  # clients that connected meanwhile have the former roots
             await self._empty(former, reply)
             stored = Stored(self._residency)
             reply.blocks, reply.bytes = stored.blocks(identity), stored.nbytes(identity)

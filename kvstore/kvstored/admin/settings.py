@@ -1,4 +1,4 @@
-"""The settings for an operator: what each was written as, what became of it, and where it comes from."""
+"""The settings for an operator: each one as written, as in force, and its origin."""
 
 from __future__ import annotations
 

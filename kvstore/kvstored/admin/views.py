@@ -1,4 +1,4 @@
-"""What an operator sees: status, tiers, tenants, blocks. Asks every part for its report; keeps nothing."""
+"""Status, tiers, tenants and blocks as an operator sees them. Reads the reports of all parts; keeps nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Tier
 from kvstored import __version__
-from kvstored.admin.integrity import describe_integrity
-from kvstored.clients.handshake import PROTOCOL_VERSION
+from kvstored.clients.reception import PROTOCOL_VERSION
 from kvstored.clients.sessions import SessionTable
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.reach import out_of_reach
@@ -31,7 +31,7 @@ from kvstored.telemetry import Counters, Flows
 
 @dataclass
 class Parts:
-    """What the views look at. `tiers`, `policies` and `paths` are in the order of the residency index."""
+    """Parts of the daemon that an operator sees. `tiers`, `policies`, `paths`: in the order of the residency index."""
 
     config: Config
     clock: Clock
@@ -61,7 +61,7 @@ class Views:
         prefault: Callable[[], tuple[int, int]],
         integrity: Callable[[], IntegrityReport],
     ) -> None:
-        self._parts = parts
+        self.parts = parts
         self._state = state
         self._ready_after_s = ready_after_s
         self._prefault = prefault
@@ -69,7 +69,7 @@ class Views:
         self._started_ns = parts.clock.monotonic_ns()
 
     def status(self) -> pb.StatusReply:
-        parts = self._parts
+        parts = self.parts
         now_ns = parts.clock.monotonic_ns()
         done_bytes, total_bytes = self._prefault()
         reply = pb.StatusReply(
@@ -111,7 +111,7 @@ class Views:
             )
             if budget.trouble:
                 reply.warnings.append(budget.trouble)
-        describe_integrity(self._integrity(), reply)
+        _describe_integrity(self._integrity(), reply)
         for lane in parts.mover.lanes.values():
             report = lane.statistics(now_ns)
             reply.lanes.add(
@@ -127,19 +127,19 @@ class Views:
         return reply
 
     def _other_tier_messages(self) -> list[str]:
-        """What tiers say of themselves, where no degraded mode says it already."""
-        parts = self._parts
-        told = {item.part for item in parts.modes.all()}
+        """Messages of tiers that are in no degraded mode."""
+        parts = self.parts
+        degraded = {item.part for item in parts.modes.all()}
         reports = [(name, tier.statistics()) for name, tier in zip(parts.residency.tiers, parts.tiers, strict=True)]
-        return [f"{name}: {report.message}" for name, report in reports if report.message and name not in told]
+        return [f"{name}: {report.message}" for name, report in reports if report.message and name not in degraded]
 
     def _state_of(self, position: int) -> str:
-        """What the daemon makes of a tier, where that is worse than what the tier says itself."""
-        mode = self._parts.modes.mode(self._parts.residency.tiers[position])
-        return self._parts.tiers[position].statistics().state.value if mode is Mode.OK else mode.value
+        """The degraded mode of a tier, or the state that it reports."""
+        mode = self.parts.modes.mode(self.parts.residency.tiers[position])
+        return self.parts.tiers[position].statistics().state.value if mode is Mode.OK else mode.value
 
     def tiers(self) -> pb.TiersReply:
-        parts = self._parts
+        parts = self.parts
         now_ns = parts.clock.monotonic_ns()
         reply = pb.TiersReply()
         for position, (tier, policy) in enumerate(zip(parts.tiers, parts.policies, strict=True)):
@@ -172,7 +172,7 @@ class Views:
         return reply
 
     def tenants(self) -> pb.TenantsReply:
-        parts, residency = self._parts, self._parts.residency
+        parts, residency = self.parts, self.parts.residency
         reply = pb.TenantsReply()
         for number, index in enumerate(residency.tenants):
             sessions = [session for session in parts.sessions.all() if session.tenant_id == number]
@@ -197,8 +197,8 @@ class Views:
         return reply
 
     def describe(self, row: int, block: pb.BlockStatus) -> None:
-        """What there is to say of a readable block."""
-        parts, residency = self._parts, self._parts.residency
+        """Fill in the status of a readable block."""
+        parts, residency = self.parts, self.parts.residency
         now_ns = parts.clock.monotonic_ns()
         kind = residency.kind(row)
         here = [position for position in range(len(residency.tiers)) if residency.has(row, position)]
@@ -222,7 +222,26 @@ class Views:
         block.location = parts.tiers[here[-1]].location(slot)
 
 
+def _describe_integrity(report: IntegrityReport, reply: pb.StatusReply) -> None:
+    """Fill in the reply, and warn where something is wrong."""
+    scrub, books = report.scrub, report.books
+    reply.orphaned_blocks = report.orphaned_blocks
+    reply.scrub.CopyFrom(pb.ScrubStatus(**vars(scrub)))
+    reply.books.CopyFrom(pb.BooksStatus(**vars(books)))
+    if scrub.message:
+        reply.warnings.append(scrub.message)
+    reply.warnings.extend(f"a broken invariant, please report it: {fault}" for fault in books.broken)
+
+
 def resident_bytes() -> int:
     """This process's resident set without touched arena pages, which `kvctl tiers` shows: the daemon's own cost."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+
+
+def tier_named(residency: Residency, name: str) -> int:
+    """Its position. Raises KVStoreError, naming those that there are, for another name."""
+    if name not in residency.tiers:
+        known = ", ".join(residency.tiers)
+        raise KVStoreError(ErrorKind.INVALID, f"no tier {name!r}; this daemon has: {known}")
+    return residency.tier(name)

@@ -73,11 +73,12 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     if unknown_names():
         return mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
-    from kvstore_tiers.nvme.judging_ahead import JudgingAhead
+    from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 
-    ahead = JudgingAhead.begin(config.nvme.path) if config.nvme.enabled else None  # while modules are loaded
+    ahead = EarlyRecordScan.begin(config.nvme.path) if config.nvme.enabled else None  # while modules are loaded
     try:
-        from kvstored.daemon import StartupError, run
+        from kvstored.daemon import StartupError
+        from kvstored.run import run
 
         try:
             read = lambda: load_config(arguments.config, _overrides(arguments))  # noqa: E731

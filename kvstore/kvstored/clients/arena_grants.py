@@ -45,8 +45,9 @@ class ArenaGrants:
             raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no arena {number}")
         if request.writable and not self.puts_in_place(session.tenant):
             raise KVStoreError(ErrorKind.FORBIDDEN, f"put.in_place is off for tenant {session.tenant.name}")
-        grant = hs.ArenaGrant(arena_id=number, size_bytes=self._host.container_bytes(number), writable=request.writable)
-        return grant, self._host.writable_fd(number) if request.writable else self._host.readonly_fd(number)
+        arena = self._host.arena(number)
+        grant = hs.ArenaGrant(arena_id=number, size_bytes=arena.nbytes, writable=request.writable)
+        return grant, arena.writable_fd() if request.writable else arena.readonly_fd()
 
     def _arenas_of(self, owner: str) -> list[int]:
         return [report.container for report in self._host.containers() if report.owner == owner]

@@ -1,4 +1,4 @@
-"""The handshake socket: where the kernel tells who calls, descriptors travel, and a client's life is watched.
+"""The handshake socket: the kernel names the caller, descriptors are passed, and the end of a client is noticed.
 
 One SOCK_SEQPACKET connection a client, open for its whole life; its end (the last holder of the descriptor exits or
 closes) ends the session and everything it held. gRPC cannot do this: it knows no peer and its streams break for other
@@ -13,56 +13,33 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from google.protobuf.message import DecodeError, Message
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.reception import Reception
 from kvstored.clients.sessions import Session
-from kvstored.clients.tenants import Peer, read_peer
+from kvstored.clients.tenants import read_peer
 
 log = logging.getLogger(__name__)
-PROTOCOL_VERSION = 1
 MAX_PACKET_BYTES = 128 * 1024
 ACCEPT_PAUSE_S = 0.5
 HELLO_PATIENCE_S = 10.0  # a connection that says nothing must not keep a place for ever
-MAX_TURNED_AWAY = 64
-
-
-class Welcomer(Protocol):
-    """What the daemon does for a caller. Refusals are KVStoreError."""
-
-    def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
-        """Open a session; the answer and the staging descriptor to send, if any."""
-        ...
-
-    def grant_arena(self, session: Session, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
-        """The answer and a descriptor, which is closed after it was sent."""
-        ...
-
-    def grant_lookup_index(self, session: Session) -> tuple[hs.LookupIndexGrant, int | None]:
-        """The answer and a read-only descriptor, which is closed after it was sent; none with a reason why."""
-        ...
-
-    def grant_stream(self, session: Session) -> int:
-        """The client's end of a direct stream, which is closed after it was sent."""
-        ...
-
-    def farewell(self, session: Session) -> None: ...
+MAX_REJECTED = 64
 
 
 class HandshakeServer:
     """Listens on `path`. `start` binds and returns; `close` ends every connection and with it every session."""
 
-    def __init__(self, path: Path, welcomer: Welcomer, max_clients: int) -> None:
+    def __init__(self, path: Path, reception: Reception, max_clients: int) -> None:
         self.path = path
-        self._welcomer = welcomer
+        self._reception = reception
         self._max_clients = max_clients
         self._listener: socket.socket | None = None
         self._connections: set[_Connection] = set()
-        self._turned_away: set[_Connection] = set()  # to be told so when they have said hello
+        self._rejected: set[_Connection] = set()  # each gets its refusal after its hello
         self.accepting = True
 
     def start(self, listener: socket.socket) -> None:
@@ -75,11 +52,11 @@ class HandshakeServer:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
-        for connection in [*self._connections, *self._turned_away]:
+        for connection in [*self._connections, *self._rejected]:
             connection.end()
 
     def hang_up(self, is_meant: Callable[[Session], bool]) -> int:
-        """End the sessions that are meant; how many. Their clients find out, and may come back."""
+        """End the sessions for which `is_meant` holds; how many. Their clients notice, and may reconnect."""
         meant = [connection for connection in self._connections if connection.is_of(is_meant)]
         for connection in meant:
             connection.end()
@@ -98,11 +75,11 @@ class HandshakeServer:
                 return
             accepted.setblocking(False)
             refusal = self._refusal()
-            group = self._connections if refusal is None else self._turned_away
-            if refusal is not None and len(group) >= MAX_TURNED_AWAY:
+            group = self._connections if refusal is None else self._rejected
+            if refusal is not None and len(group) >= MAX_REJECTED:
                 accepted.close()
                 continue
-            connection = _Connection(accepted, self._welcomer, group.discard, refusal)
+            connection = _Connection(accepted, self._reception, group.discard, refusal)
             group.add(connection)
             connection.start()
 
@@ -138,12 +115,12 @@ class _Connection:
     def __init__(
         self,
         sock: socket.socket,
-        welcomer: Welcomer,
+        reception: Reception,
         on_end: Callable[[_Connection], None],
         refusal: KVStoreError | None,
     ) -> None:
         self._socket = sock
-        self._welcomer = welcomer
+        self._reception = reception
         self._on_end = on_end
         self._refusal = refusal
         self._session: Session | None = None
@@ -162,7 +139,7 @@ class _Connection:
         self._socket.close()
         self._on_end(self)
         if self._session is not None:
-            self._welcomer.farewell(self._session)
+            self._reception.farewell(self._session)
 
     def is_of(self, is_meant: Callable[[Session], bool]) -> bool:
         return self._session is not None and is_meant(self._session)
@@ -207,7 +184,7 @@ class _Connection:
         if kind == "hello":
             if self._session is not None:
                 raise KVStoreError(ErrorKind.INVALID, "a connection says hello once")
-            session, welcome, descriptor = self._welcomer.welcome(read_peer(self._socket), packet.hello)
+            session, welcome, descriptor = self._reception.welcome(read_peer(self._socket), packet.hello)
             self._session = session
             self._be_patient()
             reply.welcome.CopyFrom(welcome)
@@ -219,23 +196,10 @@ class _Connection:
         elif self._session is None:
             raise KVStoreError(ErrorKind.UNAUTHENTICATED, "say hello first")
         else:
-            descriptor = self._grant(self._session, kind, packet, reply)
+            descriptor = self._reception.grant(self._session, kind, packet, reply)
             self._send(reply, descriptor)
             if descriptor is not None:
                 os.close(descriptor)
-
-    def _grant(self, session: Session, kind: str, packet: hs.ClientPacket, reply: hs.DaemonPacket) -> int | None:
-        """Fill the reply in; the descriptor that goes with it."""
-        if kind == "arena":
-            arena, descriptor = self._welcomer.grant_arena(session, packet.arena)
-            reply.arena.CopyFrom(arena)
-            return descriptor
-        if kind == "lookup_index":
-            index, index_fd = self._welcomer.grant_lookup_index(session)
-            reply.lookup_index.CopyFrom(index)
-            return index_fd
-        reply.direct_stream.SetInParent()
-        return self._welcomer.grant_stream(session)
 
     def _send(self, packet: Message, descriptor: int | None) -> None:
         descriptors = [] if descriptor is None else [descriptor]

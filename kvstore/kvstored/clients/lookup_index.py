@@ -2,11 +2,11 @@
 
 Owns one memfd a tenant, from the first session that asks for it to the end of the last, and the memory that all of
 them together may take. Follows residency by its presence events, so a stored block is in the table before its
-put is answered. Never does: serve bytes, or know what a client makes of an answer. A tenant gets the descriptor of
+put is answered. Never does: serve bytes, or know how a client uses an answer. A tenant gets the descriptor of
 its own table only, read-only; the memfd is sealed, so that not even root opens it writable.
 
 Invariants: a table in state SERVING holds every readable block of its tenant, in a slot or in an overflow count; only
-this process writes it, on the control thread; a table that nobody follows any more says CLOSED.
+this process writes it, on the control thread; a table that is no longer kept up says CLOSED.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstored.clients.sessions import Session
 from kvstored.store.blocks import Residency
 
 log = logging.getLogger(__name__)
-FEWEST_TABLES = 4  # the memory is enough for so many tenants at least
+FEWEST_TABLES = 4  # tables that the memory has room for, at least
 KEYS_A_SLICE, ROWS_A_SLICE = 200, 2000  # each some 0.4 ms of the control thread; most rows may be free
 
 
@@ -52,7 +52,7 @@ class IndexTable:
         except OSError:
             os.close(self._fd)
             raise
-        self._tell()
+        self._publish()
 
     @property
     def state(self) -> IndexState:
@@ -60,7 +60,7 @@ class IndexTable:
 
     def set_state(self, state: IndexState) -> None:
         self._state = state
-        self._tell()
+        self._publish()
 
     def put(self, key: bytes, code: int) -> None:
         """The fastest readable copy of `key` is in the tier `code` now."""
@@ -84,7 +84,7 @@ class IndexTable:
         self._write(offset, tags, tiers)
 
     def remove(self, key: bytes) -> None:
-        """`key` can be read nowhere. Its slot goes to a key that found the bucket full, if there is one."""
+        """`key` is no longer readable. A key that found the bucket full gets its slot."""
         tag = layout.key_tag(key, self._seed)
         offset = layout.bucket_offset(tag, self._buckets)
         tags, tiers = self._read(offset)
@@ -110,7 +110,7 @@ class IndexTable:
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Say so to whoever still maps it, and give it up. Idempotent."""
+        """Say CLOSED to processes that still map it, and give it up. Idempotent."""
         if self._fd >= 0:
             self.set_state(IndexState.CLOSED)
             self._memory.close()
@@ -125,9 +125,9 @@ class IndexTable:
         overflow = len(self._overflow.get(offset, ()))
         layout.BUCKET.pack_into(self._memory, offset, *layout.pack_bucket(tags, tiers, overflow))
         self._changes += 1
-        self._tell()
+        self._publish()
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         layout.LIVE.pack_into(self._memory, layout.LIVE_OFFSET, self._state, self.keys, self._overflowed, self._changes)
 
 
@@ -200,7 +200,7 @@ class LookupIndexes:
         return table
 
     def _build(self, tenant: int, table: IndexTable, first_row: int) -> None:
-        """Enter what is stored already, a slice at a time. What changes meanwhile comes by `changed`."""
+        """Enter what is stored already, a slice at a time. Changes meanwhile arrive through `changed`."""
         if self._tables.get(tenant) is not table:
             return
         rows = self._residency.rows

@@ -1,4 +1,4 @@
-"""Reception: what happens at a client's hello, when it asks for a descriptor, and at its end."""
+"""Reception: what the daemon does at a client's hello, when it asks for a descriptor, and at its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import FingerprintError, parse_fingerprint
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstored.clients.arena_grants import ArenaGrants
-from kvstored.clients.handshake import PROTOCOL_VERSION
 from kvstored.clients.lookup_index import LookupIndexes
 from kvstored.clients.session_factory import SessionFactory
 from kvstored.clients.sessions import Session
@@ -20,10 +19,11 @@ from kvstored.config import Config
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
+PROTOCOL_VERSION = 1
 
 
-class Returning(Protocol):
-    """Clients of the daemon before this one, whose leases still stand."""
+class ReturningClients(Protocol):
+    """Clients of the daemon process before, whose leases still stand."""
 
     @property
     def epoch(self) -> bytes:
@@ -31,34 +31,21 @@ class Returning(Protocol):
         ...
 
     def arrived(self, session: Session, token: bytes) -> list[int]:
-        """A client has come; numbers of the leases that it has again, if `token` is one that it had before."""
+        """A client connects; numbers of its leases that still stand, if `token` is one that it had before."""
         ...
 
 
 class Streams(Protocol):
-    """Who opens direct streams."""
+    """Opens direct streams."""
 
     def open(self, session: Session) -> int:
         """The client's end, a descriptor to hand over and close. Raises KVStoreError."""
         ...
 
 
-class NobodyReturns:
-    """Without warm restart nothing of a daemon outlives it."""
-
-    def __init__(self) -> None:
-        self._epoch = os.urandom(16)
-
-    @property
-    def epoch(self) -> bytes:
-        return self._epoch
-
-    def arrived(self, session: Session, token: bytes) -> list[int]:
-        return []
-
-
 class Reception:
-    """Implements `Welcomer`. `on_end(session)` releases what the session held elsewhere."""
+    """What the daemon does for a client of the handshake socket; refusals are KVStoreError. `on_end(session)` releases
+    what the session held elsewhere. `returning` is None without warm restart."""
 
     def __init__(
         self,
@@ -69,7 +56,7 @@ class Reception:
         streams: Streams,
         counters: Counters,
         on_end: Callable[[Session], None],
-        returning: Returning | None = None,
+        returning: ReturningClients | None = None,
     ) -> None:
         self._config = config
         self._factory = factory
@@ -78,17 +65,18 @@ class Reception:
         self._streams = streams
         self._counters = counters
         self._on_end = on_end
-        self._returning = NobodyReturns() if returning is None else returning
+        self._returning = returning
         self._epoch = os.urandom(16)
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
+        """Open a session; the answer and the staging descriptor to send, if any."""
         try:
             session = self._open(peer, hello)
         except KVStoreError as error:
             self._counters.add("sessions_refused")
             log.info("refused pid %d uid %d: %s", peer.pid, peer.uid, error.message)
             raise
-        limits, staging = self._config.limits, session.staging
+        limits, staging, returning = self._config.limits, session.staging, self._returning
         welcome = hs.Welcome(
             protocol_version=PROTOCOL_VERSION,
             session_token=session.token,
@@ -102,8 +90,8 @@ class Reception:
             max_block_bytes=limits.max_block_bytes,
             lookup_index=self._indexes.offered,
             direct_stream=True,
-            arena_epoch=self._returning.epoch,
-            lease_ids=self._returning.arrived(session, hello.former_token),
+            arena_epoch=self._epoch if returning is None else returning.epoch,
+            lease_ids=() if returning is None else returning.arrived(session, hello.former_token),
         )
         self._arenas.announce(session.tenant, welcome)
         self._counters.add("sessions_opened")
@@ -113,13 +101,17 @@ class Reception:
         )  # fmt: skip
         return session, welcome, staging.fd if staging is not None else None
 
-    def grant_arena(self, session: Session, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
-        return self._arenas.grant(session, request)
-
-    def grant_lookup_index(self, session: Session) -> tuple[hs.LookupIndexGrant, int | None]:
-        return self._indexes.grant(session)
-
-    def grant_stream(self, session: Session) -> int:
+    def grant(self, session: Session, kind: str, packet: hs.ClientPacket, reply: hs.DaemonPacket) -> int | None:
+        """Fill the reply in; the descriptor that goes with it, which is closed after it was sent."""
+        if kind == "arena":
+            arena, descriptor = self._arenas.grant(session, packet.arena)
+            reply.arena.CopyFrom(arena)
+            return descriptor
+        if kind == "lookup_index":
+            index, index_fd = self._indexes.grant(session)
+            reply.lookup_index.CopyFrom(index)
+            return index_fd
+        reply.direct_stream.SetInParent()
         return self._streams.open(session)
 
     def farewell(self, session: Session) -> None:

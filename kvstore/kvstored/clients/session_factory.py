@@ -32,7 +32,7 @@ class SessionFactory:
         self._staging_pool = staging_pool
 
     def tenant_of(self, peer: Peer) -> Tenant:
-        """Raises KVStoreError for a user who belongs to none."""
+        """Raises KVStoreError for a user without a tenant."""
         tenant = self._tenants.resolve(peer)
         if tenant is None:
             raise KVStoreError(
@@ -47,7 +47,7 @@ class SessionFactory:
         return session
 
     def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str) -> Session:
-        """A session for one unary call, in no table: nobody waits for its end. Its fingerprint is not noted, so that
+        """A session for one unary call, in no table: nothing follows its end. Its fingerprint is not noted, so that
         asking for made-up ones costs nothing: `note_fingerprint` before blocks are stored under it."""
         return self._session(tenant, fingerprint, Peer(0, -1, -1), name, None, is_noted=False)
 

@@ -38,7 +38,7 @@ class Session(Client):
 
 
 class SessionTable:
-    """All live sessions by token. Tokens are 16 random bytes; an unknown one tells nothing."""
+    """All live sessions by token. Tokens are 16 random bytes; an unknown one reveals nothing."""
 
     def __init__(self, last_session_id: int = 0) -> None:
         self._by_token: dict[bytes, Session] = {}

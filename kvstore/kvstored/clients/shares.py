@@ -19,8 +19,8 @@ class TenantShares:
         self._policies = policies
 
     def set_all(self) -> None:
-        """Of all that are listed with any, at the start: blocks of before are protected before their tenant comes. And
-        after a change of what is listed, of all that have a share."""
+        """For all tenants with limits, at the start: recovered blocks are protected before a client of the tenant
+        connects. After a change of the list, for all that have a share too."""
         shares = {number for policy in self._policies for number in policy.shares}
         for tenant in self._tenants.all():
             limits = tenant.limits

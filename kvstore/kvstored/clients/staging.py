@@ -63,8 +63,8 @@ class StagingPool:
         self._per_client_bytes = per_client_bytes
 
     def take(self, wanted_bytes: int) -> int:
-        """What a client gets: what it wants, up to its own limit and a quarter of what is left, so that those who come
-        later can write too; 0 when nothing is left."""
+        """What a client gets: what it wants, up to its own limit and a quarter of what is left, so that later clients
+        can write too; 0 when nothing is left."""
         left_bytes = self.size_bytes - self.used_bytes
         fair_bytes = max(left_bytes // 4, min(left_bytes, SMALLEST_SHARE_BYTES))
         granted_bytes = min(wanted_bytes, self._per_client_bytes, fair_bytes)

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_console.units import is_size_text
-from kvstored.config.mistakes import ConfigError, need
+from kvstored.config.mistakes import ConfigError, did_you_mean, need
 from kvstored.config.tiers import KINDS
 from kvstored.config.tiers.base import AUTO
-from kvstored.config.unknown import did_you_mean
 from kvstored.config.written import TENANT
 
 Table = dict[str, Any]

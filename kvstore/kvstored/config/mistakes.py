@@ -1,8 +1,9 @@
-"""What a configuration that cannot be used raises, and the checks that raise it."""
+"""The error of a configuration that cannot be used, and the checks that raise it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import difflib
+from collections.abc import Collection, Iterable
 
 
 class ConfigError(Exception):
@@ -16,3 +17,9 @@ def need(ok: bool, message: str) -> None:
 
 def one_of(name: str, value: str, known: Collection[str]) -> None:
     need(value in known, f"{name}: {value!r} is unknown; known: {', '.join(known)}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"

@@ -17,8 +17,7 @@ from typing import Any, get_type_hints
 
 from kvstore_console.units import human_bytes
 from kvstored.config.documents import in_order, lay_over, read_file, read_override, read_reference, tiers_in
-from kvstored.config.mistakes import need, one_of
-from kvstored.config.plausible import check_plausible
+from kvstored.config.mistakes import ConfigError, need, one_of
 from kvstored.config.schema import Config, UnarySection
 from kvstored.config.section_fields import section_of, size
 from kvstored.config.tenant_sections import tenant_sections
@@ -84,7 +83,7 @@ def _check_unary(unary: UnarySection) -> None:
         need(unary.enabled, "unary.listen is set, but unary.enabled = false: set one of them right")
         need(
             unary.tokens_file is not None,
-            "unary.listen needs unary.tokens_file: without tokens anybody who reaches the port could read every block",
+            "unary.listen needs unary.tokens_file: without tokens any client at the port could read every block",
         )
     need(
         (unary.tls_cert is None) == (unary.tls_key is None),
@@ -129,3 +128,40 @@ def _check(config: Config) -> None:
     need(0 <= config.index.slots <= MAX_INDEX_SLOTS, f"index.slots must be 0 (no index) to {MAX_INDEX_SLOTS}")
     for name, value in (("batch_ms", config.durability.batch_ms), ("batch_blocks", config.durability.batch_blocks)):
         need(value > 0, f"durability.{name} must be more than 0")
+
+
+def check_plausible(config: Config, staging_bytes: int) -> None:
+    """`staging_bytes`: what the operator asked for, 0 where that is the default."""
+    host = config.host
+    if staging_bytes > host.capacity_bytes // 2:
+        raise ConfigError(
+            f"host.staging {human_bytes(staging_bytes)} leaves too little of host.capacity "
+            f"{human_bytes(host.capacity_bytes)} for blocks; set at most a quarter of it, or leave it out"
+        )
+    _check_shares(config)
+    _check_in_place(config)
+
+
+def _check_in_place(config: Config) -> None:
+    if not config.host.sealed:
+        return
+    allowed = [tenant.name for tenant in config.tenants if tenant.put_in_place]
+    if config.put.in_place or allowed:
+        name = "put.in_place" if config.put.in_place else f"tenant {allowed[0]}: put_in_place"
+        raise ConfigError(f"{name}: no client can write to sealed arenas; set host.sealed = false, or leave it out")
+
+
+def _check_shares(config: Config) -> None:
+    room_bytes = config.host.capacity_bytes - config.host.staging_bytes
+    for tenant in config.tenants:
+        if tenant.host_max_bytes and tenant.host_max_bytes < tenant.host_min_bytes:
+            raise ConfigError(
+                f"tenant {tenant.name}: host_max {human_bytes(tenant.host_max_bytes)} is below its host_min "
+                f"{human_bytes(tenant.host_min_bytes)}; raise the one or lower the other"
+            )
+    least_bytes = sum(tenant.host_min_bytes for tenant in config.tenants)
+    if least_bytes > room_bytes:
+        raise ConfigError(
+            f"the tenants' host_min are {human_bytes(least_bytes)} together, host.capacity less staging is "
+            f"{human_bytes(room_bytes)}: lower them, or raise host.capacity"
+        )

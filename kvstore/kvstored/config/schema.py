@@ -1,6 +1,6 @@
 """The shape of the configuration: one frozen dataclass a section, sizes in bytes, paths absolute. Tiers: `tiers/`.
 
-Defaults live in reference.toml alone; these classes have none, so that the two cannot part.
+Defaults live in reference.toml alone; these classes have none, so that the two cannot differ.
 """
 
 from __future__ import annotations

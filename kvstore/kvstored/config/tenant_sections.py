@@ -6,13 +6,12 @@ import re
 from typing import Any
 
 from kvstore_console.units import parse_size
-from kvstored.config.mistakes import ConfigError
+from kvstored.config.mistakes import ConfigError, did_you_mean
 from kvstored.config.schema import Config, TenantSection
-from kvstored.config.unknown import did_you_mean
 
 _TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place"}
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
-_UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls those that nobody listed
+_UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls users that no tenant lists
 
 
 def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
@@ -34,7 +33,7 @@ def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
         if name in found:
             raise ConfigError(f"tenant {name!r} is listed twice")
         if _UID_TENANT.match(name):
-            raise ConfigError(f"tenant.name {name!r} is kept for a user that nobody lists; choose another name")
+            raise ConfigError(f"tenant.name {name!r} is kept for a user that no tenant lists; choose another name")
         ids = {key: _ids(name, key, entry.get(key, [])) for key in ("uids", "gids")}
         for member in (f"{key} {number}" for key in ids for number in ids[key]):
             if owners.setdefault(member, name) != name:

@@ -1,4 +1,4 @@
-"""Which settings were written where: what `kvctl config` shows beside what is in force."""
+"""The origin of each setting: what `kvctl config` shows beside what is in force."""
 
 from __future__ import annotations
 

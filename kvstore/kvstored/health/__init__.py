@@ -1,1 +1,1 @@
-"""The daemon looks after itself: periodic work, its own books, and damage before a reader finds it."""
+"""Self-care of the daemon: periodic work, the invariant checker, and the scrubber for damage on NVMe."""

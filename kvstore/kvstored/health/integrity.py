@@ -1,6 +1,6 @@
-"""What looks after the integrity of a running daemon: the scrubber, the orphans, the walk over its own books.
+"""The integrity of a running daemon: the scrubber, the orphans, the invariant checker.
 
-Composes and reports; each part decides for itself. Nothing here is on the way of a request.
+Composes and reports; each part decides for itself. No request waits for any of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvstored.clock import NS_PER_S
-from kvstored.health.books import BooksReport, BooksWalk
+from kvstored.health.invariants import InvariantChecker, InvariantReport
 from kvstored.health.scrub.scrubber import POSITION_FILE, Scrubber, ScrubReport
 from kvstored.health.scrub.verification import Verification
 from kvstored.health.scrub.worker import Settings
@@ -21,7 +21,7 @@ from kvstored.store.blocks.orphans import find, none_of, snapshot
 
 Task = Callable[[], Coroutine[Any, Any, None]]
 ORPHANS_S = 1.0  # how soon after a block was taken by force its descendants are the first to leave
-ORPHANS_REST = 50  # ... or so many times as long as finding them takes
+ORPHANS_REST = 50  # ... or this multiple of the time that finding them takes
 
 
 @dataclass
@@ -29,12 +29,12 @@ class IntegrityReport:
     """What `kvctl status` shows."""
 
     scrub: ScrubReport = field(default_factory=ScrubReport)
-    books: BooksReport = field(default_factory=BooksReport)
+    books: InvariantReport = field(default_factory=InvariantReport)
     orphaned_blocks: int = 0
 
 
 class Integrity:
-    """`tasks` run until they are cancelled. `is_idle()` says whether nobody waits for the daemon."""
+    """`tasks` run until they are cancelled. `is_idle()` says whether the daemon has no request."""
 
     def __init__(self, store: Store, is_idle: Callable[[], bool]) -> None:
         self._store = store
@@ -43,7 +43,7 @@ class Integrity:
         self.scrubber = self._make_scrubber()
         if self.scrubber is not None:
             self.report.scrub = self.scrubber.report
-        self.books = BooksWalk(store, is_idle)
+        self.books = InvariantChecker(store, is_idle)
         self.report.books = self.books.report
 
     def tasks(self) -> dict[str, Task]:

@@ -1,8 +1,7 @@
-"""What has to happen by itself: leases lapse, blocks expire, arenas are prefaulted, systemd is told,
-the history is written.
+"""Periodic work: expired leases and blocks, prefaulting of arenas, the watchdog of systemd, samples for the history.
 
 One tick a tenth of a second, each bounded; prefaulting runs in a thread of its own without the GIL.
-Invariant: no mistake of a part ends the ticking, on which leases and the service manager's watchdog hang.
+Invariant: no mistake of a part ends the ticks, which leases and the service manager's watchdog depend on.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Maintenance:
         self._counters = counters
         self._sample = sample
         self._watches = watches  # over media and memory: whether anything has to be shed
-        self._failed: set[str] = set()  # what was told of already
+        self._failed: set[str] = set()  # what was logged already
         self.prefaulted = (0, 0)  # bytes done, bytes in all
 
     def tick(self) -> None:
@@ -59,7 +58,7 @@ class Maintenance:
         ):  # fmt: skip
             try:
                 part()
-            except Exception as error:  # ours, whatever it is; it may come again each tick, so it is told once
+            except Exception as error:  # a mistake of ours; it may come again each tick, so it is logged once
                 failure = f"{type(error).__name__} in {getattr(part, '__qualname__', part)}"
                 if failure not in self._failed:
                     self._failed.add(failure)

@@ -13,8 +13,8 @@ letter and a name, with the descriptor where there is one:
     Q                     quit: drop everything and exit; a service stays
 
 Owns the descriptors and nothing else: it never maps or reads them, and imports little, to stay small. It
-outlives the daemon's death (own session, no inherited pipe), and ends by itself: told to, when it holds nothing and
-nobody is connected, when nobody has been connected for the time it was told, or when its socket's file is gone.
+outlives the daemon's death (own session, no inherited pipe), and ends by itself: on Q, when it holds nothing and has
+no connection, when it had no connection for the time that S set, or when its socket's file is gone.
 Invariants: only this user (and root) is listened to; what a daemon sent before it died is taken in before any other is
 answered.
 """
@@ -55,14 +55,14 @@ class Holder:
         self._selector = selectors.DefaultSelector()
         self._linger_s = DEFAULT_LINGER_S
         self._alone_since_s = time.monotonic()
-        self._told_to_quit = False
+        self._must_quit = False
 
     def run(self) -> None:
         """Returns when there is no reason left to hold anything."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         look_at_s = 0.0
-        while not self._told_to_quit:
+        while not self._must_quit:
             for key, _ in self._selector.select(LOOK_S):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -83,7 +83,7 @@ class Holder:
         if self._stays or self._connections:
             return False
         alone_s = time.monotonic() - self._alone_since_s
-        if alone_s < LOOK_S:  # whoever started us is about to connect
+        if alone_s < LOOK_S:  # the daemon that started us is about to connect
             return False
         return not self._held or alone_s >= self._linger_s or not self._can_be_found()
 
@@ -130,7 +130,7 @@ class Holder:
             self._list(connection)
         elif operation == b"Q":
             self._drop_all()
-            self._told_to_quit = not self._stays
+            self._must_quit = not self._stays
         for stray in descriptors:
             os.close(stray)
 
@@ -171,7 +171,7 @@ def _inode(path: str) -> tuple[int, int] | None:
 
 
 def _listening(path: str) -> socket.socket:
-    """A new socket of mode 0600, in the place of one that a process before left. Raises OSError."""
+    """A new socket of mode 0600, replacing one that a process before left. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.stay == (chosen.listen is not None):
         parser.error("give --listen FD or --stay")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the daemon, which will tell us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the daemon, which will send Q
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):

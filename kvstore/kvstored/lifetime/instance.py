@@ -1,4 +1,4 @@
-"""One daemon for one state directory, which nobody else may change: a lock file that holds the owner's pid.
+"""The state directory: made if need be, writable by this user alone, and locked by one daemon.
 
 The kernel drops the lock with its holder, so a crash leaves nothing to clean up.
 """
@@ -8,8 +8,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import stat
 from pathlib import Path
+
+from kvstore_tiers.nvme.directory import make_directory
+
+
+class StateDirectoryError(Exception):
+    """The state directory cannot be used; the message says why and what to do."""
 
 
 class AlreadyRunning(Exception):
@@ -17,13 +24,27 @@ class AlreadyRunning(Exception):
 
 
 def who_else_can_change(directory: Path) -> str | None:
-    """Why what lies in a directory is not ours alone to replace, and the cure; None when it is."""
+    """Which other user can replace what is in a directory, and the cure; None when no other can."""
     status = directory.stat()
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to uid {status.st_uid} and must be ours or root's (chown it)"
     if status.st_mode & stat.S_IWOTH:
         return "can be written by everybody (chmod 700 it, or name a directory below it)"
     return None
+
+
+def make_state_dir(path: Path) -> None:
+    """Raises StateDirectoryError."""
+    try:
+        make_directory(path)
+    except OSError as error:
+        raise StateDirectoryError(
+            f"cannot make state directory {path}: {error.strerror}; set daemon.state_dir to a writable place"
+        ) from None
+    if (others := who_else_can_change(path)) is not None:
+        raise StateDirectoryError(f"state directory {path} {others}: with the secret in it, blocks and keys are theirs")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise StateDirectoryError(f"state directory {path} is not writable by uid {os.geteuid()}")
 
 
 class InstanceLock:
@@ -46,3 +67,19 @@ class InstanceLock:
     def release(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self._fd)
+
+
+class FreshDirectories:
+    """Which of `paths` a start will make, and the directories above them: a start that fails leaves none behind."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._missing = [path for path in paths if not path.exists()]
+        self._above = {above for path in self._missing for above in path.parents if not above.exists()}
+
+    def remove(self) -> None:
+        """Take away what was missing then, and all that is in it. The directories above go if they are empty."""
+        for path in self._missing:
+            shutil.rmtree(path, ignore_errors=True)
+        for above in sorted(self._above, key=lambda path: -len(path.parts)):
+            with contextlib.suppress(OSError):
+                above.rmdir()

@@ -1,4 +1,4 @@
-"""What we tell systemd: ready, status, watchdog, stopping, and which descriptors to keep over a restart. A no-op where
+"""Messages to systemd: ready, status, watchdog, stopping, and which descriptors to keep over a restart. A no-op where
 there is no systemd.
 
 The protocol is one datagram of lines to $NOTIFY_SOCKET (sd_notify(3)), with descriptors where there are some, and
@@ -19,12 +19,12 @@ _BARRIER_TIMEOUT_S = 5.0
 
 
 def notify(*lines: str) -> bool:
-    """Send `lines`; False when nobody listens."""
+    """Send `lines`; False without a listener."""
     return _send(lines, [], 0)
 
 
 def notify_about(descriptors: Sequence[int], *lines: str) -> bool:
-    """Send `lines` with descriptors, without waiting; False when nobody listens or the queue is full."""
+    """Send `lines` with descriptors, without waiting; False without a listener, or when the queue is full."""
     return _send(lines, descriptors, socket.MSG_DONTWAIT)
 
 
@@ -44,7 +44,7 @@ def _send(lines: Sequence[str], descriptors: Sequence[int], flags: int) -> bool:
 
 
 def wait_for_manager() -> None:
-    """Wait until the manager has read what it was told: it may not know whose a message was once we are gone."""
+    """Wait until the manager has read all messages: it may not know whose a message was once we are gone."""
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     try:
         if not notify_about([theirs], "BARRIER=1"):
@@ -82,14 +82,14 @@ def stored_descriptors() -> dict[str, int]:
 
 
 def store_limit() -> int | None:
-    """How many descriptors the manager keeps; what is sent beyond that it closes without a word. None when it does not
+    """How many descriptors the manager keeps; it closes those beyond silently. None when it does not
     say. systemd says so from 254 on, in $FDSTORE; for an older one the unit does, in $KVSTORED_FDSTORE."""
     limit = os.environ.get("FDSTORE") or os.environ.get("KVSTORED_FDSTORE", "")
     return int(limit) if limit.isdigit() and int(limit) else None
 
 
 def offers_descriptor_store() -> bool:
-    """Whether the unit has a store for descriptors, as far as we are told."""
+    """Whether the unit has a store for descriptors, as far as the environment says."""
     return any(os.environ.get(name, "0") != "0" for name in ("FDSTORE", "KVSTORED_FDSTORE"))
 
 

@@ -1,6 +1,7 @@
-"""Recovery: what the NVMe tier kept becomes residency again, before anybody is served.
+"""Recovery: what the NVMe tier kept becomes residency again, before any client is served.
 
-All at once and by columns: a million blocks in a fraction of a second. What does not fit that way goes one by one.
+All at once and by columns: a million blocks in a fraction of a second. Blocks that columns cannot express are entered
+one by one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ use, what policies have learned beyond them, why blocks went, and why slots are 
 
 Written behind, every `INTERVAL_S` at most while something happens, and at the end of a daemon that stops in order; so
 a crash forgets the last seconds of it. It is never needed: a file that is missing, damaged or of another version costs
-hits, no block, so it is not synced. Never in the way of an answer: it is copied in steps, and a thread writes.
+hits, no block, so it is not synced. No request waits for it: it is copied in steps, and a thread writes.
 
 It names blocks by their keys, and tenants as their blocks do. What was deleted is not in the next file.
 """

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 
 from kvstore_proto.errors import KVStoreError
-from kvstore_proto.v1 import admin_pb2 as pb
-from kvstore_proto.v1 import admin_pb2_grpc
+from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 from kvstored.admin.accounts import Accounts
 from kvstored.admin.block_list import BlockList
 from kvstored.admin.block_totals import BlockTotals
@@ -25,125 +25,59 @@ from kvstored.admin.settings import SettingsView
 from kvstored.admin.views import Views
 from kvstored.rpc.audit import audit
 
-Handler = Callable[[Any, Any, Any], Awaitable[Any]]
+Call = Callable[[Any], Any]
+METHODS = frozenset(method.name for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods)
 
 
-def _reporting(handler: Handler) -> Handler:
-    """Turn a KVStoreError into the gRPC status that its kind maps to."""
+def admin_calls(
+    views: Views,
+    explain: Explain,
+    history: HistoryView,
+    drop: Drop,
+    rename: RenameTenant,
+    lifetime: Lifetime,
+    quarantine: Quarantine,
+    reload: Reload,
+) -> dict[str, Call]:
+    """What answers each call, by its name: a request in; out, the reply or an awaitable of it."""
+    accounts, blocks, settings = Accounts(views.parts), BlockList(views), SettingsView(reload)
+    return {
+        "Status": lambda _: views.status(),
+        "Tiers": lambda _: views.tiers(),
+        "Tenants": lambda _: accounts.add_to(views.tenants()),
+        "Blocks": blocks.blocks,
+        "BlockTotals": BlockTotals(views.parts, blocks).totals,
+        "Explain": explain.explain,
+        "History": history.history,
+        "Drop": drop.drop,
+        "Invalidate": drop.invalidate,
+        "Quarantine": lambda _: quarantine.list(),
+        "ReleaseQuarantine": quarantine.release,
+        "Config": lambda _: settings.settings(),
+        "Reload": lambda _: reload.reload(),
+        "RenameTenant": rename.rename,
+        "Flush": lifetime.flush,
+        "Drain": lifetime.drain,
+        "Shutdown": lifetime.shutdown,
+    }
 
-    async def call(self: Any, request: Any, context: Any) -> Any:
+
+def serve_admin(calls: Mapping[str, Call], server: grpc.aio.Server) -> None:
+    """Answer each call of the service by `calls`; a KVStoreError becomes the gRPC status of its kind."""
+    assert calls.keys() == METHODS, calls.keys() ^ METHODS
+    servicer: Any = SimpleNamespace(**{name: _handler(name, call) for name, call in calls.items()})
+    admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
+
+
+def _handler(name: str, call: Call) -> Callable[[Any, Any], Any]:
+    async def handle(request: Any, context: Any) -> Any:
         try:
-            reply = await handler(self, request, context)
-            audit(handler.__name__, request, reply, context.invocation_metadata())
+            reply = call(request)
+            if inspect.isawaitable(reply):
+                reply = await reply
+            audit(name, request, reply, context.invocation_metadata())
             return reply
         except KVStoreError as error:
             await context.abort(grpc.StatusCode[error.kind.grpc_status], error.message)
 
-    return call
-
-
-@dataclass(frozen=True)
-class Looks:
-    """What shows the daemon and changes nothing."""
-
-    views: Views
-    accounts: Accounts
-    blocks: BlockList
-    totals: BlockTotals
-    explain: Explain
-    history: HistoryView
-    settings: SettingsView
-
-
-class AdminService(admin_pb2_grpc.AdminServicer):
-    """Translates. `looks` shows; `drop` takes away, `rename` gives to another name, `lifetime` flushes, drains and
-    stops, `quarantine` shows and releases what is damaged, `reload` reads the configuration again.
-    """
-
-    def __init__(
-        self,
-        looks: Looks,
-        drop: Drop,
-        rename: RenameTenant,
-        lifetime: Lifetime,
-        quarantine: Quarantine,
-        reload: Reload,
-    ) -> None:
-        self._looks = looks
-        self._drop = drop
-        self._rename = rename
-        self._lifetime = lifetime
-        self._quarantine = quarantine
-        self._reload = reload
-
-    @_reporting
-    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
-        return self._looks.views.status()
-
-    @_reporting
-    async def Tiers(self, request: pb.TiersRequest, context: Any) -> pb.TiersReply:  # noqa: N802
-        return self._looks.views.tiers()
-
-    @_reporting
-    async def Tenants(self, request: pb.TenantsRequest, context: Any) -> pb.TenantsReply:  # noqa: N802
-        return await self._looks.accounts.add_to(self._looks.views.tenants())
-
-    @_reporting
-    async def Blocks(self, request: pb.BlocksRequest, context: Any) -> pb.BlocksReply:  # noqa: N802
-        return await self._looks.blocks.blocks(request)
-
-    @_reporting
-    async def BlockTotals(self, request: pb.BlockTotalsRequest, context: Any) -> pb.BlockTotalsReply:  # noqa: N802
-        return await self._looks.totals.totals(request)
-
-    @_reporting
-    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainReply:  # noqa: N802
-        return await self._looks.explain.explain(request)
-
-    @_reporting
-    async def History(self, request: pb.HistoryRequest, context: Any) -> pb.HistoryReply:  # noqa: N802
-        return await self._looks.history.history(request)
-
-    @_reporting
-    async def Drop(self, request: pb.DropRequest, context: Any) -> pb.DropReply:  # noqa: N802
-        return await self._drop.drop(request)
-
-    @_reporting
-    async def Invalidate(self, request: pb.InvalidateRequest, context: Any) -> pb.InvalidateReply:  # noqa: N802
-        return await self._drop.invalidate(request)
-
-    @_reporting
-    async def Quarantine(self, request: pb.QuarantineRequest, context: Any) -> pb.QuarantineReply:  # noqa: N802
-        return await self._quarantine.list()
-
-    @_reporting
-    async def ReleaseQuarantine(  # noqa: N802
-        self, request: pb.ReleaseQuarantineRequest, context: Any
-    ) -> pb.ReleaseQuarantineReply:
-        return await self._quarantine.release(request)
-
-    @_reporting
-    async def Config(self, request: pb.ConfigRequest, context: Any) -> pb.ConfigReply:  # noqa: N802
-        return self._looks.settings.settings()
-
-    @_reporting
-    async def Reload(self, request: pb.ReloadRequest, context: Any) -> pb.ReloadReply:  # noqa: N802
-        return self._reload.reload()
-
-    @_reporting
-    async def RenameTenant(  # noqa: N802
-        self, request: pb.RenameTenantRequest, context: Any
-    ) -> pb.RenameTenantReply:
-        return await self._rename.rename(request)
-
-    @_reporting
-    async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:  # noqa: N802
-        return await self._lifetime.flush(request)
-
-    @_reporting
-    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:  # noqa: N802
-        return await self._lifetime.drain(request)
-
-    @_reporting
-    async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:  # noqa: N802
-        return self._lifetime.shutdown(request)
+    return handle

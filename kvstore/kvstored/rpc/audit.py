@@ -1,8 +1,7 @@
-"""One log line for each call of an operator that takes something away or changes how the daemon runs: who, what, how
-much.
+"""One log line for each call of an operator that removes blocks or changes how the daemon runs: caller, call, amount.
 
-gRPC does not say who is at the other end of a socket. That the caller is an operator, the socket's mode has seen to;
-uid and pid are what kvctl says of itself, and the line says that they are claimed.
+gRPC does not know the peer of a socket. The socket's mode admits operators only; uid and pid are what kvctl claims, and
+the line says so.
 """
 
 from __future__ import annotations
@@ -65,5 +64,5 @@ def audit(method: str, request: Any, reply: Any, metadata: Iterable[tuple[str, A
 def _caller(metadata: Iterable[tuple[str, Any]] | None) -> str:
     said = next((value for key, value in metadata or () if key == CALLER_METADATA), None)
     if not isinstance(said, str):
-        return "a caller that does not say who it is"
+        return "an unnamed caller"
     return f"{said[:MAX_CALLER_CHARACTERS]} (claimed)"

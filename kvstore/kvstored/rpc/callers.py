@@ -1,7 +1,8 @@
-"""Who makes a unary call: the daemon's own user on a socket that only it can reach, or whoever bears a token.
+"""The tenant of a unary call's caller: the daemon's own user on a socket that only it can reach, or a bearer of a
+token.
 
-gRPC does not say who is at the other end, so the socket's mode and the token have to. A caller without a tenant is
-turned away before its message is read. Never decides what a tenant may do.
+gRPC does not know the peer, so the socket's mode and the token identify it. A caller without a tenant is
+rejected before its message is read. Never decides what a tenant may do.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Callers:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Turns callers without a tenant away. On the Unix socket they may ask for health; over TCP not even that: watching
+    """Rejects callers without a tenant. On the Unix socket they may ask for health; over TCP not even that: watching
     takes up a call for as long as it lasts, and strangers could take them all."""
 
     def __init__(self, callers: Callers) -> None:

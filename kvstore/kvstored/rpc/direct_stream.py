@@ -1,8 +1,8 @@
 """Direct streams: the messages of the gRPC stream on a connected socket, without gRPC between.
 
-A session asks for one on its handshake connection and gets the other end of a socket pair: nobody else can reach it, so
-it needs no name and no token. A call costs a quarter of what gRPC's costs. Runs on the control loop. Never blocks it:
-requests are handled for half a millisecond at a time, and none of a client that does not read its answers.
+A session asks for one on its handshake connection and gets the other end of a socket pair: no other process can reach
+it, so it needs no name and no token. A call costs a quarter of what gRPC's costs. Runs on the control loop. Never
+blocks it: requests are handled for half a millisecond at a time, and none of a client that does not read its answers.
 Invariants: a session has one direct stream at a time, which ends with it; requests begin in the order they came in.
 """
 
@@ -20,7 +20,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.framing import Frames, FrameTooLarge, frame
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import Session
-from kvstored.rpc.requests import LAST_REPLY_S, Answering, Requests, StreamOver, error_reply
+from kvstored.rpc.requests import LAST_REPLY_S, Requests, StreamOver, StreamServices, error_reply
 
 log = logging.getLogger(__name__)
 TURN_NS = 500_000  # for the requests of one client, while others wait
@@ -31,14 +31,14 @@ CLOSING_POLL_S = 0.005
 class DirectStreams:
     """Opens streams. `message_bytes` bounds one request."""
 
-    def __init__(self, answering: Answering, message_bytes: int) -> None:
+    def __init__(self, answering: StreamServices, message_bytes: int) -> None:
         self._answering = answering
         self._message_bytes = message_bytes
         self._of_session: dict[int, _DirectStream] = {}
         self._connecting: set[asyncio.Task[object]] = set()
 
     def open(self, session: Session) -> int:
-        """The client's end of a new stream, a descriptor to hand over and close. The session's stream of before ends.
+        """The client's end of a new stream, a descriptor to hand over and close. The session's former stream ends.
         Raises KVStoreError."""
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -47,7 +47,7 @@ class DirectStreams:
         ours.setblocking(False)
         before = self._of_session.get(session.session_id)
         if before is not None:
-            before.abort()  # its client has asked for another one, so nobody wants the rest
+            before.abort()  # its client has asked for another one, and reads this one no more
         stream = _DirectStream(session, self._answering, self._message_bytes, self._ended)
         self._of_session[session.session_id] = stream
         connecting = asyncio.get_running_loop().create_task(_connect(stream, ours))
@@ -82,7 +82,7 @@ class _DirectStream(asyncio.Protocol):
     def __init__(
         self,
         session: Session,
-        answering: Answering,
+        answering: StreamServices,
         message_bytes: int,
         on_end: Callable[[Session, _DirectStream], None],
     ) -> None:
@@ -125,7 +125,7 @@ class _DirectStream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
-        self._may_write.set()  # nobody waits for a stream that is over
+        self._may_write.set()  # end the tasks that wait to write
         self._requests.cancel()
         for handle in (self._next_turn, self._time_is_up):
             if handle is not None:
@@ -142,7 +142,7 @@ class _DirectStream(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """End it now; what is not out yet never goes out."""
+        """End it now; unsent answers are lost."""
         self._is_over = True
         if self._transport is not None:
             self._transport.abort()
@@ -196,7 +196,7 @@ class _DirectStream(asyncio.Protocol):
             raise StreamOver
 
     def _write(self, reply: pb.Response) -> bool:
-        """Whether it goes out, as far as can be known now."""
+        """Whether it will be sent, as far as is known now."""
         transport = self._transport
         assert transport is not None
         is_first = not transport.get_write_buffer_size()

@@ -1,4 +1,4 @@
-"""Health as gRPC's own protocol tells it (grpc.health.v1): SERVING while the daemon takes new work, else NOT_SERVING.
+"""Health by gRPC's own protocol (grpc.health.v1): SERVING while the daemon takes new work, else NOT_SERVING.
 
 One state for every socket and every service, and one more for each tier, `kvstored.nvme` and `kvstored.host`:
 NOT_SERVING while it is shed. A shed tier leaves the others SERVING, since blocks in DRAM go on being served. Follows
@@ -33,7 +33,7 @@ class Health:
         modes.on_change.append(self._follow)
         self._servicer = health.HealthServicer()
         self._services = ("", *services)
-        self._telling: set[asyncio.Task[None]] = set()
+        self._updates: set[asyncio.Task[None]] = set()
         lifetime.on_change.append(self._follow)
         self._follow(lifetime.state)
 
@@ -41,17 +41,17 @@ class Health:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     def _follow(self, _: State | str) -> None:
-        """Those who watch are told by a task: a change of state waits for nobody."""
-        task = asyncio.create_task(self._tell())
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        """A task updates the servicer, so that a change of state does not wait for watchers."""
+        task = asyncio.create_task(self._update())
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
 
-    async def _tell(self) -> None:
+    async def _update(self) -> None:
         status = health_pb2.HealthCheckResponse
         is_serving = self._lifetime.state is State.SERVING
         for tier in self._tiers:
             is_up = is_serving and self._modes.mode(tier) not in SHEDDING
             await self._servicer.set(f"{TIER_PREFIX}{tier}", status.SERVING if is_up else status.NOT_SERVING)
-        for service in self._services:  # the state as it is by then, so that of two tasks the later word counts
+        for service in self._services:  # the state of this moment: of two tasks the later one is right
             is_serving = self._lifetime.state is State.SERVING
             await self._servicer.set(service, status.SERVING if is_serving else status.NOT_SERVING)

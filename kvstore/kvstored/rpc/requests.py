@@ -1,4 +1,4 @@
-"""The requests of one open stream, whatever carries it: answered at once, or by a task, by request id.
+"""The requests of one open stream, over any transport: answered at once, or by a task, by request id.
 
 Requests that need no bytes to move are answered inline; the others run as tasks and answer when they are done. An
 acquire that its client gives up is cancelled, and answered a last time. Never touches payload, never reads or writes a
@@ -30,8 +30,8 @@ class StreamOver(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
-    """What requests are answered with. `inflight_limit` bounds the tasks of one client, over all its streams."""
+class StreamServices:
+    """What a stream needs to answer requests. `inflight_limit` bounds the tasks of one client, over all its streams."""
 
     verbs: Verbs
     inflight_limit: int
@@ -42,12 +42,14 @@ class Answering:
 class Requests:
     """See the module. `send` takes an answer that a task has made, and raises StreamOver when it cannot go out."""
 
-    def __init__(self, session: Session, answering: Answering, send: Callable[[pb.Response], Awaitable[None]]) -> None:
+    def __init__(
+        self, session: Session, services: StreamServices, send: Callable[[pb.Response], Awaitable[None]]
+    ) -> None:
         self._session = session
-        self._verbs = answering.verbs
-        self._inflight_limit = answering.inflight_limit
-        self._latencies = answering.latencies
-        self._now_ns = answering.clock.monotonic_ns
+        self._verbs = services.verbs
+        self._inflight_limit = services.inflight_limit
+        self._latencies = services.latencies
+        self._now_ns = services.clock.monotonic_ns
         self._send = send
         self._tasks: set[asyncio.Task[None]] = set()
         self._acquires: dict[int, asyncio.Task[None]] = {}  # of those, by request id
@@ -73,7 +75,7 @@ class Requests:
             task.cancel()
 
     def undelivered(self, reply: pb.Response) -> None:
-        """A reply could not be sent: what it granted is nobody's."""
+        """A reply could not be sent: take back what it granted."""
         self._verbs.undelivered(self._session, reply)
 
     def _begin(self, request: pb.Request) -> pb.Response | None:

@@ -15,7 +15,7 @@ import grpc
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2_grpc
 from kvstored.clients.sessions import Session, SessionTable
-from kvstored.rpc.requests import LAST_REPLY_S, Answering, Requests, StreamOver
+from kvstored.rpc.requests import LAST_REPLY_S, Requests, StreamOver, StreamServices
 
 TOKEN_METADATA = "kvstored-session-bin"
 
@@ -23,7 +23,7 @@ TOKEN_METADATA = "kvstored-session-bin"
 class SessionService(kvstore_pb2_grpc.KVStoreServicer):
     """See the module."""
 
-    def __init__(self, sessions: SessionTable, answering: Answering) -> None:
+    def __init__(self, sessions: SessionTable, answering: StreamServices) -> None:
         self._sessions = sessions
         self._answering = answering
 
@@ -65,7 +65,7 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
 class _Stream:
     """One open stream: reads requests, keeps answers whole and in one writer at a time."""
 
-    def __init__(self, session: Session, context: Any, answering: Answering) -> None:
+    def __init__(self, session: Session, context: Any, answering: StreamServices) -> None:
         self._session = session
         self._context = context
         self._requests = Requests(session, answering, self._send)

@@ -7,6 +7,7 @@ Never looks into a block. Invariant: a call sees blocks of its caller's tenant a
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from kvstored.rpc.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
 
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStoreUnary"].full_name
+Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 
@@ -44,7 +46,7 @@ class CallLimit:
 
 
 class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
-    """`callers` says who calls on the socket that this instance serves."""
+    """`callers` finds the tenant of a caller on the socket that this instance serves."""
 
     def __init__(
         self,
@@ -64,46 +66,34 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         self._under_way: set[asyncio.Task[Any]] = set()
 
     async def Lookup(self, request: pb.UnaryLookupRequest, context: Any) -> pb.UnaryLookupReply:  # noqa: N802
-        async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryLookupReply:
-            return self._calls.look_up(session, blocks, request)
-
-        return await self._answer(request, context, call)
+        return await self._answer(request, context, self._calls.look_up)
 
     async def Put(self, request: pb.UnaryPutRequest, context: Any) -> pb.UnaryPutReply:  # noqa: N802
-        async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryPutReply:
+        async def put(session: Session, blocks: NamedBlocks, request: pb.UnaryPutRequest) -> pb.UnaryPutReply:
             if len(request.payloads) == len(blocks) and not blocks.are_given:
                 self._factory.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
             return await self._calls.put(session, blocks, request)
 
-        return await self._answer(request, context, call)
+        return await self._answer(request, context, put)
 
     async def Get(self, request: pb.UnaryGetRequest, context: Any) -> pb.UnaryGetReply:  # noqa: N802
-        async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryGetReply:
-            return await self._calls.get(session, blocks, request)
-
-        return await self._answer(request, context, call)
+        return await self._answer(request, context, self._calls.get)
 
     async def Prefetch(self, request: pb.UnaryPrefetchRequest, context: Any) -> pb.UnaryPrefetchReply:  # noqa: N802
-        async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryPrefetchReply:
-            return self._calls.prefetch(session, blocks, request)
-
-        return await self._answer(request, context, call)
+        return await self._answer(request, context, self._calls.prefetch)
 
     async def Delete(self, request: pb.UnaryDeleteRequest, context: Any) -> pb.UnaryDeleteReply:  # noqa: N802
-        async def call(session: Session, blocks: NamedBlocks) -> pb.UnaryDeleteReply:
-            return await self._calls.delete(session, blocks)
-
-        return await self._answer(request, context, call)
+        return await self._answer(request, context, self._calls.delete)
 
     async def _answer(
-        self, request: Any, context: Any, call: Callable[[Session, NamedBlocks], Awaitable[Reply]]
+        self, request: Request, context: Any, call: Callable[[Session, NamedBlocks, Request], Reply | Awaitable[Reply]]
     ) -> Reply:
         """The call's answer, with the keys where the caller gave none; a KVStoreError ends it with its status."""
         try:
             tenant = self._callers.tenant_of(context.invocation_metadata())
             if self._lifetime.state is not State.SERVING:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._lifetime.state.value}")
-            # Work that has begun goes on when its caller gives up, and its bytes stay: it counts until it ends.
+            # Work continues when its caller gives up, and keeps its bytes: it counts until it ends.
             work = asyncio.create_task(self._work(tenant, request, call))
             self._under_way.add(work)
             work.add_done_callback(self._ended)
@@ -117,13 +107,15 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         raise AssertionError("abort returned")
 
     async def _work(
-        self, tenant: Tenant, request: Any, call: Callable[[Session, NamedBlocks], Awaitable[Reply]]
+        self, tenant: Tenant, request: Any, call: Callable[[Session, NamedBlocks, Any], Reply | Awaitable[Reply]]
     ) -> Reply:
         with self._limit:
             named = request.chain
             session = self._factory.open_call(tenant, fingerprint_of(named), "unary call")
             blocks = await blocks_of(session, named, self._max_keys)
-            reply: Any = await call(session, blocks)
+            reply: Any = call(session, blocks, request)
+            if inspect.isawaitable(reply):
+                reply = await reply
             if not blocks.are_given:
                 reply.keys = blocks.packed
             return reply  # type: ignore[no-any-return]
@@ -131,4 +123,4 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     def _ended(self, work: asyncio.Task[Any]) -> None:
         self._under_way.discard(work)
         if not work.cancelled():
-            work.exception()  # nobody may be left to ask for it
+            work.exception()  # its caller may have given up: then nothing else takes it

@@ -1,4 +1,4 @@
-"""The sockets on which unary calls come in: unary.sock for the daemon's own user, and a TCP port if one is configured.
+"""The sockets for unary calls: unary.sock for the daemon's own user, and a TCP port if one is configured.
 
 Owns how each is bound, limited and guarded; health and reflection are served beside the calls. Never serves a TCP port
 without tokens.
@@ -58,7 +58,7 @@ class UnaryDoors:
             options=[
                 ("grpc.max_receive_message_length", message_bytes),
                 ("grpc.max_send_message_length", message_bytes + _ANSWER_SLACK_BYTES),
-                ("grpc.so_reuseport", 0),  # a port that somebody else has must fail, not be shared
+                ("grpc.so_reuseport", 0),  # a port that another process has must fail, not be shared
             ],
             maximum_concurrent_rpcs=self.config.calls + CALLS_BESIDE,
         )

@@ -1,7 +1,7 @@
-"""The walker over every invariant of an NVMe directory: format, files, slabs, records, slots, chains, capacity.
+"""Checks every invariant of an NVMe directory: format, files, slabs, records, slots, chains, capacity.
 
-Owns the judgement, never a repair (repair.py). It reads a directory that no tier has open (it takes the lock itself)
-and is the tests' teardown and `kvstored check`. Memory: about 400 bytes a block.
+Judges; repair.py repairs. Reads a directory that no tier has open (it takes the lock itself); `kvstored check` and the
+tests' teardown. Memory: about 400 bytes a block.
 
 | what | is compared with |
 |---|---|
@@ -23,10 +23,9 @@ from pathlib import Path
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.state_identity import IDENTITY_FILE
 from kvstore_tiers.nvme.check_slab import Live, LiveBlock, Progress, SlabWalk
-from kvstore_tiers.nvme.directory import TierDirectory, read_format
+from kvstore_tiers.nvme.directory import TierDirectory, read_format, version_text
 from kvstore_tiers.nvme.findings import Finding, Kind, Severity, damage, leftover, note
 from kvstore_tiers.nvme.seal import FORMER_INDEX, SEAL
-from kvstore_tiers.nvme.version_number import version_text
 
 __all__ = ["Finding", "Kind", "Severity", "check_directory", "walk"]
 
@@ -45,8 +44,8 @@ def check_directory(
 ) -> list[Finding]:
     """Everything that is wrong in a directory; an empty list when nothing is.
 
-    `verify_payloads` reads every live slot whole and checks its checksum; `notes` also tells what is worth knowing and
-    not wrong; `progress` hears of every byte that was read. Raises DirectoryInUse while a tier has it open,
+    `verify_payloads` reads every live slot whole and checks its checksum; `notes` adds what is worth knowing and
+    not wrong; `progress` is called with every number of bytes read. Raises DirectoryInUse while a tier has it open,
     FormatUnsupported when a newer version wrote it.
     """
     with closing(TierDirectory(directory, create=False)) as opened:
@@ -61,7 +60,7 @@ def walk(
     verify_payloads: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> Iterator[Finding]:
-    """`check_directory` for who holds the lock already."""
+    """`check_directory` for a caller that holds the lock."""
     yield from _walk_files(directory)
     live: Live = {}
     quarantined: list[tuple[int, int]] = []
@@ -82,13 +81,13 @@ def walk(
 
 
 def bytes_used(directory: TierDirectory) -> int:
-    """What the directory's files take of a capacity."""
+    """Bytes of the directory's files that count against the capacity."""
     files = [directory.slab_path(n, suffix) for suffix in ("slab", "new", "damaged") for n in directory.numbers(suffix)]
     return sum(path.stat().st_size for path in files)
 
 
 def stray_files(directory: TierDirectory) -> list[Path]:
-    """Files that are none of ours: they are never touched, and no capacity counts them."""
+    """Files that no version of ours makes: never touched, counted by no capacity."""
     slabs = {
         directory.slab_path(number, suffix)
         for suffix in ("slab", "new", "damaged")
@@ -103,7 +102,7 @@ def stray_files(directory: TierDirectory) -> list[Path]:
 
 
 def temporary_files(directory: TierDirectory) -> list[Path]:
-    """Halves of an atomic replacement that a crash left."""
+    """Unfinished atomic replacements that a crash left."""
     return [path for name in sorted(_TEMPORARY) if (path := directory.path / name).exists()]
 
 
@@ -116,7 +115,7 @@ def _walk_files(directory: TierDirectory) -> Iterator[Finding]:
     elif numbers and not written:
         yield leftover(Kind.FORMAT_MISSING, format_path, "the format's version is not written down")
     for path in temporary_files(directory):
-        yield leftover(Kind.TEMPORARY, path, "half of a replacement that was never finished")
+        yield leftover(Kind.TEMPORARY, path, "an atomic replacement that was never finished")
     for number in directory.numbers("new"):
         path = directory.slab_path(number, "new")
         yield leftover(Kind.UNFINISHED_SLAB, path, "a slab file that was never finished", number)
@@ -124,7 +123,7 @@ def _walk_files(directory: TierDirectory) -> Iterator[Finding]:
         path = directory.slab_path(number, "damaged")
         yield damage(Kind.PUT_ASIDE, path, "a slab file without a superblock", number)
     for path in stray_files(directory):
-        yield note(Kind.STRAY, path, "none of our files; no capacity counts it")
+        yield note(Kind.STRAY, path, "not a file of kvstored; no capacity counts it")
 
 
 def _walk_keys(live: Live) -> Iterator[Finding]:

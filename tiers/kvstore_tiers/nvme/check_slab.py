@@ -1,7 +1,7 @@
-"""The walk over one slab file: its superblocks, its length, every record, and the slot that each record names.
+"""Checks one slab file: its superblocks, its length, every record, and the slot that each record names.
 
 Owns the judgement of one file; check.py puts slabs and directory together. Reads only, and needs no lock of its
-own: on a directory that a daemon is writing to, what it says is a guess.
+own: on a directory that a daemon writes to, its findings are guesses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstore_tiers.nvme.layout import (
 from kvstore_tiers.nvme.slab_file import find_superblock, read_pages
 
 _RECORDS_A_READ = 16_384  # 4 MiB
-_SEQUENCE_MAX = 1 << 63  # a number of commits that nobody reaches
+_SEQUENCE_MAX = 1 << 63  # more commits than a tier can make
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Group commit: makes everything that completed before it durable. docs/ordering.md gives the order and its reasons.
+"""Record commit: makes everything that completed before it durable. docs/ordering.md gives the order and its reasons.
 
 Owns the thread that syncs, and the order: slot images synced, records withdrawn, records published, records synced,
-waiters answered. Requests that arrive while a commit runs share the next one.
+waiters answered. Requests that arrive during a commit share the next one.
 Invariant: a waiter is answered DONE only after the records of every block written before its request are on the medium.
 """
 
@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
-from kvstore_tiers.nvme.journal import Batch, Journal
+from kvstore_tiers.nvme.journal import Journal, PendingRecords
 from kvstore_tiers.nvme.slab import Slab
 from kvstore_tiers.threads import deliver, run_transfer
 
 
-class GroupCommit:
-    """One resident thread that commits the journal whenever somebody asked."""
+class RecordCommit:
+    """One resident thread that commits the journal when a caller requests it."""
 
     def __init__(self, journal: Journal, watch: Callable[[Outcome], Outcome]) -> None:
         self._journal = journal
@@ -40,7 +40,7 @@ class GroupCommit:
         done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
 
     def close(self) -> bool:
-        """Answer who waits, commit once more, end the thread; whether nothing waits to be committed. Idempotent."""
+        """Answer waiting requests, commit once more, end the thread; whether all changes are committed. Idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -69,7 +69,7 @@ class GroupCommit:
         return Outcome(OutcomeKind.DONE)
 
 
-def _write(batch: Batch, sequence: int) -> None:
+def _write(batch: PendingRecords, sequence: int) -> None:
     failed = {slab: slab.failed_syncs for slab in _touched(batch)}
     failpoints.hit("nvme.sync-start")
     for slab in batch.written:
@@ -88,11 +88,11 @@ def _write(batch: Batch, sequence: int) -> None:
     for slab in _touched(batch):
         slab.sync()
         if slab.failed_syncs != failed.get(slab, slab.failed_syncs):
-            raise OSError(errno.EIO, "a sync beside this one failed, and the medium may lack what it was to take")
+            raise OSError(errno.EIO, "a sync beside this one failed, and the medium may lack its writes")
     failpoints.hit("nvme.after-record-sync")
     for slab, freed in batch.freed.items():
         slab.settle(freed)
 
 
-def _touched(batch: Batch) -> set[Slab]:
+def _touched(batch: PendingRecords) -> set[Slab]:
     return {slab for slab in (*batch.written, *batch.freed, *batch.quarantined) if slab.is_made}

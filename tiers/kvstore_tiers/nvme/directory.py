@@ -1,4 +1,4 @@
-"""A tier's directory: who holds it, what lies in it, what its file system can do.
+"""A tier's directory: which process holds it, what is in it, what its file system can do.
 
     DIR/lock            held with flock for the life of the process; the holder's pid is written in it
     DIR/format          "format_version: 1"
@@ -19,20 +19,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from kvstore_tiers.nvme.directory_files import LockMark, slab_numbers, slab_path
 from kvstore_tiers.nvme.errors import DirectoryInUse, DirectoryUnusable, FormatUnsupported
 from kvstore_tiers.nvme.layout import FORMAT_VERSION
-from kvstore_tiers.nvme.lock_mark import LockMark
-from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
-from kvstore_tiers.nvme.version_number import version_number, version_text
 
 _LOG = logging.getLogger(__name__)
 _FORMAT_KEY = "format_version"
-_LOOK_S, _LOOKS = 0.02, 50  # who only looks at the lock (judging_ahead.py) has it for microseconds, if not interrupted
+_LOOK_S, _LOOKS = 0.02, 50  # early_scan.py looks at the lock for microseconds, if not interrupted
 
 
 class TierDirectory:
     """An opened, locked directory. `create=False` neither makes nor writes anything but the lock (for the checker).
-    `former` is the mark of who had it before.
+    `former` is the mark of the holder before.
     """
 
     former: LockMark
@@ -48,7 +46,7 @@ class TierDirectory:
             self._check_format(create)
             if create:
                 self.slabs.mkdir(mode=0o700, exist_ok=True)
-                sync_directory(self.slabs)  # also for names that a killed process made and did not come to sync
+                sync_directory(self.slabs)  # also for names that a killed process made and did not sync
                 sync_directory(self.path)
         except OSError as error:
             self.close()
@@ -61,7 +59,7 @@ class TierDirectory:
             raise
 
     def close(self) -> None:
-        """Let go of the lock. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -75,7 +73,7 @@ class TierDirectory:
         return slab_path(self.slabs, number, suffix)
 
     def numbers(self, suffix: str = "slab") -> list[int]:
-        """Numbers of the slab files with this suffix, ascending. Names that are none of ours are left alone."""
+        """Numbers of the slab files with this suffix, ascending. Other names are ignored."""
         return slab_numbers(self.slabs, suffix)
 
     def require_direct(self) -> None:
@@ -92,7 +90,7 @@ class TierDirectory:
         return sum(allocated_bytes(self.slab_path(number, "damaged")) for number in self.numbers("damaged"))
 
     def put_aside(self, number: int) -> Path:
-        """Call a slab file damaged, under its number or, where an earlier one lies there, the next that is free."""
+        """Call a slab file damaged, under its number or, where that name is taken, the next that is free."""
         aside = self.slab_path(number, "damaged")
         if aside.exists():
             taken = [*self.numbers(), *self.numbers("new"), *self.numbers("damaged")]
@@ -100,19 +98,17 @@ class TierDirectory:
         self.slab_path(number).rename(aside)
         return aside
 
-    def remove_unfinished(self) -> int:
-        """Delete slab files that a crash left half made; how many."""
-        numbers = self.numbers("new")
-        for number in numbers:
+    def remove_unfinished(self) -> None:
+        """Delete slab files that a crash left half made."""
+        for number in self.numbers("new"):
             self.slab_path(number, "new").unlink()
-        return len(numbers)
 
     def _lock(self) -> int:
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         looks = 0
         while not _locked(fd, fcntl.LOCK_EX):
             holder = os.pread(fd, 32, 0).strip()
-            is_looked_at = _locked(fd, fcntl.LOCK_SH)  # by who will not keep it, so that no holder is named there
+            is_looked_at = _locked(fd, fcntl.LOCK_SH)  # by a scan, which keeps it for microseconds and leaves no pid
             fcntl.flock(fd, fcntl.LOCK_UN)
             if not is_looked_at or looks == _LOOKS:
                 os.close(fd)
@@ -167,13 +163,13 @@ def write_durably(path: Path, text: str) -> None:
 def make_directory(path: Path) -> None:
     """Make a directory, with those above it that are missing, and make their names durable.
 
-    A block that lies whole in a file is lost if the file's name is, or that of a directory above it.
+    A block that is whole in a file is lost if the file's name is, or that of a directory above it.
     """
     path = path.absolute()
     missing = [ancestor for ancestor in path.parents if not ancestor.is_dir()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for ancestor in {path.parent, *(above.parent for above in missing)}:
-        with suppress(PermissionError):  # we cannot open it, so it was not us who made what is in it
+        with suppress(PermissionError):  # we cannot open it, so this user did not make what is in it
             sync_directory(ancestor)
 
 
@@ -215,3 +211,23 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+_MOST_BYTES = 64  # read of a file that holds a version
+_MOST_DIGITS = 9
+
+
+def version_number(text: bytes) -> int | None:
+    """The number that the text is; None where it is not one."""
+    digits = text.strip()
+    return int(digits) if digits.isdigit() and len(digits) <= _MOST_DIGITS else None
+
+
+def version_text(path: Path) -> bytes:
+    """What a version's file says, without blanks and zero bytes; b"" where it says nothing or is not there. Raises
+    OSError."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MOST_BYTES).strip(b"\0 \n")
+    except FileNotFoundError:
+        return b""

@@ -1,4 +1,4 @@
-"""What can be wrong with a tier directory before the tier serves: a user's mistake, said clearly."""
+"""Errors of a tier directory that cannot be opened: each message says what to do."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What state the tier is in, judged from how its transfers end.
+"""The state of the tier, judged by how its transfers end.
 
-Owns the state and the reason for it. Never retries anything itself.
-ENOSPC and its kin make the tier FULL: it keeps the slabs it has and tries a new one again after a pause. EROFS, or
-several write errors in a row, make it READ_ONLY; several read errors in a row make it FAILED. Both last until a probe
-(probe.py) wrote, synced and read back: a medium that did this is trusted again only on proof.
+Owns the state and the reason for it. Never retries anything itself. ENOSPC and similar errors make the tier FULL: it
+keeps the slabs it has and tries a new one again after a pause. EROFS, or several write errors in a row, make it
+READ_ONLY; several read errors in a row make it FAILED. Both last until a probe (probe.py) wrote, synced and read back:
+a medium that did this is trusted again only on proof.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Looking into an NVMe directory: one slot, one block, or all that is known of a key.
+"""Reports on an NVMe directory: one slot, one block, or all that is known of a key.
 
-Owns the reports; changes nothing and takes no lock. On a directory that a daemon is using it
-reads beside it and says so (`holder_pid`): what is written meanwhile may look torn. Token ids are the conversation in
+Owns the reports; changes nothing and takes no lock. On a directory that a daemon uses it
+reports that (`holder_pid`): what is written meanwhile may look torn. Token ids are the conversation in
 clear text: they are counted, never shown; payload is verified, never shown.
 """
 
@@ -18,9 +18,9 @@ import numpy as np
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, read_header
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_tiers.nvme.check_slab import judge_slot, read_records
+from kvstore_tiers.nvme.directory_files import slab_numbers, slab_path
 from kvstore_tiers.nvme.layout import RECORD_BYTES, RecordState, Superblock, record_header, record_holds
 from kvstore_tiers.nvme.slab_file import find_superblock, read_pages
-from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
 
 MIN_DIGITS = 6
 _RECORDS_A_READ = 16_384
@@ -77,7 +77,7 @@ class Inspector:
         key = self._resolve(digits)
         places = [place for place in self._places() if _names(place, key, RecordState.LIVE)]
         if not places:
-            raise NotThere(f"block {key.hex()} is not stored here; `inspect DIR key {key.hex()}` tells what is known")
+            raise NotThere(f"block {key.hex()} is not stored here; `inspect DIR key {key.hex()}` shows what is known")
         parent = record_header(places[-1].record).parent
         children, stored = [], parent == NO_PARENT
         for place in self._places():
@@ -126,7 +126,7 @@ class Inspector:
                         yield _Place(number, first + position, record, sound)
 
     def _headers(self) -> Iterator[tuple[int, int, BlockHeader]]:
-        """Every slot header that holds, whatever its record says."""
+        """Every slot header that holds, regardless of its record."""
         for number in self._numbers():
             with suppress(NotThere), open(self._path(number), "rb", buffering=0) as file:
                 superblock = self._superblock(number)
@@ -220,10 +220,10 @@ def _holder(path: Path) -> int:
     return 0
 
 
-def _is_file(told: str, status: os.stat_result) -> bool:
+def _is_file(device_and_inode: str, status: os.stat_result) -> bool:
     """Whether major:minor:inode, as /proc/locks has it, is the file of `status`. Where devices are anonymous (btrfs) a
     file's is not its file system's; the inode must do there."""
-    major, minor, inode = told.split(":")
+    major, minor, inode = device_and_inode.split(":")
     device, own = (int(major, 16), int(minor, 16)), (os.major(status.st_dev), os.minor(status.st_dev))
     return int(inode) == status.st_ino and (device == own or device[0] == own[0] == 0)
 
@@ -258,7 +258,7 @@ def _header_fields(header: BlockHeader) -> Fields:
 
 
 def _slot_fields(fd: int, superblock: Superblock, index: int) -> Fields:
-    """What the slot itself holds, whatever its record says."""
+    """What the slot itself holds, regardless of its record."""
     offset = superblock.slot_offset(index)
     header = read_header(read_pages(fd, HEADER_BYTES, offset))
     if isinstance(header, str):

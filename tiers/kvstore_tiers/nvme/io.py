@@ -3,7 +3,7 @@
 Owns the aligned pages that a direct transfer needs beside the caller's memory: the header, the last partial page of a
 payload, and, for memory that is not aligned, a bounce buffer. One set a thread, so nothing of it is shared or locked.
 Never decides whether bytes are right.
-Invariants: what lies in a slot behind a payload's last byte, up to the page's end, is zeros; nothing is read beyond the
+Invariants: what is in a slot behind a payload's last byte, up to the page's end, is zeros; nothing is read beyond the
 payload's last page, so bytes of a slot's former block never reach a caller.
 """
 
@@ -49,12 +49,10 @@ class ImageRead:
 
 
 class SlotIO:
-    """Slot transfers, for any thread. `bounce_bytes` tells how much memory bounce buffers hold."""
+    """Slot transfers, for any thread."""
 
     def __init__(self) -> None:
         self._pages = _Pages()
-        self._counting = threading.Lock()
-        self.bounce_bytes = 0
 
     def stable(self, segments: Sequence[Segment], nbytes: int) -> Sequence[Segment]:
         """The payload in memory that direct I/O takes: the segments themselves or, misaligned, a copy."""
@@ -105,15 +103,12 @@ class SlotIO:
     def _bounce(self, nbytes: int) -> AlignedBuffer:
         pages = self._pages
         if pages.bounce.nbytes < nbytes:
-            grown = AlignedBuffer(aligned_up(nbytes))
-            with self._counting:
-                self.bounce_bytes += grown.nbytes - pages.bounce.nbytes
-            pages.bounce = grown
+            pages.bounce = AlignedBuffer(aligned_up(nbytes))
         return pages.bounce
 
 
 def _is_aligned(segments: Sequence[Segment]) -> bool:
-    """Whether direct I/O takes these segments; the last may end anywhere, its tail goes through a page of ours."""
+    """Whether direct I/O takes these segments; the last may end anywhere, its tail is copied through a page of ours."""
     if len(segments) > 1000:  # IOV_MAX is 1024
         return False
     addresses_fit = all(segment.address % ALIGNMENT_BYTES == 0 for segment in segments)

@@ -1,4 +1,4 @@
-"""What changed since the last group commit: blocks to publish, slots to withdraw, slots to quarantine.
+"""Changes since the last record commit: blocks to publish, slots to withdraw, slots to quarantine.
 
 Owns the pending changes of all slabs, and the sequence number of the next commit. Never writes.
 Invariants: a batch is taken whole; a batch that could not be committed is put back under what changed meanwhile, so no
@@ -16,7 +16,7 @@ from kvstore_tiers.nvme.slab import Slab
 
 
 @dataclass
-class Batch:
+class PendingRecords:
     """Pending changes by slab."""
 
     written: defaultdict[Slab, dict[int, BlockHeader]] = field(default_factory=lambda: defaultdict(dict))
@@ -28,11 +28,11 @@ class Batch:
 
 
 class Journal:
-    """Collects changes from the control thread and the I/O threads; the group commit takes them."""
+    """Collects changes from the control thread and the I/O threads; the record commit takes them."""
 
     def __init__(self, first_sequence: int) -> None:
         self._lock = threading.Lock()
-        self._batch = Batch()
+        self._batch = PendingRecords()
         self.sequence = first_sequence  # of the next commit; above every sequence on the medium
 
     @property
@@ -54,14 +54,14 @@ class Journal:
         with self._lock:
             self._batch.quarantined[slab].add(index)
 
-    def take(self) -> Batch:
+    def take(self) -> PendingRecords:
         """The changes so far; the next ones go to a new batch and a higher sequence number."""
         with self._lock:
-            batch, self._batch = self._batch, Batch()
+            batch, self._batch = self._batch, PendingRecords()
             self.sequence += 1
             return batch
 
-    def put_back(self, old: Batch) -> None:
+    def put_back(self, old: PendingRecords) -> None:
         """A commit failed: its changes are pending again, newer ones over them."""
         with self._lock:
             new, self._batch = self._batch, old

@@ -86,7 +86,7 @@ class Superblock:
     def first_generations(self) -> npt.NDArray[np.uint64]:
         """Where each slot, shape (slots,), begins to count: at a number of its own, from `first_generation` on.
 
-        A block that is stored again under its key lies in another slot, and what was there before may still be in its
+        A block that is stored again under its key is in another slot, and what was there before may still be in its
         former one. Should that land here (a write that went astray), key and checksums hold; the generation does not.
         """
         words = np.arange(self.slots, dtype=np.uint64) + np.uint64(self.format_id)

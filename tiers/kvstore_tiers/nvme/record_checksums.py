@@ -4,7 +4,7 @@ A call of xxhash for each record costs as much as these array operations do, but
 two objects a record. The algorithm is frozen (github.com/Cyan4973/xxHash, doc/xxhash_spec.md: inputs over 240 bytes,
 one block); what it yields is compared with xxhash in the tests. It is written for this one length alone.
 
-Owns the arithmetic and its scratch memory; never knows what a record means. Not for several threads at once.
+Owns the arithmetic and its scratch memory; never knows what a record means. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _shift(bits: int) -> np.uint64:
 
 
 def words_of(records: memoryview, count: int) -> npt.NDArray[Any]:
-    """So many records as little-endian words, shape (count, 32)."""
+    """`count` records as little-endian words, shape (count, 32)."""
     return np.frombuffer(records, "<u8", count * RECORD_WORDS).reshape(count, RECORD_WORDS)
 
 

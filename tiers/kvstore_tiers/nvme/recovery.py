@@ -1,4 +1,4 @@
-"""Recovery: from slab files back to books, whatever the last process was doing when it died.
+"""Recovery: from slab files to the state in memory, wherever the last process died.
 
 Reads superblocks and record regions only, in sequence (256 bytes a slot). Slot images are judged when they are read.
 Owns what follows from the records (verdicts.py says what each of them is). Steps: drop what cannot be trusted (records
@@ -26,8 +26,7 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.base import Slot
 from kvstore_tiers.heap import expect
 from kvstore_tiers.nvme.directory import TierDirectory
-from kvstore_tiers.nvme.judging import JudgedSlab, judge_slabs
-from kvstore_tiers.nvme.judging_ahead import JudgingAhead
+from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.layout import (
     RECORD_BYTES,
     RecordState,
@@ -35,6 +34,7 @@ from kvstore_tiers.nvme.layout import (
     pack_record,
     record_header,
 )
+from kvstore_tiers.nvme.record_scan import ScannedSlab, scan_slabs
 from kvstore_tiers.nvme.seal import Seal
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.nvme.slab_file import SlabFile
@@ -59,7 +59,6 @@ class RecoveryReport:
     superseded_blocks: int = 0
     dropped_slabs: int = 0
     damaged_slabs: int = 0
-    unfinished_slabs: int = 0
     last_sequence: int = 0
 
     def sentence(self) -> str:
@@ -76,7 +75,8 @@ class RecoveryReport:
 
 def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bool) -> RecoveryReport:
     """Open every slab file and count it; nothing of them is handed out yet. A file without geometry is put aside."""
-    report = RecoveryReport(unfinished_slabs=directory.remove_unfinished())
+    report = RecoveryReport()
+    directory.remove_unfinished()
     files = []
     for number in directory.numbers():
         file = SlabFile.open(directory, number, require_direct=require_direct)
@@ -97,7 +97,9 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
 class Recovery:
     """One pass over the slabs that `open_slabs` opened."""
 
-    def __init__(self, space: SlabSpace, seal: Seal, report: RecoveryReport, ahead: JudgingAhead | None = None) -> None:
+    def __init__(
+        self, space: SlabSpace, seal: Seal, report: RecoveryReport, ahead: EarlyRecordScan | None = None
+    ) -> None:
         self._ahead = ahead
         self._space = space
         self._seal = seal
@@ -109,7 +111,7 @@ class Recovery:
 
         Raises OSError when the medium fails.
         """
-        judged, live = judge_slabs(list(self._space.slabs.values()), self._origins, self._ahead)
+        judged, live = scan_slabs(list(self._space.slabs.values()), self._origins, self._ahead)
         for one in judged:
             self._report.last_sequence = max(self._report.last_sequence, one.last_sequence)
             self._report.damaged_records += one.damaged
@@ -132,7 +134,7 @@ class Recovery:
             self._report.quarantined_slots += int(np.count_nonzero(one.states == RecordState.QUARANTINED))
         return blocks
 
-    def _drop_superseded(self, judged: list[JudgedSlab], live: LiveBlocks) -> None:
+    def _drop_superseded(self, judged: list[ScannedSlab], live: LiveBlocks) -> None:
         """Of several records with one key, keep the newest."""
         suspects = _equal_words(live.key[:, 0])
         if not len(suspects):
@@ -150,7 +152,7 @@ class Recovery:
         for number, withdrawn in found.items():
             judged[number].withdraw(withdrawn)
 
-    def _drop_excess(self, judged: list[JudgedSlab]) -> list[JudgedSlab]:
+    def _drop_excess(self, judged: list[ScannedSlab]) -> list[ScannedSlab]:
         """The capacity was made smaller: give up slabs, those with the fewest bytes first."""
         kept = sorted(judged, key=lambda one: len(one.live) * one.slab.superblock.slot_bytes)
         if self._space.used_bytes <= self._space.capacity_bytes:
@@ -163,7 +165,7 @@ class Recovery:
             self._report.dropped_slabs += 1
         return sorted(kept, key=lambda one: one.slab.number)
 
-    def _repair(self, one: JudgedSlab) -> None:
+    def _repair(self, one: ScannedSlab) -> None:
         """Withdraw what may not stand, and make durable what the last process wrote and perhaps did not sync.
 
         After a clean close there is nothing of either kind, and the medium is left alone.
@@ -190,7 +192,7 @@ def _equal_words(words: Array) -> Array:
     return np.flatnonzero(np.isin(words, several)) if len(several) else np.empty(0, np.int64)
 
 
-def _columns(judged: list[JudgedSlab], live: LiveBlocks, origins: Origins) -> RecoveredBlocks:
+def _columns(judged: list[ScannedSlab], live: LiveBlocks, origins: Origins) -> RecoveredBlocks:
     """All live blocks, by slab and slot."""
     counts = [len(one.live) for one in judged]
     geometries = [one.slab.superblock for one in judged]
@@ -216,7 +218,7 @@ def _columns(judged: list[JudgedSlab], live: LiveBlocks, origins: Origins) -> Re
 
 
 def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, BlockHeader]]:
-    """The blocks of a slab that were in it at recovery and that nobody freed meanwhile."""
+    """The blocks of a slab that recovery found in it and that were not freed since."""
     records = slab.file.read_records()
     raw = memoryview(records.tobytes())
     for index in np.flatnonzero(records["state"] == RecordState.LIVE).tolist():
@@ -229,7 +231,7 @@ def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, Blo
 
 
 def still_there(slabs: dict[int, Slab], blocks: RecoveredBlocks) -> Array:
-    """Which of `blocks` nobody freed, or put out of use, since recovery found them."""
+    """Which of `blocks` were not freed or quarantined since recovery found them."""
     found = np.zeros(len(blocks), dtype=bool)
     for first, last in _runs_of(blocks.container):
         slab = slabs.get(int(blocks.container[first]))

@@ -1,9 +1,9 @@
-"""Mending an NVMe directory: what the walker found, made good or said to be past it.
+"""Repair of an NVMe directory: each finding of the walker is repaired, or reported as beyond repair.
 
-Owns the order of mending, and a sentence for each thing done. It mends the frame of the directory itself (names and
-lengths of slab files, halves of replacements); all else it leaves to the tier, opened as a daemon opens it: recovery
-withdraws what cannot stand, `quarantine` puts blocks that fail verification aside. So a repaired
-directory is what the daemon itself would have made of it, only sooner, and with payloads verified if asked.
+Owns the order of the repair, and a sentence for each thing done. It repairs the frame of the directory itself (names
+and lengths of slab files, halves of replacements) and leaves the rest to the tier, opened as a daemon opens it:
+recovery withdraws records, `quarantine` takes blocks that fail verification out of use. So a repaired directory is what
+the daemon itself would have made of it, with payloads verified if asked.
 Invariants: a block that verifies is never given up, except that of two records of one key the older goes; no byte of a
 file without geometry is touched (such a file is put aside); a second repair finds nothing to do.
 """
@@ -26,12 +26,12 @@ from kvstore_tiers.nvme.findings import Finding, Kind
 from kvstore_tiers.nvme.slab_file import find_superblock
 from kvstore_tiers.nvme.tier import NvmeTier
 
-_MENDED_BY = {
+_REPAIRED_BY = {
     Kind.FORMAT_MISSING: "write the format's version",
     Kind.TEMPORARY: "delete it",
     Kind.UNFINISHED_SLAB: "delete it",
     Kind.SUPERBLOCK: "put the file aside as .damaged: without a superblock its records mean nothing",
-    Kind.GEOMETRY: "put the file aside as .damaged: its slots cannot be told apart",
+    Kind.GEOMETRY: "put the file aside as .damaged: its slots overlap",
     Kind.WRONG_NUMBER: "give the file the name that its superblock says, or put it aside as .damaged if that is taken",
     Kind.TRUNCATED: "withdraw the blocks behind the end and give the file its length back",
     Kind.TOO_LONG: "cut the file to its length",
@@ -46,8 +46,8 @@ _MENDED_BY = {
     Kind.CAPACITY: "delete the slabs with the fewest bytes until the rest fits",
 }
 _CANNOT = {
-    Kind.PUT_ASIDE: "cannot be mended: look at it or delete it by hand; until then it counts against the capacity",
-    Kind.CAPACITY: "cannot be mended: files put aside take the room; delete them by hand",
+    Kind.PUT_ASIDE: "cannot be repaired: look at it or delete it by hand; until then it counts against the capacity",
+    Kind.CAPACITY: "cannot be repaired: files put aside take the room; delete them by hand",
 }
 _SUSPECT = {Kind.GENERATION, Kind.SEQUENCE, Kind.HEADER, Kind.PAYLOAD, Kind.CYCLE}
 _BOUNDLESS = 1 << 62  # a capacity under which nothing is given up
@@ -55,7 +55,7 @@ _BOUNDLESS = 1 << 62  # a capacity under which nothing is given up
 
 @dataclass
 class RepairReport:
-    """`done` says line by line what was done, or in a dry run what would be; `left` what is past mending and why."""
+    """`done` says line by line what was done, or in a dry run what would be; `left` what cannot be repaired and why."""
 
     found: list[Finding] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
@@ -70,41 +70,41 @@ def repair_directory(
     dry_run: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> RepairReport:
-    """Walk a directory, mend it, and walk it again. Raises DirectoryInUse while a daemon holds it, FormatUnsupported
+    """Walk a directory, repair it, and walk it again. Raises DirectoryInUse while a daemon holds it, FormatUnsupported
     when a newer version wrote it, DirectoryUnusable when the medium refuses."""
     check = partial(
         check_directory, directory, capacity_bytes=capacity_bytes, verify_payloads=verify_payloads, progress=progress
     )
     report = RepairReport(found=check())
-    wanted = [finding for finding in report.found if finding.kind in _MENDED_BY]
-    report.left = [(finding, _why_left(finding)) for finding in report.found if finding.kind not in _MENDED_BY]
+    wanted = [finding for finding in report.found if finding.kind in _REPAIRED_BY]
+    report.left = [(finding, _why_left(finding)) for finding in report.found if finding.kind not in _REPAIRED_BY]
     if dry_run or not wanted:
         report.done = [_sentence("would", finding) for finding in wanted]
         return report
     with closing(TierDirectory(directory)) as opened:  # writes the format where there is none
-        _mend_frame(opened, wanted)
+        _repair_frame(opened, wanted)
         over = any(finding.kind is Kind.CAPACITY for finding in wanted)
-        room_bytes = capacity_bytes if over and capacity_bytes else _BOUNDLESS  # no slab goes that was not named
+        room_bytes = capacity_bytes if over and capacity_bytes else _BOUNDLESS
     with closing(NvmeTier.open(directory, room_bytes, io_threads=1)) as tier:
-        report.done = [*_mend_slots(tier, wanted)]
+        report.done = [*_repair_slots(tier, wanted)]
     _give_to_owner(Path(directory))
     left = check()
     still = {(finding.kind, finding.where) for finding in left}
-    mended = [finding for finding in wanted if (finding.kind, finding.where) not in still]
-    report.done = [_sentence("did", finding) for finding in mended] + report.done
+    repaired = [finding for finding in wanted if (finding.kind, finding.where) not in still]
+    report.done = [_sentence("did", finding) for finding in repaired] + report.done
     report.left = [(finding, _why_left(finding)) for finding in left]
     return report
 
 
 def _sentence(verb: str, finding: Finding) -> str:
-    return f"{finding.where}: {finding.what}: {verb} {_MENDED_BY[finding.kind]}"
+    return f"{finding.where}: {finding.what}: {verb} {_REPAIRED_BY[finding.kind]}"
 
 
 def _why_left(finding: Finding) -> str:
-    return _CANNOT.get(finding.kind, "cannot be mended: the medium did not take the repair; look at the system's log")
+    return _CANNOT.get(finding.kind, "cannot be repaired: the medium did not take the repair; look at the system's log")
 
 
-def _mend_frame(directory: TierDirectory, wanted: Sequence[Finding]) -> None:
+def _repair_frame(directory: TierDirectory, wanted: Sequence[Finding]) -> None:
     """Names, lengths and leftovers of files, which the tier does not look at when it opens."""
     for path in temporary_files(directory):
         path.unlink()
@@ -128,7 +128,7 @@ def _mend_frame(directory: TierDirectory, wanted: Sequence[Finding]) -> None:
         sync_directory(directory.slabs)
 
 
-def _mend_slots(tier: NvmeTier, wanted: Sequence[Finding]) -> Iterator[str]:
+def _repair_slots(tier: NvmeTier, wanted: Sequence[Finding]) -> Iterator[str]:
     """Quarantine what failed verification, as far as quarantine has room, and make it durable."""
     suspect: dict[tuple[int, int], Finding] = {}
     for finding in (finding for finding in wanted if finding.kind in _SUSPECT):
@@ -159,7 +159,7 @@ def _sync(tier: NvmeTier) -> None:
 
 
 def _give_to_owner(directory: Path) -> None:
-    """Root mended it; the daemon's user must be able to open what is new."""
+    """Root repaired it; the daemon's user must be able to open what is new."""
     if os.geteuid():
         return
     owner = directory.stat()

@@ -1,20 +1,23 @@
-"""What was found out about the records of a slab, as columns in memory that two processes share.
+"""The verdicts on a slab's records, as columns in memory that two processes share.
 
-Owns where each column lies: one behind the other in whole pages, the slab's superblock first, each of the others with
-room for all slots. Never judges.
+Owns the place of each column: one behind the other in whole pages, the slab's superblock first, each of the others with
+room for all slots; and the places of the slabs, one behind the other. verdicts.py judges.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore_tiers.nvme.layout import SUPERBLOCK_BYTES
-from kvstore_tiers.nvme.read_buffer import whole_pages
-from kvstore_tiers.nvme.verdicts import Array, LiveBlocks
+from kvstore_tiers.nvme.early_scan import SlabReport
+from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
+from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
+from kvstore_tiers.nvme.region_reader import Region, whole_pages
+from kvstore_tiers.nvme.verdicts import Array, Judge, LiveBlocks, Origins, Verdicts
 
 _NOTHING = np.empty(0)
 
@@ -30,7 +33,7 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def within(cls, memory: mmap.mmap, slots: int) -> SharedColumns:
-        """Those of a slab of so many slots; as writable as the memory is."""
+        """The columns of a slab with `slots` slots; writable if the memory is."""
         at = 0
 
         def carve(shape: int | tuple[int, int], kind: Any) -> Array:
@@ -39,10 +42,10 @@ class SharedColumns(NamedTuple):
             at += whole_pages(column.nbytes)
             return column
 
-        return cls._laid(slots, carve)
+        return cls._lay_out(slots, carve)
 
     @classmethod
-    def _laid(cls, slots: int, make: Callable[..., Array]) -> SharedColumns:
+    def _lay_out(cls, slots: int, make: Callable[..., Array]) -> SharedColumns:
         return cls(
             make(SUPERBLOCK_BYTES, np.uint8),
             LiveBlocks.room(slots, make),
@@ -53,7 +56,7 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def nbytes(cls, slots: int) -> int:
-        """How much memory those of a slab of so many slots take."""
+        """Bytes of memory for a slab with `slots` slots."""
         total = 0
 
         def count(shape: int | tuple[int, int], kind: Any) -> Array:
@@ -61,5 +64,47 @@ class SharedColumns(NamedTuple):
             total += whole_pages(int(np.prod(shape)) * np.dtype(kind).itemsize)
             return _NOTHING
 
-        cls._laid(slots, count)
+        cls._lay_out(slots, count)
         return total
+
+
+class SlabScanner:
+    """Scans whole slabs into the memory behind a descriptor, which grows."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._end = 0
+        self._checksums = RecordChecksums()
+
+    def scan(self, region: Region) -> SlabReport | None:
+        """The report on a slab; None where its region does not make sense: the tier will judge it."""
+        superblock = read_superblock(region.superblock)
+        if not isinstance(superblock, Superblock) or superblock.number != region.slab:
+            return None
+        slots = superblock.slots
+        if len(region.records) < slots * RECORD_BYTES:
+            return None
+        begin, nbytes = self._end, SharedColumns.nbytes(slots)
+        self._end += nbytes
+        os.ftruncate(self._memory, self._end)
+        columns = SharedColumns.within(mmap.mmap(self._memory, nbytes, offset=begin), slots)
+        columns.superblock[:] = np.frombuffer(region.superblock, np.uint8)
+        origins = Origins()
+        judge = Judge(superblock, region.stamp.length_bytes, self._checksums, origins)
+        pieces = judge.judge(0, words_of(region.records, slots), columns.live)
+        whole = Verdicts.joined(pieces, columns.live)
+        columns.states[:] = whole.states
+        columns.seen_generations[:] = whole.seen_generations
+        columns.payload_bytes[:] = whole.payload_bytes
+        return SlabReport(
+            slab=region.slab,
+            stamp=region.stamp,
+            begin=begin,
+            nbytes=nbytes,
+            live=len(whole.live),
+            last_sequence=whole.last_sequence,
+            damaged=whole.damaged,
+            truncated=whole.truncated,
+            withdrawn=sorted(whole.withdrawn),
+            origins=origins.raw(),
+        )

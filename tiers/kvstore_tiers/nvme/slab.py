@@ -1,9 +1,9 @@
 """One slab in memory: which slots are out, in which generation, and what the record on the medium says of each.
 
-Owns the books of one slab file and keeps its records in step. 25 bytes a slot; keys are not kept here.
+Owns the state of one slab file's slots and keeps its records in step. 25 bytes a slot; keys are not kept here.
 Two sides use it. The control thread allocates and frees, touching memory alone. I/O threads and the group commit touch
 records, under `_records`, the lock that orders "withdraw the old record" before "overwrite the slot" before "publish
-the new record", whoever does each.
+the new record" across threads.
 Invariants: `recorded[i]` is the generation that a live record of slot i on the medium may name, 0 when there is none; a
 slot whose record is live is never overwritten; a record is published only for the generation that is still out; a free
 record of a sync that failed is written again before the next one.
@@ -248,7 +248,7 @@ class Slab:
 
     def sync_hot(self, index: int, sequence: int) -> None:
         """If a record on the medium may name this slot although its block was freed, withdraw it and wait until none
-        does: its bytes are about to change. Takes along what else was freed, since a sync is dear. Raises OSError.
+        does: its bytes are about to change. Settles other freed slots too, since a sync is expensive. Raises OSError.
         """
         if index not in self._hot:
             return

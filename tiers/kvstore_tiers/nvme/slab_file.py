@@ -158,8 +158,8 @@ class SlabFile:
         return os.pread(self._record_fd, RECORD_BYTES, SUPERBLOCK_BYTES + index * RECORD_BYTES)
 
     def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
-        """Write records by slot; neighbours go in one call. With the last one goes the rest of its page: a page that
-        cannot be read can be written as a whole alone."""
+        """Write records by slot; neighbours in one call. The last one is written with the rest of its page: a page that
+        cannot be read can only be written as a whole."""
         for first, run in _runs(sorted(records)):
             if first + len(run) // RECORD_BYTES == self.superblock.slots:
                 end = first * RECORD_BYTES + len(run)

@@ -1,4 +1,4 @@
-"""Which slabs there are and what they hold: the tier's capacity, kept hard.
+"""The slabs of the tier and the slot size of each, within its capacity.
 
 Owns the slabs, the slot size of each, and the sum of everything the tier may put on the medium. Never does I/O: a new
 slab is charged here at once and made by the I/O thread that first writes to it.
@@ -14,10 +14,12 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable
 
-from kvstore_tiers.base import ContainerReport, Slot
+import numpy as np
+
+from kvstore_tiers.base import Column, ContainerReport, Slot
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.layout import Superblock, slots_that_fit, smallest_file_bytes
-from kvstore_tiers.nvme.slab import Slab
+from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.sizes import aligned_down, aligned_up
 
 DEFAULT_SLAB_BYTES = 256 * 2**20
@@ -170,6 +172,40 @@ class SlabSpace:
             elif slab.has_room:
                 self._empty[number] = slab
         return slab.in_use == 0
+
+    def check_books(self, quarantined: Iterable[Slot]) -> list[str]:
+        """Broken invariants in words: the slots of each slab recounted, and those that are called quarantined."""
+        faults: list[str] = []
+        for slab in self.slabs.values():
+            out = int(np.count_nonzero(np.frombuffer(slab.states, np.uint8)))
+            if out != slab.in_use:
+                faults.append(f"slab {slab.number}: {slab.in_use} slots counted, {out} out")
+        for slot in quarantined:
+            of = self.slabs.get(slot.container)
+            if of is None or of.states[of.superblock.index_of(slot.offset)] != SlotState.QUARANTINED:
+                faults.append(f"{slot} is called quarantined and is not")
+        return faults
+
+    def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
+        """Slots that the caller holds, by columns: each must be out, in that generation, and not in quarantine."""
+        faults: list[str] = []
+        for number in np.unique(containers).tolist():
+            slab = self.slabs.get(number)
+            if slab is None:
+                faults.append(f"slots of slab {number} are held, there is no such slab")
+                continue
+            here = containers == number
+            behind = offsets[here].astype(np.int64) - slab.superblock.slots_offset
+            index, misplaced = np.divmod(behind, slab.superblock.slot_bytes)
+            if misplaced.any() or index.min() < 0 or index.max() >= slab.superblock.slots:
+                faults.append(f"slab {number}: a slot is held where none begins")
+                continue
+            states = np.frombuffer(slab.states, np.uint8)[index]
+            now = np.frombuffer(slab.generations, np.uint64)[index]
+            bad = (states == SlotState.FREE) | (states == SlotState.QUARANTINED) | (now != generations[here])
+            for position in np.flatnonzero(bad).tolist():
+                faults.append(f"slab {number} slot {index[position]} is held and is not allocated so")
+        return faults
 
     def _new(self, slot_bytes: int) -> Slab | None:
         room_bytes = aligned_down(self.ceiling_bytes - self.used_bytes)

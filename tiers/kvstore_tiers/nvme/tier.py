@@ -1,9 +1,8 @@
 """The NVMe tier: blocks in preallocated slab files, durable after `sync`.
 
-Owns the directory while it is open and joins its parts: space (which slots), io and the resident threads (bytes),
-journal, group commit and seal (durability), recovery, health. Never knows what is worth keeping.
-Invariants: a slot's old record is withdrawn before its bytes are overwritten; a block is DONE on read only when magic,
-key, generation, header checksum and payload checksum hold; `used_bytes` never exceeds the capacity.
+Owns the directory while it is open and joins its parts: space (which slots), slot transfers and the resident threads
+(bytes), journal, record commit and seal (durability), recovery, health. Never knows what is worth keeping.
+Invariant: `used_bytes` never exceeds the capacity.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from kvstore_proto.arena import HEADER_BYTES, BlockHeader
+from kvstore_proto.arena import BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import (
     Column,
@@ -33,26 +33,23 @@ from kvstore_tiers.base import (
     require_fits,
 )
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.image import judge_header
-from kvstore_tiers.nvme.books import check_books, check_held
-from kvstore_tiers.nvme.commit import GroupCommit
+from kvstore_tiers.nvme.commit import RecordCommit
 from kvstore_tiers.nvme.directory import TierDirectory
+from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.errors import DirectoryUnusable
 from kvstore_tiers.nvme.health import TierHealth
-from kvstore_tiers.nvme.io import SlotIO
 from kvstore_tiers.nvme.journal import Journal
-from kvstore_tiers.nvme.judging_ahead import JudgingAhead
 from kvstore_tiers.nvme.layout import record_header, record_holds
 from kvstore_tiers.nvme.probe import probe_medium, require_place
 from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
 from kvstore_tiers.nvme.seal import Seal
-from kvstore_tiers.nvme.slab import Slab, SlotState
+from kvstore_tiers.nvme.slab import SlotState
+from kvstore_tiers.nvme.slot_transfers import Place, SlotTransfers
 from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, FILES_BYTES, SlabSpace
+from kvstore_tiers.pending_writes import PendingWrites
 from kvstore_tiers.recovered import RecoveredBlocks
-from kvstore_tiers.segments import checksum_of, total_bytes
 from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads
-from kvstore_tiers.under_way import WritesUnderWay
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_IO_THREADS = 6  # measured: more collapse under CPU load (they queue for the GIL), fewer leave the disk idle
@@ -85,7 +82,7 @@ class NvmeTier(Tier):
         self.info = TierInfo(options.name, "nvme", MemoryKind.FILE, is_durable=True, container_bytes=space.growth_bytes)
         self.recovery_report = report
         self._recovered: RecoveredBlocks | None = recovered
-        self._is_as_recovered = True  # no slot was taken out of use since, nor freed
+        self._is_as_recovered = True  # no slot was freed or quarantined since
         self._directory = directory
         self._space = space
         self._seal = seal
@@ -94,14 +91,14 @@ class NvmeTier(Tier):
         self._journal = Journal(report.last_sequence + 1)
         self._health = TierHealth(options.clock)
         self._counters = TransferCounters()
-        self._io = SlotIO()
-        self._under_way = WritesUnderWay()
+        self._transfers = SlotTransfers(self._journal, self._health, self._counters)
+        self._pending = PendingWrites()
         self._threads = ResidentThreads(f"{options.name}-io", options.io_threads)
-        self._commit = GroupCommit(self._journal, self._health.watch_write)
-        self._blocks = 0
-        self._blocks_bytes = 0
+        self._commit = RecordCommit(self._journal, self._health.watch_write)
         self._closed = False
-        self._take_over()
+        for slab in space.slabs.values():
+            for index in slab.indices_in(SlotState.QUARANTINED):
+                self._quarantined[slab.slot(index)] = _UNEXPLAINED
 
     @classmethod
     def open(
@@ -115,10 +112,10 @@ class NvmeTier(Tier):
         quarantine_slots: int = DEFAULT_QUARANTINE_SLOTS,
         clock: Callable[[], float] = time.monotonic,
         name: str = "nvme",
-        ahead: JudgingAhead | None = None,
+        early_scan: EarlyRecordScan | None = None,
     ) -> NvmeTier:
-        """Lock and open a directory, made if need be. `recover` then tells what is in it. `ahead`: records of it that
-        were judged meanwhile.
+        """Lock and open a directory, made if need be; `recover` then lists its blocks. `early_scan` may have judged its
+        records.
 
         Raises DirectoryInUse when another process has it, FormatUnsupported when a newer version wrote it,
         DirectoryUnusable when it cannot hold a tier of this size, with or without direct I/O as required.
@@ -132,8 +129,8 @@ class NvmeTier(Tier):
             space = SlabSpace(opened, capacity_bytes, slab_bytes, require_direct=require_direct)
             report = open_slabs(opened, space, require_direct=require_direct)
             seal = Seal(opened.path)
-            still_holds = ahead is not None and ahead.is_of(opened.former)
-            recovered = Recovery(space, seal, report, ahead if still_holds else None).run()
+            still_holds = early_scan is not None and early_scan.is_of(opened.former)
+            recovered = Recovery(space, seal, report, early_scan if still_holds else None).run()
         except OSError as error:
             opened.close()
             raise DirectoryUnusable(f"{directory} cannot be read: {error}") from error
@@ -141,19 +138,14 @@ class NvmeTier(Tier):
             opened.close()
             raise
         finally:
-            if ahead is not None:
-                ahead.close()
+            if early_scan is not None:
+                early_scan.close()
         options = TierOptions(io_threads, quarantine_slots, clock, name)
         return cls(opened, space, seal, report, recovered, options)
 
     @property
     def path(self) -> Path:
         return self._directory.path
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory that bounce buffers hold, for the daemon to count."""
-        return self._io.bounce_bytes
 
     # -- places ------------------------------------------------------------------------------------------------------
 
@@ -162,31 +154,22 @@ class NvmeTier(Tier):
         if self._closed or not self._health.may_write:
             return None
         found = self._space.allocate(nbytes, may_grow=self._health.may_grow)
-        if found is None:
-            return None
-        self._blocks += 1
-        self._blocks_bytes += nbytes
-        return found[1]
+        return None if found is None else found[1]
 
     def free(self, slot: Slot) -> None:
         self._is_as_recovered = False
         slab, index = self._space.free(slot)
         self._journal.note_freed(slab, index, slab.generations[index])
-        if self._quarantined.pop(slot, None) is None:
-            self._blocks -= 1
-            self._blocks_bytes -= slot.nbytes
+        self._quarantined.pop(slot, None)
 
     def quarantine(self, slot: Slot, reason: str) -> None:
-        slab = self._space.slab_of(slot)
-        index = slab.require_out(slot)
+        slab, index, _ = self._place(slot)
         if len(self._quarantined) >= self._max_quarantined:
             self.free(slot)
             return
         self._is_as_recovered = False
         slab.states[index] = SlotState.QUARANTINED
         self._quarantined[slot] = reason
-        self._blocks -= 1
-        self._blocks_bytes -= slot.nbytes
         self._journal.note_quarantined(slab, index)
 
     def quarantined(self) -> dict[Slot, str]:
@@ -199,7 +182,7 @@ class NvmeTier(Tier):
                 self._quarantined[slot] = reasons[slot]
 
     def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
-        slab, index = self._place(slot)
+        slab, index, _ = self._place(slot)
         record = slab.file.read_record(index) if slab.is_made else b""
         if not record_holds(record, slab.superblock.record_seed(index)):
             return None
@@ -207,13 +190,13 @@ class NvmeTier(Tier):
         return header if any(header.key) else None
 
     def check_books(self) -> list[str]:
-        return check_books(self._space.slabs, self._quarantined)
+        return self._space.check_books(self._quarantined)
 
     def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
-        return check_held(self._space.slabs, containers, offsets, generations)
+        return self._space.check_held(containers, offsets, generations)
 
     def publish_again(self, slot: Slot, header: BlockHeader) -> None:
-        slab, index = self._place(slot)
+        slab, index, _ = self._place(slot)
         self._journal.note_written(slab, index, replace(header, tokens=b""))
 
     def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
@@ -245,7 +228,7 @@ class NvmeTier(Tier):
         return self._space.ceiling_bytes
 
     def set_ceiling(self, nbytes: int) -> None:
-        """Grow no further than this. What is beyond it stays until `discard` takes it away."""
+        """Grow no further than this. What is beyond it stays until `discard` deletes it."""
         self._space.set_ceiling(nbytes)
 
     def resize(self, capacity_bytes: int) -> None:
@@ -253,8 +236,8 @@ class NvmeTier(Tier):
         self._space.resize(capacity_bytes)
 
     def discard(self, container: int, done: Completion) -> None:
-        """Delete the file of an empty slab that is set aside. When `done` says DONE, `discarded` takes it off the
-        books. Raises RuntimeError for a slab with a slot out."""
+        """Delete the file of an empty slab that is set aside; after DONE call `discarded`. Raises RuntimeError for a
+        slab with a slot out."""
         slab = self._space.slabs[container]
         if slab.in_use:
             raise RuntimeError(f"slab {container} is not empty")
@@ -266,7 +249,7 @@ class NvmeTier(Tier):
         self._threads.submit(remove, done)
 
     def discarded(self, container: int) -> None:
-        """`discard` went well: its space counts no more."""
+        """The file is deleted: stop counting its space."""
         slab = self._space.slabs[container]
         self._space.discard(slab)
         slab.close()
@@ -275,32 +258,18 @@ class NvmeTier(Tier):
 
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         require_fits(slot, header, segments)
-        slab, index = self._place(slot)
-        store = lambda: self._store(slab, index, slot, header, segments)  # noqa: E731
-        self._threads.submit(store, self._under_way.begin(done))
+        store = partial(self._transfers.store, self._place(slot), header, segments)
+        self._threads.submit(store, self._pending.begin(done))
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
-        slab, index = self._place(slot)
-        self._threads.submit(lambda: self._load(slab, index, slot, expect_key, segments), done)
+        self._threads.submit(partial(self._transfers.load, self._place(slot), expect_key, segments), done)
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
-        slab, index = self._place(source)
-        other, at = self._place(target)
-
-        def copy() -> Outcome:
-            pages = [self._io.scratch(slab.payload_bytes[index])]
-            outcome = self._load(slab, index, source, expect_key, pages)
-            if outcome.header is None or not outcome.ok:
-                return outcome
-            payload = [pages[0].part(0, outcome.header.payload_bytes)]
-            stored = self._store(other, at, target, outcome.header, payload)
-            failpoints.hit("nvme.after-relocation")
-            return stored
-
-        self._threads.submit(copy, self._under_way.begin(done))
+        copy = partial(self._transfers.copy, self._place(source), self._place(target), expect_key)
+        self._threads.submit(copy, self._pending.begin(done))
 
     def sync(self, done: Completion) -> None:
-        self._under_way.when_ended(lambda: self._commit.request(done))
+        self._pending.when_ended(lambda _: self._commit.request(done))
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
         self._threads.submit(self._probe if thorough else self._look, done)
@@ -309,13 +278,13 @@ class NvmeTier(Tier):
         return f"{self._space.slab_of(slot).file.path}:{slot.offset}"
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
-        self._recovered = None  # who asks here will not ask for columns
+        self._recovered = None  # the caller will not ask for columns too
         for slab in list(self._space.slabs.values()):
             if slab.is_made:
                 yield from recovered_blocks(slab, self.recovery_report.last_sequence)
 
     def recover_columns(self) -> RecoveredBlocks:
-        """See `Tier`. The first time it is told from memory, which it then takes no more of."""
+        """See `Tier`. The first call returns, and gives up, the columns that recovery made."""
         recovered, self._recovered = self._recovered, None
         if recovered is None:
             return super().recover_columns()
@@ -325,12 +294,13 @@ class NvmeTier(Tier):
         return recovered if there.all() else recovered.take(there)
 
     def statistics(self) -> TierStatistics:
-        space = self._space
+        space, slabs = self._space, self._space.slabs.values()
         quarantine_bytes = sum(slot.nbytes for slot in self._quarantined)
+        blocks_bytes = sum(slab.in_use * slab.superblock.slot_bytes for slab in slabs) - quarantine_bytes
         used_by = {
-            "blocks": self._blocks_bytes,
+            "blocks": blocks_bytes,
             "quarantine": quarantine_bytes,
-            "free": space.slab_file_bytes - self._blocks_bytes - quarantine_bytes,
+            "free": space.slab_file_bytes - blocks_bytes - quarantine_bytes,
             "files": FILES_BYTES,
             "damaged": space.damaged_bytes,
         }
@@ -338,7 +308,7 @@ class NvmeTier(Tier):
             state=TierState.CLOSED if self._closed else self._health.state,
             capacity_bytes=space.capacity_bytes,
             used_bytes=space.used_bytes,
-            blocks=self._blocks,
+            blocks=sum(slab.in_use for slab in slabs) - len(self._quarantined),
             used_by=used_by,
             quarantined_slots=len(self._quarantined),
             message=self._message(),
@@ -359,65 +329,6 @@ class NvmeTier(Tier):
 
     # -- on the I/O threads ------------------------------------------------------------------------------------------
 
-    def _store(self, slab: Slab, index: int, slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
-        try:
-            with self._counters.watch():
-                self._ready(slab, index)
-                payload = self._io.stable(segments, header.payload_bytes)
-                checksum = header.checksum or checksum_of(payload, header.payload_bytes)
-                stored = replace(header, generation=slot.generation, checksum=checksum)
-                self._io.write_image(slab.file.slot_fd, slot.offset, stored.pack(), payload, header.payload_bytes)
-        except OSError as error:
-            self._health.watch_write(Outcome(OutcomeKind.FAILED, message=str(error), errno=error.errno or 0))
-            raise
-        failpoints.hit("nvme.after-slot-write")
-        slab.note_written(index, stored)
-        self._journal.note_written(slab, index, replace(stored, tokens=b""))
-        return self._health.watch_write(self._counters.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes)))
-
-    def _ready(self, slab: Slab, index: int) -> None:
-        """Make the slab's file if it is new, and withdraw the record of the slot's former block, on the medium too: a
-        record never names other bytes than its block's."""
-        was_made = slab.is_made
-        slab.make_file()
-        if not was_made:
-            self._health.note_growth()
-        failpoints.hit("nvme.before-slot-write")
-        slab.withdraw([index], self._journal.sequence)
-        slab.sync_hot(index, self._journal.sequence)
-        failpoints.hit("nvme.after-invalidate")
-
-    def _load(self, slab: Slab, index: int, slot: Slot, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
-        try:
-            with self._counters.watch():
-                outcome = self._read_verified(slab, index, slot, expect_key, segments)
-        except OSError as error:
-            self._health.watch_read(Outcome(OutcomeKind.FAILED, message=str(error), errno=error.errno or 0))
-            raise
-        return self._health.watch_read(self._counters.read(outcome))
-
-    def _read_verified(
-        self, slab: Slab, index: int, slot: Slot, expect_key: bytes, segments: Sequence[Segment]
-    ) -> Outcome:
-        nbytes = slab.payload_bytes[index]
-        if slab.states[index] == SlotState.ALLOCATED:
-            return Outcome(OutcomeKind.CORRUPT, message=f"{slot} was allocated and never written")
-        if total_bytes(segments) < nbytes:
-            message = f"{nbytes} payload bytes do not fit {total_bytes(segments)} bytes of segments"
-            return Outcome(OutcomeKind.FAILED, message=message)
-        failpoints.hit("nvme.read")
-        image = self._io.read_image(slab.file.slot_fd, slot.offset, segments, nbytes)
-        header = judge_header(image.raw_header, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
-        if isinstance(header, str):
-            return Outcome(OutcomeKind.CORRUPT, message=header)
-        if header.payload_bytes != nbytes:
-            message = f"the header says {header.payload_bytes} payload bytes, the record {nbytes}"
-            return Outcome(OutcomeKind.CORRUPT, message=message)
-        if image.checksum() != header.checksum:
-            return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
-        image.deliver()
-        return Outcome(OutcomeKind.DONE, header, nbytes)
-
     def _look(self) -> Outcome:
         require_place(self._directory)
         return Outcome(OutcomeKind.DONE)
@@ -429,18 +340,10 @@ class NvmeTier(Tier):
 
     # -- books -------------------------------------------------------------------------------------------------------
 
-    def _place(self, slot: Slot) -> tuple[Slab, int]:
+    def _place(self, slot: Slot) -> Place:
+        """Raises RuntimeError when the slot is not allocated."""
         slab = self._space.slab_of(slot)
-        return slab, slab.require_out(slot)
-
-    def _take_over(self) -> None:
-        """Count what recovery found."""
-        for slab in self._space.slabs.values():
-            for index in slab.indices_in(SlotState.QUARANTINED):
-                self._quarantined[slab.slot(index)] = _UNEXPLAINED
-        self._blocks = sum(slab.in_use for slab in self._space.slabs.values()) - len(self._quarantined)
-        in_use_bytes = sum(slab.in_use * slab.superblock.slot_bytes for slab in self._space.slabs.values())
-        self._blocks_bytes = in_use_bytes - sum(slot.nbytes for slot in self._quarantined)
+        return Place(slab, slab.require_out(slot), slot)
 
     def _write_seal(self) -> None:
         try:
@@ -453,7 +356,7 @@ class NvmeTier(Tier):
         direct = all(slab.file.direct for slab in self._space.slabs.values() if slab.is_made)
         parts = (
             self._health.message,
-            "" if direct else "no direct I/O on this file system: blocks lie in the page cache too",
+            "" if direct else "no direct I/O on this file system: blocks are in the page cache too",
             self.recovery_report.sentence(),
         )
         return "; ".join(filter(None, parts))

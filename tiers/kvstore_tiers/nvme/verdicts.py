@@ -1,7 +1,7 @@
-"""What the records of a slab say, judged in bulk and kept as columns.
+"""Verdicts on the records of a slab, judged in bulk and kept as columns.
 
-Owns the judgement of single records and the columns; judging.py goes over all slabs, recovery.py draws the conclusions
-from several records (two with one key, too many bytes). Never reads a file, never writes.
+Owns the judgement of single records and the columns; record_scan.py goes over all slabs, recovery.py decides what
+follows from several records (two with one key, too many bytes). Never reads a file, never writes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LiveBlocks:
 
     @classmethod
     def room(cls, blocks: int, make: Callable[..., Array] = np.empty) -> LiveBlocks:
-        """Columns to be filled, for so many blocks at most; `make` gives one of a shape and dtype."""
+        """Columns to fill, with room for `blocks`; `make` gives one of a shape and dtype."""
         return cls(
             slots=make(blocks, np.uint64),
             key=make((blocks, 2), "<u8"),
@@ -75,8 +75,8 @@ class LiveBlocks:
 
 @dataclass
 class Verdicts:
-    """What some records of a slab say, in slot order. `states` has a RecordState a slot; `withdrawn` are records that
-    must go.
+    """Verdicts on some records of a slab, in slot order. `states` has a RecordState a slot; `withdrawn` are records
+    that must go.
     """
 
     states: npt.NDArray[np.uint8]
@@ -111,7 +111,7 @@ class Verdicts:
 
 
 class Origins:
-    """Numbers for what many blocks share. For several threads at once."""
+    """Numbers for `BlockOrigin`s, which many blocks share. Thread-safe."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
@@ -143,74 +143,60 @@ class Origins:
         return [BlockOrigin(raw[32:48], raw[:32], int.from_bytes(raw[48:], "little")) for raw in self._numbers]
 
 
-def judge(
-    superblock: Superblock,
-    length_bytes: int,
-    first: int,
-    records: Array,
-    checksums: RecordChecksums,
-    origins: Origins,
-    room: LiveBlocks,
-) -> list[Verdicts]:
-    """Judge `records` (shape (n, 32), little-endian words) of the slots from `first` on, of a slab file that is so
-    long, in pieces that stay in the cache. The live blocks of each piece lie in `room` where its slots have theirs."""
-    return [
-        _judge(
-            superblock,
-            length_bytes,
-            first + begin,
-            records[begin : begin + BATCH_RECORDS],
-            checksums,
-            origins,
-            room.part(slice(begin, None)),
+@dataclass(frozen=True)
+class Judge:
+    """Judges records of a slab file of `length_bytes`. `checksums` is for one thread at a time."""
+
+    superblock: Superblock
+    length_bytes: int
+    checksums: RecordChecksums
+    origins: Origins
+
+    def judge(self, first: int, records: Array, room: LiveBlocks) -> list[Verdicts]:
+        """Judge `records` (shape (n, 32), little-endian words) of the slots from `first` on, in pieces that stay in the
+        cache. The live blocks of each piece are in `room` at the places of its slots."""
+        begins = range(0, len(records), BATCH_RECORDS)
+        return [
+            self._judge(first + begin, records[begin : begin + BATCH_RECORDS], room.part(slice(begin, None)))
+            for begin in begins
+        ]
+
+    def _judge(self, first: int, records: Array, room: LiveBlocks) -> Verdicts:
+        superblock = self.superblock
+        words = self.checksums.load(records)
+        head = words[_HEAD]
+        used = head != 0
+        if not used.all():
+            used[~used] = records[~used].any(axis=1)  # nothing but zeros: never used
+        seeds = np.uint64(superblock.record_seed(first)) + np.arange(len(records), dtype=np.uint64)
+        sound = used & (self.checksums.digests(words, seeds) == words[-1]) & (head & _MAGIC_MASK == RECORD_MAGIC_WORD)
+        said = (head >> _STATE_SHIFT).astype(np.uint8)
+        sound &= said <= max(RecordState)
+        states = np.where(sound, said, 0).astype(np.uint8)
+        live = states == RecordState.LIVE
+        within = max(0, (self.length_bytes - superblock.slots_offset) // superblock.slot_bytes - first)
+        truncated = np.flatnonzero(live[within:]) + within
+        live[within:] = False
+        states[truncated] = RecordState.FREE
+        bad = np.flatnonzero(used & ~sound)
+        slots = np.flatnonzero(live)
+        blocks = words if len(slots) == len(records) else words[:, slots]
+        found = room.part(slice(len(slots)))
+        found.slots[:] = slots + first
+        found.key[:] = blocks[_KEY : _KEY + 2].T
+        found.parent[:] = blocks[_PARENT : _PARENT + 2].T
+        found.origin[:] = self.origins.number(blocks)
+        found.depth[:] = blocks[_GROUP_AND_DEPTH] >> _DEPTH_SHIFT
+        found.sequence[:] = blocks[_SEQUENCE]
+        found.payload_bytes[:] = blocks[_PAYLOAD]
+        found.generation[:] = blocks[_GENERATION]
+        return Verdicts(
+            states,
+            words[_GENERATION].copy(),
+            words[_PAYLOAD].copy(),
+            found,
+            last_sequence=int(words[_SEQUENCE][sound].max(initial=0)),
+            damaged=len(bad),
+            truncated=len(truncated),
+            withdrawn={int(slot) + first for slot in (*bad, *truncated)},
         )
-        for begin in range(0, len(records), BATCH_RECORDS)
-    ]
-
-
-def _judge(
-    superblock: Superblock,
-    length_bytes: int,
-    first: int,
-    records: Array,
-    checksums: RecordChecksums,
-    origins: Origins,
-    room: LiveBlocks,
-) -> Verdicts:
-    words = checksums.load(records)
-    head = words[_HEAD]
-    used = head != 0
-    if not used.all():
-        used[~used] = records[~used].any(axis=1)  # nothing but zeros: never used
-    seeds = np.uint64(superblock.record_seed(first)) + np.arange(len(records), dtype=np.uint64)
-    sound = used & (checksums.digests(words, seeds) == words[-1]) & (head & _MAGIC_MASK == RECORD_MAGIC_WORD)
-    said = (head >> _STATE_SHIFT).astype(np.uint8)
-    sound &= said <= max(RecordState)
-    states = np.where(sound, said, 0).astype(np.uint8)
-    live = states == RecordState.LIVE
-    within = max(0, (length_bytes - superblock.slots_offset) // superblock.slot_bytes - first)
-    truncated = np.flatnonzero(live[within:]) + within
-    live[within:] = False
-    states[truncated] = RecordState.FREE
-    bad = np.flatnonzero(used & ~sound)
-    slots = np.flatnonzero(live)
-    blocks = words if len(slots) == len(records) else words[:, slots]
-    found = room.part(slice(len(slots)))
-    found.slots[:] = slots + first
-    found.key[:] = blocks[_KEY : _KEY + 2].T
-    found.parent[:] = blocks[_PARENT : _PARENT + 2].T
-    found.origin[:] = origins.number(blocks)
-    found.depth[:] = blocks[_GROUP_AND_DEPTH] >> _DEPTH_SHIFT
-    found.sequence[:] = blocks[_SEQUENCE]
-    found.payload_bytes[:] = blocks[_PAYLOAD]
-    found.generation[:] = blocks[_GENERATION]
-    return Verdicts(
-        states,
-        words[_GENERATION].copy(),
-        words[_PAYLOAD].copy(),
-        found,
-        last_sequence=int(words[_SEQUENCE][sound].max(initial=0)),
-        damaged=len(bad),
-        truncated=len(truncated),
-        withdrawn={int(slot) + first for slot in (*bad, *truncated)},
-    )

@@ -14,7 +14,7 @@ Importing this needs neither pytest nor hypothesis; running the state machine ne
 from __future__ import annotations
 
 from kvstore_tiers.testing.contract import TierContract
-from kvstore_tiers.testing.driving import block, finish, finish_all
 from kvstore_tiers.testing.stateful import tier_state_machine
+from kvstore_tiers.testing.transfers import block, finish, finish_all
 
 __all__ = ["TierContract", "block", "finish", "finish_all", "tier_state_machine"]

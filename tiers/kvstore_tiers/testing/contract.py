@@ -17,7 +17,7 @@ import numpy as np
 from kvstore_proto.arena import HEADER_BYTES, payload_checksum, read_header, slot_bytes
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier, TierState
 from kvstore_tiers.segments import AlignedBuffer, Segment, segment_of, view_at
-from kvstore_tiers.testing.driving import block, finish, finish_all, get, pieces, put
+from kvstore_tiers.testing.transfers import block, finish, finish_all, get, pieces, put
 
 CAPACITY_BYTES = 4 << 20
 PAYLOAD_BYTES = 3 * 4096 + 1000  # ends within a page

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import OutcomeKind, Slot, Tier
-from kvstore_tiers.testing.driving import block, finish, get, put
+from kvstore_tiers.testing.transfers import block, finish, get, put
 
 if TYPE_CHECKING:
     from hypothesis.stateful import RuleBasedStateMachine

@@ -1,4 +1,4 @@
-"""Who a caller is, and which secret its keys start from."""
+"""The tenant of a caller, and the secret that its keys start from."""
 
 from kvstored.clients.tenants.directory import Tenant, TenantDirectory
 from kvstored.clients.tenants.peer import Peer, read_peer

@@ -40,7 +40,7 @@ class Tenant:
     limits: TenantSection
 
     def puts_in_place(self, put: PutSection) -> bool:
-        """Whether its clients may write blocks where they will lie."""
+        """Whether its clients may write blocks in place."""
         own = self.limits.put_in_place
         return put.in_place if own is None else own
 
@@ -55,7 +55,7 @@ class Tenant:
 
 
 def uid_of(name: str) -> int | None:
-    """The user that a tenant which nobody listed is called after; None for another name."""
+    """The uid in the name of an unlisted user's tenant; None for another name."""
     return int(name.removeprefix("uid-")) if _UID_TENANT.match(name) else None
 
 
@@ -154,14 +154,14 @@ class TenantDirectory:
         return next((section for section in self._listed if uid in section.uids), None)
 
     def is_reachable(self, name: str) -> bool:
-        """Whether somebody who calls can be this tenant: a listed one, or a user that no tenant lists."""
+        """Whether a caller can be this tenant: a listed one, or a user that no tenant lists."""
         uid = uid_of(name)
         if uid is None:
             return self.section(name) is not None
         return self._default != "refuse" and self.lister(uid) is None
 
     def refresh(self, *names: str) -> None:
-        """Names stand for other identities than before; `names` are to be known from now on."""
+        """Names stand for other identities than before; `names` are known from now on."""
         for name, tenant in list(self._tenants.items()):
             if self._keyring.identity_of(name) is None:
                 del self._tenants[name]
@@ -205,7 +205,7 @@ class TenantDirectory:
 
     def fingerprint_number(self, digest: bytes) -> int:
         """A small number for a fingerprint digest, stable while the daemon runs. There are so many and no more: who
-        makes up others still stores and finds blocks under them, but listings cannot tell those apart."""
+        makes up others still stores and finds blocks under them, but listings show those as one."""
         number = self._fingerprint_numbers.get(digest)
         if number is None:
             number = len(self._digests)

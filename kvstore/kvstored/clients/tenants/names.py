@@ -30,7 +30,7 @@ def is_plain(name: str) -> bool:
 
 
 class Names:
-    """`tenants()` tells the tenants' names of the moment. `run` is a task."""
+    """`tenants()` returns the current names of tenants. `run` is a task."""
 
     def __init__(self, path: Path, tenants: Callable[[], Iterable[str]]) -> None:
         self._path = path
@@ -55,7 +55,7 @@ class Names:
         except OSError as error:
             log.warning("%s cannot be read: %s", self._path, error.strerror)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            log.warning("%s is damaged: names are not known until their clients come back", self._path)
+            log.warning("%s is damaged: names are not known until their clients reconnect", self._path)
         return tenants
 
     def remember(self, digest: bytes, fingerprint: Fingerprint) -> None:
@@ -63,7 +63,7 @@ class Names:
             self.changed()
 
     def changed(self) -> None:
-        """Something is to be saved, soon."""
+        """A name changed: save soon."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -83,7 +83,7 @@ class Names:
     def save(self) -> None:
         """Raises OSError."""
         with self._writing:
-            self._changed.clear()  # first: what comes from now on may be too late for this time
+            self._changed.clear()  # first: a change from now on may miss this save
             tenants = ",\n".join(map(json.dumps, sorted(self._tenants())))
             fingerprints = ",\n".join(map(json.dumps, list(self._texts)))  # piece by piece: others want the GIL too
             content = f'{{"tenants": [\n{tenants}\n],\n"fingerprints": [\n{fingerprints}\n]}}\n'

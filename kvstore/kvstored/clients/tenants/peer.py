@@ -42,7 +42,7 @@ def has_exited(peer: Peer) -> bool:
     try:
         ended = select.poll()
         ended.register(pidfd, select.POLLIN)
-        return bool(ended.poll(0))  # nobody may have waited for it yet
+        return bool(ended.poll(0))  # it may not have been reaped yet
     finally:
         os.close(pidfd)
 

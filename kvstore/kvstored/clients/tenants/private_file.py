@@ -1,4 +1,4 @@
-"""Files of the daemon's own: replaced whole and durably, readable by nobody else."""
+"""Files of the daemon's own: replaced whole and durably, readable by its owner alone."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ follow their user to a new name by themselves.
 The rule: what user N stored as tenant uid-N is never given to a tenant that does not list N. A tenant that is newly
 listed with that user alone takes it over; where others can be that tenant too, or have a token for either, only an
 operator may say so (operations/rename.py).
-Never drops a block. Runs at the start, before anybody is served.
+Never drops a block. Runs at the start, before any client is served.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: Stor
 
 
 def _reasons(name: str, tenants: TenantDirectory) -> Iterator[tuple[str, str]]:
-    """Why nobody who calls is this tenant, and who is in its place."""
+    """Why no caller is this tenant, and which one is in its place."""
     uid = uid_of(name)
     if uid is None:
         if tenants.section(name) is None:
@@ -127,7 +127,7 @@ def _lister_by_group(uid: int, tenants: TenantDirectory) -> TenantSection | None
     return next((section for section in tenants.listed if gid in section.gids), None)
 
 
-@lru_cache(maxsize=1024)  # who asks a directory service over the network must not ask it often
+@lru_cache(maxsize=1024)  # the user database may be a directory service on the network
 def _group_of(uid: int) -> int | None:
     with suppress(KeyError, OverflowError):
         return pwd.getpwuid(uid).pw_gid

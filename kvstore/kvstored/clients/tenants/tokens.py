@@ -1,7 +1,7 @@
 """Bearer tokens: the identity of callers that the kernel cannot name, over TCP.
 
 Owns what the tokens file says: SHA-256 digests, never tokens. A token is looked for among all digests in a time that
-tells nothing about how near it came. Never decides what a tenant may do.
+reveals nothing about how near it came. Never decides what a tenant may do.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def names_in(path: Path | None) -> frozenset[str]:
 
 
 def _read_private(path: Path) -> bytes:
-    """The file's bytes, if nobody but its owner can read or change it, and that owner is us or root."""
+    """The file's bytes, if only its owner can read or change it, and that owner is us or root."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""The kinds of tier that there are, in the order in which tiers stand: the fastest first.
+"""The kinds of tier, in the order of the tiers: the fastest first.
 
 A new kind costs its file, its import and its entry in `KINDS`.
 """

@@ -1,6 +1,6 @@
-"""What the configuration says of a tier, of whatever kind: the settings all have, and what a kind adds.
+"""What the configuration says of a tier of any kind: the settings that all have, and what a kind adds.
 
-A kind is a file of this package: the keys that its tiers have, what becomes of them, how one is opened. `KINDS` lists
+A kind is a file of this package: the keys that its tiers have, their meaning, how one is opened. `KINDS` lists
 them. A kind imports the code of its tiers when it opens one, not before: the configuration is read first of all.
 """
 
@@ -21,7 +21,7 @@ from kvstored.policy_names import POLICIES
 if TYPE_CHECKING:
     from kvstore_tiers.arena import ArenaWitness
     from kvstore_tiers.base import Tier
-    from kvstore_tiers.nvme.judging_ahead import JudgingAhead
+    from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 
 AUTO, AUTO_CONTAINERS = "auto", 32
 MIN_CONTAINER_BYTES, MIN_AUTO_CONTAINER_BYTES = 1 << 20, 16 << 20
@@ -39,12 +39,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Start:
-    """What a start of the daemon has for a tier to open with: who records the arenas that a restart keeps, the number
-    of the first new one, and the records of NVMe that were judged meanwhile."""
+    """What a start of the daemon has for a tier to open with: the witness of arenas that a restart keeps, the number
+    of the first new one, and an early scan of the NVMe directory."""
 
     witness: ArenaWitness | None = None
     first_arena: int = 1
-    ahead: JudgingAhead | None = None
+    early_scan: EarlyRecordScan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ class NvmeSection(TierSection):
             require_direct=self.require_direct,
             quarantine_slots=self.quarantine_slots,
             name=self.name,
-            ahead=start.ahead,
+            early_scan=start.early_scan,
         )
 
     @property

@@ -1,5 +1,5 @@
-"""The scrubber: reads what lies on NVMe before anybody asks for it, so that silent damage is found while it is young.
+"""The scrubber: reads blocks on NVMe before a client asks for them, to find silent damage early.
 
 `worker` is a process of its own (the GIL), lowest in priority, that only reads; `scrubber` is its other end in the
-daemon, which believes nothing it is told and verifies each suspect through its own read path.
+daemon, which verifies each suspect through its own read path.
 """

@@ -1,4 +1,4 @@
-"""Where the scrubber is, kept over restarts: the slot that comes next, and when passes began and ended.
+"""The scrubber's position, kept over restarts: the slot that comes next, and when passes began and ended.
 
 A small JSON file in the state directory, replaced by rename. Losing it costs a pass from the front, nothing else, so it
 is not synced and anything odd in it counts as lost.

@@ -1,6 +1,6 @@
-"""The daemon's end of the scrubber: starts the worker, hears it, believes nothing, and ends it with the daemon.
+"""The daemon's end of the scrubber: starts the worker, verifies what it reports, and ends it with the daemon.
 
-Owns the child process and what is told of it. A suspect is looked up in the index (the slot may hold another block by
+Owns the child process and its report. A suspect is looked up in the index (the slot may hold another block by
 now) and verified through the daemon's own read path; only what fails there too is damage. A record that does not hold
 is no danger to readers, but its block would be lost at the next start: the record is written again.
 A worker that dies is started again, at most `RESTARTS` times in `RESTARTS_IN_S`.
@@ -51,7 +51,7 @@ class ScrubReport:
 
 class Scrubber:
     """`run` is a task until it is cancelled; it starts the first worker after `start_s`. `sync` makes durable what the
-    tier was told."""
+    tier published."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Scrubber:
         if suspect["key"]:
             named = (suspect["key"], int(suspect["generation"]))
             if named != (residency.key(row).hex(), residency.slot(row, residency.durable).generation):
-                return  # another block lies there by now
+                return  # another block is there by now
         token, slot = residency.token(row), residency.slot(row, residency.durable)
         outcome = await self._verification.verify(row)
         if outcome is None or (outcome.ok and suspect["key"]):

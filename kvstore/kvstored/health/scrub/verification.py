@@ -1,6 +1,6 @@
-"""Verifying one block on NVMe through the daemon's own read path, at the priority of maintenance.
+"""Verification of one block on NVMe through the daemon's own read path, at the priority of maintenance.
 
-Owns a buffer of one block for as long as a verification runs. What it reads goes nowhere.
+Owns a buffer of one block for as long as a verification runs. What it reads is discarded.
 Invariant: the row is pinned while its slot is read, so the answer is about that very block.
 """
 
@@ -20,7 +20,7 @@ from kvstored.store.transfer.mover import Mover, Transfer
 
 
 class Verification:
-    """`on_damage(row, reason)` is told of a block that is bad; the breaker of each read, as of everybody's."""
+    """`on_damage(row, reason)` is called for a damaged block; the breaker judges these reads as all others."""
 
     def __init__(
         self,

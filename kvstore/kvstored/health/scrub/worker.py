@@ -1,6 +1,6 @@
 """The scrubber's process: `python -m kvstored.health.scrub.worker SETTINGS`, started by the daemon alone.
 
-Reads slots and says what it sees on standard output, one JSON object a line; ends when standard input ends, or with its
+Reads slots and reports to standard output, one JSON object a line; ends when standard input ends, or with its
 parent. Owns the pass and its position file. Never writes to the tier's directory, never decides that a block is bad.
 Messages: {"read": {bytes, slots, slab, slot}}, {"suspect": {...}}, {"unreadable": {slab, error}},
 {"pass": {began_s, ended_s, bytes, slots}}.
@@ -20,12 +20,26 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvstore_tiers.nvme.slab_names import slab_numbers
-from kvstored.health.scrub.pace import Pace
+from kvstore_tiers.nvme.directory_files import slab_numbers
 from kvstored.health.scrub.position import load, save
-from kvstored.health.scrub.reading import SlabReader, Visit
+from kvstored.health.scrub.slab_reader import SlabReader, Visit
 
-TOLD_EVERY_S = 1.0
+
+class Pace:
+    """`rate_bytes` a second; a slot larger than that is waited for afterwards."""
+
+    def __init__(self, rate_bytes: int) -> None:
+        self._rate_bytes = rate_bytes
+        self._free_at_s = 0.0
+
+    def take(self, nbytes: int, now_s: float) -> float:
+        """Account for `nbytes` that are about to be read; seconds to wait before reading them."""
+        start_s = max(now_s, self._free_at_s)
+        self._free_at_s = start_s + nbytes / self._rate_bytes
+        return start_s - now_s
+
+
+REPORTED_EVERY_S = 1.0
 SAVED_EVERY_S = 5.0
 LONGEST_WAIT_S = 60.0
 NICE = 19
@@ -35,7 +49,7 @@ _IOPRIO_IDLE = 3 << 13
 
 
 class Ended(Exception):
-    """The daemon let go of us."""
+    """The daemon closed our standard input."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +69,8 @@ class Worker:
         self._interval_s = settings.interval_s
         self._pace = Pace(settings.rate_bytes)
         self._position = load(self._position_path)
-        self._told_s = self._saved_s = time.monotonic()
-        self._untold_bytes = self._untold_slots = 0
+        self._reported_s = self._saved_s = time.monotonic()
+        self._unreported_bytes = self._unreported_slots = 0
 
     def run(self) -> None:
         while True:
@@ -80,7 +94,7 @@ class Worker:
             except OSError as error:
                 say("unreadable", {"slab": number, "error": str(error)})
         position.end(time.time())
-        self._tell()
+        self._report()
         self._save()
         say(
             "pass",
@@ -97,10 +111,10 @@ class Worker:
         position.slab, position.slot = visit.slab, visit.next_slot
         position.pass_bytes += visit.nbytes
         position.pass_slots += 1
-        self._untold_bytes += visit.nbytes
-        self._untold_slots += 1
+        self._unreported_bytes += visit.nbytes
+        self._unreported_slots += 1
         if visit.suspect is not None:
-            self._tell()
+            self._report()
             say("suspect", asdict(visit.suspect))
         self._now_and_then()
 
@@ -112,17 +126,17 @@ class Worker:
 
     def _now_and_then(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._told_s >= TOLD_EVERY_S:
-            self._tell()
+        if now_s - self._reported_s >= REPORTED_EVERY_S:
+            self._report()
         if now_s - self._saved_s >= SAVED_EVERY_S:
             self._save()
 
-    def _tell(self) -> None:
-        self._told_s = time.monotonic()
-        if self._untold_slots:
+    def _report(self) -> None:
+        self._reported_s = time.monotonic()
+        if self._unreported_slots:
             at = {"slab": self._position.slab, "slot": self._position.slot}
-            say("read", {"bytes": self._untold_bytes, "slots": self._untold_slots, **at})
-            self._untold_bytes = self._untold_slots = 0
+            say("read", {"bytes": self._unreported_bytes, "slots": self._unreported_slots, **at})
+            self._unreported_bytes = self._unreported_slots = 0
 
     def _save(self) -> None:
         self._saved_s = time.monotonic()
@@ -138,14 +152,14 @@ def say(what: str, fields: dict[str, object]) -> None:
 
 
 def pause(seconds: float) -> None:
-    """Sleep, unless the daemon lets go of us. Raises Ended."""
+    """Sleep. Raises Ended when standard input is closed."""
     readable, _, _ = select.select([sys.stdin.fileno()], [], [], max(0.0, seconds))
     if readable and not os.read(sys.stdin.fileno(), 64):
         raise Ended
 
 
 def step_back() -> None:
-    """Everything else on the machine comes first, and the daemon's end is ours."""
+    """Lowest CPU and I/O priority, and an end together with the daemon."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError):

@@ -1,10 +1,10 @@
-"""Clients of the daemon before: whose leases still stand, until each comes back or its process has ended.
+"""Clients of the former daemon: their leases stand until each reconnects or its process has ended.
 
-Owns what is known of them (from the ledger) and the watch over their processes. A client that comes back names its last
+Owns what is known of them (from the ledger) and the watch over their processes. A client that reconnects names its last
 token and gets its session and its leases again, under their old numbers. Never decides what a lease means: that is the
 lease table's.
-Invariants: a slot that a former client may be reading is not recycled before that client has come back and released it,
-or has ended; a lease is given back whole, over the very same bytes, or not at all.
+Invariants: a slot that a former client may be reading is not recycled before that client has reconnected and released
+it, or has ended; a lease is given back whole, over the very same bytes, or not at all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_TOKEN = bytes(16)
 
 @dataclass(slots=True)
 class _Absent:
-    """A former client that has not come back. `pidfd` tells of its end; -1 where it cannot be seen."""
+    """A former client that has not reconnected. `pidfd` becomes readable at its end; -1 where it cannot be seen."""
 
     former: FormerSession
     pidfd: int
@@ -38,7 +38,7 @@ class _Absent:
 
 
 class FormerClients:
-    """See the module. On the control loop; `restore` once, before anybody is served."""
+    """See the module. On the control loop; `restore` once, before any client is served."""
 
     def __init__(self, ledger: Ledger, leases: LeaseTable, counters: Counters) -> None:
         self._ledger = ledger
@@ -53,7 +53,7 @@ class FormerClients:
         return self._ledger.epoch
 
     def restore(self, adopted: Adopted, residency: Residency, expires_ns: int) -> None:
-        """Put former leases back in force, limbo too; slots that nobody reads are freed."""
+        """Put former leases back in force, limbo too; slots without a reader are freed."""
         for former in self._ledger.sessions():
             pidfd = _watch(former)
             if pidfd is None:
@@ -72,7 +72,7 @@ class FormerClients:
         self._leases.record_in(self._ledger, self._ledger.last_lease_id)
 
     def arrived(self, session: Session, token: bytes) -> list[int]:
-        """A client has come. If it is one of before, that is the same session; the leases that it has again."""
+        """A client connects. If it is a former one it gets its former session; the leases that it has again."""
         former_id = self._by_token.get(token) if token else None
         absent = self._absent.get(former_id) if former_id is not None else None
         start = start_ticks(session.peer.pid) or 0
@@ -128,7 +128,7 @@ class FormerClients:
             absent.patience = loop.call_later(UNSEEN_PATIENCE_S, self._ended, absent)
 
     def _ended(self, absent: _Absent) -> None:
-        """Its process is gone: whatever it could read may be recycled."""
+        """Its process is gone: slots that it could read may be recycled."""
         self._no_longer_absent(absent)
         ended = self._leases.release_session(absent.former.session_id)
         self._ledger.close_session(absent.former.session_id)
@@ -167,7 +167,7 @@ def _watch(former: FormerSession) -> int | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process was started, which tells it from a later one of the same number; None if that cannot be seen."""
+    """When a process was started: a later one of the same number has another value. None if that cannot be seen."""
     if not pid:
         return None
     try:

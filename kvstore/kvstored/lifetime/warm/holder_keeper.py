@@ -160,7 +160,7 @@ class HolderKeeper(Keeper):
 
     def _connect(self) -> socket.socket | None:
         """A connection to the holder of a former daemon; None when there is none, or when another user listens there,
-        who would be given every arena."""
+        which would be given every arena."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             connection.settimeout(_ANSWER_TIMEOUT_S)
@@ -204,6 +204,6 @@ class HolderKeeper(Keeper):
 
 
 def _holder_limit() -> int:
-    """It may open as many descriptors as we may at most. What is over that, the kernel would drop without a word."""
+    """The holder may open as many descriptors as the daemon; the kernel silently drops those beyond."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return MAX_DESCRIPTORS if hard < 0 else max(0, min(MAX_DESCRIPTORS, hard - _OWN_DESCRIPTORS))

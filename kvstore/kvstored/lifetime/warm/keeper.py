@@ -1,9 +1,9 @@
-"""A keeper: what holds on to descriptors while there is no daemon.
+"""A keeper holds descriptors while there is no daemon.
 
 Owns which names are wanted, which of them the other side has, and how many it takes. Never knows what a descriptor is,
 nor how it is sent. Never waits for the other side between the start and `settle`: what cannot be sent at once is sent
 again later (`retry`), and only if it is still wanted then.
-Invariants: whatever `keep` was called for and not `drop`ped is there for the next process, or `unkept` counts it; never
+Invariants: what `keep` was called for and not `drop`ped is there for the next process, or `unkept` counts it; never
 are more descriptors sent than the other side keeps.
 """
 
@@ -23,8 +23,8 @@ class KeeperError(Exception):
     """Descriptors cannot be kept; the message says why and what to do."""
 
 
-def nobody_waits() -> None:
-    """For `Keeper.on_behind` while nobody retries."""
+def no_listener() -> None:
+    """For `Keeper.on_behind` while no task retries."""
 
 
 class Keeper(ABC):
@@ -33,9 +33,9 @@ class Keeper(ABC):
     name: str
 
     def __init__(self, limit: int | None = None) -> None:
-        self.lost = False  # whoever kept them has gone: `reopen`, and keep everything again
-        self.on_behind = nobody_waits  # told, in any thread, that something could not be sent at once
-        self.limit = limit  # how many descriptors the other side keeps; None: nobody says
+        self.lost = False  # the other side has gone: `reopen`, and keep everything again
+        self.on_behind = no_listener  # called, in any thread, when something could not be sent at once
+        self.limit = limit  # how many descriptors the other side keeps; None: not known
         self._sending = threading.Lock()
         self._wanted: dict[str, int] = {}  # not sent yet: name -> descriptor, -1 for a drop
         self._kept: set[str] = set()  # names that the other side has

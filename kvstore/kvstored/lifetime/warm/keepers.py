@@ -1,4 +1,4 @@
-"""Who keeps descriptors while there is no daemon: systemd's file-descriptor store, or the holder process.
+"""Keepers of descriptors while there is no daemon: systemd's file-descriptor store, or the holder process.
 
 Owns the choice, and systemd's way of keeping: FDSTORE=1 messages, and $LISTEN_FDS at the start. Never knows what a
 descriptor is.

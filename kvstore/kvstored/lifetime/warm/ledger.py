@@ -1,7 +1,7 @@
-"""The ledger: what a later process has to know of the arenas and of who reads them, in one small memfd.
+"""The ledger: what a later process has to know of the arenas and of their readers, in one small memfd.
 
     offset   size            what
-    0        4096            head: magic, version, layouts, who made it, counters
+    0        4096            head: magic, version, layouts, maker, counters
     4096     64 * ARENAS     an arena a row: number, size, owner, slot size, slots handed out, highest generation
     ...      64 * SESSIONS   a client a row: session, process, token
     ...      256 * LEASES    up to 30 slots of a lease a row; a lease takes as many rows as it needs
@@ -12,7 +12,7 @@ made live last, and everything that is changed in place is one aligned store of 
 The exception are the two tokens of a session, 16 bytes each, too long for one store: the former one, which its client
 may still name, is written first, so that one whole token is there at any moment.
 Invariants: an arena's row never claims more than its bytes hold; a lease is here whole or not at all. One that found no
-row is not here: then its client cannot have it back after a crash, and is told so.
+row is not here: then its client cannot have it back after a crash, and gets a refusal.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Ledger:
         memory = self._memory
         _U64.pack_into(memory, at + _HIGH_GENERATION, record.high_generation)
         if _U64.unpack_from(memory, at + _SLOT_BYTES)[0] != record.slot_bytes:
-            _U64.pack_into(memory, at + _HANDED_OUT, 0)  # first: what lies at the new places is no header
+            _U64.pack_into(memory, at + _HANDED_OUT, 0)  # first: there is no header at the new places
             _U64.pack_into(memory, at + _SLOT_BYTES, record.slot_bytes)
         _U64.pack_into(memory, at + _HANDED_OUT, record.handed_out)
 
@@ -180,7 +180,7 @@ class Ledger:
     # Clients
 
     def sessions(self) -> list[FormerSession]:
-        """Those whose end nobody saw, with the leases that they held."""
+        """Those that did not end while the process before ran, with the leases that they held."""
         leases: dict[int, list[FormerLease]] = {}
         for lease_id, rows in list(self._rows_of_lease.items()):
             session_id, places = self._read_lease(rows)
@@ -197,8 +197,8 @@ class Ledger:
     def open_session(
         self, session_id: int, pid: int, start_ticks: int, token: bytes, former: bytes = bytes(16)
     ) -> None:
-        """A client came; or one of before came back, with a new token in place of the one that it named (`former`),
-        which it goes on naming until it has heard of the new one."""
+        """A client connected; or a former one reconnected, with a new token in place of the one that it named
+        (`former`), which it uses until it has received the new one."""
         self._raise_counter(_LAST_SESSION, session_id)
         memory, at = self._memory, self._row_of_session.get(session_id)
         if at is None:

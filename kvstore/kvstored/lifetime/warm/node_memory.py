@@ -1,6 +1,6 @@
 """The daemon's DRAM: the host tier, and what a restart keeps of it.
 
-Opens the tier, takes over what the process before left, and closes it: given back, or left to whatever keeps it.
+Opens the tier, takes over what the process before left, and closes it: given back, or left to its keeper.
 """
 
 from __future__ import annotations

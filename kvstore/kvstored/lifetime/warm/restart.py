@@ -1,8 +1,8 @@
-"""Warm restart: what lay in DRAM when the daemon before ended is there for this one.
+"""Warm restart: what was in DRAM when the former daemon ended is there for this one.
 
 Owns which descriptors are kept and what becomes of those that were: arenas that are whole and fit are taken over, the
-rest is given back to the system at once. Tells the ledger what the host tier does. Never reads a payload: a header that
-holds vouches for its block (`kvstore_tiers.arena_walk`).
+rest is given back to the system at once. Records in the ledger what the host tier does. Never reads a payload: a header
+that holds vouches for its block (`kvstore_tiers.adoption`).
 Invariants: an arena is kept before the ledger names it, and named before a block is in it; nothing that was not taken
 over stays in memory, even while former clients map it; the host tier's capacity holds throughout.
 """
@@ -24,8 +24,8 @@ from kvstore_tiers.host import HostTier
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
 from kvstored.config.tiers import SharedSection
-from kvstored.lifetime.warm.entering import Entering
-from kvstored.lifetime.warm.keeper import Keeper, KeeperError, nobody_waits
+from kvstored.lifetime.warm.arena_import import ArenaImport
+from kvstored.lifetime.warm.keeper import Keeper, KeeperError, no_listener
 from kvstored.lifetime.warm.keepers import choose_keeper, dismiss_others
 from kvstored.lifetime.warm.ledger import ForeignLedger, Ledger
 from kvstored.store.blocks import Residency
@@ -50,7 +50,7 @@ class Adopted:
 
 
 class WarmRestart:
-    """The witness of the host tier. Made by `open_warm`; `adopt` once, before anybody is served; `run` is a task."""
+    """The witness of the host tier. Made by `open_warm`; `adopt` once, before any client is served; `run` is a task."""
 
     def __init__(self, keeper: Keeper, ledger: Ledger, kept: dict[str, int]) -> None:
         self.keeper = keeper
@@ -62,8 +62,8 @@ class WarmRestart:
     def adopt(self, host: HostTier, residency: Residency, tenants: TenantDirectory, clock: Clock) -> Adopted:
         """Make the arenas that were kept the host tier's and their blocks residency's, as far as the capacity goes.
         Blocks that NVMe has too must be in `residency` already."""
-        entering = Entering(host, residency, tenants, clock.monotonic_ns())
-        adopted = Adopted(entering.rows)
+        importer = ArenaImport(host, residency, tenants, clock.monotonic_ns())
+        adopted = Adopted(importer.rows)
         records = self.ledger.arenas()
         for record in sorted(records, key=lambda record: -record.handed_out * record.slot_bytes):
             descriptor = self._kept.pop(_name(record.number), -1)
@@ -86,9 +86,9 @@ class WarmRestart:
             tenant = residency.tenant(record.owner)
             adopted.dropped_slots += found.damaged_slots
             adopted.retired |= {(slot.container, slot.offset): (slot, tenant) for slot in found.retired}
-            entering.enter(found, tenant)
+            importer.enter(found, tenant)
             failpoints.hit("warm.arena-taken-over")
-        adopted.dropped_slots += entering.dropped_slots
+        adopted.dropped_slots += importer.dropped_slots
         for name, descriptor in self._kept.items():
             self._part_with(name, descriptor)
         self._kept.clear()
@@ -100,7 +100,7 @@ class WarmRestart:
         counters.add("warm_dropped_slots", adopted.dropped_slots)
 
     async def run(self) -> None:
-        """See to it that what could not be kept is kept later, and by somebody else if its keeper is gone."""
+        """Retry what could not be kept, with another keeper if this one is gone."""
         loop, behind = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -118,7 +118,7 @@ class WarmRestart:
                     await asyncio.sleep(SOON_S)
                     self.look()
         finally:
-            self.keeper.on_behind = nobody_waits
+            self.keeper.on_behind = no_listener
 
     def look(self) -> None:
         for name in self.keeper.retry():
@@ -148,7 +148,7 @@ class WarmRestart:
         self.keeper.close(forget=forget)
         self.ledger.close()
 
-    # What the host tier tells
+    # As the host tier's witness
 
     def made(self, arena: Arena) -> None:
         self._arenas[arena.number] = arena
@@ -172,13 +172,13 @@ class WarmRestart:
     # Inside
 
     def _list(self, name: str) -> None:
-        """An arena is kept: if it was not before, it goes into the ledger now."""
+        """An arena is kept now: enter it into the ledger if it was not before."""
         arena = self._unlisted.pop(name, None)
         if arena is not None:
             self.ledger.add_arena(arena.record)
 
     def _part_with(self, name: str, descriptor: int) -> None:
-        """Give back memory that nobody took over."""
+        """Give back memory that was not taken over."""
         if descriptor >= 0:
             empty_memory(descriptor)
             os.close(descriptor)
@@ -186,10 +186,10 @@ class WarmRestart:
 
 
 def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> WarmRestart | None:
-    """What `host.warm_restart` asks for; None where nothing is to be kept. With `forget` what a process before left is
+    """What `host.warm_restart` asks for; None for nothing. With `forget` what a process before left is
     given back, because nothing reaches it. Raises KeeperError.
 
-    Whatever a process before left with another keeper, or in a form that this one cannot use, is given back.
+    What a process before left with another keeper, or in a form that this one cannot use, is given back.
     """
     mode = host.warm_restart
     if host.sealed and mode != "off":

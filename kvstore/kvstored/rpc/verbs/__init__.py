@@ -1,9 +1,8 @@
 """A client's requests on the wire: lookup, put (lend or reserve, store), get (acquire, release), hints (prefetch,
 touch, hint), delete and explain.
 
-Each verb is a class that checks a request, has the store carry it out, and puts the answer into a message; this door
-sends a request to its verb. `quick` answers without waiting for bytes to move, or says (None) that the request must run
-as a task through `slow`.
+Each verb is a class that checks a request, has the store carry it out, and puts the answer into a message. `quick`
+answers without waiting for bytes to move; None: the request must run as a task, through `slow`.
 """
 
 from __future__ import annotations
@@ -14,33 +13,41 @@ from contextlib import aclosing
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.clients.sessions import Session
-from kvstored.rpc.verbs.delete import Deleting
-from kvstored.rpc.verbs.get import Acquiring
-from kvstored.rpc.verbs.hints import Hinting
-from kvstored.rpc.verbs.lending import Lending
-from kvstored.rpc.verbs.lookup import LookingUp
-from kvstored.rpc.verbs.reserving import Reserving
+from kvstored.rpc.verbs.delete import DeleteVerb
+from kvstored.rpc.verbs.get import AcquireVerb
+from kvstored.rpc.verbs.hints import HintVerb
+from kvstored.rpc.verbs.in_place_put import InPlacePut
+from kvstored.rpc.verbs.lookup import LookupVerb
+from kvstored.rpc.verbs.staged_put import StagedPut
+from kvstored.store.assembly import Store
+from kvstored.store.operations import Operations
 from kvstored.store.operations.offer import Offer, Stored
+from kvstored.store.tiering import MAPPED
+from kvstored.telemetry import RecentMisses
 
 
 class Verbs:
-    """Dispatch by the name of the request's `op` field."""
+    """Dispatch by the name of the request's `op` field. `explain` answers an explain of the client's own blocks."""
 
     def __init__(
         self,
-        look_up: LookingUp,
-        lending: Lending,
-        reserving: Reserving,
-        get: Acquiring,
-        hints: Hinting,
-        delete: Deleting,
+        store: Store,
+        operations: Operations,
+        misses: RecentMisses,
+        delete: DeleteVerb,
         explain: Callable[[Session, ExplainRequest], Awaitable[ExplainReply]],
     ) -> None:
-        self._look_up = look_up
-        self._lending = lending
-        self._reserving = reserving
-        self._get = get
-        self._hints = hints
+        config, residency, put = store.config, store.residency, operations.put
+        limits = config.limits
+        self._look_up = LookupVerb(operations.look_up, residency, misses, max_keys=limits.max_keys)
+        self._staged_put = StagedPut(put, limits, default_mode=config.durability.mode)
+        self._in_place_put = InPlacePut(
+            put, store.reservations, residency, store.host, store.rooms[MAPPED], store.clock, config
+        )
+        self._get = AcquireVerb(
+            operations.get, residency, misses, max_keys=limits.max_keys, leases_per_client=limits.leases_per_client
+        )
+        self._hints = HintVerb(operations.hints, max_keys=limits.max_keys)
         self._delete = delete
         self._explain = explain
 
@@ -64,22 +71,22 @@ class Verbs:
         return None
 
     def undelivered(self, session: Session, reply: pb.Response) -> None:
-        """A reply could not be sent: what it granted is nobody's."""
+        """A reply could not be sent: take back what it granted."""
         if reply.HasField("acquire"):
             self._get.undo(session, reply.acquire)
         elif reply.HasField("reserve_slots"):
-            self._reserving.undo(session, reply.reserve_slots)
+            self._in_place_put.undo(session, reply.reserve_slots)
 
     def left(self, session: Session) -> None:
         """The session has ended."""
-        self._reserving.leave(session)
+        self._in_place_put.leave(session)
 
     def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         """The answers of a request that waits for bytes; a store may have two, and has begun when this returns; an
         acquire in an order has many. Raises KVStoreError as `quick`, then or from the answers."""
         if op == "store":
-            way = self._reserving if request.store.reservation else self._lending
-            return _stored(way.store(session, request.store))
+            put = self._in_place_put if request.store.reservation else self._staged_put
+            return _stored(put.store(session, request.store))
         if op == "acquire":
             return self._get.acquire(session, request.acquire, request.deadline_ms)
         return self._slow(session, op, request)
@@ -88,13 +95,13 @@ class Verbs:
         self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
         """The answers to a put whose blocks came in its message, as those of a store."""
-        return _stored(self._lending.store_inline(session, offer, durability))
+        return _stored(self._staged_put.store_inline(session, offer, durability))
 
     async def _slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         if op == "lend":
-            yield pb.Response(lend=await self._lending.lend(session))
+            yield pb.Response(lend=await self._staged_put.lend(session))
         elif op == "reserve_slots":
-            yield pb.Response(reserve_slots=await self._reserving.reserve(session, request.reserve_slots))
+            yield pb.Response(reserve_slots=await self._in_place_put.reserve(session, request.reserve_slots))
         elif op == "delete":
             yield pb.Response(delete=await self._delete.delete(session, request.delete))
         elif op == "explain":

@@ -8,7 +8,7 @@ from kvstored.rpc.verbs.validate import keys_of, known_group
 from kvstored.store.operations.delete import Delete, Deleted, Fate
 
 
-class Deleting:
+class DeleteVerb:
     """`max_keys` of a request."""
 
     def __init__(self, delete: Delete, *, max_keys: int) -> None:

@@ -18,7 +18,7 @@ from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import RecentMisses
 
 
-class Acquiring:
+class AcquireVerb:
     """`max_keys` of a request and `leases_per_client` are limits that a request must keep."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Acquiring:
     ) -> AsyncGenerator[pb.Response, None]:
         """One answer, a lease on all that could be had in time. In an order: answers as blocks become readable, each a
         lease on one run of them, the last one without any, with the reason why the chain ends. The first one says what
-        is to be expected, without a lease if all blocks must be loaded."""
+        to expect, without a lease if all blocks must be loaded."""
         wanted = self._wanted(session, request, deadline_ms)
         if request.order == pb.ACQUIRE_ORDER_WHOLE:
             yield pb.Response(acquire=self._reply(session, request, await self._get.acquire(session, wanted)))
@@ -71,7 +71,7 @@ class Acquiring:
         return pb.ReleaseReply(released=self._get.release(session, request.lease_ids))
 
     def undo(self, session: Session, reply: pb.AcquireReply) -> None:
-        """Take back a lease that its client will never hear of."""
+        """Take back a lease of a reply that could not be sent."""
         self._get.release(session, [reply.lease_id])
 
     def _wanted(self, session: Session, request: pb.Acquire, deadline_ms: int) -> Wanted:

@@ -11,7 +11,7 @@ from kvstored.store.operations.hints import DUE_MAX_MS, Hints
 from kvstored.store.policies import ChainHint
 
 
-class Hinting:
+class HintVerb:
     """`max_keys` of a request."""
 
     def __init__(self, hints: Hints, *, max_keys: int) -> None:

@@ -1,6 +1,6 @@
 """Unary calls: the verbs of the stream, with the bytes in the message instead of in shared memory.
 
-Everything goes through the same verbs: a put is checked, stored and written through as any other, a get leases what it
+Uses the same verbs: a put is checked, stored and written through as any other, a get leases what it
 reads. Here only the bytes get in and out, and each key its own word. Invariants: bytes go out only after
 the host tier verified their checksum while a lease held them; a lease ends with its call, also when the caller hangs
 up.
@@ -20,21 +20,18 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import unary_pb2 as unary
 from kvstore_tiers.base import Outcome, Slot
-from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment
 from kvstored.clients.codes import miss_reason
-from kvstored.clients.inline import InlineBlocks
 from kvstored.clients.sessions import Session
-from kvstored.completions import CompletionQueue
+from kvstored.clients.staged_blocks import InlineBlocks
 from kvstored.rpc.verbs import Verbs
-from kvstored.rpc.verbs.delete import Deleting
+from kvstored.rpc.verbs.delete import DeleteVerb
 from kvstored.rpc.verbs.naming import NamedBlocks
 from kvstored.rpc.verbs.validate import payload_size
-from kvstored.store.blocks import Residency
+from kvstored.store.assembly import Store
 from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.offer import Offer
 from kvstored.store.tiering import MAPPED
-from kvstored.telemetry import Counters
 
 RETRY_AFTER_MS = 10
 _KEY_OVERHEAD_BYTES = 48  # of an answer, a key: its status, its reason, itself, its payload's tag and length
@@ -56,26 +53,15 @@ _OF_FATE = {
 class InlineCalls:
     """See the module. `message_bytes` bounds an answer."""
 
-    def __init__(
-        self,
-        verbs: Verbs,
-        delete: Deleting,
-        residency: Residency,
-        host: HostTier,
-        completions: CompletionQueue,
-        counters: Counters,
-        *,
-        message_bytes: int,
-        max_block_bytes: int,
-    ) -> None:
+    def __init__(self, verbs: Verbs, delete: DeleteVerb, store: Store, *, message_bytes: int) -> None:
         self._verbs = verbs
         self._delete = delete
-        self._residency = residency
-        self._host = host
-        self._completions = completions
-        self._counters = counters
+        self._residency = store.residency
+        self._host = store.host
+        self._completions = store.completions
+        self._counters = store.counters
         self._message_bytes = message_bytes
-        self._max_block_bytes = max_block_bytes
+        self._max_block_bytes = store.config.limits.max_block_bytes
         self._reading: set[asyncio.Task[list[tuple[Bytes, Outcome]]]] = set()
 
     def look_up(
@@ -136,7 +122,7 @@ class InlineCalls:
             key_set = pb.KeySet(group=blocks.group, keys=b"".join(blocks.keys[:wanted]))
             acquired = await self._acquire(session, pb.Acquire(set=key_set, max_wait_ms=request.max_wait_ms))
             reading = asyncio.create_task(self._read(session, blocks, acquired))
-            self._reading.add(reading)  # it ends, and its lease with it, whether or not somebody still waits
+            self._reading.add(reading)  # it ends, and its lease with it, even when the caller has given up
             reading.add_done_callback(self._reading.discard)
             images = await asyncio.shield(reading)
         reply = unary.UnaryGetReply(promoted_blocks=acquired.promoted_blocks)
@@ -182,7 +168,9 @@ class InlineCalls:
         reply.miss_reasons.extend(self._reasons(session, blocks, missing))
         return reply
 
-    async def delete(self, session: Session, blocks: NamedBlocks) -> unary.UnaryDeleteReply:
+    async def delete(
+        self, session: Session, blocks: NamedBlocks, request: unary.UnaryDeleteRequest
+    ) -> unary.UnaryDeleteReply:
         missing = [row < 0 for row in self._residency.find_each(session.tenant_id, blocks.packed)]
         reasons = self._reasons(session, blocks, missing)  # before the call's own deletions are among them
         deleted = await self._delete.delete_each(session, blocks.packed)

@@ -16,7 +16,7 @@ from kvstored.store.operations.lookup import LookUp
 from kvstored.telemetry import RecentMisses
 
 
-class LookingUp:
+class LookupVerb:
     """`max_keys` of a request, over all its chains."""
 
     def __init__(self, look_up: LookUp, residency: ResidencyView, misses: RecentMisses, *, max_keys: int) -> None:

@@ -1,12 +1,13 @@
-"""The verbs with a recorder listening: every lookup, acquire, store and hint is told to it once it is answered.
+"""The verbs with a recorder: it gets an event for every lookup, acquire, store and hint once that is answered.
 
-Changes no answer. Only composed where a recording is asked for, so that it costs nothing else.
+Changes no answer. Composed only where the configuration names a recording, so that it costs nothing elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
 
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
@@ -16,6 +17,14 @@ from kvstored.clock import Clock
 from kvstored.rpc.verbs import Verbs
 from kvstored.store.operations.offer import Offer
 from kvstored.telemetry.recorder import Event, Hinted, Recorder
+
+
+def recorded(verbs: Verbs, path: Path, clock: Clock, stack: AsyncExitStack) -> Verbs:
+    """`verbs`, recorded to a file that `stack` closes."""
+    recorder = Recorder(path, clock.monotonic_ns())
+    stack.callback(recorder.close)
+    return RecordedVerbs(verbs, recorder, clock)
+
 
 _OFFERED = (pb.STORE_STATUS_STORED, pb.STORE_STATUS_THROTTLED, pb.STORE_STATUS_ORPHANED)
 
@@ -49,16 +58,16 @@ class RecordedVerbs(Verbs):
         answers = self._verbs.slow(session, op, request)
         if op == "store":
             keys, parents = split_keys(request.store.keys), split_keys(request.store.parents)
-            return self._store_listened(session, keys, parents, answers)
-        return self._acquire_listened(session, request.acquire, answers) if op == "acquire" else answers
+            return self._store_recorded(session, keys, parents, answers)
+        return self._acquire_recorded(session, request.acquire, answers) if op == "acquire" else answers
 
     def store_inline(
         self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
         answers = self._verbs.store_inline(session, offer, durability)
-        return self._store_listened(session, offer.keys, offer.parents, answers)
+        return self._store_recorded(session, offer.keys, offer.parents, answers)
 
-    async def _acquire_listened(
+    async def _acquire_recorded(
         self, session: Session, asked: pb.Acquire, answers: AsyncGenerator[pb.Response, None]
     ) -> AsyncGenerator[pb.Response, None]:
         leased: set[int] = set()
@@ -73,13 +82,13 @@ class RecordedVerbs(Verbs):
                     elif not reply.more:
                         found = next(at for at in range(len(leased) + 1) if at not in leased)
                     elif found is None:
-                        found = len(reply.tiers)  # what is resident, should the client leave before the end
+                        found = len(reply.tiers)  # what is resident, in case the client leaves before the end
                     yield response
         finally:
             if found is not None:
                 self._note("get", session, asked.set.keys, NO_PARENT, found, asked.prompt_tokens)
 
-    async def _store_listened(
+    async def _store_recorded(
         self,
         session: Session,
         keys: Sequence[bytes],
@@ -100,15 +109,15 @@ class RecordedVerbs(Verbs):
         found = max(reply.blocks, reply.resident_blocks)
         self._note(op, session, asked.set.keys, NO_PARENT, found, asked.prompt_tokens)
 
-    def _note_hint(self, session: Session, told: pb.Hint, reply: pb.HintReply) -> None:
+    def _note_hint(self, session: Session, hint: pb.Hint, reply: pb.HintReply) -> None:
         hinted = Hinted(
-            told.will_continue if told.HasField("will_continue") else None, known_step(told.next_step),
-            told.answer_tokens, told.due_in_ms if told.HasField("due_in_ms") else None,
+            hint.will_continue if hint.HasField("will_continue") else None, known_step(hint.next_step),
+            hint.answer_tokens, hint.due_in_ms if hint.HasField("due_in_ms") else None,
         )  # fmt: skip
-        self._note("hint", session, told.set.keys, NO_PARENT, reply.known_blocks, hinted=hinted)
+        self._note("hint", session, hint.set.keys, NO_PARENT, reply.known_blocks, hinted=hinted)
 
     def _note_stored(self, session: Session, blocks: Iterable[tuple[bytes, bytes]], statuses: bytes) -> None:
-        """One event for each piece of a chain, with what found no room, or was not worth it."""
+        """One event for each piece of a chain, with the blocks that found no room or were not admitted."""
         keys: list[bytes] = []
         first_parent = NO_PARENT
         stored = 0

@@ -1,11 +1,15 @@
-"""Limits and shapes of requests, checked before anything is looked at. Raises KVStoreError that names the limit."""
+"""What verbs check in a request before they do anything: limits, shapes, the durability of a put. Raises KVStoreError
+that names the limit."""
 
 from __future__ import annotations
+
+from collections.abc import AsyncGenerator
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import Session
+from kvstored.store.operations.offer import DurabilityMode, Stored, StoreStatus
 
 _NO_EXTRA_FIELD = bytes(KEY_BYTES)
 
@@ -64,3 +68,16 @@ def may_store(session: Session, inflight_limit: int) -> None:
         raise KVStoreError(
             ErrorKind.THROTTLED, f"{len(session.copying)} puts of this client are being stored already", 5
         )
+
+
+def durability_asked(session: Session, asked: pb.DurabilityMode.ValueType, default_mode: str) -> DurabilityMode:
+    """What is asked for; where that is nothing, or a mode of a newer version, the tenant's mode or `default_mode`."""
+    try:
+        return DurabilityMode(asked)
+    except ValueError:
+        return DurabilityMode[(session.tenant.limits.durability or default_mode).upper()]
+
+
+async def sent_again(blocks: int) -> AsyncGenerator[Stored, None]:
+    """The answer to a put whose loan or reservation has ended: nothing was stored, the client sends it again."""
+    yield Stored(bytes([StoreStatus.AGAIN] * blocks), bytes(blocks), True)

@@ -21,8 +21,8 @@ from kvstore_tiers.base import OutcomeKind, Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.segments import Bytes, segment_of
-from kvstore_tiers.testing.driving import block, finish, finish_all, put
 from kvstore_tiers.testing.powerloss.promises import Item, Promises
+from kvstore_tiers.testing.transfers import block, finish, finish_all, put
 
 CAPACITY_BYTES = 3 << 19
 SLAB_BYTES = 256 << 10

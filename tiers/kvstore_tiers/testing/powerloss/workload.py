@@ -24,9 +24,9 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.segments import Bytes, segment_of
-from kvstore_tiers.testing.driving import PATIENCE_S, block, finish
 from kvstore_tiers.testing.powerloss.judge import open_tier
 from kvstore_tiers.testing.powerloss.record import Marker
+from kvstore_tiers.testing.transfers import PATIENCE_S, block, finish
 
 SHORTER_BYTES = 64 << 10
 SIZES_BYTES = (4096, 5000, 20_000, 50_000)

@@ -1,13 +1,15 @@
-"""Blocks that a client wrote into slots it had reserved, as a put needs them.
+"""Blocks as a put takes them, other than from staging memory: from slots that a client had reserved, or from a message.
 
-Owns the slots of one request until each of them is its block's. Never reads a header from there but its token ids, and
-those once: the client may still be writing. Invariant: each slot is taken or free again when the request has ended.
+Of reserved slots: owns the slots of one request until each belongs to its block. Reads only the token ids from a
+header, and those once: the client may still be writing. Invariant: each slot is taken or free when the request ends.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import Slot
@@ -43,3 +45,18 @@ class ReservedBlocks:
         left, self._left = self._left, {}
         for slot in left.values():
             self._reservations.free(self._tenant, slot)
+
+
+class InlineBlocks:
+    """Implements `Staged`: the offset of a block is its place in `tokens` and `payloads`."""
+
+    def __init__(self, tokens: Sequence[bytes], payloads: Sequence[bytes]) -> None:
+        self._tokens = tokens
+        self._payloads = payloads
+
+    def tokens_at(self, offset: int) -> bytes:
+        return self._tokens[offset]
+
+    def payload_at(self, offset: int, nbytes: int) -> Segment:
+        payload = np.frombuffer(self._payloads[offset], np.uint8)
+        return Segment(int(payload.ctypes.data), nbytes, owner=payload)

@@ -1,6 +1,6 @@
-"""Takes the daemon's pulse: one reading of every part for the history, at most once a second.
+"""Samples for the history: one reading of every part, at most once a second.
 
-Asks the parts for their reports and keeps nothing but the history. Invariant: the number of series does not grow with
+Reads the reports of the parts and keeps nothing but the history. Invariant: the number of series does not grow with
 the number of tenants: the first `NAMED_TENANTS` have their own, the others are summed up.
 """
 

@@ -1,7 +1,7 @@
-"""Blocks of an arena that was taken over, entered into residency: by pieces of chains where they lie in order.
+"""Import of an adopted arena's blocks into residency: by runs where blocks of a chain are in order.
 
-Blocks of a chain mostly lie one behind the other, and a piece of a chain is entered in a quarter of the time of its
-blocks one by one. Never decides whether a block is whole (`kvstore_tiers.arena_walk` did).
+Blocks of a chain are mostly one behind the other, and a run is entered in a quarter of the time of its
+blocks one by one. Never decides whether a block is whole (`kvstore_tiers.adoption` did).
 Invariant: every block ends up in residency with a host copy, or its slot is freed and counted as dropped.
 """
 
@@ -38,7 +38,7 @@ class _Block:
         )
 
 
-class Entering:
+class ArenaImport:
     """Enters the blocks of arenas. `rows` of all so far, by slot; `dropped_slots` of those that were there twice, or
     whose chain closes on itself."""
 

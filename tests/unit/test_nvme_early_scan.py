@@ -15,16 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, judging_ahead, verdicts
-from kvstore_tiers.nvme.judging_ahead import JudgingAhead
+from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, early_scan, verdicts
+from kvstore_tiers.nvme.directory_files import slab_path
+from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
-from kvstore_tiers.nvme.reading_ahead import ReadAhead
-from kvstore_tiers.nvme.shared_columns import SharedColumns
+from kvstore_tiers.nvme.region_reader import RegionReader, SlabQueue
+from kvstore_tiers.nvme.shared_columns import SharedColumns, SlabScanner
 from kvstore_tiers.nvme.slab_file import SlabFile, find_superblock
-from kvstore_tiers.nvme.slab_judge import SlabJudge
-from kvstore_tiers.nvme.slab_names import slab_path
-from kvstore_tiers.nvme.slab_queue import SlabQueue
-from kvstore_tiers.testing.driving import block, finish, put
+from kvstore_tiers.testing.transfers import block, finish, put
 
 CAPACITY_BYTES = 8 << 20
 SLAB_BYTES = 1 << 20
@@ -32,8 +30,8 @@ BLOCKS = range(1, 201)  # of three slabs
 
 
 @contextmanager
-def opened(path: Path, ahead: JudgingAhead | None = None) -> Iterator[NvmeTier]:
-    with closing(NvmeTier.open(path, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=1, ahead=ahead)) as tier:
+def opened(path: Path, ahead: EarlyRecordScan | None = None) -> Iterator[NvmeTier]:
+    with closing(NvmeTier.open(path, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=1, early_scan=ahead)) as tier:
         yield tier
 
 
@@ -77,17 +75,17 @@ def read_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(autouse=True)
 def however_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slabs are worth a process."""
-    monkeypatch.setattr(judging_ahead, "LEAST_BYTES", 1)
+    monkeypatch.setattr(early_scan, "LEAST_BYTES", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
 
-def begun(directory: Path) -> JudgingAhead:
-    ahead = JudgingAhead.begin(directory)
+def begun(directory: Path) -> EarlyRecordScan:
+    ahead = EarlyRecordScan.begin(directory)
     assert ahead is not None
     return ahead
 
 
-def done(directory: Path) -> JudgingAhead:
+def done(directory: Path) -> EarlyRecordScan:
     """Everything that can be judged ahead has been."""
     ahead = begun(directory)
     os.waitid(os.P_PID, ahead._pid, os.WEXITED | os.WNOWAIT)
@@ -115,7 +113,7 @@ def test_judged_ahead_and_judged_here_are_the_same(
             tier.free(held.slot_of(at))
         assert finish(tier.sync).ok
 
-    def columns(ahead: JudgingAhead | None) -> list[object]:
+    def columns(ahead: EarlyRecordScan | None) -> list[object]:
         read_here.clear()
         with opened(directory, ahead) as tier:
             assert bool(read_here) == (ahead is None)
@@ -132,8 +130,8 @@ def test_judged_ahead_and_judged_here_are_the_same(
         os.truncate(slab(directory, 2), superblock.slot_offset(20))
     other = tmp_path_factory.mktemp("other")  # since recovery mends what it finds
     shutil.copytree(directory, other, dirs_exist_ok=True)
-    told, directory = columns(done(directory)), other
-    assert told == columns(None)
+    report, directory = columns(done(directory)), other
+    assert report == columns(None)
 
 
 def test_pieces_with_holes_are_moved_together(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,13 +144,13 @@ def test_pieces_with_holes_are_moved_together(directory: Path, monkeypatch: pyte
 
     def keys() -> dict[int, bytes]:
         memory, found = os.memfd_create("judged"), {}
-        judge = SlabJudge(memory)
-        reading = ReadAhead(directory / "slabs", SlabQueue.of([1, 2, 3]))
+        scanner = SlabScanner(memory)
+        reading = RegionReader(directory / "slabs", SlabQueue.of([1, 2, 3]))
         for region in reading:
-            told, superblock = judge.judge(region), read_superblock(region.superblock)
-            assert told is not None and isinstance(superblock, Superblock)
-            columns = SharedColumns.within(mmap.mmap(memory, told.nbytes, offset=told.begin), superblock.slots)
-            found[region.slab] = columns.live.part(slice(told.live)).key.tobytes()
+            report, superblock = scanner.scan(region), read_superblock(region.superblock)
+            assert report is not None and isinstance(superblock, Superblock)
+            columns = SharedColumns.within(mmap.mmap(memory, report.nbytes, offset=report.begin), superblock.slots)
+            found[region.slab] = columns.live.part(slice(report.live)).key.tobytes()
             reading.give_back(region)
         os.close(memory)
         return found
@@ -167,7 +165,7 @@ def test_slabs_are_shared_with_who_opens_early(
     directory: Path, read_here: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here with one that got nowhere, and does not go on."""
-    monkeypatch.setattr(judging_ahead, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(early_scan, "_SILENCE_S", 0.05)
     ahead = begun(directory)
     os.kill(ahead._pid, signal.SIGSTOP)
     with opened(directory, ahead) as tier:
@@ -179,7 +177,7 @@ def test_what_it_has_begun_is_waited_for_and_the_rest_is_taken(directory: Path, 
     for _ in range(3):
         read_here.clear()
         ahead = begun(directory)
-        taken = ahead.claim()  # and by nobody judged before all is told
+        taken = ahead.claim()  # and by nobody judged before all is report
         with opened(directory, ahead) as tier:
             assert recovered(tier) == set(BLOCKS)
             assert len(read_here) == len(set(read_here)), "nothing is read twice"
@@ -218,7 +216,7 @@ def test_where_no_process_can_be_had_nothing_is_left_open(directory: Path, monke
 
     fds = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "posix_spawn", refuse)
-    assert JudgingAhead.begin(directory) is None
+    assert EarlyRecordScan.begin(directory) is None
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
@@ -235,7 +233,7 @@ def test_it_has_neither_the_manager_s_descriptors_nor_its_variables(
         raise OSError(errno.EAGAIN, "seen")
 
     monkeypatch.setattr(os, "posix_spawn", spawned)
-    assert JudgingAhead.begin(directory) is None
+    assert EarlyRecordScan.begin(directory) is None
     assert not {"LISTEN_PID", "LISTEN_FDS", "NOTIFY_SOCKET"} & set(seen["variables"])  # type: ignore[call-overload]
     closed = [action for action in seen["file_actions"] if action[0] == os.POSIX_SPAWN_CLOSE]  # type: ignore[attr-defined]
     assert [fd for _, fd in closed] == [3, 4]
@@ -260,7 +258,7 @@ def test_a_line_that_was_cut_short_tells_nothing(
         os.write(telling, b"[1, [1, 2")
         return os.posix_spawn("/bin/true", ["true"], {})
 
-    monkeypatch.setattr(judging_ahead, "_start", dies_early)
+    monkeypatch.setattr(early_scan, "_start", dies_early)
     with opened(directory, begun(directory)) as tier:
         assert recovered(tier) == set(BLOCKS)
         assert sorted(read_here) == [1, 2, 3]
@@ -324,15 +322,15 @@ def test_there_is_nothing_to_judge_ahead(
     directory: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = tmp_path_factory.mktemp("empty")
-    assert JudgingAhead.begin(empty / "absent") is None
+    assert EarlyRecordScan.begin(empty / "absent") is None
     with opened(empty):
-        assert JudgingAhead.begin(empty) is None, "somebody has it"
-    assert JudgingAhead.begin(empty) is None, "no slabs"
-    monkeypatch.setattr(judging_ahead, "LEAST_BYTES", 1 << 20)
-    assert JudgingAhead.begin(directory) is None, "little to judge"
-    monkeypatch.setattr(judging_ahead, "LEAST_BYTES", 1)
+        assert EarlyRecordScan.begin(empty) is None, "somebody has it"
+    assert EarlyRecordScan.begin(empty) is None, "no slabs"
+    monkeypatch.setattr(early_scan, "LEAST_BYTES", 1 << 20)
+    assert EarlyRecordScan.begin(directory) is None, "little to judge"
+    monkeypatch.setattr(early_scan, "LEAST_BYTES", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    assert JudgingAhead.begin(directory) is None, "it would have the core that the modules need"
+    assert EarlyRecordScan.begin(directory) is None, "it would have the core that the modules need"
 
 
 @pytest.mark.parametrize("damage", ["superblocks", "cut", "slots", "gone"])

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_tiers.nvme import NvmeTier, reading_ahead
+from kvstore_tiers.nvme import NvmeTier, region_reader
+from kvstore_tiers.nvme.directory_files import slab_numbers, slab_path
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
-from kvstore_tiers.nvme.reading_ahead import ReadAhead
+from kvstore_tiers.nvme.region_reader import RegionReader, SlabQueue
 from kvstore_tiers.nvme.slab_file import find_superblock
-from kvstore_tiers.nvme.slab_names import slab_numbers, slab_path
-from kvstore_tiers.nvme.slab_queue import SlabQueue
-from kvstore_tiers.testing.driving import block, put
+from kvstore_tiers.testing.transfers import block, put
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def test_a_slab_has_one_name(slabs: Path) -> None:
 
 def test_regions_are_read_to_the_same_few_buffers(slabs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def regions(*numbers: int) -> dict[int, bytes]:
-        found, reading = {}, ReadAhead(slabs, SlabQueue.of(numbers))
+        found, reading = {}, RegionReader(slabs, SlabQueue.of(numbers))
         for region in reading:
             found[region.slab] = bytes(region.records)
             reading.give_back(region)
@@ -54,7 +53,7 @@ def test_regions_are_read_to_the_same_few_buffers(slabs: Path, monkeypatch: pyte
         assert len(records) >= superblock.slots * RECORD_BYTES
     os.truncate(slab_path(slabs, 2), SUPERBLOCK_BYTES + 1000)
     assert sorted(regions(1, 2, 3)) == [1, 3]
-    monkeypatch.setattr(reading_ahead, "MOST_BYTES", 4096)
+    monkeypatch.setattr(region_reader, "MOST_BYTES", 4096)
     assert regions(1, 2, 3) == {}, "left to who opens the tier"
 
 
@@ -83,6 +82,6 @@ def test_a_user_with_many_pipes_gets_small_ones() -> None:
 def test_where_the_superblock_says_how_many_slots_there_are(slabs: Path) -> None:
     superblock = find_superblock(slab_path(slabs, 1))
     assert not isinstance(superblock, str)
-    at = reading_ahead._SLOTS_AT
+    at = region_reader._SLOTS_AT
     assert int.from_bytes(superblock.pack()[at : at + 8], "little") == superblock.slots
-    assert (reading_ahead._BEGIN, reading_ahead._RECORD_BYTES) == (SUPERBLOCK_BYTES, RECORD_BYTES)
+    assert (region_reader._BEGIN, region_reader._RECORD_BYTES) == (SUPERBLOCK_BYTES, RECORD_BYTES)

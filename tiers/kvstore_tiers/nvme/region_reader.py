@@ -1,8 +1,10 @@
-"""The records of slabs, read while NumPy is loaded: the medium would be idle.
+"""Reads the record regions of slabs while NumPy is loaded, when the medium would be idle.
 
-Owns threads, and a few buffers that they read to over and over, since memory that was never touched costs a virtual
-machine more time than the medium does. Knows no format but where records begin and how many there may be; judges
-nothing, changes nothing, asks for no lock. Imports nothing that is not there already.
+Owns the queue of slabs that two processes share, so that each slab is taken by one of them: a pipe that is filled once
+(reading a whole number from it is atomic, and at its end none is left). Owns threads, and a few buffers that they read
+into over and over: a first touch of memory costs a virtual machine more time than the read. Knows of the format only
+where records begin and how many there may be; judges nothing, changes nothing, takes no lock. Imports only modules that
+are loaded already.
 """
 
 from __future__ import annotations
@@ -10,15 +12,13 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from kvstore_tiers.nvme.read_buffer import read_buffer, whole_pages
-from kvstore_tiers.nvme.slab_names import slab_path
-from kvstore_tiers.nvme.slab_queue import SlabQueue
+from kvstore_tiers.nvme.directory_files import slab_path
 
 MOST_BYTES = 16 << 20  # of one slab: as many as a slab of the default size can have
 _THREADS = 2  # the medium is kept busy while one of them waits for the GIL
@@ -26,34 +26,72 @@ _BUFFERS = 4
 _BEGIN = 4096  # of the records in a slab file; the superblock before them says how many there are
 _SLOTS_AT = 48
 _RECORD_BYTES = 256
+_NUMBER_BYTES = 4
+_NUMBERS = 1 << 8 * _NUMBER_BYTES
+_ROOM_BYTES = 64 << 10  # what most pipes hold; the tier scans further slabs by itself
 
 
-class Look(NamedTuple):
-    """What tells whether a slab is the file that it was, and as it was."""
+def read_buffer(nbytes: int) -> memoryview:
+    """Zeroed whole pages for direct I/O, freed with the last reference to them."""
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def whole_pages(nbytes: int) -> int:
+    """`nbytes` rounded up to whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class SlabQueue:
+    """The reading end of the pipe of slab numbers."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> SlabQueue:
+        """A queue of these, as many as the pipe has room for; a slab number is less than `_NUMBERS`."""
+        fd, filling = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(filling, False)  # a user with many pipes gets small ones
+        packed = b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers if number < _NUMBERS)
+        os.write(filling, packed[:_ROOM_BYTES])
+        os.close(filling)
+        return cls(fd)
+
+    def take(self) -> int | None:
+        """A number that no other caller gets; None when none is left."""
+        raw = os.read(self.fd, _NUMBER_BYTES)
+        return int.from_bytes(raw, "little") if raw else None
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class FileStamp(NamedTuple):
+    """Identity and times of a slab file: equal stamps mean that it is the same file and has not been written."""
 
     device: int
     inode: int
     length_bytes: int
     written_ns: int
-    changed_ns: int  # also where the time of writing was set back, as by who restores a backup
+    changed_ns: int  # changes also where the time of writing is set back, as when a backup is restored
 
     @classmethod
-    def at(cls, status: os.stat_result) -> Look:
+    def at(cls, status: os.stat_result) -> FileStamp:
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class Region(NamedTuple):
-    """What was read of a slab: its first superblock, and all records, in a buffer that is to be given back."""
+    """A slab's first superblock and all its records, in a buffer that the caller gives back."""
 
     slab: int
-    look: Look
+    stamp: FileStamp
     superblock: bytes
     records: memoryview
     buffer: memoryview
 
 
-class ReadAhead:
-    """Iterates over the regions of slabs taken from `queue`, as they are read; leaves out what cannot be read."""
+class RegionReader:
+    """Iterates over the regions of slabs taken from `queue`, as they are read; skips what cannot be read."""
 
     def __init__(self, slabs: Path, queue: SlabQueue) -> None:
         self._slabs = slabs
@@ -89,7 +127,7 @@ class ReadAhead:
             self._read.put(None)
 
     def _region(self, number: int, buffer: memoryview) -> Region | None:
-        with suppress(OSError):  # who opens the tier will meet it too, and say so
+        with suppress(OSError):  # the process that opens the tier meets it too, and reports it
             fd = _open(slab_path(self._slabs, number))
             try:
                 return _read(fd, number, buffer)
@@ -99,7 +137,7 @@ class ReadAhead:
 
 
 def records_bytes(path: Path) -> int:
-    """How many bytes the records of a slab take, by its first superblock. Raises OSError."""
+    """Bytes of a slab's records, by its first superblock. Raises OSError."""
     with open(path, "rb", buffering=0) as slab:
         return _records_bytes(slab.read(_BEGIN))
 
@@ -109,11 +147,11 @@ def _records_bytes(superblock: bytes | memoryview) -> int:
 
 
 def _read(fd: int, number: int, buffer: memoryview) -> Region | None:
-    look = Look.at(os.fstat(fd))
+    stamp = FileStamp.at(os.fstat(fd))
     superblock = read_buffer(_BEGIN)
     if os.preadv(fd, [superblock], 0) < _BEGIN:
         return None
-    nbytes = min(_records_bytes(superblock), look.length_bytes - _BEGIN)
+    nbytes = min(_records_bytes(superblock), stamp.length_bytes - _BEGIN)
     if not 0 < nbytes <= MOST_BYTES:
         return None
     if len(buffer) < nbytes:
@@ -124,7 +162,7 @@ def _read(fd: int, number: int, buffer: memoryview) -> Region | None:
         done += got
         if not got or done % mmap.PAGESIZE:
             return None  # cut short, since
-    return Region(number, look, bytes(superblock), buffer[:nbytes], buffer)
+    return Region(number, stamp, bytes(superblock), buffer[:nbytes], buffer)
 
 
 def _open(slab: Path) -> int:

@@ -1,9 +1,8 @@
-"""What the records of slabs say: read in sequence, judged in bulk, kept as columns.
+"""The scan over all slabs' records: read in sequence, judged in bulk, kept as columns.
 
-One thread reads while others judge, so the time is that of a sequential read of the record regions or of judging them,
-whichever is longer; a process that began while the daemon loaded its modules (judging_ahead.py) does a part. Owns the
-pass over all slabs: verdicts.py judges, and what follows from several records (two with one key, too many bytes) is
-recovery.py's. Never writes.
+One thread reads while others judge, so the scan takes as long as the slower of the two. A process that started while
+the daemon loaded its modules (early_scan.py) does a part. verdicts.py judges single records, recovery.py decides what
+follows from several (two with one key, too many bytes). Never writes.
 """
 
 from __future__ import annotations
@@ -22,30 +21,29 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_tiers.nvme.judging_ahead import JudgingAhead, Told
+from kvstore_tiers.nvme.early_scan import EarlyRecordScan, SlabReport
 from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, RecordState
-from kvstore_tiers.nvme.read_buffer import read_buffer, whole_pages
-from kvstore_tiers.nvme.reading_ahead import Look
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
+from kvstore_tiers.nvme.region_reader import FileStamp, read_buffer, whole_pages
 from kvstore_tiers.nvme.shared_columns import SharedColumns
 from kvstore_tiers.nvme.slab import Slab
-from kvstore_tiers.nvme.verdicts import Array, LiveBlocks, Origins, Verdicts, judge
+from kvstore_tiers.nvme.verdicts import Judge, LiveBlocks, Origins, Verdicts
 
 READ_RECORDS = 16384  # 4 MB a read
 READ_AHEAD_SLABS = 4
-MAX_JUDGES = 4  # threads: NumPy lets go of the GIL, the medium feeds no more
+MAX_SCAN_THREADS = 4  # threads: NumPy releases the GIL; the medium keeps no more of them busy
 _SPARE_BUFFERS = 2
 
 
 @dataclass(kw_only=True)
-class JudgedSlab(Verdicts):
-    """What all records of a slab say."""
+class ScannedSlab(Verdicts):
+    """Verdicts on all records of a slab."""
 
     slab: Slab
-    is_cut: bool = False  # some of its blocks were withdrawn after it was judged
+    is_cut: bool = False  # some of its blocks were withdrawn after the scan
 
     def withdraw(self, slots: Sequence[int]) -> None:
-        """These blocks may not stand."""
+        """Take these blocks out: their records must go."""
         self.states[slots] = RecordState.FREE
         self.withdrawn.update(slots)
         self.live = self.live.part(~np.isin(self.live.slots, np.array(slots, np.uint64)))
@@ -68,131 +66,130 @@ class JudgedSlab(Verdicts):
         return seen
 
 
-def judge_slabs(
-    slabs: Sequence[Slab], origins: Origins, ahead: JudgingAhead | None = None
-) -> tuple[list[JudgedSlab], LiveBlocks]:
-    """Judge all records of `slabs`, some of which are being judged `ahead`: what they say, and all live blocks of them
-    in a row.
+def scan_slabs(
+    slabs: Sequence[Slab], origins: Origins, ahead: EarlyRecordScan | None = None
+) -> tuple[list[ScannedSlab], LiveBlocks]:
+    """Scan `slabs`; the early scan `ahead` may have judged some of them. The verdicts on each slab, and the live blocks
+    of all slabs as one run of columns.
 
     Raises OSError when the medium fails.
     """
-    judging = _Judging(slabs, origins)
+    scan = _Scan(slabs, origins)
     if ahead is not None:
-        judging.share_with(ahead)
-    judging.judge((position for position in range(len(slabs)) if not judging.is_told(position)), _judges())
-    return judging.in_a_row()
+        scan.share_with(ahead)
+    scan.judge((position for position in range(len(slabs)) if not scan.is_done(position)), _scan_threads())
+    return scan.result()
 
 
-def _judges() -> int:
-    return min(MAX_JUDGES, os.cpu_count() or 1)
+def _scan_threads() -> int:
+    return min(MAX_SCAN_THREADS, os.cpu_count() or 1)
 
 
-class _Judging:
-    """What is known of each of `slabs`; their live blocks lie in one room, in which each slab has a part."""
+class _Scan:
+    """The verdicts so far, by slab. Live blocks are in one set of columns, of which each slab has a part."""
 
     def __init__(self, slabs: Sequence[Slab], origins: Origins) -> None:
         self._slabs = slabs
         self._origins = origins
         self._ends = np.cumsum([0, *(slab.superblock.slots for slab in slabs)]).tolist()
         self._room = LiveBlocks.room(self._ends[-1])
-        self._told: list[Verdicts | None] = [None] * len(slabs)
+        self._verdicts: list[Verdicts | None] = [None] * len(slabs)
 
-    def is_told(self, position: int) -> bool:
-        return self._told[position] is not None
+    def is_done(self, position: int) -> bool:
+        return self._verdicts[position] is not None
 
-    def share_with(self, ahead: JudgingAhead) -> None:
-        """Judge slabs that nobody has begun with, while those come that somebody has."""
+    def share_with(self, ahead: EarlyRecordScan) -> None:
+        """Judge slabs that the early scan has not claimed, while its reports on the others arrive."""
         positions = {slab.superblock.number: position for position, slab in enumerate(self._slabs)}
         claimed = (positions[number] for number in iter(ahead.claim, None) if number in positions)
-        with ThreadPoolExecutor(1, "nvme-judging") as beside:
-            judged = beside.submit(self.judge, claimed, max(1, _judges() - 1))  # that process is one
-            for told in ahead.tell():
-                if told.slab in positions:
-                    self._take(positions[told.slab], told, ahead)
+        with ThreadPoolExecutor(1, "nvme-scan") as beside:
+            judged = beside.submit(self.judge, claimed, max(1, _scan_threads() - 1))  # that process is one
+            for report in ahead.reports():
+                if report.slab in positions:
+                    self._take(positions[report.slab], report, ahead)
             judged.result()
 
-    def judge(self, positions: Iterable[int], judges: int) -> None:
-        """Read and judge these, with so many threads. Raises OSError when the medium fails."""
+    def judge(self, positions: Iterable[int], threads: int) -> None:
+        """Read and judge these slabs. Raises OSError when the medium fails."""
         scratch = threading.local()
-        told: defaultdict[int, list[Future[list[Verdicts]]]] = defaultdict(list)
+        pieces_of: defaultdict[int, list[Future[list[Verdicts]]]] = defaultdict(list)
 
-        def look_at(piece: _Piece) -> list[Verdicts]:
+        def judge_piece(piece: _Piece) -> list[Verdicts]:
             try:
                 if not hasattr(scratch, "checksums"):
                     scratch.checksums = RecordChecksums()
                 slab, begin = self._slabs[piece.position], self._ends[piece.position] + piece.first
-                superblock, length_bytes = slab.superblock, slab.file.length_bytes
                 room = self._room.part(slice(begin, begin + piece.slots))
-                return judge(
-                    superblock, length_bytes, piece.first, piece.words(), scratch.checksums, self._origins, room
-                )
+                judge = Judge(slab.superblock, slab.file.length_bytes, scratch.checksums, self._origins)
+                return judge.judge(piece.first, words_of(piece.buffer, piece.slots), room)
             finally:
                 reader.give_back(piece.buffer)
 
-        reading = _Reader(self._slabs, positions, judges + _SPARE_BUFFERS)
-        with ThreadPoolExecutor(judges, "nvme-judge") as threads, reading as reader:
+        with (
+            ThreadPoolExecutor(threads, "nvme-judge") as pool,
+            _Reader(self._slabs, positions, threads + _SPARE_BUFFERS) as reader,
+        ):
             for piece in reader:
-                told[piece.position].append(threads.submit(look_at, piece))
-        for position, pieces in told.items():
+                pieces_of[piece.position].append(pool.submit(judge_piece, piece))
+        for position, pieces in pieces_of.items():
             verdicts = [verdict for piece in pieces for verdict in piece.result()]
-            self._told[position] = Verdicts.joined(verdicts, self._room_of(position))
+            self._verdicts[position] = Verdicts.joined(verdicts, self._room_of(position))
 
-    def in_a_row(self) -> tuple[list[JudgedSlab], LiveBlocks]:
-        """All slabs, and their live blocks moved together."""
-        judged: list[JudgedSlab] = []
+    def result(self) -> tuple[list[ScannedSlab], LiveBlocks]:
+        """The verdicts on all slabs, and their live blocks moved together."""
+        judged: list[ScannedSlab] = []
         end = 0
-        for position, (slab, whole) in enumerate(zip(self._slabs, self._told, strict=True)):
+        for position, (slab, whole) in enumerate(zip(self._slabs, self._verdicts, strict=True)):
             assert whole is not None
             place = self._room.part(slice(end, end + len(whole.live)))
             if end != self._ends[position]:
                 whole.live.move_to(place)
             whole.live = place
             end += len(place)
-            judged.append(JudgedSlab(slab=slab, **vars(whole)))
+            judged.append(ScannedSlab(slab=slab, **vars(whole)))
         return judged, self._room.part(slice(end))
 
     def _room_of(self, position: int) -> LiveBlocks:
         return self._room.part(slice(self._ends[position], self._ends[position + 1]))
 
-    def _take(self, position: int, told: Told, ahead: JudgingAhead) -> None:
-        """What was found out elsewhere, if it is still true."""
+    def _take(self, position: int, report: SlabReport, ahead: EarlyRecordScan) -> None:
+        """Use the verdicts of the early scan, unless the slab file has changed since."""
         slab = self._slabs[position]
         slots = slab.superblock.slots
         with suppress(OSError):
-            if told.look != Look.at(os.fstat(slab.file.slot_fd)) or told.nbytes != SharedColumns.nbytes(slots):
+            if report.stamp != FileStamp.at(os.fstat(slab.file.slot_fd)) or report.nbytes != SharedColumns.nbytes(
+                slots
+            ):
                 return
-            columns = SharedColumns.within(ahead.memory_of(told), slots)
+            columns = SharedColumns.within(ahead.memory_of(report), slots)
             if columns.superblock.tobytes() != slab.superblock.pack():
                 return
-            live = self._room_of(position).part(slice(told.live))
-            columns.live.part(slice(told.live)).move_to(live)
-            live.origin[:] = np.array([self._origins.number_of(raw) for raw in told.origins], np.uint32)[live.origin]
-            self._told[position] = Verdicts(
+            live = self._room_of(position).part(slice(report.live))
+            columns.live.part(slice(report.live)).move_to(live)
+            live.origin[:] = np.array([self._origins.number_of(raw) for raw in report.origins], np.uint32)[live.origin]
+            self._verdicts[position] = Verdicts(
                 columns.states.copy(),
                 columns.seen_generations.copy(),
                 columns.payload_bytes.copy(),
                 live,
-                told.last_sequence,
-                told.damaged,
-                told.truncated,
-                set(told.withdrawn),
+                report.last_sequence,
+                report.damaged,
+                report.truncated,
+                set(report.withdrawn),
             )
 
 
 class _Piece(NamedTuple):
-    """Some slots of the slab at `position`, and the buffer that their records lie in."""
+    """Some slots of the slab at `position`, and the buffer with their records."""
 
     position: int
     first: int
     slots: int
     buffer: memoryview
 
-    def words(self) -> Array:
-        return words_of(self.buffer, self.slots)
-
 
 class _Reader:
-    """Yields the records of slabs in parts, with buffers that are to be given back."""
+    """Yields the records of slabs in pieces. The caller gives each piece's buffer back."""
 
     def __init__(self, slabs: Sequence[Slab], positions: Iterable[int], buffers: int) -> None:
         self._slabs = slabs
@@ -216,10 +213,10 @@ class _Reader:
         self._empty.put(buffer)
 
     def __iter__(self) -> Iterator[_Piece]:
-        while (told := self._full.get()) is not None:
-            if isinstance(told, BaseException):
-                raise told
-            yield told
+        while (piece := self._full.get()) is not None:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
 
     def _read_all(self) -> None:
         try:
@@ -229,11 +226,11 @@ class _Reader:
                 if not self._read(position):
                     return
             self._full.put(None)
-        except BaseException as error:  # handed to who waits for it
+        except BaseException as error:  # raised in the thread that iterates
             self._full.put(error)
 
     def _read(self, position: int) -> bool:
-        """False when nobody wants more."""
+        """False when the scan has ended early."""
         slab = self._slabs[position]
         slots = slab.superblock.slots
         for first in range(0, slots, READ_RECORDS):

@@ -14,9 +14,9 @@ import pytest
 
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.testing.driving import block, put
+from kvstore_tiers.testing.transfers import block, put
 from kvstored.clock import SystemClock
-from kvstored.health.books import BooksWalk
+from kvstored.health.invariants import InvariantChecker
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.telemetry import Counters
@@ -48,7 +48,7 @@ class Scene:
             residency=self.residency, nvme=nvme, clock=SystemClock(), counters=self.counters,
             completions=SimpleNamespace(outstanding=0),
         )  # fmt: skip
-        self.walk = BooksWalk(store, lambda: True)
+        self.walk = InvariantChecker(store, lambda: True)
 
     def nvme_slot(self, row: int) -> Slot:
         return self.residency.slot(row, NVME)
@@ -106,7 +106,7 @@ def test_a_broken_invariant_is_told_once_and_loudly(scene: Scene, spoil: Any, ca
 
 
 def test_what_moves_during_a_walk_makes_it_count_for_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstored.health.books.SLICE_NS", 0)  # a pause after every step
+    monkeypatch.setattr("kvstored.health.invariants.SLICE_NS", 0)  # a pause after every step
 
     async def disturbed() -> bool:
         walking = asyncio.create_task(scene.walk.walk())
@@ -126,7 +126,7 @@ def test_what_moves_during_a_walk_makes_it_count_for_nothing(scene: Scene, monke
 def test_the_scrubber_reading_on_does_not_keep_a_walk_from_its_end(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstored.health.books.SLICE_NS", 0)  # a pause after every step
+    monkeypatch.setattr("kvstored.health.invariants.SLICE_NS", 0)  # a pause after every step
 
     async def scrubbed() -> bool:
         walking = asyncio.create_task(scene.walk.walk())
@@ -151,7 +151,7 @@ def test_a_walk_that_is_disturbed_is_tried_again_after_longer_each_time(
     async def disturbed() -> bool:
         return False
 
-    monkeypatch.setattr("kvstored.health.books.asyncio.sleep", sleep)
+    monkeypatch.setattr("kvstored.health.invariants.asyncio.sleep", sleep)
     monkeypatch.setattr(scene.walk, "walk", disturbed)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(scene.walk.run(600))

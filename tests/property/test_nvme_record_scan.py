@@ -17,7 +17,7 @@ from kvstore_tiers.nvme.layout import (
     record_holds,
 )
 from kvstore_tiers.nvme.record_checksums import RECORD_WORDS, RecordChecksums
-from kvstore_tiers.nvme.verdicts import LiveBlocks, Origins, judge
+from kvstore_tiers.nvme.verdicts import Judge, LiveBlocks, Origins
 
 SLOTS = 40
 SUPERBLOCK = Superblock(b"u" * 16, (1 << 64) - 5, 7, 8192, SLOTS, 3, 1 << 20, 42)
@@ -57,7 +57,7 @@ def test_in_bulk_as_one_by_one(kinds: list[tuple[str, int]], first: int, within:
     records = np.frombuffer(b"".join(raw), "<u8").reshape(-1, RECORD_WORDS)
     origins = Origins()
     room = LiveBlocks.room(SLOTS)
-    [judged] = judge(SUPERBLOCK, length_bytes, first, records, RecordChecksums(), origins, room)
+    [judged] = Judge(SUPERBLOCK, length_bytes, RecordChecksums(), origins).judge(first, records, room)
 
     states, withdrawn, live = [], set(), []
     for index, one in enumerate(raw, first):

@@ -14,10 +14,10 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier, judging, verdicts
+from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier, record_scan, verdicts
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, RecordState, pack_record
 from kvstore_tiers.nvme.slab_file import find_superblock
-from kvstore_tiers.testing.driving import block, finish, put
+from kvstore_tiers.testing.transfers import block, finish, put
 
 CAPACITY_BYTES = 8 << 20
 BLOCKS = range(1, 101)
@@ -43,7 +43,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of two pages, batches of less than one."""
-    monkeypatch.setattr(judging, "READ_RECORDS", 32)
+    monkeypatch.setattr(record_scan, "READ_RECORDS", 32)
     monkeypatch.setattr(verdicts, "BATCH_RECORDS", 10)
 
 
@@ -142,7 +142,7 @@ def test_a_medium_that_stops_reading_is_said_and_leaves_no_thread(
 @pytest.mark.usefixtures("small_reads")
 def test_an_error_of_a_judge_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judged = 0
-    real = verdicts._judge
+    real = verdicts.Judge._judge
 
     def failing(*arguments: object) -> verdicts.Verdicts:
         nonlocal judged
@@ -151,7 +151,7 @@ def test_an_error_of_a_judge_is_said(directory: Path, monkeypatch: pytest.Monkey
             raise MemoryError("no room for columns")
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(verdicts, "_judge", failing)
+    monkeypatch.setattr(verdicts.Judge, "_judge", failing)
     before = set(threading.enumerate())
     with pytest.raises(MemoryError):
         open_tier(directory)

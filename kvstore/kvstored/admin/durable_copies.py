@@ -1,4 +1,4 @@
-"""Saving: give blocks that are only in DRAM a durable copy on NVMe, before an operator takes the DRAM copy away.
+"""Durable copies on NVMe of blocks that are only in DRAM, made before an operator takes the DRAM copy away.
 
 Asks write-back in portions, because a lane's queue is bounded and refuses what is over it. Never drops anything.
 """
@@ -23,7 +23,7 @@ SLICE_TOKENS = 1000  # ... and one by one
 
 
 async def tokens_in_tier(residency: Residency, tier: int, tenant: int | None = None) -> Sequence[int]:
-    """Names of the rows with a readable copy in a tier, deepest first. The loop goes on meanwhile: what changes then
+    """Names of the rows with a readable copy in a tier, deepest first. The loop runs meanwhile: what changes then
     may be there or not."""
     columns = residency.rows
     found, depths = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]
@@ -36,7 +36,7 @@ async def tokens_in_tier(residency: Residency, tier: int, tenant: int | None = N
         generation = np.frombuffer(columns.generation, np.uint32)[rows].astype(np.uint64)
         found.append(generation << np.uint64(ROW_BITS) | rows.astype(np.uint64))
         depths.append(np.frombuffer(columns.depth, np.uint32)[rows])
-        del mask  # as long as somebody looks into a column it cannot grow
+        del mask  # a column cannot grow while a view of it exists
         first += SLICE_ROWS
         await asyncio.sleep(0)
     return await asyncio.to_thread(_deepest_first, found, depths)

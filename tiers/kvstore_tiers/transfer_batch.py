@@ -14,9 +14,9 @@ from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstore_tiers.threads import Transfer, deliver, run_transfer
 
 
-class Batch:
-    """Transfers that up to `parts` threads take one by one, so that a thread that comes late, or loses its core, holds
-    up one transfer and not its share of all; whoever ends the last part hands over all outcomes."""
+class TransferBatch:
+    """Transfers that up to `parts` threads take one by one, so that a thread that starts late, or loses its core,
+    delays one transfer and not its share of all. The thread that ends the last part delivers all outcomes."""
 
     def __init__(self, transfers: Sequence[Transfer], parts: int, done: Callable[[Sequence[Outcome]], None]) -> None:
         self._transfers = transfers

@@ -1,9 +1,9 @@
-"""The daemon's walk over its own books, when it is idle: residency against itself, and against the tiers' slots.
+"""The invariant checker: when the daemon is idle it compares residency with itself and with the tiers' slots.
 
-Owns when to walk and what is told of it; the judgement is `residency.check` and the tier's own (`check_books`,
+Owns when to walk and what is reported; the judgement is `residency.check` and the tier's own (`check_books`,
 `check_held`). The walk is cut into slices of half a millisecond; what takes longer in one piece is done in a thread, on
 a copy. What changes meanwhile would look like a broken invariant: a walk during which anything moved counts for
-nothing, and a finding is looked for a second time, at once and in one piece, before anybody hears of it. A broken
+nothing, and a finding is looked for a second time, at once and in one piece, before it is reported. A broken
 invariant is a mistake of ours: it is logged once, loudly, and shown until the restart.
 """
 
@@ -27,25 +27,25 @@ log = logging.getLogger(__name__)
 SLICE_NS = 500_000
 PAUSE_S = 0.005
 BUSY_S, LAST_BUSY_S = 1.0, 60.0  # before the next try, longer after each walk during which something moved
-MAX_TOLD = 8
+MAX_REPORTED = 8
 SLICE_ROWS = 4096
 
 
 @dataclass
-class BooksReport:
+class InvariantReport:
     walks: int = 0
     last_walk_s: float = 0.0
     rows: int = 0
     broken: list[str] = field(default_factory=list)
 
 
-class BooksWalk:
+class InvariantChecker:
     """`run` is a task until it is cancelled."""
 
     def __init__(self, store: Store, is_idle: Callable[[], bool]) -> None:
         self._store = store
         self._is_idle = is_idle
-        self.report = BooksReport()
+        self.report = InvariantReport()
 
     async def run(self, interval_s: float) -> None:
         while True:
@@ -81,18 +81,18 @@ class BooksWalk:
         report.walks += 1
         report.rows = walk.rows
         report.last_walk_s = store.clock.wall_ns() / NS_PER_S
-        self._tell(faults)
+        self._report_faults(faults)
         return True
 
-    def _tell(self, faults: list[str]) -> None:
+    def _report_faults(self, faults: list[str]) -> None:
         new = [fault for fault in faults if fault not in self.report.broken]
         if not new:
             return
         self._store.counters.add("broken_invariants", len(new))
-        self.report.broken = (self.report.broken + new)[:MAX_TOLD]
+        self.report.broken = (self.report.broken + new)[:MAX_REPORTED]
         log.critical(
             "the daemon's own books do not agree, please report this as a bug (%d findings): %s",
-            len(new), "; ".join(new[:MAX_TOLD]),
+            len(new), "; ".join(new[:MAX_REPORTED]),
         )  # fmt: skip
 
     def _state(self) -> object:

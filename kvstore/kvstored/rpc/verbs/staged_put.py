@@ -1,10 +1,9 @@
-"""Lending: a put in one message (store), from staging memory in which the client places its blocks by itself.
+"""A put from staging memory in one message (store); the client chooses the place of each block by itself.
 
-Owns the checks of a store, and when a loan may be renewed. Never keeps count of what is where in the staging memory: a
-slot that the client writes while the daemon copies it harms the client's own block, which then does not hold what it
-meant. (The client's duty, until it has its answer.) Invariants: bytes outside the staging memory are never read, nor
-two blocks of a request from the same ones; when a loan is renewed nothing reads the staging memory on behalf of an
-earlier request, then or ever.
+Owns the checks of a store, and when a loan of the staging memory may be renewed. Keeps no account of the places: a
+client that writes to a place while the daemon copies it spoils its own block. Invariants: bytes outside the staging
+memory are never read, nor two blocks of a request from the same bytes; once a loan is renewed, no earlier request reads
+the staging memory.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import Session
 from kvstored.config.schema import LimitsSection
-from kvstored.rpc.verbs.durability import durability_asked, sent_again
-from kvstored.rpc.verbs.validate import claimed_blocks, may_store
+from kvstored.rpc.verbs.validate import claimed_blocks, durability_asked, may_store, sent_again
 from kvstored.store.operations.offer import NOWHERE, Offer, Stored
 from kvstored.store.operations.put import Put
 
 
-class Lending:
+class StagedPut:
     """`default_mode` is the name of the durability of tenants that have none of their own."""
 
     def __init__(self, put: Put, limits: LimitsSection, *, default_mode: str) -> None:
@@ -43,7 +41,7 @@ class Lending:
         return pb.LendReply(loan=number)
 
     def store(self, session: Session, request: pb.Store) -> AsyncGenerator[Stored, None]:
-        """As `Put.store`. Raises KVStoreError for a request that is wrong as a whole, or one too many at a time."""
+        """As `Put.store`. Raises KVStoreError for an invalid request, and for more puts at once than allowed."""
         limits = self._limits
         keys, parents, extras = claimed_blocks(session, request, limits.max_keys, limits.max_block_bytes)
         pages = request.pages

@@ -1,4 +1,4 @@
-"""Reading live slots beside the daemon that writes them: direct I/O, read-only, and no false alarm.
+"""Reads live slots while the daemon writes them: direct I/O, read-only, and no false alarm.
 
 Owns the one rule that makes this sound without a lock: the daemon overwrites a slot's record before it overwrites the
 slot. So a slot is suspect only if the same live record stood before and after it was read.

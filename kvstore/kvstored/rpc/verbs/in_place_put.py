@@ -1,8 +1,8 @@
-"""Reserving: a put without a copy. A client gets slots of its tenant's arenas, writes blocks there, and stores them.
+"""A put without a copy: a client gets slots of its tenant's arenas, writes blocks there, and stores them.
 
-Owns who may, how much, and the checks of such a store. What is stored goes the way of every put; only that nothing is
-copied. Invariants: a slot that was reserved is found by nobody before it is stored; what a request has not stored is
-free when it has ended; a slot that a living client may be writing to is nobody else's.
+Owns which client may, how much, and the checks of such a store; the store then does what every put does, without the
+copy. Invariants: no lookup finds a reserved slot before it is stored; slots that a request has not stored are free when
+it has ended; a slot that a living client may be writing to is given to no other.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
-from kvstored.clients.in_place import ReservedBlocks
 from kvstored.clients.sessions import Session
+from kvstored.clients.staged_blocks import ReservedBlocks
 from kvstored.clients.tenants.peer import has_exited
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.config import Config
-from kvstored.rpc.verbs.durability import durability_asked, sent_again
-from kvstored.rpc.verbs.validate import claimed_blocks, known_group, may_store, payload_size
+from kvstored.rpc.verbs.validate import (
+    claimed_blocks,
+    durability_asked,
+    known_group,
+    may_store,
+    payload_size,
+    sent_again,
+)
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.offer import NOWHERE, Offer, Stored
 from kvstored.store.operations.put import Put
@@ -32,7 +38,7 @@ LOOK_AGAIN_S = 0.25
 SLICE_SLOTS = 64  # between two looks at the loop: about 0.2 ms
 
 
-class Reserving:
+class InPlacePut:
     """See the module. A reservation lasts as long as a lease; a client holds as much as it may have of staging."""
 
     def __init__(
@@ -76,7 +82,7 @@ class Reserving:
         reservation = self._reservations.begin(session.session_id, session.tenant_id, expires_ns)
         try:
             await self._fill(session, reservation, request)
-        except BaseException:  # cancelled too: the client will not hear of it
+        except BaseException:  # cancelled too: the client gets no answer
             self._reservations.give_back(session.session_id, reservation.number)
             raise
         if not reservation.slots or session.closed:
@@ -91,11 +97,11 @@ class Reserving:
         )
 
     def undo(self, session: Session, reply: pb.ReserveSlotsReply) -> None:
-        """Take back slots that their client will never hear of."""
+        """Take back slots of a reply that could not be sent."""
         self._reservations.give_back(session.session_id, reply.reservation)
 
     def store(self, session: Session, request: pb.Store) -> AsyncGenerator[Stored, None]:
-        """As `Put.store`. Raises KVStoreError for a request that is wrong as a whole, or one too many at a time."""
+        """As `Put.store`. Raises KVStoreError for an invalid request, and for more puts at once than allowed."""
         limits = self._limits
         keys, parents, extras = claimed_blocks(session, request, limits.max_keys, limits.max_block_bytes)
         places = [page - 1 for page in request.pages]  # NOWHERE for a block that is not written

@@ -1,0 +1,162 @@
+"""The early record scan: a process judges records while the daemon loads its modules, before the tier is opened.
+
+It is a process of its own (early_scan_process.py), since a scan and an import in one process compete for the GIL. Owns
+that process, the queue of slabs that both processes take from, and the memory in which the scan leaves its columns.
+Knows nothing of records. Imports only modules that are loaded already.
+Invariant: a report is used only by a process that holds the directory's lock and found the mark of the holder that the
+scan saw, and only for a slab file that has not changed since (restoring a backup takes no lock). The caller scans the
+slabs without a report: the scan died, or could not read them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.nvme.directory_files import LockMark, slab_numbers, slab_path
+from kvstore_tiers.nvme.region_reader import FileStamp, SlabQueue, records_bytes
+
+LEAST_BYTES = 8 << 20  # of records: scanning fewer takes less time than starting a process
+_PROGRAM = "kvstore_tiers.nvme.early_scan_process"
+_SILENCE_S = 10.0  # between two reports; a scan that is silent for longer hangs, and is given up
+_REAP_S, _REAPS = 0.01, 100
+_NULL = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
+
+
+class SlabReport(NamedTuple):
+    """The verdicts on all records of a slab. Its columns are in shared memory (shared_columns.py).
+
+    `live` counts the live blocks; `origins` are the values that the numbers in their column `origin` stand for.
+    """
+
+    slab: int
+    stamp: FileStamp
+    begin: int
+    nbytes: int
+    live: int
+    last_sequence: int
+    damaged: int
+    truncated: int
+    withdrawn: list[int]
+    origins: list[bytes]
+
+    @classmethod
+    def of(cls, line: bytes) -> SlabReport:
+        """Raises ValueError for a line that was cut short."""
+        report = cls(*json.loads(line))
+        origins = [bytes.fromhex(str(raw)) for raw in report.origins]
+        return report._replace(stamp=FileStamp(*report.stamp), origins=origins)
+
+    def line(self) -> bytes:
+        return json.dumps([*self[:-1], [raw.hex() for raw in self.origins]]).encode() + b"\n"
+
+
+class EarlyRecordScan:
+    """The scanning process, as the process that will open the tier sees it. Only `claim` is thread-safe. Raises OSError
+    when the process cannot be started.
+    """
+
+    def __init__(self, slabs: Path, mark: LockMark, numbers: list[int]) -> None:
+        self._mark = mark
+        with ExitStack() as opened:
+            self._queue = SlabQueue.of(numbers)
+            opened.callback(self._queue.close)
+            self._memory = os.memfd_create("kvstored-judged", os.MFD_CLOEXEC)
+            opened.callback(os.close, self._memory)
+            self._reports, reporting = os.pipe2(os.O_CLOEXEC)
+            opened.callback(os.close, self._reports)
+            try:
+                self._pid = _start(slabs, self._queue.fd, self._memory, reporting)
+            finally:
+                os.close(reporting)
+            self._opened = opened.pop_all()
+
+    @classmethod
+    def begin(cls, directory: str | os.PathLike[str]) -> EarlyRecordScan | None:
+        """Start scanning a directory; None where it holds few records or is locked, and on a single core."""
+        path = Path(directory).absolute()
+        if len(os.sched_getaffinity(0)) < 2 or not sys.executable:
+            return None
+        try:
+            with open(path / "lock", "rb", buffering=0) as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                mark = LockMark.of(lock.fileno())
+            slabs = path / "slabs"
+            numbers = slab_numbers(slabs)
+            if not numbers or records_bytes(slab_path(slabs, numbers[0])) * len(numbers) < LEAST_BYTES:
+                return None
+            return cls(slabs, mark, numbers)
+        except OSError:
+            return None
+
+    def is_of(self, former: LockMark) -> bool:
+        """Whether the scan saw the directory as the caller locked it: `former` is the mark of the holder before."""
+        return former == self._mark
+
+    def claim(self) -> int | None:
+        """Take a slab out of the queue for the caller to scan; None when the queue is empty."""
+        return self._queue.take()
+
+    def reports(self) -> Iterator[SlabReport]:
+        """Reports as they arrive; ends when the queue is empty, and when the scan died or hangs."""
+        readable, rest = select.poll(), b""
+        readable.register(self._reports, select.POLLIN)
+        while readable.poll(_SILENCE_S * 1e3) and (got := os.read(self._reports, 1 << 16)):
+            *lines, rest = (rest + got).split(b"\n")
+            for line in lines:
+                yield SlabReport.of(line)
+
+    def memory_of(self, report: SlabReport) -> mmap.mmap:
+        """The read-only memory with the columns of a slab."""
+        return mmap.mmap(self._memory, report.nbytes, prot=mmap.PROT_READ, offset=report.begin)
+
+    def close(self) -> None:
+        """End the scan and free its memory, except what is mapped. Idempotent."""
+        pid, self._pid = self._pid, 0
+        with self._opened:
+            if pid:
+                _end(pid)
+
+
+def _start(slabs: Path, queue: int, memory: int, reporting: int) -> int:
+    inherited = (queue, memory, reporting)
+    for fd in inherited:
+        os.set_inheritable(fd, True)
+    # Without -P Python would look for modules in the working directory first, where other users may be able to write.
+    command = [sys.executable, "-P", "-m", _PROGRAM, str(slabs), *map(str, inherited)]
+    try:
+        # A process group of its own: Ctrl-C is meant for the daemon.
+        actions = _NULL + _passed()
+        return os.posix_spawn(sys.executable, command, variables_of_children(), file_actions=actions, setpgroup=0)
+    finally:
+        for fd in inherited:
+            os.set_inheritable(fd, False)
+
+
+def _passed() -> list[tuple[int, int]]:
+    """Actions that close what a service manager passed to the daemon: arenas, whose memory this process would keep."""
+    count = os.environ.get("LISTEN_FDS", "")
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or not count.isdecimal():
+        return []
+    return [(os.POSIX_SPAWN_CLOSE, 3 + number) for number in range(int(count))]
+
+
+def _end(pid: int) -> None:
+    """Kill a child and reap it; a child that waits for a hanging disk does not end, and is left."""
+    with suppress(ProcessLookupError, ChildProcessError):  # SIGCHLD is ignored: the kernel reaps children
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(_REAPS):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                return
+            time.sleep(_REAP_S)
