@@ -33,8 +33,7 @@ from kvstored.store.transfer.eviction import Demoter, Eviction, NoDemotion
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits
 from kvstored.store.transfer.lane import Lane, LaneSettings, Limits, Priority
-from kvstored.store.transfer.link import Link, lane_name
-from kvstored.store.transfer.mover import Mover, Transfer
+from kvstored.store.transfer.link import Link, Mover, Transfer, lane_name
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
 from kvstored.store.transfer.room import Room

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import Cause, CopyState
@@ -267,6 +268,10 @@ class ResidencyView:
 
     def payload_bytes(self, row: int) -> int:
         return self.rows.payload_bytes[row]
+
+    def slot_bytes(self, row: int) -> int:
+        """The size of the slot that a copy of the block takes, in any tier."""
+        return slot_bytes(self.rows.payload_bytes[row])
 
     def last_access_ns(self, row: int) -> int:
         return self.rows.last_access_ns[row]

@@ -95,7 +95,7 @@ class Delete:
         removals = self._removals
         if removals == self._final_removals:
             return
-        synced = [await removed for removed in [self._sync(tier) for tier in self._keyed]]
+        synced = [await removed for removed in [self._completions.outcome_of(tier.sync) for tier in self._keyed]]
         if self._writeback is not None and not await self._writeback.sync():
             synced.append(Outcome(OutcomeKind.FAILED))
         if not all(outcome.ok for outcome in synced):
@@ -104,11 +104,6 @@ class Delete:
                 "the blocks are gone, but may come back: a tier refused to remove them for good; ask again",
             )
         self._final_removals = max(self._final_removals, removals)
-
-    def _sync(self, tier: Tier) -> asyncio.Future[Outcome]:
-        synced: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        tier.sync(self._completions.to_loop(synced.set_result))
-        return synced
 
     def _delete_row(self, row: int, tenant: int) -> Fate:
         residency = self._residency

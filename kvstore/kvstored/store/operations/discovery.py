@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
@@ -59,11 +60,10 @@ class Discovery:
         missing = chain[first:]
         if not missing:
             return 0
-        loop = asyncio.get_running_loop()
-        asked: dict[int, asyncio.Future[list[int]]] = {}
-        for position, tier in self._tiers.items():
-            asked[position] = loop.create_future()
-            tier.find(client.tenant.digest, missing, self._completions.to_loop(asked[position].set_result))
+        asked: dict[int, asyncio.Future[list[int]]] = {
+            position: self._completions.outcome_of(partial(tier.find, client.tenant.digest, missing))
+            for position, tier in self._tiers.items()
+        }
         self._counters.add("discovery_questions", len(missing))
         _, late = await asyncio.wait(asked.values(), timeout=min(deadline_ms, DEADLINE_MS) / 1000)
         if late:

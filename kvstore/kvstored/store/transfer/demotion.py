@@ -77,7 +77,7 @@ class Demotion:
     async def _move(self, token: int) -> bool:
         residency, link = self._residency, self._link
         row = residency.current(token)
-        nbytes, tenant = link.slot_bytes(row), residency.tenant_of(row)
+        nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
         slot = await self._room.allocate(nbytes, tenant, is_patient=False)  # a put waits, and there is a way beyond
         if slot is None:
             return False

@@ -8,7 +8,6 @@ queue; remembers refusals for `kvctl explain`.
 
 from __future__ import annotations
 
-from kvstore_proto.arena import slot_bytes
 from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import TierBreaker
@@ -90,7 +89,7 @@ class WriteGate:
         left_bytes = self.endurance.left_bytes
         if left_bytes is None or self._residency.fastest_in_memory(row) < 0:
             return MAX_CHAIN_BLOCKS
-        blocks = left_bytes // medium_bytes(self._slot_bytes(row))
+        blocks = left_bytes // medium_bytes(self._residency.slot_bytes(row))
         return blocks if blocks < MAX_PATH_BLOCKS else MAX_CHAIN_BLOCKS  # a longer path is cut to what can be paid for
 
     def pay(self, row: int) -> list[int] | Verdict:
@@ -143,11 +142,8 @@ class WriteGate:
         """With the commit that they will need, where nobody has paid for it yet."""
         if not path:
             return 0
-        blocks = sum(medium_bytes(self._slot_bytes(row)) for row in path)
+        blocks = sum(medium_bytes(self._residency.slot_bytes(row)) for row in path)
         return blocks + (0 if self._is_commit_paid else COMMIT_BYTES)
-
-    def _slot_bytes(self, row: int) -> int:
-        return slot_bytes(self._residency.payload_bytes(row))
 
     # Saying no
 

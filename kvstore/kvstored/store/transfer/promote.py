@@ -123,7 +123,7 @@ class Promoter:
         if link is None or self._residency.state(row, MAPPED):  # a put is filling it: its tier was out of reach
             future.set_result(self._residency.has(row, MAPPED))
             return future
-        nbytes = link.slot_bytes(row)
+        nbytes = self._residency.slot_bytes(row)
         promotion = _Promotion(token, priority, nbytes, future, link)
         self._under_way[token] = promotion
         self._hold_room(promotion, +1)
@@ -148,7 +148,7 @@ class Promoter:
     def prefetch(self, row: int) -> bool:
         """Queue a promotion that no client waits for; False when those that wait hold all the room they may."""
         link = self._link_of(row)
-        if link is None or self._prefetch_room_bytes < link.slot_bytes(row):
+        if link is None or self._prefetch_room_bytes < self._residency.slot_bytes(row):
             return False
         self.promote(row, Priority.PREFETCH)
         return True

@@ -215,7 +215,7 @@ class WriteBack:
         if write is None:
             loop = asyncio.get_running_loop()
             write = Write(
-                token, self._residency.tenant_of(row), priority, self._to_durable.slot_bytes(row),
+                token, self._residency.tenant_of(row), priority, self._residency.slot_bytes(row),
                 loop.create_future(), loop.create_future(),
             )  # fmt: skip
             self._backlog.add(write)
