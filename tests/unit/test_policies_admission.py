@@ -43,7 +43,7 @@ def test_a_parent_follows_its_child() -> None:
 
 
 def knowing(shelf: Shelf, keep_worth: float = 0.0) -> Policy:
-    policy = create(ChainHazard.name, shelf.residency, 0, PolicySettings(None, keep_worth))
+    policy = create("chain-hazard", shelf.residency, 0, PolicySettings(None, keep_worth))
     trust_at_once(policy)
     return policy
 
@@ -86,7 +86,7 @@ def test_by_worth_keeps_prefixes_whole() -> None:
 def test_without_a_worth_it_is_second_touch() -> None:
     shelf = Shelf("host", "nvme")
     row = shelf.chain(0)[0]
-    lru, learning = create("lru", shelf.residency, 0), create(ChainHazard.name, shelf.residency, 0)
+    lru, learning = create("lru", shelf.residency, 0), create("chain-hazard", shelf.residency, 0)
     judges = [create_admission("worth", shelf.residency, 1, above) for above in (None, lru, learning)]
     assert not any(judge.admit(row, 1) or judge.judges_by_worth(row, 1) for judge in judges)
     shelf.chain(0)

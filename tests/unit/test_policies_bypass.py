@@ -58,8 +58,8 @@ def test_a_get_and_a_put_are_worth_what_a_whole_request_is() -> None:
     """
     hits = {"whole": 0, "apart": 0}
     for capacity in (60, 90, 120, 130, 150, 180):
-        whole = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings(ChainHazard.name, capacity)).run()
-        apart = Replay(chats_and_strays((Op.GET, Op.PUT)), ReplaySettings(ChainHazard.name, capacity)).run()
+        whole = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings("chain-hazard", capacity)).run()
+        apart = Replay(chats_and_strays((Op.GET, Op.PUT)), ReplaySettings("chain-hazard", capacity)).run()
         lru = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings("lru", capacity)).run()
         assert apart.evicted["bypassed"] > 100
         assert apart.hits.sum() > 1.1 * lru.hits.sum()
@@ -216,15 +216,15 @@ def test_a_queued_request_holds_what_it_will_use_and_no_more() -> None:
     chain = book.owner[first[-1]]
     for now_ns in (0, S):
         policy.told(0, first[1], key(2), ChainHint(due_ns=9 * S), now_ns)  # of another session, which begins alike
-        due = [book.due_rank(chain, depth, S / 1e9) for depth in range(5)]
+        due = [book.chains.due_rank(chain, depth, S / 1e9) for depth in range(5)]
         assert due == [pytest.approx(1 / 8)] * 3 + [0.0] * 2, "the last block may be partial"
         shelf.now_ns = 50 * S
-        assert book.due_rank(chain, 0, 50.0) == 0.0, "it did not come"
+        assert book.chains.due_rank(chain, 0, 50.0) == 0.0, "it did not come"
         shelf.now_ns = S
     policy.told(0, first[4], key(5), ChainHint(due_ns=5 * S), S)
-    assert book.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4)
+    assert book.chains.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4)
     policy.told(0, first[1], key(2), ChainHint(due_ns=2 * S), S)
-    assert book.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4), "who uses less does not say less of the rest"
+    assert book.chains.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4), "who uses less does not say less of the rest"
 
 
 @pytest.mark.parametrize(

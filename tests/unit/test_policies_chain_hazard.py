@@ -25,7 +25,7 @@ from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 from tests.reference.policies import trust_at_once
 
 S = 1_000_000_000
-NAME = ChainHazard.name
+NAME = "chain-hazard"
 
 
 def mixed_trace(requests: int = 900, *, seed: int = 1, tick_s: float = 3.0) -> Trace:

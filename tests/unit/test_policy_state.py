@@ -19,7 +19,7 @@ from kvstored.telemetry import Counters
 from tests.reference.blocks import Shelf, key
 from tests.reference.policy_state import carried, exported
 
-NAME = ChainHazard.name
+NAME = "chain-hazard"
 SYSTEM_PROMPT = 10**6
 
 

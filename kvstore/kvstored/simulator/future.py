@@ -49,7 +49,7 @@ class Clairvoyant(Policy):
     name = "clairvoyant"
 
     def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
+        super().__init__(residency, tier, settings, self.name)
         self._urgency = array("q")  # by row; -1: not here. The larger, the sooner it goes
         self._heap: list[int] = []  # -(urgency << row bits | row); stale entries stay until they are met
         self._rows = 0

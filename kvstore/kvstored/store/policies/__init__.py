@@ -1,6 +1,6 @@
 """Policies: which block leaves a tier next, which may enter, and how hot each is."""
 
-from kvstored.policy_names import ADMISSIONS, POLICIES, WITH_WORTH
+from kvstored.policy_names import ADMISSIONS, BEST, POLICIES, WITH_WORTH, resolve
 from kvstored.store.policies.admission import Admission
 from kvstored.store.policies.base import (
     ChainHint,
@@ -12,7 +12,7 @@ from kvstored.store.policies.base import (
     Share,
     State,
 )
-from kvstored.store.policies.factory import BEST, create, create_admission, joined, resolve, succeed
+from kvstored.store.policies.factory import create, create_admission, joined, succeed
 from kvstored.store.policies.telling import tell
 
 __all__ = [

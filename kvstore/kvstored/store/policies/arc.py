@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings
 from kvstored.store.policies.discipline import Discipline, Queues, first_of
-from kvstored.store.policies.queued import QueuedPolicy
 
 _ONCE, _OFTEN, _DOOR = 0, 1, 2
 _NOBODY = -1
@@ -87,7 +84,3 @@ class Arc(Discipline):
         self._gone.append((OrderedDict(), OrderedDict()))
         self._target.append(0.0)
         self._known.append((_NOBODY, _DOOR))
-
-
-def arc(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> QueuedPolicy:
-    return QueuedPolicy(residency, tier, settings, "arc", Arc)

@@ -99,12 +99,14 @@ class Origin:
 
 
 class Policy(ABC):
-    """See the module for what both sides owe each other. Implements residency's TierListener."""
+    """See the module for what both sides owe each other. Implements residency's TierListener. `name`: that by which it
+    was asked for (`policy_names`)."""
 
-    name: str
-
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
+    def __init__(
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
+    ) -> None:
         self.residency = residency
+        self.name = name
         self.tier = tier
         self.settings = settings or PolicySettings()
         self.shares: dict[int, Share] = {}

@@ -56,19 +56,16 @@ class ChainHazard(Policy):
     and a key of the ghost costs a dictionary entry.
     """
 
-    name = "chain-hazard"
-
     def __init__(
         self,
         residency: ResidencyView,
         tier: int,
         settings: PolicySettings | None = None,
+        name: str = "",
         *,
-        name: str = name,
         learning: LearningSettings = _DEFAULT,
     ) -> None:
-        super().__init__(residency, tier, settings)
-        self.name = name
+        super().__init__(residency, tier, settings, name)
         self.follower = ChainFollower(residency, tier, self.settings, learning)
         self._is_sure = False  # enough has been seen to decline a newcomer, once and for all
 

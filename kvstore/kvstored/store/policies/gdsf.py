@@ -30,10 +30,10 @@ _SLACK_ENTRIES = 1024
 class Gdsf(OrderedPolicy):
     """O(log n) an event; 16 bytes a row and up to two entries of a heap."""
 
-    name = "gdsf"
-
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
+    def __init__(
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
+    ) -> None:
+        super().__init__(residency, tier, settings, name)
         self._age = 0
         self._key = array("Q")  # K of each row
         self._heaps: list[list[tuple[int, int]]] = []  # by tenant: (rank, row); outdated entries until they are met

@@ -84,10 +84,9 @@ class LfuTtl(OrderedPolicy):
     """O(1) an access, O(log K) a new K; 21 bytes a row, and 9 more where there is a time to live."""
 
     def __init__(
-        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "lfu-ttl"
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
     ) -> None:
-        super().__init__(residency, tier, settings)
-        self.name = name
+        super().__init__(residency, tier, settings, name)
         ttl_s = self.settings.ttl_s
         self._ttl_ns = None if ttl_s is None else round(ttl_s * 1e9)
         self._age = 0
@@ -239,8 +238,8 @@ class LfuTtl(OrderedPolicy):
             self._use_links.grow(rows)
 
 
-def lfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> LfuTtl:
+def lfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "") -> LfuTtl:
     """Without the clock: `settings.ttl_s` is ignored. It shows what the time to live is worth: what was used often and
     is over stays until as much else has passed.
     """
-    return LfuTtl(residency, tier, PolicySettings(ttl_s=None), "lfu")
+    return LfuTtl(residency, tier, PolicySettings(ttl_s=None), name)

@@ -35,8 +35,10 @@ class OrderedPolicy(Policy):
     ranks made of it are. `accesses`: of the tier so far. `rows`: in the tier.
     """
 
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
+    def __init__(
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
+    ) -> None:
+        super().__init__(residency, tier, settings, name)
         self.where = bytearray()
         self.stamp = array("Q")
         self.accesses = 0

@@ -38,8 +38,7 @@ class QueuedPolicy(OrderedPolicy):
         name: str,
         discipline: type[Discipline],
     ) -> None:
-        super().__init__(residency, tier, settings)
-        self.name = name
+        super().__init__(residency, tier, settings, name)
         self.queues = Queues(residency, self.where, discipline.inside)
         self.discipline = discipline(self.queues)
         self._is_new = bytearray()

@@ -13,10 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings
 from kvstored.store.policies.discipline import Discipline, Queues
-from kvstored.store.policies.queued import QueuedPolicy
 
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 10
@@ -64,7 +61,3 @@ class S3Fifo(Discipline):
 
     def add_tenant(self) -> None:
         self._failed.append(OrderedDict())
-
-
-def s3_fifo(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> QueuedPolicy:
-    return QueuedPolicy(residency, tier, settings, "s3-fifo", S3Fifo)

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings
 from kvstored.store.policies.discipline import Discipline, Queues, first_of
-from kvstored.store.policies.queued import QueuedPolicy
 from kvstored.store.policies.sketch import FrequencySketch
 
 _WINDOW, _ARRIVED, _TRIAL, _KEPT, _DOOR = range(5)
@@ -90,7 +87,3 @@ class WTinyLfu(Discipline):
 
     def _count(self, row: int) -> int:
         return self._seen.count(self.key(row))
-
-
-def w_tinylfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> QueuedPolicy:
-    return QueuedPolicy(residency, tier, settings, "w-tinylfu", WTinyLfu)

@@ -34,8 +34,8 @@ class BudgetWait:
         return len(self.pending) < MAX_THROTTLED
 
     def wait(self, token: int, verdict: Verdict, *, insists: bool) -> asyncio.Future[bool]:
-        """Wait for the budget. `insists`: for what it will earn; else for a lease under way alone."""
-        if verdict is not Verdict.LEASING:
+        """Wait for the budget. `insists`: for what it will earn; else for an allotment under way alone."""
+        if verdict is not Verdict.SAVING:
             self._counters.add("budget_throttled_blocks")
         task = asyncio.get_running_loop().create_task(self._when_paid(token, insists))
         self.pending[token] = task

@@ -19,7 +19,9 @@ from kvstored.store.transfer.prefix import MAX_CHAIN_BLOCKS, MAX_PATH_BLOCKS, mi
 from kvstored.store.transfer.write_refusals import Refusal, Refusals
 
 MAX_BEHIND_S = 10.0  # of writing that waits; beyond it the disk is too slow for what is put
-LEASE_WAIT_S = 2.0  # a lease of the budget is a small write and a sync; a medium that takes longer takes no blocks
+ALLOTMENT_WAIT_S = (
+    2.0  # an allotment of the budget is a small write and a sync; a medium that takes longer takes no blocks
+)
 _USES_WHEN_SCARCE = 2
 
 
@@ -104,7 +106,7 @@ class WriteGate:
         return path
 
     async def pay_in_time(self, token: int, *, insists: bool) -> list[int] | None:
-        """As `pay`, waiting for the budget if somebody insists, else only for a lease of it. None: not in time, or
+        """As `pay`, waiting for the budget if somebody insists, else only for an allotment of it. None: not in time, or
         the block has gone meanwhile."""
         residency = self._residency
         row = residency.current(token)
@@ -120,8 +122,10 @@ class WriteGate:
             path[:] = whole or ()
             return self._cost_of(path) if whole is not None else TOO_MUCH
 
-        wait_s = self._throttle_s if insists else LEASE_WAIT_S
-        verdict = await self.endurance.charge_in_time(residency.tenant_of(row), cost, wait_s, lease_only=not insists)
+        wait_s = self._throttle_s if insists else ALLOTMENT_WAIT_S
+        verdict = await self.endurance.charge_in_time(
+            residency.tenant_of(row), cost, wait_s, allotment_only=not insists
+        )
         if verdict is Verdict.GRANTED:
             self._is_commit_paid |= bool(path)
             return path

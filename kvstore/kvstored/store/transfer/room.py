@@ -112,13 +112,9 @@ class Room:
                 passed = PassedOver(copies, self._not_for(parent))
                 continue
             if confined is not None or self._tier.makes_room(copies.container[row], nbytes, owner):
-                victim_bytes = copies.nbytes[row]
-                if not allowance.covers(victim_bytes):
+                cause = Cause.EVICTED if confined is None else Cause.QUOTA
+                if not await self._evict(row, cause, allowance, passed):
                     return None
-                if await self._eviction.evict(row, Cause.EVICTED if confined is None else Cause.QUOTA):
-                    allowance.spent_bytes += victim_bytes
-                else:
-                    passed.rows.add(row)
             else:
                 container = copies.container[row]
                 found = await self._evacuation.convert(
@@ -133,6 +129,17 @@ class Room:
             if attempt % SLICE_EVICTIONS == SLICE_EVICTIONS - 1:
                 await asyncio.sleep(0)
         return None
+
+    async def _evict(self, row: int, cause: Cause, allowance: Allowance, passed: PassedOver) -> bool:
+        """Evict a victim, or pass it over if it cannot go. False when no more may be evicted for one block."""
+        nbytes = self._residency.copies[self._position].nbytes[row]
+        if not allowance.covers(nbytes):
+            return False
+        if await self._eviction.evict(row, cause):
+            allowance.spent_bytes += nbytes
+        else:
+            passed.rows.add(row)
+        return True
 
     def _next(self, passed: PassedOver, confined: int | None) -> int:
         """The next victim; the blocks of a container that is being emptied are not evicted for others."""

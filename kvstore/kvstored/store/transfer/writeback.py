@@ -126,7 +126,7 @@ class WriteBack:
         paid = [] if self.is_coming(row) else self.gate.pay(row)
         if not isinstance(paid, Verdict):
             settled = self._enqueue_paid(paid, row, Priority.DEMAND if at_once else Priority.DEMOTION)
-        elif (at_once or paid is Verdict.LEASING) and self._budget_wait.has_room:
+        elif (at_once or paid is Verdict.SAVING) and self._budget_wait.has_room:
             settled = self._budget_wait.wait(token, paid, insists=at_once)
         else:
             self.gate.refuse(row, self.gate.breaker_or(paid))

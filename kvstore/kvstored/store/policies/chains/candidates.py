@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.chains.book import SHARED_TAU_S, ChainBook
+from kvstored.store.policies.chains.book import ChainBook
 from kvstored.store.policies.chains.learning import CELL_US, MAKING_US
+from kvstored.store.policies.chains.touches import TAU_S
 
 _TWICE_DEPTH = 3000.0  # a block so far down its prompt counts twice: attention makes it dearer; more of it costs hits
 _LEFTOVER = 1e-9  # what is left of a chain that another one has continued
@@ -121,10 +122,10 @@ class Candidates:
         distance = max(0, chains.length[chain] - depth - 1)
         base = chains.base[chain]
         if chains.due_s[chain]:
-            base = max(base, book.due_rank(chain, depth, now_s))
+            base = max(base, chains.due_rank(chain, depth, now_s))
         worth = base * book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
         worth *= 1.0 + depth / _TWICE_DEPTH
-        return worth + book.shared_rate(row, now_s) if book.shared[row] else worth
+        return worth + book.touches.rate(row, now_s) if book.shared[row] else worth
 
     def worth_of_new(self, chain: int, depth: int) -> float:
         """Of a block of the chain's that is not here, in that depth."""
@@ -163,7 +164,7 @@ class Candidates:
         tails, entry = chains.ints(chains.tail), chains.longs(chains.entry)[begin:end]
         eligible = tails[begin:end] >= 0
         eligible &= ~chains.flags(chains.blocked)[begin:end]
-        if book.tenants > 1:
+        if len(book.ghosts) > 1:
             eligible &= chains.ints(chains.tenant)[begin:end] == self._tenant
         slots = np.flatnonzero(eligible)
         slots += begin
@@ -202,7 +203,7 @@ class Candidates:
         chains.floats(chains.base)[slots] = base
         depth = np.frombuffer(book.residency.rows.depth, np.int32)[rows]
         for at in np.flatnonzero(chains.floats(chains.due_s)[slots]).tolist():  # few
-            base[at] = max(base[at], book.due_rank(int(slots[at]), int(depth[at]), now_s))
+            base[at] = max(base[at], chains.due_rank(int(slots[at]), int(depth[at]), now_s))
         distance = chains.ints(chains.length)[slots] - depth
         distance -= 1
         np.maximum(distance, 0, out=distance)
@@ -213,6 +214,6 @@ class Candidates:
         if shared.any():
             touched = np.flatnonzero(shared)
             since = np.frombuffer(book.shared_s, np.float64)[rows[touched]]
-            worth[touched] += shared[touched] * np.exp((since - now_s) / SHARED_TAU_S) / book.shared_span_s
+            worth[touched] += shared[touched] * np.exp((since - now_s) / TAU_S) / book.touches.span_s
         found: npt.NDArray[np.float64] = worth
         return found

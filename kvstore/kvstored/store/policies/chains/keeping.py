@@ -87,7 +87,7 @@ class Keeping:
             return False
         if chains.due_s[chain] or chains.cell[chain] != poor.cell:  # a hint has come
             return worth_of(self._book, chain, row, now_s) < self._least
-        return not self._book.shared[row] or poor.rank + self._book.shared_rate(row, now_s) < self._least
+        return not self._book.shared[row] or poor.rank + self._book.touches.rate(row, now_s) < self._least
 
     def _look(self, now_s: float) -> None:
         book, chains = self._book, self._book.chains
@@ -121,5 +121,5 @@ def worth_of(book: ChainBook, chain: int, row: int, now_s: float) -> float:
     if chains.live[chain]:
         worth = float(book.ranks(np.array([chain]), now_s)[0])
     if chains.due_s[chain]:
-        worth = max(worth, book.due_rank(chain, book.residency.rows.depth[row], now_s))
-    return worth + book.shared_rate(row, now_s) if book.shared[row] else worth
+        worth = max(worth, book.chains.due_rank(chain, book.residency.rows.depth[row], now_s))
+    return worth + book.touches.rate(row, now_s) if book.shared[row] else worth
