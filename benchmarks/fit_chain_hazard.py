@@ -21,7 +21,7 @@ from kvstored.simulator.trace import Trace
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies import PolicySettings
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.store.policies.chains.following import COLD_ORDERS, PRIOR_ORDERS, LearningSettings
+from kvstored.store.policies.chains.follower import COLD_ORDERS, PRIOR_ORDERS, LearningSettings
 from kvstored.store.policies.chains.hazards import Ladder
 from kvstored.store.policies.chains.prior import Prior, write
 

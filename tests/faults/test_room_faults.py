@@ -448,7 +448,7 @@ def test_an_orphan_goes_without_asking_whether_it_is_worth_more_than_the_newcome
         numbers = await fill(small, HOST, 1, 60 * KIB)
         import numpy as np
 
-        small.store.cut_off.replace([np.array([small.residency.token(small.find(numbers[-1]))], np.uint64)] * 2)
+        small.store.orphans.replace([np.array([small.residency.token(small.find(numbers[-1]))], np.uint64)] * 2)
         policy = small.store.policies[HOST]
         policy.declines = lambda *_: True
         slot = await small.store.rooms[HOST].allocate_for(

@@ -226,7 +226,7 @@ def test_what_another_chain_has_continued_waits_for_nobody() -> None:
     policy = in_force(shelf)
     first = shelf.chain(1, 2, 3, 4)
     chains, chain = policy.follower.book.chains, policy.follower.book.owner[first[-1]]
-    policy.told(0, first[-1], key(4), ChainHint(due_ns=5 * S), 0)
+    policy.on_hint(0, first[-1], key(4), ChainHint(due_ns=5 * S), 0)
     shelf.now_ns = S
     again = shelf.chain(1, 2, 3, 5, 6)  # the last block was partial
     assert policy.follower.book.owner[again[-1]] != chain == policy.follower.book.owner[first[-1]]

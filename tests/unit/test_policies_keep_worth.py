@@ -72,7 +72,7 @@ def test_it_names_no_more_than_was_asked_for_and_the_least_worth_first() -> None
 
 
 def test_all_leave_though_few_are_listed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstored.store.policies.chains.keeping._LISTED", 5)
+    monkeypatch.setattr("kvstored.store.policies.chains.expiry._LISTED", 5)
     shelf = Shelf()
     policy = knowing(shelf, WARM_WORTH)
     rows = [row for number in range(30) for row in shelf.chain(10 * number, 10 * number + 1)]
@@ -109,7 +109,7 @@ def test_what_an_engine_will_ask_for_stays_until_it_is_long_overdue() -> None:
     policy = knowing(shelf, WARM_WORTH)
     rows = shelf.chain(1, 2)
     assert policy.expired(LATE, 9) == [rows[-1]]
-    policy.told(0, rows[-1], key(2), ChainHint(due_ns=LATE + 10 * S), LATE)
+    policy.on_hint(0, rows[-1], key(2), ChainHint(due_ns=LATE + 10 * S), LATE)
     assert policy.expired(LATE, 9) == []
     assert policy.expired(LATE + 20 * S, 9) == []
     assert policy.expired(LATE + 120 * S, 9) == [rows[-1]]

@@ -70,7 +70,7 @@ def test_admissions_come_from_where_the_daemon_has_them() -> None:
 
 # Mode timing
 
-MOVES = {"residency", "policies", "rooms", "leases", "mover", "promoter", "writeback", "cut_off", "damage", "breaker"}
+MOVES = {"residency", "policies", "rooms", "leases", "mover", "promoter", "writeback", "orphans", "damage", "breaker"}
 
 
 def kinds(value: object) -> object:

@@ -3,7 +3,7 @@
 A transfer passes two media. It queues, first come first served, at the slower of the two; the other one only counts its
 bytes. There it first takes one of `parallel` places, waits out the latency, then has the medium to itself for as long
 as its bytes take. So many small transfers are bound by latency and places, few large ones by bandwidth. Everything
-about a transfer is known when it comes, since nobody overtakes. Pure: times are arguments.
+about a transfer is known when it comes, since transfers keep their order. Pure: times are arguments.
 """
 
 from __future__ import annotations

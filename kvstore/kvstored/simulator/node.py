@@ -2,7 +2,7 @@
 
 Owns the queue (first come, first served, one prompt at a time, as the prefill side of a node that decodes elsewhere),
 what overlaps with what, and when a request's first token is there. Where blocks are and how they move is the store's.
-Causal: nobody knows of a request before it has arrived. Invariant: with `weighs` bringing blocks back never takes
+Causal: nothing depends on a request before it has arrived. Invariant: with `weighs` bringing blocks back never takes
 longer than computing them would, since both race and the first to be done counts.
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstored.clock import NS_PER_S, ManualClock
+from kvstored.simulator.engine_reports import ANSWER_TOKEN_NS
 from kvstored.simulator.machine import ENGINE, Machine
 from kvstored.simulator.media import Medium
 from kvstored.simulator.node_store import NodeStore, StoreSettings
 from kvstored.simulator.plan import Plan
 from kvstored.simulator.pool import EnginePool
 from kvstored.simulator.served import Served
-from kvstored.simulator.telling import ANSWER_TOKEN_NS
 from kvstored.simulator.trace import Op, Trace
 from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
 from kvstored.simulator.visit import Visit
@@ -141,7 +141,7 @@ class Node:
             self._call_next()
 
     async def _stage(self, visit: Visit) -> None:
-        """Before its turn: what lies below moves up, and for the next in line everything moves to the engine."""
+        """Before its turn: blocks in slower tiers move up, and for the next in line everything moves to the engine."""
         assert self.store is not None
         self.store.prefetch(visit, self.pool.leading(visit.tenant, visit.keys))
         await visit.is_near.wait()
@@ -171,7 +171,7 @@ class Node:
             self._waiting -= 1
             self._has_begun = False
             await self._serve(visit)
-            visit.is_near.set()  # whatever came of it, nothing of it waits any longer
+            visit.is_near.set()  # served or not, nothing of it waits any longer
             done += 1
             if done % 16 == 0:
                 progress(visit.number, self.trace.requests)
@@ -190,7 +190,7 @@ class Node:
         visit.end_ns = self._now_ns()
         if self.store is not None:
             await self.store.end_get(visit)
-            self._tell_answer(visit, self.store)
+            self._report_answer(visit, self.store)
         if self.store is None or visit.op is Op.GET:
             self._let_go(visit)
         else:
@@ -214,7 +214,7 @@ class Node:
             visit.copied_ns = max(visit.copied_ns, passage.end_ns)
 
     async def _restore(self, visit: Visit) -> None:
-        """Until every block that somebody had is mapped, or computed, or given up."""
+        """Until every block that was stored is mapped, or computed, or given up."""
         if self.plan.weighs:
             await self._race(visit)
         elif not all(visit.ready) and self.store is not None:
@@ -314,15 +314,15 @@ class Node:
         if rows is not None:
             self.pool.release(rows)
 
-    def _tell_answer(self, visit: Visit, store: NodeStore) -> None:
-        """The policies hear of the answer when it has been written."""
+    def _report_answer(self, visit: Visit, store: NodeStore) -> None:
+        """Report the answer to the policies when it has been written."""
         if visit.answer_tokens:
             self._loop.at_ns(visit.end_ns + visit.answer_tokens * ANSWER_TOKEN_NS, store.answered, visit)
 
     # Time
 
     async def _sample_all(self) -> None:
-        """Evenly, and never more than a plot can show: how long it will last nobody knows before."""
+        """Evenly, and never more than a plot can show: how long it lasts is not known before."""
         step_s = FIRST_SAMPLES_S
         while True:
             self._sample()

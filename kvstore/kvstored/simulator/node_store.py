@@ -141,8 +141,8 @@ class NodeStore:
     # Getting
 
     def prefetch(self, visit: Visit, in_pool: int) -> None:
-        """Let what is in slower tiers move up, the last block first; nobody waits for it. The first `in_pool` blocks
-        are with the engine."""
+        """Let what is in slower tiers move up, the last block first; no request waits for it. The first `in_pool`
+        blocks are with the engine."""
         residency, promoter = self.store.residency, self.store.promoter
         rows = residency.find_keys(self._clients[visit.tenant].tenant_id, visit.keys)
         rows = promoter.reachable_run(rows)
@@ -199,7 +199,7 @@ class NodeStore:
         visit.leases.clear()
 
     def answered(self, visit: Visit) -> None:
-        """The policies hear that the request has ended."""
+        """Notify the policies that the request has ended."""
         for policy in self.store.policies:
             policy.answered(visit.number, visit.answer_tokens, self._clock.monotonic_ns())
 

@@ -152,7 +152,7 @@ class TimingStudy:
         }
 
     def _hits_by_tier(self, visits: Sequence[Visit]) -> dict[str, int]:
-        """Where blocks were that somebody had, whether or not they were computed again in the end."""
+        """Where blocks were that were stored, whether or not they were computed again in the end."""
         found = {ENGINE: sum(visit.in_pool for visit in visits)}
         for position, (name, _) in enumerate(self.tiers):
             found[name] = sum(visit.found[position] for visit in visits if visit.found)

@@ -2,8 +2,9 @@
 
 A lease pins its blocks while it lives. When it expires they may be evicted, but their bytes are not recycled: a slot
 with readers left goes to limbo and is freed on the release of its last reader or the end of that reader's connection.
-Pure bookkeeping: told the time, calls back to free a slot. Invariants: a slot is freed exactly once, with no readers;
-expiries given to `grant` and `renew` never go back (one time to live for all), so the next to lapse is found at once.
+Pure bookkeeping: the time is an argument, slots are freed by a callback. Invariants: a slot is freed exactly once, with
+no readers; expiries given to `grant` and `renew` never go back (one time to live for all), so the next to lapse is
+found at once.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class LeaseTable:
         return True
 
     def release_session(self, session_id: int) -> int:
-        """The client is gone: whatever it could read may be recycled."""
+        """The client is gone: all that it could read may be recycled."""
         ended = [self._leases[lease_id] for lease_id in self._of_session.get(session_id, ())]
         for lease in ended:
             self._end(lease)

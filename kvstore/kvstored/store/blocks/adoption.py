@@ -38,12 +38,14 @@ def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Seque
     while len(ours):
         crowds = _by_tenant(ours, kinds)
         parents, hanging = _parents(ours, crowds)
-        twisted = parents >= 0
-        twisted &= ours.depth <= ours.depth[parents]  # of no parent: that of the last block, which counts for nothing
-        if not twisted.any():
+        would_cycle = parents >= 0
+        would_cycle &= (
+            ours.depth <= ours.depth[parents]
+        )  # of no parent: that of the last block, which counts for nothing
+        if not would_cycle.any():
             _enter(residency, tier, ours, kinds, crowds, parents, hanging, now_ns)
             break
-        fits[np.flatnonzero(fits)[twisted]] = False
+        fits[np.flatnonzero(fits)[would_cycle]] = False
         ours = blocks.take(fits)
     left_out: list[int] = np.flatnonzero(~fits).tolist()
     return left_out
@@ -87,7 +89,7 @@ def _parents(blocks: RecoveredBlocks, crowds: Sequence[_Crowd]) -> tuple[Column,
     """The position of each block's parent, or -1; and the positions of blocks that have one which is not here."""
     keys, wanted, count = blocks.key, blocks.parent, len(blocks)
     found = np.full(count, _NONE, np.int32)
-    follows = wanted[1:, 0] == keys[:-1, 0]  # blocks of a chain mostly lie one behind the other
+    follows = wanted[1:, 0] == keys[:-1, 0]  # blocks of a chain are mostly one behind the other
     follows &= wanted[1:, 1] == keys[:-1, 1]
     if len(crowds) > 1:
         owner = np.empty(count, np.int32)

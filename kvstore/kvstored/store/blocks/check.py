@@ -164,8 +164,8 @@ class Walk:
         for run in self._live_runs():
             for row in run:
                 if kids[row] != copies.kids[row]:
-                    told = f"{copies.kids[row]} children counted here, {kids[row]} found"
-                    self._fault(f"{copies.name}: row {row}: {told}")
+                    counted = f"{copies.kids[row]} children counted here, {kids[row]} found"
+                    self._fault(f"{copies.name}: row {row}: {counted}")
             yield
         if held != copies.bytes_by_tenant:
             self._fault(f"{copies.name}: bytes by tenant: {copies.bytes_by_tenant} counted, {held} found")

@@ -1,6 +1,6 @@
 """The keys of blocks that were taken over in bulk and that nothing has changed since: cold rows.
 
-A dictionary entry with its key and its number takes some 150 bytes. A cold row's key lies in one byte string beside all
+A dictionary entry with its key and its number takes some 150 bytes. A cold row's key is in one byte string beside all
 others, and is found by open addressing over row numbers: 24 bytes a block, three times the time of a dictionary. What
 changes a cold row wakes it first: its key moves to the tenant's dictionary, and all else is as if it had always been
 there.
@@ -8,7 +8,7 @@ there.
 Owns the table of one tenant (`KeyTable` is the bare one, of positions in a column of keys). Entries are never taken
 out: a row that is awake, or gone, or another block's is no longer
 cold, and the table looks at that. The hash is multiply-shift under a random odd multiplier, over key bytes that are
-themselves a digest; a tenant who forges keys makes its own lookups slower, nobody else's.
+themselves a digest; a tenant who forges keys makes only its own lookups slower.
 """
 
 from __future__ import annotations

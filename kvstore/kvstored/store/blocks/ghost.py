@@ -36,7 +36,7 @@ class Absence:
 
 
 class Ghost:
-    """Key → cause, time, accesses, packed into one int each. They lie in a ring, so that they can be copied piece by
+    """Key → cause, time, accesses, packed into one int each. They are in a ring, so that they can be copied piece by
     piece: what is remembered again moves to its head, and leaves a gap.
     """
 
@@ -48,7 +48,7 @@ class Ghost:
         self._places: dict[bytes, int] = {}
         self._keys: list[bytes | None] = []
         self._packed = array("Q")
-        self._next = self._oldest = 0  # where the next key goes; no key lies between that and the oldest
+        self._next = self._oldest = 0  # where the next key goes; no key is between that and the oldest
 
     def __len__(self) -> int:
         return len(self._places)

@@ -12,7 +12,7 @@ Invariants (verified by `check`)
 - Leaf-first: by choice (evict, expire, quota) the last copy of a block leaves only when no child row hangs on
   it, so that a stored prefix never gets a hole. A copy may leave a tier at any time while another tier has a
   readable one.
-- A pinned block keeps all its copies, except by force; whoever pins keeps a token and asks `current` before
+- A pinned block keeps all its copies, except by force; the holder of a pin keeps a token and calls `current` before
   unpinning.
 """
 

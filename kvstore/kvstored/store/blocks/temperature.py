@@ -1,7 +1,7 @@
 """Cold rows and warm ones: where the key of a row is, in a dictionary or packed as it was taken over (see `cold`).
 
-Invariant: a cold row is as it was taken over: one readable copy, in the slowest tier. Whatever changes a row wakes it
-first.
+Invariant: a cold row is as it was taken over: one readable copy, in the slowest tier. A row is woken before it
+changes.
 """
 
 from __future__ import annotations

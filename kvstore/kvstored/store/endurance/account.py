@@ -76,13 +76,13 @@ class EnduranceAccount:
         """What could be granted now; None: no limit."""
         return None if self._budget is None else self._budget.left_bytes(self._clock.monotonic_ns())
 
-    def turn_away(self, tenant: int) -> Verdict:
+    def reject(self, tenant: int) -> Verdict:
         """As `charge` of more than is left, which need not be counted then."""
         now_ns = self._clock.monotonic_ns()
         self._shares.asked(tenant, now_ns)
         if self.is_scarce and self._shares.is_over(tenant, now_ns):
             return Verdict.OVER_SHARE
-        self._tell_spent(Verdict.SPENT)
+        self._log_spent(Verdict.SPENT)
         return Verdict.SPENT
 
     def charge_unasked(self, nbytes: int) -> bool:
@@ -116,7 +116,7 @@ class EnduranceAccount:
         try:
             async with asyncio.timeout_at(deadline), self._turns.setdefault(tenant, asyncio.Lock()):
                 while (nbytes := cost()) is not None:
-                    verdict = self.turn_away(tenant) if nbytes == TOO_MUCH else self.charge(tenant, nbytes, waited=True)
+                    verdict = self.reject(tenant) if nbytes == TOO_MUCH else self.charge(tenant, nbytes, waited=True)
                     if verdict is Verdict.GRANTED or (allotment_only and verdict is not Verdict.SAVING):
                         break
                     if verdict is Verdict.SAVING:
@@ -183,10 +183,10 @@ class EnduranceAccount:
         self._allot_ahead(0 if verdict is Verdict.GRANTED else nbytes)
         if verdict is Verdict.SAVING and self._allotting is None:
             return Verdict.SPENT  # no allotment can be had: the file cannot be written, or the account is closed
-        self._tell_spent(verdict)
+        self._log_spent(verdict)
         return verdict
 
-    def _tell_spent(self, verdict: Verdict) -> None:
+    def _log_spent(self, verdict: Verdict) -> None:
         """Log once when the budget runs out, and once when half a day's worth is there again."""
         assert self._budget is not None
         if verdict is Verdict.SPENT and not self._was_spent:

@@ -2,7 +2,7 @@
 
 The bucket earns `bytes_per_day` evenly and holds one day's worth; what is earned beyond that is lost. Bytes are spent
 from a *allotment*: a chunk that was taken out of the bucket, and whose taking was saved, before the first byte of it is
-spent. Whoever dies loses the rest of its allotment, so a crash costs budget and never gives any back.
+spent. A process that dies loses the rest of its allotment, so a crash costs budget and never gives any back.
 
 Invariants: level + allotment + what is being saved never exceed the burst; over any time, through any number of crashes
 and restarts, no more is spent than the burst and what was earned meanwhile.
@@ -29,8 +29,8 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SavedBudget:
-    """What outlives the process. `monotonic_ns` counts for the same `boot_id` alone; else the wall clock tells how
-    long nobody ran."""
+    """What outlives the process. `monotonic_ns` counts for the same `boot_id` alone; else the wall clock says how
+    long no process ran."""
 
     level_bytes: int
     monotonic_ns: int
@@ -48,7 +48,7 @@ class Moment:
     boot_id: str
 
     def since_ns(self, saved: SavedBudget) -> int:
-        """Time that went by; never negative, whatever the wall clock did."""
+        """Time that went by; never negative, whichever way the wall clock was set."""
         if saved.boot_id and saved.boot_id == self.boot_id:
             return max(0, self.monotonic_ns - saved.monotonic_ns)
         return max(0, self.wall_ns - saved.wall_ns)
@@ -91,7 +91,7 @@ class BurstBudget:
     # Allotments
 
     def wants_allotment(self, wanted_bytes: int, now_ns: int) -> bool:
-        """Whether to take a new chunk: before the old one is quite spent, so that nobody has to wait for it."""
+        """Whether to take a new chunk: before the old one is quite spent, so that no write waits for it."""
         if self._saving_bytes:
             return False
         self._refill(now_ns)

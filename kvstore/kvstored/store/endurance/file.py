@@ -87,7 +87,7 @@ def _checksum(raw: dict[str, int | str]) -> str:
 
 
 def boot_id() -> str:
-    """Names this boot of the machine; empty where the kernel does not tell."""
+    """Names this boot of the machine; empty where the kernel does not say."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

@@ -1,7 +1,7 @@
-"""Who has had how much of the budget lately: while it is scarce, nobody gets more than a fair portion.
+"""Who has had how much of the budget lately: while it is scarce, no tenant gets more than a fair portion.
 
-While more than half a day's worth is left, whoever comes first is served: budget that nobody else wants should not be
-kept from anybody. Below that, a tenant that has written more than its part of what all active ones wrote lately waits
+While more than half a day's worth is left, the first to ask is served: budget that no other tenant wants should not be
+held back. Below that, a tenant that has written more than its part of what all active ones wrote lately waits
 for the others to catch up, or for the bucket to rise again. So a noisy tenant can burn half the bucket, never the half
 that is kept for the others. Pure: times are arguments.
 """

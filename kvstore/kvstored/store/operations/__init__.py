@@ -11,7 +11,7 @@ from kvstored.store.operations.delete import Delete
 from kvstored.store.operations.discovery import Discovery
 from kvstored.store.operations.get import Get, GetLimits
 from kvstored.store.operations.hints import Hints
-from kvstored.store.operations.loading import Loader
+from kvstored.store.operations.loader import Loader
 from kvstored.store.operations.lookup import LookUp
 from kvstored.store.operations.put import Put
 from kvstored.store.tiering import MAPPED

@@ -44,7 +44,7 @@ class Discovery:
         self._counters = counters
 
     def helps(self, client: Client, keys: bytes) -> bool:
-        """Whether there is somebody to ask, and something to ask for."""
+        """Whether there is a tier to ask, and something to ask for."""
         if not self._tiers:
             return False
         return len(self._residency.find_run(client.tenant_id, keys)) < len(keys) // KEY_BYTES
@@ -71,7 +71,7 @@ class Discovery:
         found = 0
         for at, key in enumerate(missing, first):
             if residency.find(tenant, key) >= 0:
-                continue  # somebody else found or stored it meanwhile
+                continue  # another request found or stored it meanwhile
             parent = chain[at - 1] if at else NO_PARENT
             if at and residency.find(tenant, parent) < 0:
                 break

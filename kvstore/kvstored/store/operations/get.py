@@ -20,12 +20,12 @@ from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import DEADLINE_MS
-from kvstored.store.operations.loading import Loader
+from kvstored.store.operations.loader import Loader
 from kvstored.store.policies import Policy, RequestContext
 from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters, Flows
 
-MISSING_MAX = 1024  # keys that policies are told of; they take up to a microsecond for each
+MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a microsecond for each
 
 
 @dataclass(frozen=True, slots=True)

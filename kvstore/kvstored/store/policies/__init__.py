@@ -13,7 +13,7 @@ from kvstored.store.policies.base import (
     State,
 )
 from kvstored.store.policies.factory import create, create_admission, joined, succeed
-from kvstored.store.policies.telling import tell
+from kvstored.store.policies.hints import deliver_hint
 
 __all__ = [
     "ADMISSIONS",
@@ -31,8 +31,8 @@ __all__ = [
     "State",
     "create",
     "create_admission",
+    "deliver_hint",
     "joined",
     "resolve",
     "succeed",
-    "tell",
 ]

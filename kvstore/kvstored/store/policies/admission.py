@@ -59,8 +59,8 @@ class ByWorth(SecondTouch):
     (`keep_worth`) where that is set. Where no worth is known (the policy above has none, or decides as LRU for now) it
     is second touch.
 
-    So a new session is written when sessions like it come back, and a prompt like those that nobody asks for again is
-    not. A bad choice where blocks must survive a restart whatever they are.
+    So a new session is written when sessions like it come back, and a prompt like those that are never asked for again
+    is not. A bad choice where every block must survive a restart.
     """
 
     def judges_by_worth(self, row: int, now_ns: int) -> bool:

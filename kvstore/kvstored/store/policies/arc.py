@@ -14,7 +14,7 @@ from collections.abc import Collection
 from kvstored.store.policies.discipline import Discipline, Queues, first_of
 
 _ONCE, _OFTEN, _DOOR = 0, 1, 2
-_NOBODY = -1
+_NO_ROW = -1
 
 
 class Arc(Discipline):
@@ -32,7 +32,7 @@ class Arc(Discipline):
         queue = self.queues.queue_of[row]
         if queue == _DOOR:
             if self._known[tenant][0] == row:
-                self._known[tenant] = (_NOBODY, _DOOR)
+                self._known[tenant] = (_NO_ROW, _DOOR)
         else:
             self._gone[tenant][queue][self.key(row)] = None
 
@@ -55,7 +55,7 @@ class Arc(Discipline):
 
     def entrance(self, row: int, tenant: int) -> int:
         queue = self._recall(row, tenant)
-        self._known[tenant] = (_NOBODY, _DOOR)
+        self._known[tenant] = (_NO_ROW, _DOOR)
         if queue != _DOOR:
             del self._gone[tenant][queue][self.key(row)]
             return _OFTEN
@@ -83,4 +83,4 @@ class Arc(Discipline):
     def add_tenant(self) -> None:
         self._gone.append((OrderedDict(), OrderedDict()))
         self._target.append(0.0)
-        self._known.append((_NOBODY, _DOOR))
+        self._known.append((_NO_ROW, _DOOR))

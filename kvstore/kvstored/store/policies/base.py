@@ -74,7 +74,7 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class ChainHint:
-    """What an engine expects of a chain; None and 0: not told. `due_ns`: when a request that is foreseen uses it."""
+    """What an engine expects of a chain; None and 0: not said. `due_ns`: when a request that is foreseen uses it."""
 
     will_continue: float | None = None
     due_ns: int | None = None
@@ -116,7 +116,7 @@ class Policy(ABC):
         capacity.
         """
         if share == Share():
-            self.shares.pop(tenant, None)  # whoever asks for shares that bind finds none
+            self.shares.pop(tenant, None)  # so that `shares` has only those that bind
         else:
             self.shares[tenant] = share
 
@@ -176,12 +176,12 @@ class Policy(ABC):
         """`row` may perhaps leave now."""
 
     def expect(self, context: RequestContext) -> None:  # noqa: B027  # optional
-        """The next `accessed` is that of this request. Optional: who knows nothing says nothing."""
+        """The next `accessed` is that of this request. Optional: a caller that knows nothing leaves it out."""
 
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:  # noqa: B027
         """The request that `expect` named so has ended. Optional as well. `hint`: what the engine expects."""
 
-    def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:  # noqa: B027  # optional
+    def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:  # noqa: B027  # optional
         """An engine says what it expects of the chain down to block `key`; `row` is -1 when that is stored nowhere."""
 
     # Decisions
@@ -264,7 +264,7 @@ class Policy(ABC):
         """Up to `limit` rows that may leave right now, in eviction order.
 
         Only of use for looking (`explain`): parents follow their children only after those have left, so
-        whoever evicts asks `next_victim` again after each.
+        eviction asks `next_victim` again after each.
         """
         seen: set[int] = set()
         while len(seen) < limit:

@@ -36,9 +36,9 @@ from kvstored.store.policies.base import (
     Share,
     State,
 )
-from kvstored.store.policies.chains.book import NOBODY, NS, UNKNOWN
-from kvstored.store.policies.chains.following import APART, HOUR_S, ChainFollower, LearningSettings
-from kvstored.store.policies.chains.keeping import worth_of
+from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED
+from kvstored.store.policies.chains.expiry import worth_of
+from kvstored.store.policies.chains.follower import APART, HOUR_S, ChainFollower, LearningSettings
 from kvstored.store.policies.chains.state import ladders as ladders_in
 from kvstored.store.policies.chains.state import pieces as state_of
 from kvstored.store.policies.chains.state import restore
@@ -104,8 +104,8 @@ class ChainHazard(Policy):
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
         self.follower.answered(number, output_tokens, now_ns, hint)
 
-    def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
-        self.follower.told(tenant, row, key, hint, now_ns)
+    def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
+        self.follower.on_hint(tenant, row, key, hint, now_ns)
 
     def removed(self, row: int) -> None:
         self.follower.removed(row)
@@ -250,10 +250,10 @@ class ChainHazard(Policy):
                 if row < 0 or not self._is_expired(row, now_ns):
                     break
                 found.append(row)
-        if follower.keeping is not None and len(found) < limit and not follower.is_lru:
+        if follower.expiry is not None and len(found) < limit and not follower.is_lru:
             if follower.fresh:
                 follower.settle()
-            found += follower.keeping.expired(now_ns * NS, limit - len(found), found)
+            found += follower.expiry.expired(now_ns * NS, limit - len(found), found)
         return found
 
     def _is_expired(self, row: int, now_ns: int) -> bool:
@@ -269,7 +269,7 @@ class ChainHazard(Policy):
         return self.follower.candidates[self.follower.book.chains.tenant[chain]].worth(chain, self.follower.now_s)
 
     def worth(self, row: int, now_ns: int) -> float | None:
-        chain = self.follower.book.owner[row] if row < len(self.follower.book.owner) else NOBODY
+        chain = self.follower.book.owner[row] if row < len(self.follower.book.owner) else UNOWNED
         if self.follower.is_lru or chain < 0:
             return None
         return worth_of(self.follower.book, chain, row, now_ns * NS) * HOUR_S

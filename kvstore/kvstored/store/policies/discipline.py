@@ -1,4 +1,4 @@
-"""What tells FIFO's relatives apart: where a new block goes, what a use does, and which block leaves first.
+"""What distinguishes FIFO's relatives: where a new block goes, what a use does, and which block leaves first.
 
 `queued` keeps the rows and asks a discipline; the two share `Queues`. A discipline owns what it remembers beyond them.
 """
@@ -96,7 +96,7 @@ class Discipline(ABC):
         """`row` leaves the tier; it is in its queue still."""
 
     def left(self, queue: int, tenant: int) -> None:  # noqa: B027  # optional
-        """A row of the tenant's `queue` has left, and who waited at the door was let in."""
+        """A row of the tenant's `queue` has left, and the row that waited at the door was let in."""
 
 
 def first_of(queue: RowQueue, refused: Collection[int]) -> int:

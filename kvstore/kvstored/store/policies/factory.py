@@ -73,7 +73,7 @@ def _load(name: str, known: dict[str, str], what: str) -> Callable[..., object]:
 
 
 def _adopt(policy: Policy) -> None:
-    """Tell a new policy of the blocks in its tier, in the order of their last use, children before parents."""
+    """Let a new policy adopt the blocks in its tier, in the order of their last use, children before parents."""
     residency, tier = policy.residency, policy.tier
     rows = np.flatnonzero(np.frombuffer(residency.rows.mask, np.uint8) >> tier & 1)
     if len(rows):

@@ -1,4 +1,4 @@
-"""Greedy dual, size and frequency: what is dear to compute again stays longer; leaf-first.
+"""Greedy dual, size and frequency: what is expensive to compute again is kept longer; leaf-first.
 
 Cherkasova: "Improving WWW proxies performance with greedy-dual-size-frequency caching policy", HP Labs 1998. The rank
 is K = age + uses * cost / size, `age` the K of the last victim. A larger model has larger blocks and computes them at

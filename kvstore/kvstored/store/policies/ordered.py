@@ -4,7 +4,7 @@ tenants.
 A subclass keeps, for each tenant, the rows that are QUEUED in its own order. When the first of them cannot
 leave (a lease, a child), it is PARKED: out of the queue, so that no later question stumbles over it.
 When residency says it may be free, it is RETURNED: in a heap by rank, from which it competes with the queue
-at the very place it had, since nobody used it in between. An access puts it back into the queue. Each parking
+at the very place it had, since it was not used in between. An access puts it back into the queue. Each parking
 is paid for by the event that ends it, hence O(log n) amortised a question.
 """
 
@@ -204,6 +204,6 @@ class OrderedPolicy(Policy):
 
 def together(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | slice:
     """What picks the same of a column as `rows` (each once, one at least), perhaps in another order: one slice where
-    they lie side by side, as after a start. A million scattered ones are ten times as slow."""
+    they are side by side, as after a start. A million scattered ones are ten times as slow."""
     first, last = int(rows.min()), int(rows.max())
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows

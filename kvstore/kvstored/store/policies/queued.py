@@ -1,7 +1,7 @@
 """What policies over a few queues share: FIFO's relatives, which move a block on use, when it is looked at, or never.
 
 A block is in one of its tenant's queues, and a `Discipline` says which of all would go first. What cannot
-leave is parked, as `ordered` tells; freed, it goes to the front of its queue, for it was at the front when it was
+leave is parked, as in `ordered`; freed, it goes to the front of its queue, for it was at the front when it was
 parked. The storing of a block is no use of it: the access that comes at the same instant as the insertion is not
 counted. A run of new blocks is queued from the tail to the head, so that leaves come first.
 
@@ -43,8 +43,8 @@ class QueuedPolicy(OrderedPolicy):
         self.discipline = discipline(self.queues)
         self._is_new = bytearray()
         self._stored_ns = -1
-        self._stored_by = 0  # the tenant of who came last: nobody waits at another's door
-        self._room = 0  # who left while nobody waited
+        self._stored_by = 0  # the tenant of the last rows stored: only its rows wait at the door
+        self._room = 0  # rows that left while none waited
 
     # Events
 
@@ -114,14 +114,14 @@ class QueuedPolicy(OrderedPolicy):
     # Decisions
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        if now_ns > self._stored_ns:  # whoever asks now does not ask for them
+        if now_ns > self._stored_ns:  # a question asked now is not about them
             self._let_in()
         return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
 
     # Queues
 
     def _let_in(self) -> None:
-        """All who wait."""
+        """All rows that wait."""
         if self.queues.of:
             for row in self.queues.of[self._stored_by][self.queues.door]:
                 self._let_in_one(row, self._stored_by)
@@ -146,7 +146,7 @@ class QueuedPolicy(OrderedPolicy):
         refused: set[int] = set()
         while (row := self.discipline.candidate(tenant, refused)) >= 0:
             yield row
-            if self.where[row] == QUEUED:  # not parked, so the one who asked excludes it
+            if self.where[row] == QUEUED:  # not parked, so the caller excludes it
                 refused.add(row)
         yield from self.queues.of[tenant][self.queues.door]
 

@@ -4,7 +4,7 @@ Einziger, Friedman, Manes: "TinyLFU: a highly efficient cache admission policy",
 new blocks live in a window, an LRU queue of a hundredth of the tier; what drops out of it stands against the oldest of
 the main part, and the one whose key was seen less often leaves. The main part is a segmented LRU, four fifths of it
 for what was used there. So admission is part of the choice of what leaves. A tier is taken to be full from the first
-time that somebody asks for a victim; until then everything enters the main part. Where room was made before a block
+time that a victim is asked for; until then everything enters the main part. Where room was made before a block
 came, the contest is held with the next victim. A bad choice for sessions: a new turn's blocks have been seen once and
 lose against any old ones that were seen twice. Good where few prompts are shared by many requests.
 """

@@ -1,7 +1,7 @@
 """Blocks whose write waits for the endurance budget, each in a task of its own.
 
 Owns who waits; the budget decides for how long. Nothing is pinned meanwhile, so the block may go.
-Invariant: a block waits once, however many ask, and whoever asked is answered.
+Invariant: a block waits once, however many callers ask, and each is answered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What becomes of a block one of whose copies failed verification, whoever found it: a read, the scrubber, an acquire.
+"""What becomes of a block one of whose copies failed verification, found by a read, the scrubber or an acquire.
 
 Owns the decision and its consequences. The copy is never served again. Where another tier has a copy, the block lives
 on with that one: a bad copy in memory is promoted anew, a bad durable copy is written again from memory. Where none
@@ -85,7 +85,8 @@ class Damage:
             self.forget(row, Cause.FORGOTTEN, reason)
 
     def forget(self, row: int, cause: Cause, reason: str) -> None:
-        """Out of the index with its cause; its durable bytes kept aside, its place in memory free once nobody reads."""
+        """Out of the index with its cause; its durable bytes kept aside, its place in memory free once it has no
+        reader."""
         residency = self._residency
         orphans, tenant = residency.children(row), residency.tenant_of(row)
         for taken in residency.remove(row, cause, self._clock.monotonic_ns()):

@@ -124,7 +124,7 @@ class Evacuation:
             raise
 
     async def vacate(self, container: int) -> bool:
-        """Empty this container, whatever that evicts of its kind; whether it is empty."""
+        """Empty this container, regardless of what that evicts of its kind; whether it is empty."""
         return await asyncio.shield(self._start(self._vacate(container)))
 
     async def wait(self) -> bool:

@@ -51,7 +51,7 @@ class WriteGate:
         self._is_commit_paid = False
 
     def admits(self, row: int) -> bool:
-        """Whether a block that nobody insists on is worth a write; remembers why not."""
+        """Whether a block is worth a write that no client insists on; remembers why not."""
         refusal = self._why_not(row)
         if refusal is not None:
             self.refuse(row, refusal)
@@ -98,7 +98,7 @@ class WriteGate:
         """The path of a block, paid for; or why it cannot be."""
         path, tenant = self.path(row), self._residency.tenant_of(row)
         if path is None:
-            return self.endurance.turn_away(tenant)
+            return self.endurance.reject(tenant)
         verdict = self.endurance.charge(tenant, self._cost_of(path))
         if verdict is not Verdict.GRANTED:
             return verdict
@@ -106,7 +106,7 @@ class WriteGate:
         return path
 
     async def pay_in_time(self, token: int, *, insists: bool) -> list[int] | None:
-        """As `pay`, waiting for the budget if somebody insists, else only for an allotment of it. None: not in time, or
+        """As `pay`, waiting for the budget if a client insists, else only for an allotment of it. None: not in time, or
         the block has gone meanwhile."""
         residency = self._residency
         row = residency.current(token)
@@ -143,7 +143,7 @@ class WriteGate:
         self._is_commit_paid = more_to_come and self.endurance.charge_unasked(COMMIT_BYTES)
 
     def _cost_of(self, path: list[int]) -> int:
-        """With the commit that they will need, where nobody has paid for it yet."""
+        """With the commit that they will need, where it is not paid for yet."""
         if not path:
             return 0
         blocks = sum(medium_bytes(self._residency.slot_bytes(row)) for row in path)

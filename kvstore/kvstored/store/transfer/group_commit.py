@@ -1,9 +1,9 @@
-"""Group commit: one sync of NVMe makes durable what was begun before it, and answers all who wait for that.
+"""Group commit: one sync of NVMe makes durable what was begun before it, and answers all callers that wait for that.
 
 Owns what is not synced yet, and when the next sync begins: with the last write that has begun, since the tier syncs
 after the writes it has. Never writes a block.
 Invariants: one group commit at a time; a copy is called durable only by a sync that was asked for after its write
-began, and that ended after the write went well; who waits is answered by the next sync that ends, and as long as
+began, and that ended after the write went well; a caller is answered by the next sync that ends, and as long as
 something is not durable a next sync comes.
 """
 
@@ -23,7 +23,7 @@ from kvstored.store.transfer.gate import WriteGate
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
-RETRY_S, LAST_RETRY_S = 1.0, 60.0  # after a sync that failed; longer each time, unless somebody waits
+RETRY_S, LAST_RETRY_S = 1.0, 60.0  # after a sync that failed; longer each time, unless a caller waits
 
 
 class BatchLimits(NamedTuple):

@@ -26,8 +26,8 @@ def missing_path(
 
     Ends where the chain is broken: an ancestor without a readable copy cannot be written, and blocks of windowed layer
     groups are of use without it. A path longer than `MAX_PATH_BLOCKS` is cut at its end: the head goes first, and
-    `row` has to come again. None when more than `most` blocks are missing: whoever cannot pay for them need not walk
-    to the end of a long chain.
+    `row` has to come again. None when more than `most` blocks are missing: a caller that cannot pay for them need not
+    walk to the end of a long chain.
     """
     path: list[int] = []
     while row >= 0 and _is_missing(residency, row) and not is_coming(row):

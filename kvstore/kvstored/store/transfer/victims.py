@@ -13,7 +13,7 @@ from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.copies import TierCopies
 from kvstored.store.policies import Policy
-from kvstored.store.transfer.cut_off import CutOff
+from kvstored.store.transfer.orphan_queue import OrphanQueue
 
 MAX_LOOKS = 256  # at rows in containers that are passed over, for one question
 
@@ -21,7 +21,7 @@ MAX_LOOKS = 256  # at rows in containers that are passed over, for one question
 class Victims:
     """Of the tier of `policy`."""
 
-    def __init__(self, policy: Policy, residency: Residency, orphans: CutOff, clock: Clock) -> None:
+    def __init__(self, policy: Policy, residency: Residency, orphans: OrphanQueue, clock: Clock) -> None:
         self._policy = policy
         self._residency = residency
         self._orphans = orphans

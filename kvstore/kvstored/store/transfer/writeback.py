@@ -3,7 +3,7 @@
 Owns the blocks that wait to be written: writes of a batch run side by side, and group_commit.py makes them durable
 together. Used for write-through (modes batch and always) and for demotion of victims. What is written is charged to the
 endurance budget first (budget_wait.py waits for it), and goes with those of its ancestors that are in memory alone.
-Invariants: a block is written once however many ask; a pinned copy in memory is read from, never copied first;
+Invariants: a block is written once however many callers ask; a pinned copy in memory is read from, never copied first;
 nothing is written that was not charged. Damage takes blocks by force, pinned or not: after each wait the token is asked
 again.
 """
@@ -63,12 +63,12 @@ class WriteBack:
         )  # fmt: skip
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._next_end: asyncio.Future[None] | None = None  # of any write, while somebody waits for it
+        self._next_end: asyncio.Future[None] | None = None  # of any write, while a caller waits for it
 
-    # What others ask
+    # Questions
 
     def admits(self, row: int) -> bool:
-        """Whether a block that nobody insists on is worth a write."""
+        """Whether a block is worth a write that no client insists on."""
         return self.gate.admits(row)
 
     def wants(self, row: int) -> bool:
@@ -79,7 +79,7 @@ class WriteBack:
         return self.gate.breaker.takes_writes and (self._residency.children(row) > 0 or self.gate.admits(row))
 
     def why_volatile(self, row: int) -> Refusal | None:
-        """Why a block was not written; None when nobody asked for it, or it is on its way."""
+        """Why a block was not written; None when it was not asked for, or is on its way."""
         return self.gate.refusals.of(self._residency.token(row))
 
     def is_durable(self, row: int) -> bool:
@@ -139,7 +139,7 @@ class WriteBack:
         return settled
 
     async def write_back(self, row: int) -> bool:
-        """Demotion for room that somebody waits for, so at the priority of demand. Resolves once the block has a copy
+        """Demotion for room that a caller waits for, so at the priority of demand. Resolves once the block has a copy
         on NVMe; that it is durable comes a little later. A budget that is spent is not waited for."""
         if self._residency.has(row, self._position):
             return True
@@ -186,7 +186,7 @@ class WriteBack:
         self._start_batch()
         if not self._backlog.running:
             return False
-        if self._next_end is None:  # one for all who wait: hundreds of promotions may, for as many writes
+        if self._next_end is None:  # one for all callers: hundreds of promotions may, for as many writes
             self._next_end = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._next_end)
         return True
@@ -263,7 +263,7 @@ class WriteBack:
         self._abandon(write)
 
     def _abandon(self, write: Write) -> None:
-        """As `_give_up`, of a block that may be gone: there is nobody to tell why."""
+        """As `_give_up`, of a block that may be gone: no reason is kept."""
         self.gate.refund(write.tenant, write.nbytes)
         self._finish(write, False)
 
@@ -273,7 +273,7 @@ class WriteBack:
         row = residency.current(write.token)
         if residency.is_held_by_another(row, self._position):
             # Only keys that clients chose can be equal between tenants, and NVMe knows blocks by key alone: it keeps
-            # the first, and whoever comes second is told that his is volatile.
+            # the first, and the second tenant's block stays volatile.
             self._to_durable.free(slot)
             self._give_up(write, Refusal.OTHER_TENANT)
             return

@@ -6,7 +6,7 @@ Where it ends before, or at a block that many different blocks follow (a system 
 own, and the shared blocks are marked as shared: each such touch adds to what they are worth.
 
 Owns owners, fan-outs, shared touches, the chains and their tables. Never decides what leaves. Invariants: the rows of
-the tier that a chain owns lie on one path; `tail` is the deepest of those that may perhaps leave.
+the tier that a chain owns are on one path; `tail` is the deepest of those that may perhaps leave.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvstored.store.policies.chains.features import Features, features_of, grown
 from kvstored.store.policies.chains.ghost import FAN_BITS, FAN_MAX, NOTHING, SHARD_MASK, ChainGhost, ghost_limit
 from kvstored.store.policies.chains.gittins import Floats, Ints
 from kvstored.store.policies.chains.hazards import Ladder
-from kvstored.store.policies.chains.learning import Learning
+from kvstored.store.policies.chains.learner import Learner
 from kvstored.store.policies.chains.path import Path, next_above, path_of
 from kvstored.store.policies.chains.table import ChainTable
 from kvstored.store.policies.chains.touches import SharedTouches
 from kvstored.store.policies.chains.upkeep import Upkeep
 
 NS = 1e-9
-NOBODY, UNKNOWN = -1, -2  # not owned: new; there before the policy was
+UNOWNED, UNKNOWN = -1, -2  # not owned: new; there before the policy was
 _BRANCH_MIN = 2  # blocks of others
 _SHARED_FAN = 4  # a block that so many different blocks follow belongs to no session
 _TYPES_MAX = 7
@@ -45,7 +45,7 @@ class ChainBook:
     def __init__(self, residency: ResidencyView, ladders: Sequence[Ladder], *, forgets: bool = True) -> None:
         self.residency = residency
         self.chains = ChainTable()
-        self.learning = Learning(self.chains, ladders, forgets=forgets)
+        self.learning = Learner(self.chains, ladders, forgets=forgets)
         self.tables = self.learning.tables
         self.end_reuse = self.learning.end_reuse
         self.owner = array("i")
@@ -61,7 +61,7 @@ class ChainBook:
         self._last_unused = -1
         self._most_rows = 0
         self._types: dict[str, int] = {}
-        self._tells_types = self.tables.takes("type")
+        self._uses_types = self.tables.takes("type")
         self._running: dict[int, tuple[int, int]] = {}  # requests whose answer is awaited: chain, order
         self._promised: dict[int, int] = {}  # chains of which blocks are missing that may be stored next: their order
 
@@ -75,7 +75,7 @@ class ChainBook:
 
     def grow(self, rows: int) -> None:
         more = rows - len(self.owner)
-        self.owner.frombytes(b"\xff" * (4 * more))  # NOBODY
+        self.owner.frombytes(b"\xff" * (4 * more))  # UNOWNED
         self.fan.extend(bytes(more))
         self.touches.grow(more)
 
@@ -105,7 +105,7 @@ class ChainBook:
         ghost = self.ghosts[tenant]
         touched = ghost.touched
         for row, packed in zip(rows, ghost.recall_run([keys[row] for row in rows]), strict=True):
-            owner[row] = packed >> FAN_BITS  # NOBODY of nothing
+            owner[row] = packed >> FAN_BITS  # UNOWNED of nothing
             fan[row] = packed & FAN_MAX if packed >= 0 else 0
             key = keys[row] if touched and packed >= 0 else None
             if key is not None and key in touched:
@@ -115,7 +115,7 @@ class ChainBook:
         """`met` of one row."""
         key, ghost = self.residency.rows.keys[row], self.ghosts[tenant]
         packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just come
-        self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (NOBODY, 0)
+        self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (UNOWNED, 0)
         if packed >= 0 and key in ghost.touched:
             self.shared[row], self.shared_s[row] = ghost.touched.pop(key)
 
@@ -126,7 +126,7 @@ class ChainBook:
         ghost = self.ghosts[tenant]
         ghost.remember_run([keys[row] for row in rows], chain, [fan[row] for row in rows])
         for row in rows:
-            owner[row] = NOBODY
+            owner[row] = UNOWNED
             if shared[row]:
                 key = keys[row]
                 if key is not None:
@@ -142,12 +142,12 @@ class ChainBook:
             tails[chain] = above if is_ours else next_above(row, chain, columns, owner)
 
     def left_last(self, row: int, chain: int, tenant: int, rows_here: int) -> int:
-        """`left` of the last block of `chain`, which nobody shared; what the chain ends with now, or -1."""
+        """`left` of the last block of `chain`, not shared; what the chain ends with now, or -1."""
         if rows_here > self._most_rows:
             self.left((row,), chain, tenant, rows_here)
             return self.chains.tail[chain]
         owner, columns = self.owner, self.residency.rows
-        owner[row] = NOBODY
+        owner[row] = UNOWNED
         key = columns.keys[row]
         if key is not None:
             self.ghosts[tenant].remember(key, chain, self.fan[row])
@@ -204,7 +204,7 @@ class ChainBook:
             is_continued=prev >= 0, is_branch=reach >= _BRANCH_MIN, new_blocks=count - known, length=length, turn=turn,
             gap_s=gap_s, pace_s=math.exp(pace), text_tokens=text,
             type_number=self._types.setdefault(context.kind, min(len(self._types), _TYPES_MAX))
-            if context is not None and self._tells_types else 0,
+            if context is not None and self._uses_types else 0,
         )  # fmt: skip
         self._set(slot, features, rows[-1] if here else -1, length, order, now_s)
         if missing:
@@ -263,7 +263,7 @@ class ChainBook:
         """The request that used the chain last has ended with an answer (0: of unknown length)."""
         chains = self.chains
         if output_tokens and chains.tokens[chain] >= 0:
-            chains.tokens[chain] += output_tokens - chains.answer[chain]  # who is told again has not answered again
+            chains.tokens[chain] += output_tokens - chains.answer[chain]  # a second report is not a second answer
             chains.answer[chain] = output_tokens
         self.learning.grew_older(chain, now_s)
         features = self.features[chain]
@@ -375,7 +375,7 @@ class ChainBook:
                 chains.tail[chain] = row
                 chains.blocked[chain] = 0
             return chain
-        above = self.owner[parent] if 0 <= parent < len(self.owner) else NOBODY
+        above = self.owner[parent] if 0 <= parent < len(self.owner) else UNOWNED
         if above >= 0 and chains.length[above] == depth:
             chains.tail[above], chains.length[above], chains.blocked[above] = row, depth + 1, 0
             self.owner[row] = above

@@ -19,16 +19,18 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.chains.book import ChainBook
-from kvstored.store.policies.chains.learning import CELL_US, MAKING_US
+from kvstored.store.policies.chains.learner import CELL_US, MAKING_US
 from kvstored.store.policies.chains.touches import TAU_S
 
-_TWICE_DEPTH = 3000.0  # a block so far down its prompt counts twice: attention makes it dearer; more of it costs hits
+_TWICE_DEPTH = (
+    3000.0  # a block so far down its prompt counts twice: attention makes it more expensive; more weight costs hits
+)
 _LEFTOVER = 1e-9  # what is left of a chain that another one has continued
 _LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of all
 _STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as many as an eighth of all chains,
 _STALE_S, _STALE_MAX_S, _STALE_CHAINS = 1.0, 30.0, 64  # and after a second for so many chains, that being at least one
 _STALE_ASKED = 256  # and so many blocks asked for, which share what a draw costs
-_LATE_ASKED, _LOOKS_SOON = 256, 24  # later than that nobody waits for a request that can bear it
+_LATE_ASKED, _LOOKS_SOON = 256, 24  # later than that it does not wait for a request that can bear it
 _LIGHT = 4.0  # a request that can bear so many times what a draw takes gets one in any case
 _DRAW_US, _CHAINS_A_US = 35.0, 40.0  # what a draw takes, about
 _MADE_MIN = 4  # ranks that are made anew with it, where there is time
@@ -56,7 +58,7 @@ class Candidates:
         self._stale_s = _NEVER_S  # when the draw is stale, if not before:
         self._stale_asked = 0
         self._looks_left = 0  # after so many more looks
-        self._is_wanted = False  # somebody has asked since the last draw
+        self._is_wanted = False  # a victim was asked for since the last draw
         self._hand = 0  # the next draw begins with this chain
 
     def first(self, now_s: float, exclude: Container[int]) -> int:
@@ -151,7 +153,7 @@ class Candidates:
                 heapreplace(heap, entry)
             else:
                 heappush(heap, entry)
-                if len(heap) > 4 * book.chains.in_use + _SLACK:  # nobody has asked for long
+                if len(heap) > 4 * book.chains.in_use + _SLACK:  # no victim was asked for in a long time
                     heap.clear()
                     self._ceiling, self._looks_left = -1.0, 0
 

@@ -46,7 +46,8 @@ class Shard:
 
 
 class ChainGhost:
-    """One for each tenant. `limit` may be set anew at any time; `forgetting` is told the chains of what goes."""
+    """One for each tenant. `limit` may be set anew at any time; `forgetting` is called with the chains of what is
+    forgotten."""
 
     __slots__ = ("_forgetting", "limit", "shards", "touched")
 

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.policies.base import Array, Origin, Piece, State
-from kvstored.store.policies.chains.book import NOBODY, NS, UNKNOWN, ChainBook
+from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
 from kvstored.store.policies.chains.features import Features
-from kvstored.store.policies.chains.following import ChainFollower
+from kvstored.store.policies.chains.follower import ChainFollower
 from kvstored.store.policies.chains.ghost import FAN_BITS
 from kvstored.store.policies.chains.gittins import BINS, EDGES_S, Ints, passed_by
 from kvstored.store.policies.chains.hazards import LATE, STEP, Ladder, ladders_of
@@ -111,7 +111,7 @@ def restore(follower: ChainFollower, state: State, origin: Origin) -> None:
     old = state.get("chains", np.empty(0, CHAIN))
     blocks = {name: _blocks(book, state, name, origin, len(old)) for name in ("rows", "young", "old")}
     used = np.unique(np.concatenate([each.chains for each in blocks.values()]))
-    numbers = np.full(len(old), NOBODY, np.int64)
+    numbers = np.full(len(old), UNOWNED, np.int64)
     numbers[used] = np.arange(len(used))
     then_s, was_full = state["follower"].tolist()
     book.restore(state["book"].tolist(), later_s, follower.lru.rows)
@@ -119,7 +119,7 @@ def restore(follower: ChainFollower, state: State, origin: Origin) -> None:
     chains = old[used]
     chains["tenant"] = origin.tenants[chains["tenant"]]
     chains["used_s"] += later_s
-    chains["order"] = np.argsort(np.argsort(chains["order"])) - len(chains)  # older than whatever comes
+    chains["order"] = np.argsort(np.argsort(chains["order"])) - len(chains)  # older than all later uses
     # While there was no daemon there could be no return.
     passed = passed_by(origin.now_ns * NS - chains["used_s"]) - passed_by(then_s + later_s - chains["used_s"])
     chains["bin"] = np.clip(chains["bin"] + np.maximum(passed, 0), 0, BINS)
@@ -189,10 +189,10 @@ def _are_on_paths(book: ChainBook, blocks: _Blocks) -> npt.NDArray[np.bool_]:
 
 
 def _is_in(book: ChainBook, rows: Rows) -> npt.NDArray[np.bool_]:
-    """Which of `rows` (-1: none) are in the tier, whoever owns them."""
+    """Which of `rows` (-1: none) are in the tier, owned or not."""
     owner = np.frombuffer(book.owner, np.int32)
     found: npt.NDArray[np.bool_] = (rows >= 0) & (rows < len(owner))
-    found[found] = owner[rows[found]] != NOBODY
+    found[found] = owner[rows[found]] != UNOWNED
     return found
 
 

@@ -48,7 +48,7 @@ class ChainTable:
         self.base = array("d")  # its rank when it was last looked at
         self.blocked = bytearray()
         self.live = bytearray()
-        self.marks = bytearray()  # the collector's: somebody names it
+        self.marks = bytearray()  # the collector's: it is named
         self._is_free = bytearray()
         self.slots = 0  # ever used: the others are free or beyond
         self._free: list[int] = []
@@ -97,7 +97,7 @@ class ChainTable:
         return self.slots - len(self._free)
 
     def free_unmarked(self, first: int, last: int) -> None:
-        """Free the slots from `first` up to `last` that nobody has marked."""
+        """Free the slots from `first` up to `last` that are not marked."""
         last = min(last, self.slots)
         marks, is_free = (np.frombuffer(flags, np.uint8) for flags in (self.marks, self._is_free))
         free = first + np.flatnonzero((marks[first:last] | is_free[first:last]) == 0)

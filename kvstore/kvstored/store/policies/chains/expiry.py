@@ -1,4 +1,4 @@
-"""Time to live by worth: which chains bring less than their place costs, whether or not somebody needs the place.
+"""Time to live by worth: which chains bring less than their place costs, whether or not the place is needed.
 
 A chain's worth is its rank (uses to be had for each second it is held, the best over all horizons), or what a queued
 request makes of it, and what others' touches bring to a shared block. A look at all chains now and then lists those
@@ -33,7 +33,7 @@ class _Poor(NamedTuple):
     rank: float
 
 
-class Keeping:
+class WorthExpiry:
     """`least`: what holding a block has to bring, in uses a second."""
 
     def __init__(self, residency: ResidencyView, tier: int, book: ChainBook, least: float) -> None:

@@ -1,4 +1,4 @@
-"""Which blocks leave a tier before the policy is asked: orphans, which nobody can reach as things are.
+"""Which blocks leave a tier before the policy is asked: orphans, which no client can reach as things are.
 
 Owns the lists as they were last found (residency/orphans.py), the deepest first, so that a chain is never left with a
 hole. They may be as long as the index, so they stay arrays: a number is made of an entry when it is looked at.
@@ -47,7 +47,7 @@ class _Round:
         self._at += 1
 
 
-class CutOff:
+class OrphanQueue:
     """One for all tiers. Blocks are kept as tokens: a row number may be used again."""
 
     def __init__(self, residency: Residency) -> None:
