@@ -20,7 +20,7 @@ from kvstored.simulator.trace import Trace
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies import ChainHint, PolicySettings, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.store.policies.chains.follower import COLD_ORDERS, LearningSettings, starting_tables
+from kvstored.store.policies.chains.follower import UNTRAINED_ORDERS, LearningSettings, starting_tables
 from kvstored.store.policies.chains.hazards import Ladder
 
 # Each by what it tells: whether, when (in classes), the very time, the answer.
@@ -104,7 +104,7 @@ def _by_class() -> list[Ladder]:
 
 
 def _empty() -> list[Ladder]:
-    return [Ladder(order) for order in COLD_ORDERS]
+    return [Ladder(order) for order in UNTRAINED_ORDERS]
 
 
 def informed(

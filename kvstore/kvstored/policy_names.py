@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Final
 
 BEST: Final = "best"
+LRU: Final = "lru"
 CHAIN_HAZARD: Final = "chain-hazard"
 POLICIES: Final[dict[str, str]] = {
-    "lru": "kvstored.store.policies.lru:Lru",
+    LRU: "kvstored.store.policies.lru:Lru",
     "fifo": "kvstored.store.policies.fifo:fifo",
     "lfu": "kvstored.store.policies.lfu_ttl:lfu",
     "lfu-ttl": "kvstored.store.policies.lfu_ttl:LfuTtl",
@@ -21,9 +22,10 @@ POLICIES: Final[dict[str, str]] = {
     "gdsf": "kvstored.store.policies.gdsf:Gdsf",
     CHAIN_HAZARD: "kvstored.store.policies.chain_hazard:ChainHazard",
 }
+ALWAYS: Final = "always"  # the admission of everything
 WITH_WORTH: Final = (CHAIN_HAZARD,)  # those that say what a block is worth
 ADMISSIONS: Final[dict[str, str]] = {
-    "always": "kvstored.store.policies.admission:Always",
+    ALWAYS: "kvstored.store.policies.admission:Always",
     "second-touch": "kvstored.store.policies.admission:SecondTouch",
     "worth": "kvstored.store.policies.admission:ByWorth",
 }

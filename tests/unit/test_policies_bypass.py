@@ -16,6 +16,7 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
+from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.rpc.verbs.hints import Hinting
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
@@ -58,8 +59,8 @@ def test_a_get_and_a_put_are_worth_what_a_whole_request_is() -> None:
     """
     hits = {"whole": 0, "apart": 0}
     for capacity in (60, 90, 120, 130, 150, 180):
-        whole = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings("chain-hazard", capacity)).run()
-        apart = Replay(chats_and_strays((Op.GET, Op.PUT)), ReplaySettings("chain-hazard", capacity)).run()
+        whole = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings(CHAIN_HAZARD, capacity)).run()
+        apart = Replay(chats_and_strays((Op.GET, Op.PUT)), ReplaySettings(CHAIN_HAZARD, capacity)).run()
         lru = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings("lru", capacity)).run()
         assert apart.evicted["bypassed"] > 100
         assert apart.hits.sum() > 1.1 * lru.hits.sum()

@@ -16,7 +16,8 @@ from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
 from kvstored.simulator import replay
 from kvstored.simulator.machine import load_machine
-from kvstored.simulator.node import NodeSettings, serve_trace
+from kvstored.simulator.node import serve_trace
+from kvstored.simulator.node_store import NodeSettings
 from kvstored.simulator.plan import BASELINE, ORCHESTRATED, Plan
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.worth import models

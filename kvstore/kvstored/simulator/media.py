@@ -59,9 +59,8 @@ class Medium:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """When a transfer was asked for, when its bytes began to move, and when the last had arrived."""
+    """When the bytes of a transfer begin to move, and when the last has arrived."""
 
-    asked_ns: int
     begin_ns: int
     end_ns: int
 
@@ -94,4 +93,4 @@ class SimulatedLane:
         self.transfers += 1
         self.waited_ns += begin_ns - medium.latency_ns - now_ns
         self.moved.append((end_ns, nbytes))
-        return Passage(now_ns, begin_ns, end_ns)
+        return Passage(begin_ns, end_ns)

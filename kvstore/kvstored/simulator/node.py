@@ -11,44 +11,24 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.simulator.engine_reports import ANSWER_TOKEN_NS
-from kvstored.simulator.machine import ENGINE, Machine
+from kvstored.simulator.machine import ENGINE
 from kvstored.simulator.media import Medium
-from kvstored.simulator.node_store import NodeStore, StoreSettings
+from kvstored.simulator.node_store import NodeSettings, NodeStore
 from kvstored.simulator.plan import Plan
 from kvstored.simulator.pool import EnginePool
 from kvstored.simulator.served import Served
 from kvstored.simulator.trace import Op, Trace
 from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
 from kvstored.simulator.visit import Visit
-from kvstored.simulator.worth import Model
-from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.policies import Policy
 
 RACE_TOKENS = 512  # computed at once before looking again what has been loaded meanwhile
 TICK_S = 0.5  # the daemon's maintenance looks five times as often; nothing that it watches needs that here
 FIRST_SAMPLES_S = 0.1  # apart; twice as far whenever there are too many
 MOST_SAMPLES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSettings:
-    """`tiers`: media of the store and their bytes, fastest first. `speed`: arrivals so many times as fast."""
-
-    machine: Machine
-    model: Model
-    tiers: tuple[tuple[str, int], ...]
-    pool_bytes: int
-    policy: str
-    admission: str = "always"
-    ttl_s: float | None = None
-    ghost_keys: int = DEFAULT_GHOST_KEYS
-    speed: float = 1.0
-    keep_worth: float = 0.0
-    policy_below: str | None = None  # of the second tier; None: the daemon's default
 
 
 def serve_trace(trace: Trace, settings: NodeSettings, plan: Plan, progress: Callable[[int, int], None]) -> Node:
@@ -74,11 +54,7 @@ class Node:
         tenants = int(trace.tenants.max()) + 1
         self.store: NodeStore | None = None
         if plan.has_store:
-            wanted = StoreSettings(
-                tuple(nbytes for _, nbytes in settings.tiers), block_bytes, settings.policy, settings.admission,
-                settings.ttl_s, settings.ghost_keys, settings.keep_worth, settings.policy_below,
-            )  # fmt: skip
-            self.store = NodeStore(wanted, loop, clock, self.media, tenants)
+            self.store = NodeStore(settings, block_bytes, loop, clock, self.media, tenants)
         self.pool = EnginePool(settings.pool_bytes // block_bytes, block_bytes)
         for number in range(tenants):
             self.pool.residency.tenant(f"tenant-{number}")
@@ -130,7 +106,7 @@ class Node:
         self._arrived.set()
 
     def _expect(self, visit: Visit) -> None:
-        """A request has come into the queue. (A recorded put waits in it for the requests before it: they computed what
+        """A request has entered the queue. (A recorded put waits in it for the requests before it: they computed what
         it stores.)
         """
         self.served.visits.append(visit)
@@ -208,7 +184,7 @@ class Node:
         return True
 
     def _copy(self, visit: Visit, blocks: int) -> None:
-        """Blocks that are mapped go to the engine: as they come, or later all at once."""
+        """Blocks that are mapped are copied to the engine: as they arrive, or later all at once."""
         if self.plan.overlaps and self.store is not None:
             passage = self.store.to_engine.send(blocks * self.store.slot_bytes, self._now_ns())
             visit.copied_ns = max(visit.copied_ns, passage.end_ns)
@@ -229,7 +205,7 @@ class Node:
             await self._until(self.store.to_engine.send(copied * self.store.slot_bytes, self._now_ns()).end_ns)
 
     async def _race(self, visit: Visit) -> None:
-        """Compute from the head what has not been loaded, while loading goes on from the tail, until the two meet."""
+        """Compute from the head what has not been loaded, while loading proceeds from the tail, until the two meet."""
         size = self.trace.block_tokens
         step = max(1, RACE_TOKENS // size)
         at, end = 0, len(visit.ready)
@@ -352,7 +328,7 @@ class Node:
 
 def overlapped_s(copying_s: float, computing_s: float, layers: int) -> float:
     """How long computing takes while blocks are copied, both a layer at a time: a layer starts when its blocks have
-    come and the layer before it has been computed."""
+    arrived and the layer before it has been computed."""
     if not copying_s:
         return computing_s
     return max(copying_s / layers + computing_s, copying_s + computing_s / layers)

@@ -21,6 +21,7 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
+from kvstored.policy_names import ALWAYS
 from kvstored.simulator.engine_reports import EngineReports
 from kvstored.simulator.future import Clairvoyant, next_uses
 from kvstored.simulator.hints import NO_HINTS, Hints
@@ -36,7 +37,6 @@ _EXPIRED_AT_ONCE = 64
 _TICK_NS = 1_000_000_000  # between two looks for what has expired, while no request comes;
 _TICKS_MAX = 64  # and no more looks than this between two requests
 _PART_BLOCKS = 32  # of a put are published together
-_NO_ADMISSION = "always"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ReplaySettings:
 
     policy: str
     capacity_blocks: int
-    admission: str = _NO_ADMISSION
+    admission: str = ALWAYS
     ttl_s: float | None = None
     ghost_keys: int = DEFAULT_GHOST_KEYS
     block_bytes: int = 1
@@ -179,13 +179,13 @@ class Replay:
             first = first_access + skipped
             self.policy.foresee(rows, self._uses[first : first + len(rows)])
         if missing:
-            refused = self._refuse(stored, now_ns) if self.settings.admission != _NO_ADMISSION else 0
+            refused = self._refuse(stored, now_ns) if self.settings.admission != ALWAYS else 0
             self._evict(now_ns)
             self._count(stored, refused)
         return hits
 
     def _count(self, stored: list[int], refused: int) -> None:
-        """What a request brought and what went again at once would not have come (bypass)."""
+        """Blocks that a request stored and that were evicted at once count as not stored (bypass)."""
         mask = self.residency.rows.mask
         kept = [mask[row] for row in stored].count(1 << TIER)
         bypassed = len(stored) - kept - refused
@@ -194,7 +194,7 @@ class Replay:
         self._evicted -= bypassed
 
     def _put(self, keys: list[bytes], present: int, tenant: int, parent: int, now_ns: int) -> None:
-        """Blocks `present` and on, in the order in which the daemon's intake and room do it."""
+        """Blocks `present` and on, in the order in which the daemon's put and room do it."""
         if present == len(keys):
             return
         residency, policy = self.residency, self.policy

@@ -29,7 +29,7 @@ class Visit:
     in_pool: int = 0
     found: list[int] = field(default_factory=list)
     recomputed: int = 0
-    given_up: int = 0  # of those: waited for in vain
+    given_up: int = 0  # of those: not loaded in time
     overhead_ns: int = 0
 
     # While it is on its way

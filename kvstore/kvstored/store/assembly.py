@@ -31,7 +31,8 @@ from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Demoter, Eviction, NoDemotion
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits
-from kvstored.store.transfer.lane import Lane, LaneSettings, Limits, Priority
+from kvstored.store.transfer.items import LaneSettings, Limits, Priority
+from kvstored.store.transfer.lane import Lane
 from kvstored.store.transfer.link import Link, Mover, Transfer, lane_name
 from kvstored.store.transfer.orphan_queue import OrphanQueue
 from kvstored.store.transfer.promote import Promoter
@@ -61,8 +62,8 @@ def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
 
 class Store:
     """`residency` may hold recovered blocks already; policies and rooms take them over. `tiers` as in `make_residency`:
-    clients map the first, `host`; `nvme` is the durable one, if any; `keyed` are those addressed by key. What leaves
-    the slowest of the others goes there, and blocks that others stored there can be found."""
+    clients map the first, `host`; `nvme` is the durable one, if any; `keyed` are those addressed by key. Victims
+    of the slowest of the others are demoted there, and blocks that other processes stored there can be found."""
 
     def __init__(
         self,
@@ -135,8 +136,8 @@ class Store:
         return demoter, rooms
 
     def _make_rooms_in_memory(self, demoter: Demoter, below: list[Room]) -> list[Room]:
-        """The rooms of all tiers: those in memory, then `below`. What leaves the slowest goes to `demoter`, what leaves
-        another one to the next slower first."""
+        """The rooms of all tiers: those in memory, then `below`. Victims of the slowest are passed to `demoter`,
+        those of another one to the next slower first."""
         rooms = below
         in_memory = self.residency.in_memory
         for position in reversed(range(in_memory)):

@@ -1,7 +1,7 @@
 """Taking over a great many blocks at once: what `insert` and `attach` would do to each, done to columns.
 
-For the start of a daemon. The new rows are cold (see `cold`), one after another in the order of the blocks. Owns
-nothing; never decides: what it cannot be sure of it leaves out.
+For the start of a daemon. The new rows are bulk rows (see `bulk_keys`), one after another in the order of the blocks.
+Owns nothing; never decides: what it cannot be sure of it leaves out.
 
 Invariant: a block that is adopted is deeper than its parent if that is adopted too, so no chain closes on itself.
 """
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore_tiers.recovered import RecoveredBlocks, as_words
 from kvstored.lifecycle import CopyState, Step, advance
-from kvstored.store.blocks.cold import ColdKeys, KeyTable
+from kvstored.store.blocks.bulk_keys import BulkKeys, KeyTable
 from kvstored.store.blocks.index import Residency
 from kvstored.store.blocks.view import Kind
 
@@ -74,14 +74,14 @@ def _known(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[Kind])
     """Positions of blocks that have a row already."""
     found = [np.empty(0, np.int64)]
     for number, index in enumerate(residency.tenants):
-        if not (index.readable or index.unreadable or index.cold_blocks):
+        if not (index.readable or index.unreadable or index.bulk_blocks):
             continue
         theirs = np.array([kind.tenant == number for kind in kinds], bool)
         ours = np.flatnonzero(theirs[blocks.origin])
         keys, hot = blocks.key[ours], as_words(b"".join((*index.readable, *index.unreadable)))
         found.append(ours[KeyTable(hot).find_each(hot, keys) >= 0])
-        if index.cold is not None:
-            found.append(ours[index.cold.find_each(keys) >= 0])
+        if index.bulk is not None:
+            found.append(ours[index.bulk.find_each(keys) >= 0])
     return np.concatenate(found)
 
 
@@ -123,7 +123,7 @@ def _enter(
 ) -> None:
     rows, copies = residency.rows, residency.copies[tier]
     count = len(blocks)
-    first = rows.take_cold(blocks.key.tobytes())
+    first = rows.take_bulk(blocks.key.tobytes())
     for each in residency.copies:
         each.grow(rows.capacity)
     ours = slice(first, first + count)
@@ -160,16 +160,16 @@ def _enter(
 def _make_findable(residency: Residency, crowd: _Crowd, first: int, count: int) -> None:
     rows, index = residency.rows, residency.tenants[crowd.tenant]
     members = np.arange(count) if crowd.members is None else crowd.members
-    index.cold_blocks += len(members)
-    if index.cold is None:
+    index.bulk_blocks += len(members)
+    if index.bulk is None:
         crowd.table.move(first)
-        index.cold = ColdKeys(rows, crowd.table)
+        index.bulk = BulkKeys(rows, crowd.table)
     else:
-        every = np.concatenate([index.cold.members(), (members + first).astype(np.int32)])
-        index.cold = ColdKeys(rows, KeyTable(as_words(rows.cold_keys), every))
+        every = np.concatenate([index.bulk.members(), (members + first).astype(np.int32)])
+        index.bulk = BulkKeys(rows, KeyTable(as_words(rows.bulk_keys), every))
     if len(index.ghost):
         for row in (members + first).tolist():
-            rows.accesses[row] = index.ghost.accesses(rows.cold_key(row))
+            rows.accesses[row] = index.ghost.accesses(rows.bulk_key(row))
 
 
 def _link_to_others(

@@ -1,4 +1,4 @@
-"""The ghost: for keys that are gone, why and when they went and how often they had been used.
+"""The ghost: for blocks that were removed, why and when, and how often they had been used.
 
 One per tenant, bounded by count; the one forgotten longest ago falls off. It answers why-miss and lets
 admission see that a block which returns is not a block that was used once. It never holds bytes or token ids.
@@ -73,7 +73,7 @@ class Ghost:
             keys.append(key)
             self._packed.append(packed)
         else:
-            if at == oldest:  # the ring is full of gaps: the oldest goes early
+            if at == oldest:  # the ring is full of gaps: the oldest is forgotten early
                 if (last := keys[at]) is not None:
                     del places[last]
                 oldest = after

@@ -1,8 +1,9 @@
 """Orphans: blocks that are stored and cannot be reached, because one before them in their chain is not stored.
 
-They come from a block that was found damaged or taken by force, and from a crash between a parent and its child. They
-are whole: putting the missing block again makes them reachable at once. Until then they are the first to leave.
-Finding them means walking every chain; `snapshot` is cheap and for the control thread, `find` is for any other.
+They are left by a block that was found damaged or removed by force, and from a crash between a parent and its child.
+They are whole: putting the missing block again makes them reachable at once. Until then they are the first to be
+evicted. Finding them means walking every chain; `snapshot` is cheap and for the control thread, `find` is for any
+other.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Chains(NamedTuple):
 
 
 class Orphans(NamedTuple):
-    """As they were when the snapshot was taken, the deepest first: the order in which they may leave."""
+    """As they were when the snapshot was taken, the deepest first: the order in which they may be evicted."""
 
     tokens: Tokens
     by_tier: list[Tokens]  # those of them with a readable copy there

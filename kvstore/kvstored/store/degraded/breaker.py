@@ -1,6 +1,6 @@
-"""The circuit breaker of a tier below DRAM: judges how its transfers end, sheds it, and probes before it comes back.
+"""The circuit breaker of a tier below DRAM: judges how its transfers end, sheds it, and probes before it serves again.
 
-Closed, everything goes through. It opens for writes when they fail in a row or the medium is read-only, and for
+Closed, everything is passed on. It opens for writes when they fail in a row or the medium is read-only, and for
 everything when reads fail in a row or a transfer hangs: then nothing is read there, so no engine waits for it. While it
 is open it asks the tier to `probe` itself (write, sync, read back and compare scratch bytes), each time after twice the
 pause before, up to `LAST_PROBE_S`. A probe that ends well half-opens it: work flows again, but the first failure of a

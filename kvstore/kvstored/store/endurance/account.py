@@ -50,7 +50,7 @@ class EnduranceAccount:
         self._trouble = ""
         self._retry_ns = 0
         self._allotting: asyncio.Task[None] | None = None
-        self._turns: dict[int, asyncio.Lock] = {}  # by tenant: who waits is served in order
+        self._turns: dict[int, asyncio.Lock] = {}  # by tenant: waiting writes are served in order
         self._short: set[int] = set()  # tenants with a write that waits for budget to be earned
         self._was_spent = False
         if self._file is not None:

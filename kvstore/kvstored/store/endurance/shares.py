@@ -1,4 +1,4 @@
-"""Who has had how much of the budget lately: while it is scarce, no tenant gets more than a fair portion.
+"""How much of the budget each tenant has had lately: while it is scarce, no tenant gets more than a fair portion.
 
 While more than half a day's worth is left, the first to ask is served: budget that no other tenant wants should not be
 held back. Below that, a tenant that has written more than its part of what all active ones wrote lately waits
@@ -12,7 +12,7 @@ import math
 
 from kvstored.clock import NS_PER_S
 
-ACTIVE_S = 600.0  # who asked within this time counts among those that share
+ACTIVE_S = 600.0  # a tenant that asked within this time counts among those that share
 MEMORY_S = 21_600.0  # what was written longer ago counts less and less
 _DECAY_STEP_S = 60.0
 

@@ -28,7 +28,7 @@ class Operations:
         limits, movement = store.config.limits, store.config.movement
         self.put = Put(
             residency, store.host, store.rooms[MAPPED], store.writeback, store.completions, clock, counters,
-            promoter.may_come_again,
+            promoter.needs_new_copy,
         )  # fmt: skip
         self.discovery = Discovery(residency, store.keyed, store.rooms, store.completions, clock, counters)
         loader = Loader(residency, promoter, store.dram_check, self.discovery, clock)

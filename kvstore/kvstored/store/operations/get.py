@@ -154,7 +154,7 @@ class Get:
         self, client: Client, wanted: Wanted, held: int = 0
     ) -> AsyncGenerator[Expected | LeasedRun | Acquired, None]:
         """What is to be expected, at once; then runs of blocks as they become readable; the last answer says why the
-        chain ends. What is left when the time is up, or the caller goes, is given back.
+        chain ends. What is left when the time is up, or the caller stops, is given back.
 
         The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded.
         """

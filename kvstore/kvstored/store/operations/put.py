@@ -58,7 +58,8 @@ ANNOUNCED_MAX = 1024  # of a piece of a chain; a policy takes up to a microsecon
 
 @dataclass(slots=True)
 class _Part:
-    """Blocks that are copied together: `writes` are those of `copying`, `copied` their outcomes."""
+    """Blocks that are copied together, by the host tier's threads: `writes` are those of `copying`, `copied` their
+    outcomes."""
 
     begun: list[StagedBlock] = field(default_factory=list)
     copying: list[StagedBlock] = field(default_factory=list)
@@ -79,8 +80,8 @@ class _Intake:
 
 
 class Put:
-    """See the module. `writeback` is None without a durable tier: everything is volatile then. `may_come_again(row)`:
-    whether a block that is stored should get a new copy, since it cannot be read now."""
+    """See the module. `writeback` is None without a durable tier: everything is volatile then. `needs_new_copy(row)`:
+    whether a block that is stored should get a new copy, since no tier that has it can be read now."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Put:
         completions: CompletionQueue,
         clock: Clock,
         counters: Counters,
-        may_come_again: Callable[[int], bool],
+        needs_new_copy: Callable[[int], bool],
     ) -> None:
         self._residency = residency
         self._host = host
@@ -101,7 +102,7 @@ class Put:
         self._completions = completions
         self._clock = clock
         self._counters = counters
-        self._may_come_again = may_come_again
+        self._needs_new_copy = needs_new_copy
         self._running: set[asyncio.Task[Settling]] = set()
         self.being_written: set[tuple[int, bytes]] = set()  # (tenant, key)
 
@@ -122,7 +123,7 @@ class Put:
         present: list[tuple[int, int]] = []
         rows = self._residency.find_each(tenant, offer.packed)
         for position, (key, row) in enumerate(zip(offer.keys, rows, strict=True)):
-            if row >= 0 and not self._may_come_again(row):
+            if row >= 0 and not self._needs_new_copy(row):
                 intake.statuses[position] = StoreStatus.PRESENT
                 present.append((position, row))
             elif key in (offer.parents[position], NO_PARENT):
@@ -144,7 +145,8 @@ class Put:
             if not client.beginning:
                 intake.parts.append(part := _Part())
                 self._begin_blocks(intake, self._part_end(intake))
-                self._start_copies(part)
+                if part.writes:
+                    part.copied = self._completions.outcome_of(partial(self._host.write_many, part.writes))
         except Exception as error:
             mistake = error
         client.beginning += 1
@@ -277,7 +279,7 @@ class Put:
         block before it. That one may have been evicted since the client saw it, or found no room itself."""
         residency = self._residency
         row = residency.find(client.tenant_id, block.key)
-        if row >= 0 and not self._may_come_again(row):
+        if row >= 0 and not self._needs_new_copy(row):
             return StoreStatus.PRESENT
         group = client.fingerprint.group(block.group)
         if block.parent == NO_PARENT or group is None or group.kind != "full":
@@ -312,7 +314,8 @@ class Put:
                     intake.begun += 1
                     continue
             self._begin_blocks(intake, end, slot)
-        self._start_copies(part)
+        if part.writes:
+            part.copied = self._completions.outcome_of(partial(self._host.write_many, part.writes))
 
     def _record_bypass(self, intake: _Intake) -> None:
         """The policy would rather keep what is here than the next block: nor are those stored that continue it."""
@@ -326,12 +329,7 @@ class Put:
             intake.begun += 1
             key = block.key
 
-    # Copies and publication
-
-    def _start_copies(self, part: _Part) -> None:
-        """Copy payloads to arenas in the tier's threads, which goes on when this returns."""
-        if part.writes:
-            part.copied = self._completions.outcome_of(partial(self._host.write_many, part.writes))
+    # Publication
 
     def _publish(self, intake: _Intake, part: _Part) -> Settling:
         """Make whole blocks readable, in chain order, once their copies have ended, and begin to write those through

@@ -1,9 +1,10 @@
-"""ARC: recency and frequency side by side, the room between them moved by what comes back; leaf-first.
+"""ARC: recency and frequency side by side, the room between them moved by what returns; leaf-first.
 
 Megiddo, Modha: "ARC: a self-tuning, low overhead replacement cache", FAST 2003. Blocks used once (T1) and more often
 (T2) are two LRU queues; keys that left either are remembered (B1, B2), and one that returns makes the queue it left
-larger. The tier's size is taken for what is in it when something must leave. A bad choice where a return is no news
-about others: in chats every session's blocks come back by themselves, and the target swings without a gain over LRU.
+larger. The tier's size is taken for what is in it when something must be evicted. A bad choice where a return is no
+news about others: in chats every session's blocks come back by themselves, and the target swings without a gain over
+LRU.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ Obligations
 - The caller MUST pass on every event of the tier (`create` wires the policy to residency), with `now_ns`
   never going back; it acts on a victim (detach, remove) or names it in `exclude` before it asks for
   another.
-- The implementation MUST name only rows that `residency.may_leave(row, tier)` at that moment; MUST be
+- The implementation MUST name only rows that `residency.is_evictable(row, tier)` at that moment; MUST be
   deterministic; MUST NOT change residency; MUST answer `next_victim` in O(log n) amortised, however many rows
-  cannot leave; MUST name some row whenever any is allowed to leave; MUST treat `accessed` rows as touched
+  cannot be evicted; MUST name some row whenever any may be evicted; MUST treat `accessed` rows as touched
   from the tail to the head, so that a parent is never older than its child.
 - Asking is free of side effects that a caller could see: the same question gets the same answer until an
   event.
@@ -141,7 +141,7 @@ class Policy(ABC):
             self.inserted(row, now_ns)
 
     def adopt(self, rows: npt.NDArray[np.int64]) -> None:
-        """`inserted` for each of `rows`, which were in the tier before this policy was, the next to leave first."""
+        """`inserted` for each of `rows`, which were in the tier before this policy was, the next victim first."""
         last_access_ns = self.residency.rows.last_access_ns
         for row in rows.tolist():
             self.inserted(row, last_access_ns[row])
@@ -173,7 +173,7 @@ class Policy(ABC):
 
     @abstractmethod
     def released(self, row: int) -> None:
-        """`row` may perhaps leave now."""
+        """`row` may perhaps be evicted now."""
 
     def expect(self, context: RequestContext) -> None:  # noqa: B027  # optional
         """The next `accessed` is that of this request. Optional: a caller that knows nothing leaves it out."""
@@ -188,7 +188,7 @@ class Policy(ABC):
 
     @abstractmethod
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        """The row whose copy should leave this tier next, or -1 when none may.
+        """The row whose copy should be evicted this tier next, or -1 when none may be.
 
         `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it
         is at its own maximum), and its minimum does not protect it from itself.
@@ -196,21 +196,21 @@ class Policy(ABC):
 
     def next_victims(self, now_ns: int, limit: int) -> list[int]:
         """What `next_victim` would name if it were asked up to `limit` times, each time after the row before had left:
-        a piece of one chain, its end first, as far as that is known already. Empty when none may leave.
+        a piece of one chain, its end first, as far as that is known already. Empty when none may be evicted.
         """
         row = self.next_victim(now_ns)
         return [row] if row >= 0 else []
 
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
-        """Whether the block `key`, which is about to come, is worth less than `victim`, whose place it would take: then
-        it is not to come (bypass), nor are those after it. Asked right after `next_victim`.
+        """Whether the block `key`, which is about to be stored, is worth less than `victim`, whose place it would take:
+        then it is not stored (bypass), nor are those after it. Asked right after `next_victim`.
         """
         return False
 
     @abstractmethod
     def expired(self, now_ns: int, limit: int) -> list[int]:
-        """Up to `limit` rows that may leave and whose time to live is over, longest first; then those whose worth is
-        too little, the least first. Costs O(limit), but for a look at all now and then.
+        """Up to `limit` rows that may be evicted and whose time to live is over, longest first; then those whose worth
+        is too little, the least first. Costs O(limit), but for a look at all now and then.
         """
 
     def worth(self, row: int, now_ns: int) -> float | None:
@@ -249,27 +249,13 @@ class Policy(ABC):
         what is in it of blocks that are not stored any more is kept as of blocks that have left. Raises ValueError,
         having changed nothing, for a state that this version or these settings cannot use.
         """
-        raise ValueError(f"{self.name} learns nothing that it could go on from")
+        raise ValueError(f"{self.name} learns nothing that it could continue from")
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:  # noqa: B027  # optional
-        """Keep nothing that names blocks `keys` of `tenant`, which have gone from every tier by order; or any (None)
+        """Keep nothing that names blocks `keys` of `tenant`, which were removed from every tier by order; or any (None)
         that are not in this one.
         """
 
     @abstractmethod
     def __len__(self) -> int:
         """Rows the policy knows: those with a readable copy in the tier."""
-
-    def victims(self, now_ns: int, limit: int) -> Iterator[int]:
-        """Up to `limit` rows that may leave right now, in eviction order.
-
-        Only of use for looking (`explain`): parents follow their children only after those have left, so
-        eviction asks `next_victim` again after each.
-        """
-        seen: set[int] = set()
-        while len(seen) < limit:
-            row = self.next_victim(now_ns, exclude=seen)
-            if row < 0:
-                return
-            seen.add(row)
-            yield row

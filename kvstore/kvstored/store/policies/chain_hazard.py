@@ -3,12 +3,12 @@
 A follow-up turn needs all of its session's blocks, so the unit of decision is the chain. Hazard tables, learnt from
 every chain that passes (evicted ones too, through a ghost of keys), say how likely a chain of some class and age is
 used again; a rank made of them says how many uses a block of it is worth for each second it is held; the chain of the
-lowest rank loses its last block. A new chain with the lowest rank of all goes at once (bypass). Shared prefixes are
+lowest rank loses its last block. A new chain with the lowest rank of all is not stored (bypass). Shared prefixes are
 worth what others' touches bring.
 
 Until some requests have been seen it is LRU; it is LRU again while a guard sees that LRU would hit
-more. The time to live is that of LFU with TTL: what was idle for longer goes first. With `keep_worth` a chain leaves by
-itself, tail first, once it is worth less; while LRU decides, and for blocks of no known chain, that rests.
+more. The time to live is that of LFU with TTL: what was idle for longer is evicted first. With `keep_worth` a chain
+expires by itself, tail first, once it is worth less; while LRU decides, and for blocks of no known chain, that rests.
 
 After: LHD for hits per space-time (Beckmann, Chen, Cidon: NSDI 2018), Gittins for the rank (JRSS B 41, 1979). A bad
 choice where chains say nothing: blocks without parents, each used by itself; it is LRU there, at three times the cost.
@@ -151,7 +151,7 @@ class ChainHazard(Policy):
         follower = self.follower
         row = follower.next
         is_next = row >= 0 and tenant is None and row not in exclude and not self.shares
-        if is_next and self.residency.may_leave(row, self.tier):
+        if is_next and self.residency.is_evictable(row, self.tier):
             follower.named = row
             return row
         follower.next = follower.named = -1
@@ -187,7 +187,7 @@ class ChainHazard(Policy):
             return [row] if row >= 0 else []
         book = self.follower.book
         owner, shared, chain = book.owner, book.shared, book.owner[row]
-        # All but the last block of a chain go together.
+        # All but the last block of a chain are evicted together.
         far = book.chains.length[chain] - APART
         depth = self.residency.rows.depth[row]
         if depth >= far or shared[row] or book.chains.due_s[chain]:

@@ -4,7 +4,7 @@ Cherkasova: "Improving WWW proxies performance with greedy-dual-size-frequency c
 is K = age + uses * cost / size, `age` the K of the last victim. A larger model has larger blocks and computes them at
 a higher cost, by about the same factor, so of cost / size the position is what is left: attention looks back at
 everything before a block. A block 64 places down its chain is taken to cost twice what the first one does. A bad
-choice for agents and long chats: the blocks of a long session that ended outrank the short ones that go on.
+choice for agents and long chats: the blocks of a long session that ended outrank the short ones that continue.
 """
 
 from __future__ import annotations

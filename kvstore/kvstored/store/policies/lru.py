@@ -1,6 +1,6 @@
 """Least recently used, leaf-first, touched from the tail to the head.
 
-The tail of a chain is older than its head, so the order itself evicts leaves first; parking (see `ordered`)
+The tail of a chain is older than its head, so the order itself evicts is evicted first; parking (see `ordered`)
 catches what it does not. Why more room never hurts it: Mattson, Gecsei, Slutz, Traiger: "Evaluation techniques
 for storage hierarchies", IBM Systems Journal 9(2), 1970. On real traces no classical policy beats LRU at every
 capacity. A bad choice where most blocks are used once and room is scarce: it keeps a one-time block as long as any
@@ -30,15 +30,9 @@ class Lru(OrderedPolicy):
     """
 
     def __init__(
-        self,
-        residency: ResidencyView,
-        tier: int,
-        settings: PolicySettings | None = None,
-        name: str = "",
-        *,
-        counts_uses: bool = True,
-        warm_share: float = 1.0,
-    ) -> None:
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "",
+        *, counts_uses: bool = True, warm_share: float = 1.0,
+    ) -> None:  # fmt: skip
         super().__init__(residency, tier, settings, name)
         self.queues = TenantQueues()
         self._counts_uses = counts_uses
@@ -144,7 +138,7 @@ class Lru(OrderedPolicy):
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
         if not exclude and len(self.queues.of) == 1 and not self.shares and not self._returned[0]:
             row = self.queues.of[0].front  # of nearly every question the answer
-            if row >= 0 and self.residency.may_leave(row, self.tier):
+            if row >= 0 and self.residency.is_evictable(row, self.tier):
                 return row
         return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
 

@@ -1,13 +1,13 @@
 """What policies over a few queues share: FIFO's relatives, which move a block on use, when it is looked at, or never.
 
-A block is in one of its tenant's queues, and a `Discipline` says which of all would go first. What cannot
-leave is parked, as in `ordered`; freed, it goes to the front of its queue, for it was at the front when it was
+A block is in one of its tenant's queues, and a `Discipline` says which of all would be evicted first. What cannot
+be evicted is parked, as in `ordered`; freed, it goes to the front of its queue, for it was at the front when it was
 parked. The storing of a block is no use of it: the access that comes at the same instant as the insertion is not
 counted. A run of new blocks is queued from the tail to the head, so that leaves come first.
 
-The papers make room before a block comes in; here it may have come already, and a whole run of them. So a new block
-waits at the door until one inside has left, unless one had left before; or until it turns out that there was room (the
-next request comes, or time has passed). From the door a block leaves only when none inside may.
+The papers make room before a block comes in; here it may have been stored already, and a whole run of them. So a new
+block waits at the door until one inside has left, unless one had left before; or until it turns out that there was room
+(the next request comes, or time has passed). A block at the door is evicted only when none inside may be.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class QueuedPolicy(OrderedPolicy):
         yield from self.queues.of[tenant][self.queues.door]
 
     def _rank(self, row: int) -> int:
-        """Between tenants the longest unused goes."""
+        """Between tenants the one unused for longest is evicted."""
         return self.stamp[row]
 
     def add_tenant(self) -> None:

@@ -1,6 +1,6 @@
 """Blocks whose write waits for the endurance budget, each in a task of its own.
 
-Owns who waits; the budget decides for how long. Nothing is pinned meanwhile, so the block may go.
+Owns the writes that wait; the budget decides for how long. Nothing is pinned meanwhile, so the block may be evicted.
 Invariant: a block waits once, however many callers ask, and each is answered.
 """
 

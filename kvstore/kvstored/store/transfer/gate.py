@@ -138,9 +138,9 @@ class WriteGate:
         """Nothing of a block that was paid for was written."""
         self.endurance.refund(tenant, medium_bytes(slot_bytes))
 
-    def commit_begins(self, *, more_to_come: bool) -> None:
+    def commit_begins(self) -> None:
         """A group commit starts. Blocks that come too late for it need another one, which is paid for now."""
-        self._is_commit_paid = more_to_come and self.endurance.charge_unasked(COMMIT_BYTES)
+        self._is_commit_paid = self.backlog.has_more and self.endurance.charge_unasked(COMMIT_BYTES)
 
     def _cost_of(self, path: list[int]) -> int:
         """With the commit that they will need, where it is not paid for yet."""

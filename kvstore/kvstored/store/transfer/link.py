@@ -21,7 +21,8 @@ from kvstored.clock import NS_PER_S, Clock
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import TierBreaker
-from kvstored.store.transfer.lane import Accepted, Dispatch, Lane, Priority, Refused
+from kvstored.store.transfer.items import Dispatch, Priority, Refused
+from kvstored.store.transfer.lane import Lane
 
 
 @dataclass(slots=True)
@@ -46,10 +47,9 @@ class Mover:
         """A ticket, or why not. The transfer starts on the next turn of the loop, so that a batch is seen whole."""
         lane = self.lanes[lane_name]
         answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns())
-        if not isinstance(answer, Accepted):
-            return answer
-        self._schedule(lane)
-        return answer.ticket
+        if not isinstance(answer, Refused):
+            self._schedule(lane)
+        return answer
 
     def raise_priority(self, lane_name: str, ticket: int, priority: Priority) -> None:
         lane = self.lanes[lane_name]

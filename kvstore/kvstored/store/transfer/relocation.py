@@ -17,7 +17,7 @@ from kvstored.completions import CompletionQueue
 from kvstored.store.degraded import TierBreaker
 from kvstored.store.endurance import EnduranceAccount
 from kvstored.store.endurance.cost import medium_bytes
-from kvstored.store.transfer.lane import Priority, Refused
+from kvstored.store.transfer.items import Priority, Refused
 from kvstored.store.transfer.link import Mover, Transfer
 
 AT_ONCE = 32  # copies in flight
@@ -50,9 +50,10 @@ class MemoryRelocation:
         return True
 
     async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
-        return await _copy_some_at_once(
-            copies, lambda copy: self._completions.outcome_of(partial(_relocate, self._tier, copy))
-        )
+        return await _copy_some_at_once(copies, self._start)
+
+    def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
+        return self._completions.outcome_of(partial(_relocate, self._tier, copy))
 
 
 class LaneRelocation:

@@ -23,7 +23,7 @@ class Refusal(Enum):
     SHARE = "share"  # the budget is scarce, and the tenant has had its portion
     TIER = "tier"  # the tier is degraded and takes no writes
     BEHIND = "behind"  # the disk is too far behind with what it was given
-    ROOM = "room"  # no room on NVMe, and nothing there may leave
+    ROOM = "room"  # no room on NVMe, and nothing there may be evicted
     WRITE_FAILED = "write-failed"
     OTHER_TENANT = "other-tenant"  # NVMe has a block of this key of another tenant
 

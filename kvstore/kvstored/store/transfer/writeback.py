@@ -1,11 +1,11 @@
-"""Write-back: give blocks in memory a copy in the durable tier, behind the client's back or before its answer.
+"""Write-back: give blocks in memory a copy in the durable tier, after the client's answer or before it.
 
 Owns the blocks that wait to be written: writes of a batch run side by side, and group_commit.py makes them durable
 together. Used for write-through (modes batch and always) and for demotion of victims. What is written is charged to the
-endurance budget first (budget_wait.py waits for it), and goes with those of its ancestors that are in memory alone.
-Invariants: a block is written once however many callers ask; a pinned copy in memory is read from, never copied first;
-nothing is written that was not charged. Damage takes blocks by force, pinned or not: after each wait the token is asked
-again.
+endurance budget first (budget_wait.py waits for it), and is written with those of its ancestors that are in memory
+alone. Invariants: a block is written once however many callers ask; a pinned copy in memory is read from, never copied
+first; nothing is written that was not charged. Damage removes blocks by force, pinned or not: after each wait the token
+is looked up again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstored.store.transfer.backlog import Write
 from kvstored.store.transfer.budget_wait import BudgetWait
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits, GroupCommit
-from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.write_refusals import Refusal
@@ -57,10 +57,7 @@ class WriteBack:
         self._batch = batch
         self._backlog = gate.backlog
         self._budget_wait = BudgetWait(gate, counters, self._write_paid)
-        self._commit = GroupCommit(
-            links[0].destination_tier, residency, completions, counters, gate,
-            lambda: self._backlog.queued > 0, lambda: self._backlog.queued > 0 or bool(self._backlog.gathering), batch,
-        )  # fmt: skip
+        self._commit = GroupCommit(links[0].destination_tier, residency, completions, counters, gate, batch)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_end: asyncio.Future[None] | None = None  # of any write, while a caller waits for it
@@ -174,7 +171,7 @@ class WriteBack:
         if self.is_coming(row):
             return self._enqueue(row, priority).settled
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        settled.set_result(False)  # its prefix was too long to go at once: that went first
+        settled.set_result(False)  # its prefix was too long for one write: that was queued first
         return settled
 
     def is_coming(self, row: int) -> bool:
@@ -231,7 +228,7 @@ class WriteBack:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for write in self._backlog.start():  # all of them, before anything is asked that may fail
+        for write in self._backlog.start():  # all of them, before anything that may fail
             if not self._residency.is_current(write.token):
                 self._abandon(write)
                 continue
@@ -314,7 +311,7 @@ class WriteBack:
             self._finish(write, False)
 
     def cancel_queued(self) -> None:
-        """NVMe is shed: what has not begun is not waited for, and its DRAM copies may leave again."""
+        """NVMe is shed: what has not begun is cancelled, and its DRAM copies may be evicted again."""
         for write in list(self._backlog.running.values()):
             if write.link is not None:
                 write.link.cancel(write.ticket)

@@ -5,8 +5,8 @@ the last but one (a last block is often partial), the request continues that cha
 Where it ends before, or at a block that many different blocks follow (a system prompt), the request is a chain of its
 own, and the shared blocks are marked as shared: each such touch adds to what they are worth.
 
-Owns owners, fan-outs, shared touches, the chains and their tables. Never decides what leaves. Invariants: the rows of
-the tier that a chain owns are on one path; `tail` is the deepest of those that may perhaps leave.
+Owns owners, fan-outs, shared touches, the chains and their tables. Never decides what is evicted. Invariants: the rows
+of the tier that a chain owns are on one path; `tail` is the deepest of those that may perhaps be evicted.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ class ChainBook:
     def met_one(self, row: int, tenant: int) -> None:
         """`met` of one row."""
         key, ghost = self.residency.rows.keys[row], self.ghosts[tenant]
-        packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just come
+        packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just been stored
         self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (UNOWNED, 0)
         if packed >= 0 and key in ghost.touched:
             self.shared[row], self.shared_s[row] = ghost.touched.pop(key)
 
     def left(self, rows: Sequence[int], chain: int, tenant: int, rows_here: int) -> None:
-        """`rows` of `chain` leave the tier, the deepest first."""
+        """`rows` of `chain` are removed from the tier, the deepest first."""
         owner, shared, fan, columns = self.owner, self.shared, self.fan, self.residency.rows
         keys = columns.keys
         ghost = self.ghosts[tenant]
@@ -170,7 +170,8 @@ class ChainBook:
         parent: int = -1,
     ) -> int:
         """One request used `rows` (head first); the chain that owns them now. It owns the blocks `missing` after them
-        as well, as far as the ghost goes: as if they had come and left. Without `rows`, `missing` continue `parent`.
+        as well, as far as the ghost has room: as if they had been stored and evicted. Without `rows`, `missing`
+        continue `parent`.
         """
         chains, here = self.chains, len(rows)
         self.touches.widen_span(now_s)
@@ -273,7 +274,7 @@ class ChainBook:
             features = with_hint(features, hint)
         self.features[chain] = features
         chains.cell[chain] = self.tables.cell(features)  # its rank follows with the next draw,
-        if hint is not None and chains.live[chain]:  # but an engine's word counts at once
+        if hint is not None and chains.live[chain]:  # but an engine's hint counts at once
             chains.base[chain] = self.ranks(np.array([chain]), now_s)[0]
 
     def ranks(self, chains: Ints, now_s: float) -> Floats:
@@ -364,7 +365,7 @@ class ChainBook:
         chains.base[slot] = self.tables.rank_of_new(cell)
 
     def came_unused(self, row: int, tenant: int, order: int) -> int:
-        """`row` has come into the tier without being used (demoted, promoted): its chain, as of its last use."""
+        """`row` was stored in the tier without being used (demoted, promoted): its chain, as of its last use."""
         residency, chains = self.residency, self.chains
         parent, depth = residency.rows.parent[row], residency.rows.depth[row]
         used_s = residency.rows.last_access_ns[row] * NS

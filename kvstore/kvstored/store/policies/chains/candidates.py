@@ -1,4 +1,4 @@
-"""Which chain's tail goes next: the lowest worth first, for one tenant.
+"""Which chain's tail is evicted next: the lowest worth first, for one tenant.
 
 Worth is uses to be had a second of holding one more block: the rank of the chain, times the chance that its next
 request goes as far as this block, plus the touches that others give it. Rows age all the time, so the order is made
@@ -62,7 +62,7 @@ class Candidates:
         self._hand = 0  # the next draw begins with this chain
 
     def first(self, now_s: float, exclude: Container[int]) -> int:
-        """The row that goes first, or -1 when none of the chains' tails may leave and is not excluded."""
+        """The row that is evicted first, or -1 when none of the chains' tails may be evicted and is not excluded."""
         book = self._book
         is_late = now_s >= self._stale_s and book.asked >= self._stale_asked + _LATE_ASKED
         if is_late or self._looks_left <= -_LOOKS_SOON:
@@ -88,7 +88,7 @@ class Candidates:
             row = tails[chain]
             if entry[chain] != top[3] or row < 0:
                 heappop(heap)
-            elif not self._residency.may_leave(row, self._tier):
+            elif not self._residency.is_evictable(row, self._tier):
                 heappop(heap)
                 chains.blocked[chain] = 1
             elif row in exclude:
@@ -139,7 +139,7 @@ class Candidates:
 
     def look_at(self, chain: int, now_s: float, looks: int = 1) -> None:
         """The chain's tail or rank is another one. A put counts no `looks`: in how many parts it comes is chance, and
-        what is decided should not hang on it.
+        what is decided should not depend on it.
         """
         book = self._book
         worth = self.worth(chain, now_s)

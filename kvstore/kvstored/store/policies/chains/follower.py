@@ -29,17 +29,17 @@ _BY_SHAPE = ("kind", "new_blocks", "length", "turn", "answer")
 _BY_TEXT = ("kind", "text", "length", "answer")
 _BY_PACE = ("kind", "pace", "gap", "new_blocks", "answer")
 _BY_GAP = ("kind", "gap", "pace", "text", "answer")
-COLD_ORDERS: tuple[tuple[str, ...], ...] = (_BY_SHAPE,)
+UNTRAINED_ORDERS: tuple[tuple[str, ...], ...] = (_BY_SHAPE,)
 PRIOR_ORDERS = {"chat": (_BY_SHAPE, _BY_TEXT), "agent": (_BY_PACE, _BY_GAP)}
 HOUR_S = 3600.0
-APART = 1  # so many blocks at the end of a chain leave each for itself: less is known of their return
+APART = 1  # so many blocks at the end of a chain are evicted one by one: less is known of their return
 _FRESH_MAX, _FRESH_SETTLED = 512, 64  # blocks that wait for their first use, as promoted ones may for long
 
 
 def starting_tables() -> list[Ladder]:
-    """Those that ship, by workload, and empty ones; what comes decides which are believed."""
+    """Those that ship, by workload, and empty ones; what follows decides which are believed."""
     known = [Ladder(prior.order, prior.counts) for prior in shipped()]
-    return known + [Ladder(order) for order in COLD_ORDERS]
+    return known + [Ladder(order) for order in UNTRAINED_ORDERS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +308,8 @@ class ChainFollower:
         chains, chain, is_parked = self.book.chains, self.book.owner[row], self.lru.where[row] == PARKED
         is_known = chain < 0 or (chains.tail[chain] == row and not chains.blocked[chain])
         if is_known and not is_parked and self.expiry is None:
-            return  # whether it may leave or not: as a rule its child has just left, and it is the tail already
-        if not self.residency.may_leave(row, self.tier):
+            return  # whether it may be evicted or not: as a rule its child was just evicted, and it is the tail already
+        if not self.residency.is_evictable(row, self.tier):
             return
         if is_parked:
             self.lru.released(row)
@@ -322,7 +322,7 @@ class ChainFollower:
         tail = chains.tail[chain]
         if 0 <= tail != row:
             depth = self.residency.rows.depth
-            if depth[row] < depth[tail] and self.residency.may_leave(tail, self.tier):
+            if depth[row] < depth[tail] and self.residency.is_evictable(tail, self.tier):
                 return
         chains.tail[chain] = row
         chains.blocked[chain] = 0

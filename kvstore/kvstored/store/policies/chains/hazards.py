@@ -3,7 +3,7 @@
 A class is a path of features, coarse to fine; each step of the path has counts of its own for each age bin: how many
 chains got through the bin or returned in it (exposed), and how many returned (events). The estimate of a step is its
 own counts shrunk towards the step above: rare classes borrow from common ones. Counts decay, so that a workload that
-changes is followed: what comes counts ever more, which spares a pass over what has come.
+changes is followed: what is new counts ever more, which spares a pass over what is known.
 
 What is seen is gathered by cell and bin first; `fold` puts a slice of it into the counts, `make` makes the ranks of
 some cells anew. Until then a cell that is new has those of a coarser one, unless an engine gave a hint about it.

@@ -1,4 +1,4 @@
-"""What chain-hazard has learned, as arrays that a later process can go on from.
+"""What chain-hazard has learned, as arrays that a later process can continue from.
 
 Chains are named by the blocks that they own, blocks by key and tenant. Blocks that are in the tier again get their
 chain back; the others are remembered by the ghost, as if they had left. Not kept: requests under way, what is queued,
@@ -65,13 +65,14 @@ def pieces(follower: ChainFollower) -> Iterator[Piece]:
 
 
 def signature(orders: Sequence[Sequence[str]]) -> Array:
-    """What must be the same in who goes on from a state: its meaning hangs on it."""
+    """What must be the same in a policy that continues from a state: its meaning depends on it."""
     meaning = {"format": FORMAT, "edges_s": EDGES_S.round(6).tolist(), "features": Features._fields, "orders": orders}
     return np.frombuffer(json.dumps(meaning).encode(), np.uint8)
 
 
 def ladders(state: State, orders: Sequence[Sequence[str]]) -> list[Ladder]:
-    """The tables to go on from, where tables of `orders` can. Raises ValueError for a state of others, or of none."""
+    """The tables to continue from, where tables of `orders` can. Raises ValueError for a state of others, or of
+    none."""
     if not np.array_equal(state.get("signature", np.empty(0)), signature(orders)):
         raise ValueError("it is of another version or learned by other features")
     for name, dtype in _EXPECTED.items():
@@ -159,7 +160,7 @@ def _restore_blocks(follower: ChainFollower, blocks: dict[str, _Blocks], numbers
         is_here = (each.rows >= 0) & (each.rows < len(owner))
         is_here[is_here] = owner[each.rows[is_here]] == UNKNOWN
         here, gone = each.at(is_here), each.at(~is_here)
-        if name != "rows":  # the ghost of a block that has come again
+        if name != "rows":  # the ghost of a block that was stored again
             gone = gone.at(~_is_in(book, gone.rows))
         order = np.argsort(depth[here.rows], kind="stable")
         here = here.at(order)
@@ -228,8 +229,8 @@ def _shared_rows(book: ChainBook, first: int) -> Array:
 
 
 def _of_rows(book: ChainBook, dtype: np.dtype[np.void], rows: Rows, **columns: Array) -> Array:
-    keys, cold_key = book.residency.rows.keys, book.residency.rows.cold_key
-    packed_keys = b"".join([keys[row] or cold_key(row) for row in rows.tolist()])
+    keys, bulk_key = book.residency.rows.keys, book.residency.rows.bulk_key
+    packed_keys = b"".join([keys[row] or bulk_key(row) for row in rows.tolist()])
     tenants = book.residency.tenants_of(rows) if len(rows) else 0
     return _table(dtype, np.frombuffer(packed_keys, "V16"), tenants, **columns)
 

@@ -25,8 +25,8 @@ _KEPT: tuple[str, ...] = CHAIN.names or ()
 
 
 class ChainTable:
-    """`tail`: the deepest row of the chain that is in the tier and may perhaps leave, or -1. `blocked`: it may not.
-    `live`: a return is awaited; once continued by another chain, it is not.
+    """`tail`: the deepest row of the chain that is in the tier and may perhaps be evicted, or -1. `blocked`: it may
+    not. `live`: a return is awaited; once continued by another chain, it is not.
     """
 
     def __init__(self) -> None:
