@@ -21,7 +21,7 @@ from kvstored.simulator.trace import Trace
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies import PolicySettings
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.store.policies.chains.following import COLD_ORDERS, PRIOR_ORDERS, LearningSettings
+from kvstored.store.policies.chains.follower import PRIOR_ORDERS, UNTRAINED_ORDERS, LearningSettings
 from kvstored.store.policies.chains.hazards import Ladder
 from kvstored.store.policies.chains.prior import Prior, write
 
@@ -33,7 +33,7 @@ NAME = "chain-hazard-fitting"
 
 
 def _empty_tables() -> list[Ladder]:
-    orders = dict.fromkeys((*COLD_ORDERS, *(order for orders in PRIOR_ORDERS.values() for order in orders)))
+    orders = dict.fromkeys((*UNTRAINED_ORDERS, *(order for orders in PRIOR_ORDERS.values() for order in orders)))
     return [Ladder(order) for order in orders]
 
 

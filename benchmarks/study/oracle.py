@@ -20,7 +20,7 @@ from kvstored.simulator.trace import Trace
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies import ChainHint, PolicySettings, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.store.policies.chains.following import COLD_ORDERS, LearningSettings, starting_tables
+from kvstored.store.policies.chains.follower import UNTRAINED_ORDERS, LearningSettings, starting_tables
 from kvstored.store.policies.chains.hazards import Ladder
 
 # Each by what it tells: whether, when (in classes), the very time, the answer.
@@ -64,7 +64,7 @@ def foresee(trace: Trace, seed: int = 0) -> Foresight:
 
 
 class Told(ChainHazard):
-    """Foresight reaches it the way an engine's word would: by `expect`, `answered` and `told`."""
+    """Foresight reaches it the way an engine's word would: by `expect`, `answered` and `on_hint`."""
 
     _foresight: Foresight
     _knowledge: str = ""
@@ -86,7 +86,7 @@ class Told(ChainHazard):
             self.answered(number, self._foresight.answers[number], now_ns)
         if rows and self._knowledge in (EXACT, ALL) and self._foresight.seconds[number] >= 0:
             due = ChainHint(due_ns=now_ns + round(self._foresight.seconds[number] * 1e9))
-            self.told(tenant, rows[-1], self.residency.key(rows[-1]), due, now_ns)
+            self.on_hint(tenant, rows[-1], self.residency.key(rows[-1]), due, now_ns)
 
     def _class_of(self, number: int) -> str:
         seconds = self._foresight.seconds[number]
@@ -104,22 +104,28 @@ def _by_class() -> list[Ladder]:
 
 
 def _empty() -> list[Ladder]:
-    return [Ladder(order) for order in COLD_ORDERS]
+    return [Ladder(order) for order in UNTRAINED_ORDERS]
 
 
-def informed(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> Told:
+def informed(
+    residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = _INFORMED
+) -> Told:
     """With tables by class as well."""
-    return Told(residency, tier, settings, name=_INFORMED, learning=LearningSettings(_by_class))
+    return Told(residency, tier, settings, name, learning=LearningSettings(_by_class))
 
 
-def unprimed(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> ChainHazard:
+def unprimed(
+    residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = _UNPRIMED
+) -> ChainHazard:
     """With empty tables: nothing of it has been seen before."""
-    return ChainHazard(residency, tier, settings, name=_UNPRIMED, learning=LearningSettings(_empty))
+    return ChainHazard(residency, tier, settings, name, learning=LearningSettings(_empty))
 
 
-def told_unprimed(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> Told:
+def told_unprimed(
+    residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = _TOLD_UNPRIMED
+) -> Told:
     """Both."""
-    return Told(residency, tier, settings, name=_TOLD_UNPRIMED, learning=LearningSettings(_empty))
+    return Told(residency, tier, settings, name, learning=LearningSettings(_empty))
 
 
 def policy_for(knowledge: str) -> str:

@@ -35,13 +35,13 @@ HINTS = "hints "  # knowledge that begins so: hints of a stated quality; what fo
 _PACKAGE = Path(kvstored.__file__).parent
 _OURS_ALONE = ("chain_hazard.py", "chains")
 _REPLAYING = (
+    "engine_reports.py",
     "future.py",
     "hints.py",
     "models.toml",
     "readers.py",
+    "recorded_hints.py",
     "replay.py",
-    "retelling.py",
-    "telling.py",
     "trace.py",
     "worth.py",
 )

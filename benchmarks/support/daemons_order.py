@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvstored.simulator.telling import ANSWER_TOKEN_NS, FIRST_TOKEN_NS
-from kvstored.simulator.trace import Op, Told, Trace
+from kvstored.simulator.engine_reports import ANSWER_TOKEN_NS, FIRST_TOKEN_NS
+from kvstored.simulator.trace import Op, RecordedHint, Trace
 
 
 def in_daemons_order(trace: Trace) -> Trace:
@@ -34,7 +34,7 @@ def with_answers(trace: Trace) -> Trace:
     puts = puts[np.argsort(ends_ns[puts], kind="stable")]
     before = np.searchsorted(trace.times_ns, ends_ns[puts], side="right")
     told = [
-        Told(place, int(ends_ns[at]), int(trace.tenants[at]), int(trace.blocks[trace.starts[at + 1] - 1]),
+        RecordedHint(place, int(ends_ns[at]), int(trace.tenants[at]), int(trace.blocks[trace.starts[at + 1] - 1]),
              answer_tokens=int(trace.output_tokens[at]))
         for place, at in zip(before.tolist(), puts.tolist(), strict=True)
     ]  # fmt: skip

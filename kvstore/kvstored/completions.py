@@ -36,6 +36,23 @@ class CompletionQueue:
 
         return post
 
+    def outcome_of(self, start: Callable[[Callable[[Ended], None]], object]) -> asyncio.Future[Ended]:
+        """Call `start` with a completion; the future resolves to what that is called with. Raises as `start` does."""
+        ended: asyncio.Future[Any] = self._loop.create_future()
+
+        def settle(outcome: Any) -> None:
+            if not ended.done():
+                ended.set_result(outcome)
+
+        completion = self.to_loop(settle)
+        try:
+            start(completion)
+        except BaseException:
+            ended.cancel()
+            completion(None)  # nothing else will come
+            raise
+        return ended
+
     def _wake(self) -> None:
         try:
             self._loop.call_soon_threadsafe(self._drain)

@@ -18,7 +18,7 @@ from enum import IntEnum, auto
 
 class CopyState(IntEnum):
     ABSENT = 0
-    FILLING = 1  # the slot is allocated and being written; nobody may read it
+    FILLING = 1  # the slot is allocated and being written; not readable
     RESIDENT = 2  # readable
 
 

@@ -7,21 +7,30 @@ from __future__ import annotations
 
 from typing import Final
 
+BEST: Final = "best"
+LRU: Final = "lru"
+CHAIN_HAZARD: Final = "chain-hazard"
 POLICIES: Final[dict[str, str]] = {
-    "lru": "kvstored.store.policies.lru:Lru",
-    "fifo": "kvstored.store.policies.fifo:Fifo",
+    LRU: "kvstored.store.policies.lru:Lru",
+    "fifo": "kvstored.store.policies.fifo:fifo",
     "lfu": "kvstored.store.policies.lfu_ttl:lfu",
     "lfu-ttl": "kvstored.store.policies.lfu_ttl:LfuTtl",
-    "s3-fifo": "kvstored.store.policies.s3fifo:s3_fifo",
-    "sieve": "kvstored.store.policies.sieve:sieve",
-    "arc": "kvstored.store.policies.arc:arc",
-    "w-tinylfu": "kvstored.store.policies.w_tinylfu:w_tinylfu",
+    "s3-fifo": "kvstored.store.policies.s3fifo:S3Fifo",
+    "sieve": "kvstored.store.policies.sieve:Sieve",
+    "arc": "kvstored.store.policies.arc:Arc",
+    "w-tinylfu": "kvstored.store.policies.w_tinylfu:WTinyLfu",
     "gdsf": "kvstored.store.policies.gdsf:Gdsf",
-    "chain-hazard": "kvstored.store.policies.chain_hazard:ChainHazard",
+    CHAIN_HAZARD: "kvstored.store.policies.chain_hazard:ChainHazard",
 }
-WITH_WORTH: Final = ("chain-hazard",)  # those that say what a block is worth
+ALWAYS: Final = "always"  # the admission of everything
+WITH_WORTH: Final = (CHAIN_HAZARD,)  # those that say what a block is worth
 ADMISSIONS: Final[dict[str, str]] = {
-    "always": "kvstored.store.policies.admission:Always",
+    ALWAYS: "kvstored.store.policies.admission:Always",
     "second-touch": "kvstored.store.policies.admission:SecondTouch",
     "worth": "kvstored.store.policies.admission:ByWorth",
 }
+
+
+def resolve(name: str) -> str:
+    """The policy that `name` stands for: `best` is what ships, the default of reference.toml for DRAM."""
+    return CHAIN_HAZARD if name == BEST else name

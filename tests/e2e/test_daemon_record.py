@@ -100,7 +100,7 @@ def test_a_hint_is_written_as_it_was_given(recording: Path) -> None:
     ends = [
         max((chain for chain in chains if chain[0] == first), key=len)[-1] for first in (chains[0][0], chains[1][0])
     ]
-    assert [each[3:] for each in trace.told] == [
+    assert [each[3:] for each in trace.hints] == [
         (ends[0], 0.25, 0, 40, None),
         (ends[1], None, NextStep.NEXT_STEP_TOOL_CALL, 0, 1_500_000_000),
     ]

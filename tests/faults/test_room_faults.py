@@ -115,7 +115,7 @@ def test_a_hung_copy_on_nvme_does_not_hang_dram_once_the_breaker_is_open(tmp_pat
             row = small.find(n)
             if row >= 0:
                 for _ in range(5):
-                    small.residency.touch(row, small.clock.monotonic_ns())
+                    small.residency.touch_run([row], small.clock.monotonic_ns())
         small.store.tick()  # the clock has run on
         small.disk.plan(*hung())
         puts = [asyncio.create_task(small.store_in(HOST, 5001 + n, payload_bytes=15 * KIB)) for n in range(60)]
@@ -143,7 +143,7 @@ def test_a_hung_demotion_within_an_evacuation_does_not_hang_other_puts(tmp_path:
         blocks = await fill(small, HOST, 1001, 60 * KIB)
         for n in blocks:
             for _ in range(5):
-                small.residency.touch(small.find(n), small.clock.monotonic_ns())
+                small.residency.touch_run([small.find(n)], small.clock.monotonic_ns())
         small.store.tick()  # the clock has run on
         small.disk.plan(*hung())
         put = asyncio.create_task(small.store_in(HOST, 5001, payload_bytes=15 * KIB))
@@ -177,7 +177,7 @@ def test_a_block_taken_by_force_while_a_batch_is_copied_leaves_no_pin_and_no_slo
         # Cold ones are spread, so that a container's rest has to be moved.
         for n in numbers:
             if n % 3:
-                small.residency.touch(small.find(n), small.clock.monotonic_ns())
+                small.residency.touch_run([small.find(n)], small.clock.monotonic_ns())
         relocation = small.store.rooms[HOST]._evacuation._relocation
         original, taken = relocation._start, []
 
@@ -232,7 +232,7 @@ def test_many_at_once_of_one_size_are_not_refused(tmp_path: Path, payload: int) 
         blocks = await fill(small, HOST, 1, payload)
         for n in blocks:
             for _ in range(5):
-                small.residency.touch(small.find(n), small.clock.monotonic_ns())
+                small.residency.touch_run([small.find(n)], small.clock.monotonic_ns())
         tier, room, owner = small.store.host, small.store.rooms[HOST], small.residency.tenant("tenant")
         refused = 0
 
@@ -334,7 +334,7 @@ def test_one_block_that_cannot_be_read_is_tried_no_more_than_a_few_times(tmp_pat
         small.nvme.relocate = failing
         stored = []
         for n, size in enumerate((15, 4, 250, 30, 100, 2, 9, 200, 120, 45) * 3):
-            small.residency.touch(small.find(numbers[-1]), small.clock.monotonic_ns())
+            small.residency.touch_run([small.find(numbers[-1])], small.clock.monotonic_ns())
             stored.append(await small.store_in(NVME, 1001 + n, payload_bytes=size * KIB) >= 0)
             small.clock.advance(s=1)
             modes.append(small.breaker.mode.name)
@@ -448,7 +448,7 @@ def test_an_orphan_goes_without_asking_whether_it_is_worth_more_than_the_newcome
         numbers = await fill(small, HOST, 1, 60 * KIB)
         import numpy as np
 
-        small.store.cut_off.replace([np.array([small.residency.token(small.find(numbers[-1]))], np.uint64)] * 2)
+        small.store.orphans.replace([np.array([small.residency.token(small.find(numbers[-1]))], np.uint64)] * 2)
         policy = small.store.policies[HOST]
         policy.declines = lambda *_: True
         slot = await small.store.rooms[HOST].allocate_for(
@@ -525,7 +525,7 @@ def test_a_container_that_is_cut_anew_meanwhile_is_not_evicted_from_as_if_it_wer
                     assert await small.store_in(HOST, number, payload_bytes=400 * KIB, uses=0) >= 0
                 for number in numbers:
                     if (held := small.find(number)) >= 0:
-                        residency.touch(held, small.clock.monotonic_ns())
+                        residency.touch_run([held], small.clock.monotonic_ns())
             return evicted
 
         room._eviction.evict = evict_and_cut_another

@@ -45,7 +45,7 @@ class Listed:
             )  # fmt: skip
             residency.attach(row, tier, self.shelf.slot(size), number)
             for _ in range(uses):
-                residency.touch(row, NOW_NS - 1000 * uses)
+                residency.touch_run([row], NOW_NS - 1000 * uses)
             self.records.append(
                 {
                     "number": number, "row": row, "tenant": tenant, "print": print_, "size": size, "tier": tier,

@@ -13,6 +13,7 @@ from kvstored.store.policies import create
 from kvstored.store.policies.chain_hazard import ChainHazard
 from tests.reference.blocks import Shelf, key
 from tests.reference.examples import examples
+from tests.reference.policies import victims
 from tests.reference.policy_state import carried, exported
 
 S = 1_000_000_000
@@ -75,7 +76,7 @@ class Store:
         """In the order of the chains' worths as of a moment that is the same however often they were looked at."""
         now_ns = self.now_ns + LATER_S * S
         self.policy.requested((), [key(2 * ONE_OFF * 100 + number) for number in range(600)], 0, now_ns)
-        return list(self.policy.victims(now_ns, CAPACITY))
+        return victims(self.policy, now_ns, CAPACITY)
 
     def renewals(self) -> tuple[int, bool]:
         learning = self.policy.follower.book.learning

@@ -14,7 +14,7 @@ RATES = st.sampled_from([1 << 20, 16 << 20, 1 << 30])
 
 
 class Budget(RuleBasedStateMachine):
-    """The medium is `saved`: what a kill leaves. Saving a lease is two steps, so that a kill comes between them."""
+    """The medium is `saved`: what a kill leaves. Saving an allotment is two steps, so a kill comes between."""
 
     @initialize(rate=RATES)
     def start(self, rate: int) -> None:
@@ -25,15 +25,15 @@ class Budget(RuleBasedStateMachine):
         self.spent_bytes = 0
         self.lost_ns = 0  # time by the wall clock that we let it lie about
         self.saved: SavedBudget | None = None
-        self.leasing: SavedBudget | None = None
+        self.allotting: SavedBudget | None = None
         self.budget = BurstBudget(rate, None, self.moment())
 
     def moment(self) -> Moment:
         return Moment(self.now_ns, self.wall_ns, f"boot {self.boot}")
 
     def come_back(self) -> None:
-        self.leasing = None
-        # A first start that never saved a lease never spent a byte either.
+        self.allotting = None
+        # A first start that never saved an allotment never spent a byte either.
         assert self.saved is not None or self.spent_bytes == 0
         self.budget = BurstBudget(self.rate, self.saved, self.moment())
 
@@ -54,25 +54,25 @@ class Budget(RuleBasedStateMachine):
         if self.budget.spend(nbytes, self.now_ns) is Verdict.GRANTED:
             self.budget.give_back(nbytes)
 
-    @precondition(lambda self: self.leasing is None)
+    @precondition(lambda self: self.allotting is None)
     @rule(share=st.floats(0, 1.2))
-    def lease(self, share: float) -> None:
+    def allot(self, share: float) -> None:
         wanted = int(self.rate * share)
-        if self.budget.wants_lease(wanted, self.now_ns):
-            self.leasing = self.budget.begin_lease(wanted, self.moment())
+        if self.budget.wants_allotment(wanted, self.now_ns):
+            self.allotting = self.budget.begin_allotment(wanted, self.moment())
 
-    @precondition(lambda self: self.leasing is not None)
+    @precondition(lambda self: self.allotting is not None)
     @rule(well=st.booleans(), reached_medium=st.booleans())
-    def end_lease(self, well: bool, reached_medium: bool) -> None:
+    def end_allotment(self, well: bool, reached_medium: bool) -> None:
         if well or reached_medium:  # a save that failed may have replaced the file all the same
-            self.saved = self.leasing
-        self.budget.end_lease(saved=well)
-        self.leasing = None
+            self.saved = self.allotting
+        self.budget.end_allotment(saved=well)
+        self.allotting = None
 
     @rule(reached_medium=st.booleans())
     def kill(self, reached_medium: bool) -> None:
-        if self.leasing is not None and reached_medium:
-            self.saved = self.leasing
+        if self.allotting is not None and reached_medium:
+            self.saved = self.allotting
         self.come_back()
 
     @rule()

@@ -15,6 +15,7 @@ from kvstored.store.blocks import check
 from kvstored.store.policies import POLICIES, create
 from tests.reference.blocks import Shelf, key, pack
 from tests.reference.examples import examples
+from tests.reference.policies import victims
 
 HOST, NVME = 0, 1
 # A small forest: block n's parent.
@@ -89,7 +90,7 @@ class PolicyAgainstNaive(RuleBasedStateMachine):
     def use_one_alone(self, number: int) -> None:
         row = self.residency.find(0, key(number))
         if row in self.stamps:
-            self.residency.touch(row, 1)
+            self.residency.touch_run([row], 1)
             self.stamp(row)
 
     @rule(number=numbers)
@@ -142,7 +143,7 @@ class PolicyAgainstNaive(RuleBasedStateMachine):
     @invariant()
     def excluding_leads_to_every_other(self) -> None:
         free = self.free_to_leave()
-        assert set(self.policy.victims(1, 20)) == set(free)
+        assert set(victims(self.policy, 1, 20)) == set(free)
 
 
 class LfuAgainstNaive(PolicyAgainstNaive):

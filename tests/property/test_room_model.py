@@ -133,7 +133,9 @@ class Model:
             self.small.store.leases.release(1, self.leases.pop(which % len(self.leases)))
         elif what == "use" and (held := sorted(self.held())):
             number = held[which % len(held)]
-            self.small.residency.touch(self.small.find(number, self.tenants[number]), self.small.clock.monotonic_ns())
+            self.small.residency.touch_run(
+                [self.small.find(number, self.tenants[number])], self.small.clock.monotonic_ns()
+            )
 
     def must_hold(self) -> None:
         """Books agree, no chain has a hole, and every block is what it was."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from kvstored.store.transfer.lane import Accepted, Lane, Priority
+from kvstored.store.transfer.items import Priority
+from kvstored.store.transfer.lane import Lane
 
 NS = 1_000_000_000
 
@@ -68,9 +69,9 @@ def drive(
             at, number, blocks = arrivals.pop(0)
             waiting[number], arrived[number] = blocks, at
             for _ in range(blocks):
-                assert isinstance(lane.submit(Priority.DEMAND, block_bytes, number, now_ns), Accepted)
+                assert isinstance(lane.submit(Priority.DEMAND, block_bytes, number, now_ns), int)
         for priority, depth in background.items():
-            while lane.queued_items(priority) < depth:
+            while lane.statistics(now_ns).queued[priority] < depth:
                 lane.submit(priority, block_bytes, -1, now_ns)
         for item in lane.next(now_ns):
             priorities[item.ticket] = (item.priority, item.work)

@@ -11,3 +11,11 @@ def trust_at_once(policy: Policy) -> None:
     if isinstance(policy, ChainHazard):
         follower = policy.follower
         follower.learning = replace(follower.learning, requests_min=0, declining_min=0, returns_min=0)
+
+
+def victims(policy: Policy, now_ns: int, limit: int) -> list[int]:
+    """Up to `limit` rows that may leave right now, in eviction order. Parents of these follow only after them."""
+    seen: list[int] = []
+    while len(seen) < limit and (row := policy.next_victim(now_ns, exclude=seen)) >= 0:
+        seen.append(row)
+    return seen

@@ -25,7 +25,7 @@ from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
 from kvstored.config.tiers import Start
 from kvstored.store.assembly import Store, make_residency
-from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.items import Priority
 from tests.reference.tiers import HOST
 
 PAYLOAD_BYTES = 10_000
@@ -131,7 +131,7 @@ class SmallStore:
         assert (await written).ok
         residency.publish(row, position, now_ns)
         for _ in range(uses):
-            residency.touch(row, now_ns)
+            residency.touch_run([row], now_ns)
         return row
 
     async def is_durable(self, number: int, parent: int | None = None, **how: object) -> bool:

@@ -21,7 +21,7 @@ from kvstored.clients.tenants import Peer, Tenant
 from kvstored.config.schema import TenantSection
 from kvstored.rpc.verbs.staged_put import StagedPut
 from kvstored.store.blocks.check import check
-from kvstored.store.operations import Operations, intake
+from kvstored.store.operations import Operations, put
 from kvstored.telemetry import DeletionLog
 from tests.reference.small_store import SmallStore, small_store
 from tests.reference.tiers import HOST
@@ -125,7 +125,7 @@ def test_a_mistake_while_blocks_begin_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str, at: int, part_blocks: int
 ) -> None:
     """In the first part, and in one that begins while others are being copied."""
-    monkeypatch.setattr(intake, "PART_BLOCKS", part_blocks)
+    monkeypatch.setattr(put, "PART_BLOCKS", part_blocks)
 
     async def test(store: Store) -> None:
         small = store.small
@@ -146,7 +146,7 @@ def test_a_mistake_while_blocks_begin_leaves_nothing(
 
 def test_copies_start_with_the_first_few_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run while the others get their slots, which wait for nothing but their turn on the loop."""
-    monkeypatch.setattr(intake, "PART_BYTES", 2 * PAYLOAD_BYTES)
+    monkeypatch.setattr(put, "PART_BYTES", 2 * PAYLOAD_BYTES)
 
     async def test(store: Store) -> None:
         host, started = store.small.store.host, []
@@ -167,7 +167,7 @@ def test_copies_start_with_the_first_few_blocks(tmp_path: Path, monkeypatch: pyt
 
 def test_what_is_published_already_stays_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake is in the publication of the last part."""
-    monkeypatch.setattr(intake, "PART_BLOCKS", 4)
+    monkeypatch.setattr(put, "PART_BLOCKS", 4)
 
     async def test(store: Store) -> None:
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a mistake of ours"):

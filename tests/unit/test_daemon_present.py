@@ -163,9 +163,9 @@ async def test_batch_leaves_what_is_not_admitted_and_always_insists(client: Clie
 @over_a_client("nvme.endurance_bytes_per_day=1MiB", "nvme.endurance_wait_ms=0")
 async def test_what_the_budget_has_no_room_for_stays_volatile(client: Client, _: pytest.MonkeyPatch) -> None:
     charge, verdict = client.small.store.endurance.charge, Verdict.GRANTED
-    while verdict in (Verdict.GRANTED, Verdict.LEASING):
+    while verdict in (Verdict.GRANTED, Verdict.SAVING):
         verdict = charge(client.store.session.tenant_id, 4096)
-        if verdict is Verdict.LEASING:
+        if verdict is Verdict.SAVING:
             await client.small.settle()
     await client.store_volatile()
     for mode in (BATCH, ALWAYS):

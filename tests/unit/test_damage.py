@@ -17,8 +17,8 @@ from kvstored.lifecycle import Cause
 from kvstored.store.blocks import check
 from kvstored.store.blocks.orphans import find, snapshot
 from kvstored.store.policies import Share, create
-from kvstored.store.transfer.cut_off import CutOff
 from kvstored.store.transfer.damage import QUIET_S, Damage
+from kvstored.store.transfer.orphan_queue import OrphanQueue
 from kvstored.telemetry import Counters
 from tests.reference.blocks import Shelf, key
 from tests.reference.tiers import HOST, NVME
@@ -167,23 +167,23 @@ def test_orphans_are_those_behind_a_missing_block(parents: list[int], taken: set
     assert depths == sorted(depths, reverse=True)
 
 
-def orphaned(*numbers: int, tenants: int = 1) -> tuple[Shelf, CutOff]:
+def orphaned(*numbers: int, tenants: int = 1) -> tuple[Shelf, OrphanQueue]:
     """A chain whose first block is gone, on a shelf of one tier."""
     shelf = Shelf("host", tenants=tenants)
     shelf.chain(*numbers)
     shelf.residency.remove(shelf.residency.find(0, key(numbers[0])), Cause.CORRUPT, 1)
     chains = snapshot(shelf.residency)
     assert chains is not None
-    cut_off = CutOff(shelf.residency)
-    cut_off.replace(find(chains, 1).by_tier)
-    return shelf, cut_off
+    orphans = OrphanQueue(shelf.residency)
+    orphans.replace(find(chains, 1).by_tier)
+    return shelf, orphans
 
 
 def test_orphans_go_before_what_the_policy_would_choose_the_deepest_first() -> None:
-    shelf, cut_off = orphaned(1, 2, 3, 4)
+    shelf, orphans = orphaned(1, 2, 3, 4)
     policy = create("lru", shelf.residency, 0)
     gone = []
-    while (row := cut_off.next(policy, set(), None)) >= 0:
+    while (row := orphans.next(policy, set(), None)) >= 0:
         gone.append(shelf.residency.key(row))
         shelf.residency.remove(row, Cause.EVICTED, 2)
     assert gone == [key(4), key(3), key(2)]
@@ -191,22 +191,22 @@ def test_orphans_go_before_what_the_policy_would_choose_the_deepest_first() -> N
 
 
 def test_an_orphan_stays_while_it_is_pinned_excluded_or_owed_to_its_tenant() -> None:
-    shelf, cut_off = orphaned(1, 2, tenants=2)
+    shelf, orphans = orphaned(1, 2, tenants=2)
     policy = create("lru", shelf.residency, 0)
     row = shelf.residency.find(0, key(2))
-    assert cut_off.next(policy, set(), None) == row
-    assert cut_off.next(policy, {row}, None) == -1
-    assert cut_off.next(policy, set(), 1) == -1, "another tenant makes room among its own"
-    assert cut_off.next(policy, set(), 0) == row
+    assert orphans.next(policy, set(), None) == row
+    assert orphans.next(policy, {row}, None) == -1
+    assert orphans.next(policy, set(), 1) == -1, "another tenant makes room among its own"
+    assert orphans.next(policy, set(), 0) == row
     policy.set_share(0, Share(min_bytes=1))
-    assert cut_off.next(policy, set(), None) == -1
+    assert orphans.next(policy, set(), None) == -1
     policy.set_share(0, Share())
     shelf.residency.pin(row)
-    assert cut_off.next(policy, set(), None) == -1
+    assert orphans.next(policy, set(), None) == -1
     shelf.residency.unpin(row)
     shelf.residency.remove(row, Cause.DROPPED, 2)
     shelf.store(9)  # may take its row number
-    assert cut_off.next(policy, set(), None) == -1
+    assert orphans.next(policy, set(), None) == -1
 
 
 def test_a_block_that_took_the_row_of_an_orphan_while_they_were_found_is_none() -> None:
@@ -219,9 +219,9 @@ def test_a_block_that_took_the_row_of_an_orphan_while_they_were_found_is_none() 
     residency.remove(row, Cause.DROPPED, 2)  # while a thread walks over the copy
     assert shelf.store(10) == row or shelf.store(11) == row, "its row number is used again"
     assert chains is not None
-    cut_off = CutOff(residency)
-    cut_off.replace(find(chains, 1).by_tier)
-    assert cut_off.next(create("lru", residency, 0), set(), None) == -1
+    orphans = OrphanQueue(residency)
+    orphans.replace(find(chains, 1).by_tier)
+    assert orphans.next(create("lru", residency, 0), set(), None) == -1
 
 
 def test_each_tier_has_its_own_orphans_and_none_is_lost_on_the_way() -> None:
@@ -234,15 +234,15 @@ def test_each_tier_has_its_own_orphans_and_none_is_lost_on_the_way() -> None:
     residency.remove(residency.find(0, key(1)), Cause.CORRUPT, 1)
     chains = snapshot(residency)
     assert chains is not None
-    cut_off = CutOff(residency)
-    cut_off.replace(find(chains, 2).by_tier)
+    orphans = OrphanQueue(residency)
+    orphans.replace(find(chains, 2).by_tier)
     host, nvme = create("lru", residency, HOST), create("lru", residency, NVME)
     second, third, fourth = (residency.find(0, key(number)) for number in (2, 3, 4))
     residency.pin(third)
     for _ in range(3):  # kept where it is, round after round
-        assert cut_off.next(host, {second}, None) == -1
+        assert orphans.next(host, {second}, None) == -1
     residency.unpin(third)
-    assert cut_off.next(host, {second}, None) == third
-    assert cut_off.next(nvme, set(), None) == fourth
+    assert orphans.next(host, {second}, None) == third
+    assert orphans.next(nvme, set(), None) == fourth
     residency.detach(third, HOST)
-    assert cut_off.next(host, set(), None) == second
+    assert orphans.next(host, set(), None) == second

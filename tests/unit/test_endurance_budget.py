@@ -32,10 +32,10 @@ def at(seconds: float, *, wall_s: float | None = None, boot: str = "boot") -> Mo
 
 
 def spend(budget: BurstBudget, nbytes: int, now: Moment) -> Verdict:
-    """With leases that are saved at once."""
-    while budget.wants_lease(nbytes, now.monotonic_ns):
-        budget.begin_lease(nbytes, now)
-        budget.end_lease(saved=True)
+    """With allotments that are saved at once."""
+    while budget.wants_allotment(nbytes, now.monotonic_ns):
+        budget.begin_allotment(nbytes, now)
+        budget.end_allotment(saved=True)
     return budget.spend(nbytes, now.monotonic_ns)
 
 
@@ -48,21 +48,21 @@ def test_a_day_earns_what_is_configured_and_no_more_than_a_day_is_kept() -> None
     assert spend(budget, DAY_BYTES + 1, at(9 * DAY_S)) is Verdict.SPENT
 
 
-def test_nothing_is_spent_before_its_lease_is_saved() -> None:
+def test_nothing_is_spent_before_its_allotment_is_saved() -> None:
     budget = BurstBudget(DAY_BYTES, None, at(0))
-    assert budget.spend(1000, 0) is Verdict.LEASING
-    state = budget.begin_lease(1000, at(0))
+    assert budget.spend(1000, 0) is Verdict.SAVING
+    state = budget.begin_allotment(1000, at(0))
     assert state.level_bytes == DAY_BYTES - MIN_CHUNK_BYTES
-    assert budget.spend(1000, 0) is Verdict.LEASING, "it is under way, not saved"
-    budget.end_lease(saved=False)
-    assert budget.spend(1000, 0) is Verdict.LEASING
-    assert budget.left_bytes(0) == DAY_BYTES, "a lease that could not be saved costs nothing"
+    assert budget.spend(1000, 0) is Verdict.SAVING, "it is under way, not saved"
+    budget.end_allotment(saved=False)
+    assert budget.spend(1000, 0) is Verdict.SAVING
+    assert budget.left_bytes(0) == DAY_BYTES, "an allotment that could not be saved costs nothing"
 
 
-def test_a_crash_costs_the_lease_and_an_orderly_end_nothing() -> None:
+def test_a_crash_costs_the_allotment_and_an_orderly_end_nothing() -> None:
     budget = BurstBudget(DAY_BYTES, None, at(0))
-    saved = budget.begin_lease(0, at(0))
-    budget.end_lease(saved=True)
+    saved = budget.begin_allotment(0, at(0))
+    budget.end_allotment(saved=True)
     assert budget.spend(1000, 0) is Verdict.GRANTED
     assert BurstBudget(DAY_BYTES, saved, at(0)).left_bytes(0) == DAY_BYTES - MIN_CHUNK_BYTES
     assert BurstBudget(DAY_BYTES, budget.close(at(0)), at(0)).left_bytes(0) == DAY_BYTES - 1000
@@ -134,7 +134,7 @@ def account(directory: Path, clock: ManualClock, day_bytes: int = DAY_BYTES) -> 
 
 
 async def granted(from_: EnduranceAccount, tenant: int, nbytes: int) -> Verdict:
-    return await from_.charge_in_time(tenant, lambda: nbytes, 10, lease_only=True)
+    return await from_.charge_in_time(tenant, lambda: nbytes, 10, allotment_only=True)
 
 
 def test_without_a_budget_everything_is_granted_and_counted(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_restart_carries_the_budget_over(tmp_path: Path) -> None:
     async def run() -> None:
         clock = ManualClock(NS_PER_S)
         first = account(tmp_path, clock)
-        assert first.charge(0, 1000) is Verdict.LEASING
+        assert first.charge(0, 1000) is Verdict.SAVING
         assert await granted(first, 0, DAY_BYTES // 4) is Verdict.GRANTED
         await first.close()
         assert first.charge(0, 1) is Verdict.SPENT, "a closed account grants nothing"

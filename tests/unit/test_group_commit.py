@@ -28,16 +28,15 @@ class Scene:
         self.asked = asyncio.Event()
         self.told: list[str] = []
         self.gone: set[int] = set()
-        self.has_queued = False
+        self.backlog = SimpleNamespace(queued=0)
         breaker = SimpleNamespace(began=lambda: 1, ended=lambda number, what, outcome: self.told.append(what))
-        gate: Any = SimpleNamespace(breaker=breaker, commit_begins=lambda more_to_come: None)
+        gate: Any = SimpleNamespace(breaker=breaker, backlog=self.backlog, commit_begins=lambda: None)
         residency: Any = SimpleNamespace(is_current=lambda token: token not in self.gone)
         nvme = MemoryTier(1 << 20)
         nvme.sync = self._sync  # type: ignore[method-assign]
         self.counters = Counters()
         self.commit = GroupCommit(
-            nvme, residency, CompletionQueue(asyncio.get_running_loop()), self.counters, gate,
-            lambda: self.has_queued, lambda: self.has_queued, BatchLimits(1, 100),
+            nvme, residency, CompletionQueue(asyncio.get_running_loop()), self.counters, gate, BatchLimits(1, 100),
         )  # fmt: skip
 
     def _sync(self, done: Completion) -> None:
@@ -124,7 +123,7 @@ async def test_an_older_sync_says_nothing_of_a_block_that_was_written_again(scen
 @scenario
 async def test_what_is_written_during_a_sync_does_not_wait_for_writes_that_come_to_nothing(scene: Scene) -> None:
     scene.written(1)
-    scene.has_queued = True  # of a block that finds no room, so no write ends
+    scene.backlog.queued = 1  # of a block that finds no room, so no write ends
     second = scene.written(2)
     await scene.answer(DONE)
     await scene.answer(DONE)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstored.store.transfer.lane import Lane, LaneSettings, Limits, Priority
+from kvstored.store.transfer.items import LaneSettings, Limits, Priority
+from kvstored.store.transfer.lane import Lane
 from tests.reference.device import NS, Device, drive
 
 MIB = 1 << 20

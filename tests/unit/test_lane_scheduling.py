@@ -2,16 +2,8 @@
 
 import pytest
 
-from kvstored.store.transfer.lane import (
-    Accepted,
-    Dispatch,
-    Lane,
-    LaneSettings,
-    Limits,
-    Priority,
-    Refused,
-    RefusedWhy,
-)
+from kvstored.store.transfer.items import Dispatch, LaneSettings, Limits, Priority, Refused
+from kvstored.store.transfer.lane import Lane
 
 DEMAND, PREFETCH, DEMOTION, MAINTENANCE = Priority
 MS = 1_000_000
@@ -31,8 +23,8 @@ def make(max_in_flight: int = 4, quiet_s: float = 0.0, aged_s: float = 1.0, **ch
 
 def put(lane: Lane[str], priority: Priority, work: str, now_ns: int = 0, nbytes: int = KIB) -> int:
     answer = lane.submit(priority, nbytes, work, now_ns)
-    assert isinstance(answer, Accepted)
-    return answer.ticket
+    assert isinstance(answer, int)
+    return answer
 
 
 def started(lane: Lane[str], now_ns: int = 0) -> list[str]:
@@ -129,8 +121,8 @@ def test_demand_that_was_taken_back_no_longer_stops_prefetch() -> None:
 def test_a_full_queue_refuses_with_the_reason() -> None:
     lane = make(demotion=Limits(queued_items=1, in_flight=1))
     put(lane, DEMOTION, "a")
-    assert lane.submit(DEMOTION, KIB, "b", 0) == Refused(RefusedWhy.QUEUE_FULL)
-    assert lane.submit(PREFETCH, 1 << 30, "huge", 0) == Refused(RefusedWhy.ITEM_TOO_LARGE)
+    assert lane.submit(DEMOTION, KIB, "b", 0) == Refused.QUEUE_FULL
+    assert lane.submit(PREFETCH, 1 << 30, "huge", 0) == Refused.ITEM_TOO_LARGE
     assert lane.statistics(0).refused == (0, 1, 1, 0)
     put(lane, DEMAND, "others are not concerned")
 
@@ -142,7 +134,7 @@ def test_a_closed_lane_gives_back_what_waits_and_finishes_what_runs() -> None:
     put(lane, DEMOTION, "waits too")
     lane.next(0)
     assert lane.close() == ["waits", "waits too"]
-    assert lane.submit(DEMAND, KIB, "late", 0) == Refused(RefusedWhy.CLOSED)
+    assert lane.submit(DEMAND, KIB, "late", 0) == Refused.CLOSED
     lane.completed(ticket, 1)
     assert len(lane) == 0
 

@@ -1,9 +1,9 @@
 """Admission: what may enter a tier."""
 
 from kvstored.lifecycle import Cause
+from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.policies import Policy, PolicySettings, create, create_admission
 from kvstored.store.policies.base import WARM_WORTH
-from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.transfer.prefix import MAX_PATH_BLOCKS, missing_path
 from tests.reference.blocks import Shelf
 from tests.reference.policies import trust_at_once
@@ -43,7 +43,7 @@ def test_a_parent_follows_its_child() -> None:
 
 
 def knowing(shelf: Shelf, keep_worth: float = 0.0) -> Policy:
-    policy = create(ChainHazard.name, shelf.residency, 0, PolicySettings(None, keep_worth))
+    policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(None, keep_worth))
     trust_at_once(policy)
     return policy
 
@@ -86,7 +86,7 @@ def test_by_worth_keeps_prefixes_whole() -> None:
 def test_without_a_worth_it_is_second_touch() -> None:
     shelf = Shelf("host", "nvme")
     row = shelf.chain(0)[0]
-    lru, learning = create("lru", shelf.residency, 0), create(ChainHazard.name, shelf.residency, 0)
+    lru, learning = create("lru", shelf.residency, 0), create(CHAIN_HAZARD, shelf.residency, 0)
     judges = [create_admission("worth", shelf.residency, 1, above) for above in (None, lru, learning)]
     assert not any(judge.admit(row, 1) or judge.judges_by_worth(row, 1) for judge in judges)
     shelf.chain(0)

@@ -16,6 +16,7 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
+from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.rpc.verbs.hints import HintVerb
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
@@ -58,8 +59,8 @@ def test_a_get_and_a_put_are_worth_what_a_whole_request_is() -> None:
     """
     hits = {"whole": 0, "apart": 0}
     for capacity in (60, 90, 120, 130, 150, 180):
-        whole = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings(ChainHazard.name, capacity)).run()
-        apart = Replay(chats_and_strays((Op.GET, Op.PUT)), ReplaySettings(ChainHazard.name, capacity)).run()
+        whole = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings(CHAIN_HAZARD, capacity)).run()
+        apart = Replay(chats_and_strays((Op.GET, Op.PUT)), ReplaySettings(CHAIN_HAZARD, capacity)).run()
         lru = Replay(chats_and_strays((Op.REQUEST,)), ReplaySettings("lru", capacity)).run()
         assert apart.evicted["bypassed"] > 100
         assert apart.hits.sum() > 1.1 * lru.hits.sum()
@@ -135,12 +136,12 @@ def test_an_answer_that_is_told_again_counts_once() -> None:
     rows = shelf.chain(1, 2, 3)
     chains, chain = policy.follower.book.chains, policy.follower.book.owner[rows[-1]]
     for tokens in (30, 30, 45):
-        policy.told(0, rows[-1], key(3), ChainHint(answer_tokens=tokens), S)
+        policy.on_hint(0, rows[-1], key(3), ChainHint(answer_tokens=tokens), S)
     assert chains.tokens[chain] == 245
     policy.expect(RequestContext(2, 260))
     rows = shelf.chain(1, 2, 3, 4)
     chain = policy.follower.book.owner[rows[-1]]
-    policy.told(0, rows[-1], key(4), ChainHint(answer_tokens=10), 2 * S)
+    policy.on_hint(0, rows[-1], key(4), ChainHint(answer_tokens=10), 2 * S)
     assert chains.tokens[chain] == 270, "of the next request it is another one"
 
 
@@ -178,8 +179,8 @@ def test_a_tail_beyond_what_is_queued_leaves_first_and_the_rest_stays() -> None:
     policy = in_force(shelf)
     first = shelf.chain(*range(1, 13))
     other = shelf.chain(*range(31, 43))
-    policy.told(0, first[5], key(6), ChainHint(due_ns=round(1.5 * S)), 0)
-    policy.told(0, other[11], key(42), ChainHint(due_ns=round(1.5 * S)), 0)
+    policy.on_hint(0, first[5], key(6), ChainHint(due_ns=round(1.5 * S)), 0)
+    policy.on_hint(0, other[11], key(42), ChainHint(due_ns=round(1.5 * S)), 0)
     leave = [policy.next_victim(S)]
     while leave[-1] != other[-1] and len(leave) < 12:
         shelf.residency.remove(leave[-1], Cause.EVICTED, S)
@@ -194,7 +195,7 @@ def test_a_word_of_an_engine_counts_at_once() -> None:
     first, second = shelf.chain(1, 2, 3), shelf.chain(11, 12, 13)
     shelf.now_ns = 2 * S
     assert policy.next_victim(2 * S) == first[-1], "of two alike the older"
-    policy.told(0, second[-1], key(13), ChainHint(will_continue=0.0, next_step=NextStep.NEXT_STEP_CLOSED), 2 * S)
+    policy.on_hint(0, second[-1], key(13), ChainHint(will_continue=0.0, next_step=NextStep.NEXT_STEP_CLOSED), 2 * S)
     assert policy.next_victim(2 * S) == second[-1]
 
 
@@ -203,7 +204,7 @@ def test_what_is_not_told_stays_as_it_was_told() -> None:
     policy = in_force(shelf)
     rows = shelf.chain(1, 2, 3)
     for hint in (ChainHint(0.95), ChainHint(next_step=NextStep.NEXT_STEP_TOOL_CALL), ChainHint(answer_tokens=40)):
-        policy.told(0, rows[-1], key(3), hint, 2 * S)
+        policy.on_hint(0, rows[-1], key(3), hint, 2 * S)
     features = policy.follower.book.features[policy.follower.book.owner[rows[-1]]]
     assert (features.chance, features.next_step, features.answer) == (5, NextStep.NEXT_STEP_TOOL_CALL, 2)
 
@@ -215,16 +216,18 @@ def test_a_queued_request_holds_what_it_will_use_and_no_more() -> None:
     book = policy.follower.book
     chain = book.owner[first[-1]]
     for now_ns in (0, S):
-        policy.told(0, first[1], key(2), ChainHint(due_ns=9 * S), now_ns)  # of another session, which begins alike
-        due = [book.due_rank(chain, depth, S / 1e9) for depth in range(5)]
+        policy.on_hint(0, first[1], key(2), ChainHint(due_ns=9 * S), now_ns)  # of another session, which begins alike
+        due = [book.chains.due_rank(chain, depth, S / 1e9) for depth in range(5)]
         assert due == [pytest.approx(1 / 8)] * 3 + [0.0] * 2, "the last block may be partial"
         shelf.now_ns = 50 * S
-        assert book.due_rank(chain, 0, 50.0) == 0.0, "it did not come"
+        assert book.chains.due_rank(chain, 0, 50.0) == 0.0, "it did not come"
         shelf.now_ns = S
-    policy.told(0, first[4], key(5), ChainHint(due_ns=5 * S), S)
-    assert book.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4)
-    policy.told(0, first[1], key(2), ChainHint(due_ns=2 * S), S)
-    assert book.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4), "who uses less does not say less of the rest"
+    policy.on_hint(0, first[4], key(5), ChainHint(due_ns=5 * S), S)
+    assert book.chains.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4)
+    policy.on_hint(0, first[1], key(2), ChainHint(due_ns=2 * S), S)
+    assert book.chains.due_rank(chain, 4, S / 1e9) == pytest.approx(1 / 4), (
+        "who uses less does not say less of the rest"
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +237,7 @@ def test_what_is_told_becomes_a_feature_of_the_chain(told: ChainHint) -> None:
     shelf = Shelf()
     policy = in_force(shelf)
     rows = shelf.chain(1, 2, 3)
-    policy.told(0, rows[-1], key(3), told, 2 * S)
+    policy.on_hint(0, rows[-1], key(3), told, 2 * S)
     features = policy.follower.book.features[policy.follower.book.owner[rows[-1]]]
     expected = 0 if told.will_continue is None else 1 + min(int(told.will_continue * 5), 4)
     assert (features.chance, features.next_step) == (expected, told.next_step)
@@ -244,7 +247,7 @@ def test_what_is_told_becomes_a_feature_of_the_chain(told: ChainHint) -> None:
 def test_a_hint_about_what_is_unknown_changes_nothing() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    policy.told(0, -1, key(7), ChainHint(will_continue=0.5, due_ns=S), S)
+    policy.on_hint(0, -1, key(7), ChainHint(will_continue=0.5, due_ns=S), S)
     assert policy.next_victim(S) == -1
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvstored.lifecycle import Cause
+from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace, TraceBuilder
 from kvstored.store.policies import ChainHint, RequestContext, ResidencyClass, Share, create
@@ -18,14 +19,14 @@ from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains import prior
 from kvstored.store.policies.chains.candidates import _DRAW_US
 from kvstored.store.policies.chains.features import features_of, with_answer
-from kvstored.store.policies.chains.ghost import SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit
+from kvstored.store.policies.chains.ghost import FAN_BITS, SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit
 from kvstored.store.policies.chains.gittins import EDGES_S
 from kvstored.store.policies.chains.guard import LruGuard
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 from tests.reference.policies import trust_at_once
 
 S = 1_000_000_000
-NAME = ChainHazard.name
+NAME = CHAIN_HAZARD
 
 
 def mixed_trace(requests: int = 900, *, seed: int = 1, tick_s: float = 3.0) -> Trace:
@@ -226,7 +227,7 @@ def test_what_another_chain_has_continued_waits_for_nobody() -> None:
     policy = in_force(shelf)
     first = shelf.chain(1, 2, 3, 4)
     chains, chain = policy.follower.book.chains, policy.follower.book.owner[first[-1]]
-    policy.told(0, first[-1], key(4), ChainHint(due_ns=5 * S), 0)
+    policy.on_hint(0, first[-1], key(4), ChainHint(due_ns=5 * S), 0)
     shelf.now_ns = S
     again = shelf.chain(1, 2, 3, 5, 6)  # the last block was partial
     assert policy.follower.book.owner[again[-1]] != chain == policy.follower.book.owner[first[-1]]
@@ -336,11 +337,11 @@ def test_the_ghost_forgets_the_oldest_generation() -> None:
     keys = [bytes([number, 7]) for number in range(6)]  # of one shard, whose generations hold two and one more
     for number, name in enumerate(keys[:3]):
         ghost.remember(name, number, number)
-    assert [ghost.recall(name) for name in keys[:4]] == [(0, 0), (1, 1), (2, 2), (-1, 0)]
+    assert [ghost.packed(name) for name in keys[:4]] == [0 << FAN_BITS | 0, 1 << FAN_BITS | 1, 2 << FAN_BITS | 2, -1]
     assert sorted(ghost.chains(7).tolist()) == [0, 1, 2]
     for number, name in enumerate(keys[3:], start=3):
         ghost.remember(name, number, 0)
-    assert [ghost.recall(name)[0] for name in keys] == [-1, -1, -1, 3, 4, 5]
+    assert [ghost.owner_of(name) for name in keys] == [-1, -1, -1, 3, 4, 5]
     assert forgotten == [0, 1, 2]
 
 

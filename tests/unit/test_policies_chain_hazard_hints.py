@@ -15,7 +15,7 @@ from kvstored.store.policies import ChainHint
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains.features import CHANCES, NEXT_STEPS, Features, features_of, with_hint
 from kvstored.store.policies.chains.hazards import HazardTables, Ladder
-from kvstored.store.policies.chains.hinting import Word
+from kvstored.store.policies.chains.hint_factors import HintFactors
 
 
 def agents(sessions: int) -> Trace:
@@ -45,7 +45,7 @@ def test_hints_that_say_nothing_change_nothing() -> None:
 
 
 def test_a_word_means_something_until_more_is_known() -> None:
-    word, values, bins = Word((0.5, 2.0)), np.array([1, 2]), np.array([3, 3])
+    word, values, bins = HintFactors((0.5, 2.0)), np.array([1, 2]), np.array([3, 3])
     assert word.factors()[:, 0].tolist() == [1.0, 0.5, 2.0]
     word.happened(values, bins, np.array([1000.0, 1000.0]), np.array([3000.0, 100.0]))
     assert word.factors()[:, 3].tolist() == pytest.approx([1.0, 3.0, 0.1], rel=0.1)
@@ -55,7 +55,7 @@ def test_a_word_means_something_until_more_is_known() -> None:
 
 
 def test_what_a_word_says_of_one_age_is_not_said_of_another() -> None:
-    word = Word((1.0,))
+    word = HintFactors((1.0,))
     word.happened(np.array([1, 1]), np.array([2, 20]), np.array([500.0, 500.0]), np.array([1500.0, 500.0]))
     factors = word.factors()[1]
     assert factors[2] == pytest.approx(3.0, abs=0.1) and factors[20] == pytest.approx(1.0, abs=0.1)

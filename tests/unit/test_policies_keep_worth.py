@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstored.lifecycle import Cause
+from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import TraceBuilder
 from kvstored.store.policies import ChainHint, Policy, PolicySettings, ResidencyClass, create
@@ -20,7 +21,7 @@ LATE = 7200 * S  # by then a chain that was used at 0 is worth little
 
 def knowing(shelf: Shelf, keep_worth: float, ttl_s: float | None = None, tier: int = 0) -> Policy:
     """A policy that believes its tables from the first request on."""
-    policy = create(ChainHazard.name, shelf.residency, tier, PolicySettings(ttl_s, keep_worth))
+    policy = create(CHAIN_HAZARD, shelf.residency, tier, PolicySettings(ttl_s, keep_worth))
     trust_at_once(policy)
     return policy
 
@@ -72,7 +73,7 @@ def test_it_names_no_more_than_was_asked_for_and_the_least_worth_first() -> None
 
 
 def test_all_leave_though_few_are_listed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstored.store.policies.chains.keeping._LISTED", 5)
+    monkeypatch.setattr("kvstored.store.policies.chains.expiry._LISTED", 5)
     shelf = Shelf()
     policy = knowing(shelf, WARM_WORTH)
     rows = [row for number in range(30) for row in shelf.chain(10 * number, 10 * number + 1)]
@@ -109,7 +110,7 @@ def test_what_an_engine_will_ask_for_stays_until_it_is_long_overdue() -> None:
     policy = knowing(shelf, WARM_WORTH)
     rows = shelf.chain(1, 2)
     assert policy.expired(LATE, 9) == [rows[-1]]
-    policy.told(0, rows[-1], key(2), ChainHint(due_ns=LATE + 10 * S), LATE)
+    policy.on_hint(0, rows[-1], key(2), ChainHint(due_ns=LATE + 10 * S), LATE)
     assert policy.expired(LATE, 9) == []
     assert policy.expired(LATE + 20 * S, 9) == []
     assert policy.expired(LATE + 120 * S, 9) == [rows[-1]]
@@ -132,7 +133,7 @@ def test_a_shared_prefix_lives_by_the_touches_of_others() -> None:
 
 def test_nothing_expires_by_worth_while_lru_decides() -> None:
     shelf = Shelf()
-    policy = create(ChainHazard.name, shelf.residency, 0, PolicySettings(None, 1e6))
+    policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(None, 1e6))
     rows = shelf.chain(1, 2)
     assert policy.worth(rows[0], LATE) is None
     assert policy.expired(LATE, 9) == []
@@ -172,7 +173,7 @@ def test_above_nvme_the_copy_leaves_and_the_block_stays() -> None:
 def test_keeping_what_is_warm_leaves_nothing_cold() -> None:
     """One unit for both: `keep_worth` of 4 uses an hour is where cold begins."""
     trace = trace_of(sessions(2, 700), every_s=8.0)
-    without, keeping = (Replay(trace, ReplaySettings(ChainHazard.name, 10_000, keep_worth=least)) for least in (0, 4))
+    without, keeping = (Replay(trace, ReplaySettings(CHAIN_HAZARD, 10_000, keep_worth=least)) for least in (0, 4))
     for replay in (without, keeping):
         replay.run()
     now_ns = keeping.clock.monotonic_ns()
@@ -187,7 +188,7 @@ def test_keeping_what_is_warm_leaves_nothing_cold() -> None:
 
 def test_a_replay_gives_up_hits_for_room() -> None:
     trace = trace_of(sessions(2, 700), every_s=8.0)
-    found = [Replay(trace, ReplaySettings(ChainHazard.name, 10_000, keep_worth=least)).run() for least in (0, 2, 8)]
+    found = [Replay(trace, ReplaySettings(CHAIN_HAZARD, 10_000, keep_worth=least)).run() for least in (0, 2, 8)]
     expired = [result.evicted["expired"] for result in found]
     held = [result.held_block_s.sum() for result in found]
     hits = [result.hits.sum() for result in found]
@@ -199,7 +200,7 @@ def test_a_replay_gives_up_hits_for_room() -> None:
 def test_the_guard_does_not_hold_chosen_room_against_the_policy() -> None:
     """LRU with room for everything hits more than what was told to hold less; that is no reason to fill the tier."""
     trace = trace_of(sessions(2, 1500), every_s=8.0)
-    replay = Replay(trace, ReplaySettings(ChainHazard.name, 10_000, keep_worth=8))
+    replay = Replay(trace, ReplaySettings(CHAIN_HAZARD, 10_000, keep_worth=8))
     verdicts = []
     expire = replay._expire
 
@@ -218,7 +219,7 @@ def test_blocks_held_are_counted_over_time(expires: dict[str, float]) -> None:
     builder = TraceBuilder("made", "made", 64)
     for at_s, blocks in ((0, [1, 2, 3]), (10, [4]), (40, [5])):
         builder.add(at_s * S, blocks)
-    policy = ChainHazard.name if "keep_worth" in expires else "lru"  # nothing is known so early: nothing expires
+    policy = CHAIN_HAZARD if "keep_worth" in expires else "lru"  # nothing is known so early: nothing expires
     settings = ReplaySettings(policy, 100, **expires)  # type: ignore[arg-type]  # names of floats
     assert Replay(builder.build(), settings).run().held_block_s.tolist() == pytest.approx([0, 30, 120])
 

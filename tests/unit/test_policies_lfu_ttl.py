@@ -5,6 +5,7 @@ import pytest
 from kvstored.lifecycle import Cause
 from kvstored.store.policies import PolicySettings, Share, create
 from tests.reference.blocks import Shelf
+from tests.reference.policies import victims
 
 S = 1_000_000_000
 
@@ -15,7 +16,7 @@ def test_frequency_outranks_recency() -> None:
     for _ in range(3):
         often = shelf.chain(0)[0]
     once = shelf.chain(1)[0]
-    assert list(policy.victims(1, 9)) == [once, often]
+    assert victims(policy, 1, 9) == [once, often]
 
 
 def test_what_was_popular_once_gives_way_after_some_generations() -> None:

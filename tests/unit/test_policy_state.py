@@ -12,6 +12,7 @@ import pytest
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.lifetime.usage_file import FILE, FORMAT, UsageFile
+from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.policies import POLICIES, Origin, Policy, create, joined, succeed
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains import state as chain_state
@@ -19,7 +20,7 @@ from kvstored.telemetry import Counters
 from tests.reference.blocks import Shelf, key
 from tests.reference.policy_state import carried, exported
 
-NAME = ChainHazard.name
+NAME = CHAIN_HAZARD
 SYSTEM_PROMPT = 10**6
 
 

@@ -116,15 +116,15 @@ def test_eviction_takes_them_in_the_same_order_as_one_by_one(policy: str, length
     assert sorted(orders[0]) == sorted(orders[1])
 
 
-def test_what_leaves_dram_again_is_as_cold_as_it_was() -> None:
+def test_what_leaves_dram_again_is_a_bulk_row_as_before() -> None:
     residency = adopted(list(chains(3)))
     row = residency.find(0, key_of(2))
     residency.attach(row, HOST, Slot(1 << 20, 0, 8192, 1), 2, filling=True)
-    assert residency.find(0, key_of(2)) == row and residency.tenants[0].cold_blocks == 2
+    assert residency.find(0, key_of(2)) == row and residency.tenants[0].bulk_blocks == 2
     residency.publish(row, HOST, 2)
     assert residency.tier_mask(row) == 0b11
     residency.detach(row, HOST)
-    assert residency.tenants[0].cold_blocks == 3 and not residency.tenants[0].readable
+    assert residency.tenants[0].bulk_blocks == 3 and not residency.tenants[0].readable
     assert residency.find(0, key_of(2)) == row and residency.key(row) == key_of(2)
     assert check(residency) == []
 
@@ -158,7 +158,7 @@ def test_new_blocks_hang_on_adopted_ones() -> None:
     row = residency.insert(0, key_of(3), key_of(2), fingerprint_id=7, group=0, depth=3, payload_bytes=4096, now_ns=3)
     residency.attach(row, HOST, Slot(1 << 20, 0, 8192, 1), 3)
     parent = residency.find(0, key_of(2))
-    assert residency.parent(row) == parent and not residency.may_leave(parent, NVME)
+    assert residency.parent(row) == parent and not residency.is_evictable(parent, NVME)
     assert len(residency.find_run(0, keys_of(0, 4))) == 4
     assert check(residency) == []
 

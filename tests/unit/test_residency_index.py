@@ -151,7 +151,7 @@ def test_pins_hold_a_block(shelf: Shelf) -> None:
     shelf.residency.pin(row)
     shelf.residency.pin(row)
     shelf.residency.unpin(row)
-    assert not shelf.residency.may_leave(row, HOST)
+    assert not shelf.residency.is_evictable(row, HOST)
     with pytest.raises(RuntimeError, match="pinned"):
         shelf.residency.remove(row, Cause.EXPIRED, 3)
     shelf.residency.unpin(row)

@@ -9,7 +9,7 @@ import pytest
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.simulator.hints import _STEPS, _TOOL_STEPS, NO_HINTS, Hints, _steps, made_up, parse_hints
 from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Op, Told, Trace, TraceBuilder
+from kvstored.simulator.trace import Op, RecordedHint, Trace, TraceBuilder
 from kvstored.store.policies import ChainHint
 from tests.unit.test_policies_chain_hazard import mixed_trace
 
@@ -89,11 +89,11 @@ def recorded() -> Trace:
     builder = TraceBuilder("t", "kvstored", 64)
     builder.add(1_000_000_000, ["a", "b"], op=Op.GET)
     builder.add(1_000_000_000, ["a", "b"], op=Op.PUT)
-    builder.tell(Told(2, 1_500_000_000, 0, -1, answer_tokens=70), ["a", "b"])
-    builder.tell(Told(2, 1_500_000_000, 0, -1, will_continue=0.1), ["a"])
-    builder.tell(Told(2, 1_500_000_000, 0, -1, due_in_ns=250), ["a", "b", "new"])
+    builder.add_hint(RecordedHint(2, 1_500_000_000, 0, -1, answer_tokens=70), ["a", "b"])
+    builder.add_hint(RecordedHint(2, 1_500_000_000, 0, -1, will_continue=0.1), ["a"])
+    builder.add_hint(RecordedHint(2, 1_500_000_000, 0, -1, due_in_ns=250), ["a", "b", "new"])
     builder.add(2_000_000_000, ["c"], tenant=1, op=Op.GET)
-    builder.tell(Told(3, 9_000_000_000, 1, -1, next_step=2), ["c"])
+    builder.add_hint(RecordedHint(3, 9_000_000_000, 1, -1, next_step=2), ["c"])
     builder.add(4_000_000_000, ["a", "b"])
     return builder.build()
 
@@ -102,7 +102,7 @@ def test_what_was_recorded_is_told_again_in_its_place() -> None:
     trace = recorded()
     replay = Replay(trace, ReplaySettings("lru", 10))
     told: list[object] = []
-    replay.policy.told = lambda tenant, row, key, hint, now_ns: told.append(  # type: ignore[method-assign]
+    replay.policy.on_hint = lambda tenant, row, key, hint, now_ns: told.append(  # type: ignore[method-assign]
         (tenant, row >= 0, key, hint, now_ns / 1e9, replay.clock.monotonic_ns() / 1e9)
     )
     result = replay.run()
@@ -135,7 +135,7 @@ def test_a_recorded_answer_reaches_the_policys_classes() -> None:
         builder = TraceBuilder("t", "kvstored", 64)
         builder.add(0, ["a", "b", "c"], input_tokens=192, op=Op.GET)
         builder.add(0, ["a", "b", "c"], op=Op.PUT)
-        builder.tell(Told(2, 10**9, 0, -1, answer_tokens=tokens), ["a", "b", "c"])
+        builder.add_hint(RecordedHint(2, 10**9, 0, -1, answer_tokens=tokens), ["a", "b", "c"])
         builder.add(2 * 10**9, ["x"], op=Op.GET)
         replay = Replay(builder.build(), ReplaySettings("chain-hazard", 8))
         replay.run()

@@ -16,7 +16,8 @@ from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
 from kvstored.simulator import replay
 from kvstored.simulator.machine import load_machine
-from kvstored.simulator.node import NodeSettings, serve_trace
+from kvstored.simulator.node import serve_trace
+from kvstored.simulator.node_store import NodeSettings
 from kvstored.simulator.plan import BASELINE, ORCHESTRATED, Plan
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.worth import models
@@ -70,7 +71,7 @@ def test_admissions_come_from_where_the_daemon_has_them() -> None:
 
 # Mode timing
 
-MOVES = {"residency", "policies", "rooms", "leases", "mover", "promoter", "writeback", "cut_off", "damage", "breaker"}
+MOVES = {"residency", "policies", "rooms", "leases", "mover", "promoter", "writeback", "orphans", "damage", "breaker"}
 
 
 def kinds(value: object) -> object:

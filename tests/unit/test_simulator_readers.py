@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.retelling import told_before
-from kvstored.simulator.trace import Told, Trace, TraceBuilder, TraceError
+from kvstored.simulator.recorded_hints import hints_before
+from kvstored.simulator.trace import RecordedHint, Trace, TraceBuilder, TraceError
 from tests.reference.traces import sessions, trace_of, write_claude_code, write_mooncake
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16  # keys, as a recording writes them
@@ -239,15 +239,15 @@ def test_a_recorded_hint_keeps_its_place_between_the_requests(tmp_path: Path) ->
     )
     trace = read(path, "kvstored")
     told = (
-        Told(1, 100_000_000, 0, 1, answer_tokens=17),
-        Told(2, 300_000_000, 0, 2, will_continue=0.0, next_step=2, due_in_ns=5_000_000),
-        Told(2, 400_000_000, 0, 1, due_in_ns=7_000_000),
+        RecordedHint(1, 100_000_000, 0, 1, answer_tokens=17),
+        RecordedHint(2, 300_000_000, 0, 2, will_continue=0.0, next_step=2, due_in_ns=5_000_000),
+        RecordedHint(2, 400_000_000, 0, 1, due_in_ns=7_000_000),
     )
-    assert trace.told == told, "of a chain that nobody has asked for yet nothing is told but when what is there is due"
+    assert trace.hints == told, "of a chain that nobody has asked for yet nothing is told but when what is there is due"
     assert trace.requests == 2 and trace.distinct_blocks == 3
-    assert [list(told_before(trace, at)) for at in range(3)] == [[], [told[0]], [*told[1:]]]
-    assert trace.part(0, 1).told == told[:1]
-    assert trace.part(1, 2).told == (told[1]._replace(before=1, block=0),), "its blocks are not in that part"
+    assert [list(hints_before(trace, at)) for at in range(3)] == [[], [told[0]], [*told[1:]]]
+    assert trace.part(0, 1).hints == told[:1]
+    assert trace.part(1, 2).hints == (told[1]._replace(before=1, block=0),), "its blocks are not in that part"
 
 
 def test_a_hint_that_names_the_end_of_a_chain_alone_says_nothing_of_the_chain(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_hint_that_names_the_end_of_a_chain_alone_says_nothing_of_the_chain(tm
     )
     trace = read(path, "kvstored")
     assert trace.blocks.tolist() == [0, 1, 2, 0, 1, 2]
-    assert trace.told == (Told(1, 200_000_000, 0, 2, answer_tokens=4),), "a newer engine's word is none"
+    assert trace.hints == (RecordedHint(1, 200_000_000, 0, 2, answer_tokens=4),), "a newer engine's word is none"
 
 
 def test_a_part_of_a_cut_file_is_cut(tmp_path: Path) -> None:
@@ -273,11 +273,11 @@ def test_a_part_of_a_cut_file_is_cut(tmp_path: Path) -> None:
 def test_what_was_told_stays_with_its_block_where_requests_are_sorted() -> None:
     builder = TraceBuilder("t", "kvstored", 64)
     builder.add(3, ["x", "y"])
-    builder.tell(Told(1, 3, 0, -1, answer_tokens=9), ["x", "y"])
+    builder.add_hint(RecordedHint(1, 3, 0, -1, answer_tokens=9), ["x", "y"])
     builder.add(1, ["z"])
     trace = builder.build()
     assert trace.blocks.tolist() == [0, 1, 2]
-    assert trace.told == (Told(2, 3, 0, 2, answer_tokens=9),)
+    assert trace.hints == (RecordedHint(2, 3, 0, 2, answer_tokens=9),)
 
 
 def test_blocks_have_keys_of_their_own() -> None:

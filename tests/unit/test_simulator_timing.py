@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvstored.clock import NS_PER_S
 from kvstored.config import load_config
 from kvstored.simulator.machine import Compute, Machine, MediumSpec
-from kvstored.simulator.node import Node, NodeSettings, overlapped_s, serve_trace
-from kvstored.simulator.node_store import NodeStore
+from kvstored.simulator.node import Node, overlapped_s, serve_trace
+from kvstored.simulator.node_store import NodeSettings, NodeStore
 from kvstored.simulator.plan import ABLATIONS, BASELINE, BASELINE_EAGER, BASELINES, ENGINE_ALONE, ORCHESTRATED, Plan
 from kvstored.simulator.timing import TimingStudy
 from kvstored.simulator.trace import Op, Trace, TraceBuilder

@@ -26,7 +26,7 @@ def used_shelf() -> Shelf:
     rows = [shelf.store(number, tier=NVME) for number in range(1, BLOCKS + 1)]
     for number, row in enumerate(rows, 1):
         for _ in range(number):
-            shelf.residency.touch(row, number * NS_PER_S)
+            shelf.residency.touch_run([row], number * NS_PER_S)
     return shelf
 
 

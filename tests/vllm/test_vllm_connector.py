@@ -69,7 +69,7 @@ def reader(known: dict[str, Known], start_engine: StartEngine) -> Iterator[Engin
 def test_the_daemon_was_told_how_long_the_answers_were(daemon: RunningDaemon, known: dict[str, Known]) -> None:
     def told() -> list[tuple[int, int]]:
         trace = read_trace(daemon.directory / RECORDING, "kvstored", ReadOptions(), lambda done, total: None)
-        return [(each.answer_tokens, int(trace.depths[each.block])) for each in trace.told]
+        return [(each.answer_tokens, int(trace.depths[each.block])) for each in trace.hints]
 
     most = 2 * len(known)  # the last one may end with its engine
     assert eventually(lambda: len(told()) >= most - 1)

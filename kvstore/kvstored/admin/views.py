@@ -24,7 +24,7 @@ from kvstored.store.endurance import EnduranceAccount
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Policy
 from kvstored.store.tiering import MAPPED
-from kvstored.store.transfer.mover import Mover
+from kvstored.store.transfer.link import Mover
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 

@@ -93,4 +93,4 @@ class Integrity:
         chains = snapshot(self._store.residency)
         orphans = none_of(tiers) if chains is None else await asyncio.to_thread(find, chains, tiers)
         self.report.orphaned_blocks = len(orphans.tokens)
-        self._store.cut_off.replace(orphans.by_tier)
+        self._store.orphans.replace(orphans.by_tier)

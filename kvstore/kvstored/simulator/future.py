@@ -1,8 +1,9 @@
 """What only a simulator knows: when each block is used next, and a policy that uses it.
 
 `Clairvoyant` is Belady's MIN (IBM Systems Journal 5(2), 1966) with bypass for chains: it evicts the block whose next
-use is farthest away, the deeper one of two, so that leaves go first; a block just stored may go at once. With blocks
-of one size no policy has more prefix-closed hits. Never in a daemon: it is not in the registry of policies.
+use is farthest away, the deeper one of two, so that leaves are evicted first; a block just stored may be evicted at
+once. With blocks of one size no policy has more prefix-closed hits. Never in a daemon: it is not in the registry of
+policies.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Clairvoyant(Policy):
     name = "clairvoyant"
 
     def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
-        self._urgency = array("q")  # by row; -1: not here. The larger, the sooner it goes
+        super().__init__(residency, tier, settings, self.name)
+        self._urgency = array("q")  # by row; -1: not here. The larger, the sooner it is evicted
         self._heap: list[int] = []  # -(urgency << row bits | row); stale entries stay until they are met
         self._rows = 0
 
@@ -84,7 +85,7 @@ class Clairvoyant(Policy):
     # Decisions
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        """Rows of a replay are never pinned, and by urgency children come before parents: the top may leave."""
+        """Rows of a replay are never pinned, and by urgency children come before parents: the top may be evicted."""
         heap, urgency = self._heap, self._urgency
         while heap:
             entry = -heap[0]

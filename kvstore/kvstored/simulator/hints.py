@@ -1,8 +1,8 @@
-"""What an engine could tell of what follows, made up from the trace with a stated quality.
+"""Hints that an engine could give, made up from the trace with a stated quality.
 
 `will-continue:AUC` gives each request, when it ends, a chance in five steps that its session goes on; a session that
-does outscores one that does not with probability AUC. `tool-call:AUC` tells in the same way why the engine stopped: a
-tool call, after which it goes on within a minute, the end of a turn, or nothing. `queue:S` tells of requests S seconds
+does outscores one that does not with probability AUC. `tool-call:AUC` says in the same way why the engine stopped: a
+tool call, after which it goes on within a minute, the end of a turn, or nothing. `queue:S` announces requests S seconds
 before they are looked up, as a scheduler with a queue could. All use the future, which is what they are: an
 experiment in what hints are worth. Without them nothing in a replay does.
 """
@@ -62,7 +62,7 @@ def parse_hints(text: str, seed: int) -> Hints:
 
 
 def made_up(trace: Trace, hints: Hints) -> list[ChainHint | None]:
-    """For each request what is told when it ends; None throughout without such hints.
+    """For each request the hint when it ends; None throughout without such hints.
 
     A session goes on when a later request uses the last block but one (the last is often partial) of this one.
     """

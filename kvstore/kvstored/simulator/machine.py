@@ -1,4 +1,4 @@
-"""A machine to simulate: what computes, and the media that blocks lie on, read from a profile.
+"""A machine to simulate: what computes, and the media that hold blocks, read from a profile.
 
 Owns the shape of a profile, the time that computing a prompt takes, and how much room an engine has for blocks. Never
 moves anything: `media` does. Profiles that ship stand in `profiles/`, each number with where it comes from.
@@ -53,7 +53,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`link` is between `engine_tier`, where K/V of running requests lies, and the first tier of the store."""
+    """`link` is between `engine_tier`, where K/V of running requests is, and the first tier of the store."""
 
     name: str
     compute: Compute

@@ -3,7 +3,7 @@
 A transfer passes two media. It queues, first come first served, at the slower of the two; the other one only counts its
 bytes. There it first takes one of `parallel` places, waits out the latency, then has the medium to itself for as long
 as its bytes take. So many small transfers are bound by latency and places, few large ones by bandwidth. Everything
-about a transfer is known when it comes, since nobody overtakes. Pure: times are arguments.
+about a transfer is known when it comes, since transfers keep their order. Pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ class Medium:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """When a transfer was asked for, when its bytes began to move, and when the last had arrived."""
+    """When the bytes of a transfer begin to move, and when the last has arrived."""
 
-    asked_ns: int
     begin_ns: int
     end_ns: int
 
@@ -94,4 +93,4 @@ class SimulatedLane:
         self.transfers += 1
         self.waited_ns += begin_ns - medium.latency_ns - now_ns
         self.moved.append((end_ns, nbytes))
-        return Passage(now_ns, begin_ns, end_ns)
+        return Passage(begin_ns, end_ns)

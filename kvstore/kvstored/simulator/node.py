@@ -2,7 +2,7 @@
 
 Owns the queue (first come, first served, one prompt at a time, as the prefill side of a node that decodes elsewhere),
 what overlaps with what, and when a request's first token is there. Where blocks are and how they move is the store's.
-Causal: nobody knows of a request before it has arrived. Invariant: with `weighs` bringing blocks back never takes
+Causal: nothing depends on a request before it has arrived. Invariant: with `weighs` bringing blocks back never takes
 longer than computing them would, since both race and the first to be done counts.
 """
 
@@ -11,44 +11,24 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvstored.clock import NS_PER_S, ManualClock
-from kvstored.simulator.machine import ENGINE, Machine
+from kvstored.simulator.engine_reports import ANSWER_TOKEN_NS
+from kvstored.simulator.machine import ENGINE
 from kvstored.simulator.media import Medium
-from kvstored.simulator.node_store import NodeStore, StoreSettings
+from kvstored.simulator.node_store import NodeSettings, NodeStore
 from kvstored.simulator.plan import Plan
 from kvstored.simulator.pool import EnginePool
 from kvstored.simulator.served import Served
-from kvstored.simulator.telling import ANSWER_TOKEN_NS
 from kvstored.simulator.trace import Op, Trace
 from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
 from kvstored.simulator.visit import Visit
-from kvstored.simulator.worth import Model
-from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.policies import Policy
 
 RACE_TOKENS = 512  # computed at once before looking again what has been loaded meanwhile
 TICK_S = 0.5  # the daemon's maintenance looks five times as often; nothing that it watches needs that here
 FIRST_SAMPLES_S = 0.1  # apart; twice as far whenever there are too many
 MOST_SAMPLES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSettings:
-    """`tiers`: media of the store and their bytes, fastest first. `speed`: arrivals so many times as fast."""
-
-    machine: Machine
-    model: Model
-    tiers: tuple[tuple[str, int], ...]
-    pool_bytes: int
-    policy: str
-    admission: str = "always"
-    ttl_s: float | None = None
-    ghost_keys: int = DEFAULT_GHOST_KEYS
-    speed: float = 1.0
-    keep_worth: float = 0.0
-    policy_below: str | None = None  # of the second tier; None: the daemon's default
 
 
 def serve_trace(trace: Trace, settings: NodeSettings, plan: Plan, progress: Callable[[int, int], None]) -> Node:
@@ -74,11 +54,7 @@ class Node:
         tenants = int(trace.tenants.max()) + 1
         self.store: NodeStore | None = None
         if plan.has_store:
-            wanted = StoreSettings(
-                tuple(nbytes for _, nbytes in settings.tiers), block_bytes, settings.policy, settings.admission,
-                settings.ttl_s, settings.ghost_keys, settings.keep_worth, settings.policy_below,
-            )  # fmt: skip
-            self.store = NodeStore(wanted, loop, clock, self.media, tenants)
+            self.store = NodeStore(settings, block_bytes, loop, clock, self.media, tenants)
         self.pool = EnginePool(settings.pool_bytes // block_bytes, block_bytes)
         for number in range(tenants):
             self.pool.residency.tenant(f"tenant-{number}")
@@ -130,7 +106,7 @@ class Node:
         self._arrived.set()
 
     def _expect(self, visit: Visit) -> None:
-        """A request has come into the queue. (A recorded put waits in it for the requests before it: they computed what
+        """A request has entered the queue. (A recorded put waits in it for the requests before it: they computed what
         it stores.)
         """
         self.served.visits.append(visit)
@@ -141,7 +117,7 @@ class Node:
             self._call_next()
 
     async def _stage(self, visit: Visit) -> None:
-        """Before its turn: what lies below moves up, and for the next in line everything moves to the engine."""
+        """Before its turn: blocks in slower tiers move up, and for the next in line everything moves to the engine."""
         assert self.store is not None
         self.store.prefetch(visit, self.pool.leading(visit.tenant, visit.keys))
         await visit.is_near.wait()
@@ -171,7 +147,7 @@ class Node:
             self._waiting -= 1
             self._has_begun = False
             await self._serve(visit)
-            visit.is_near.set()  # whatever came of it, nothing of it waits any longer
+            visit.is_near.set()  # served or not, nothing of it waits any longer
             done += 1
             if done % 16 == 0:
                 progress(visit.number, self.trace.requests)
@@ -190,7 +166,7 @@ class Node:
         visit.end_ns = self._now_ns()
         if self.store is not None:
             await self.store.end_get(visit)
-            self._tell_answer(visit, self.store)
+            self._report_answer(visit, self.store)
         if self.store is None or visit.op is Op.GET:
             self._let_go(visit)
         else:
@@ -208,13 +184,13 @@ class Node:
         return True
 
     def _copy(self, visit: Visit, blocks: int) -> None:
-        """Blocks that are mapped go to the engine: as they come, or later all at once."""
+        """Blocks that are mapped are copied to the engine: as they arrive, or later all at once."""
         if self.plan.overlaps and self.store is not None:
             passage = self.store.to_engine.send(blocks * self.store.slot_bytes, self._now_ns())
             visit.copied_ns = max(visit.copied_ns, passage.end_ns)
 
     async def _restore(self, visit: Visit) -> None:
-        """Until every block that somebody had is mapped, or computed, or given up."""
+        """Until every block that was stored is mapped, or computed, or given up."""
         if self.plan.weighs:
             await self._race(visit)
         elif not all(visit.ready) and self.store is not None:
@@ -229,7 +205,7 @@ class Node:
             await self._until(self.store.to_engine.send(copied * self.store.slot_bytes, self._now_ns()).end_ns)
 
     async def _race(self, visit: Visit) -> None:
-        """Compute from the head what has not been loaded, while loading goes on from the tail, until the two meet."""
+        """Compute from the head what has not been loaded, while loading proceeds from the tail, until the two meet."""
         size = self.trace.block_tokens
         step = max(1, RACE_TOKENS // size)
         at, end = 0, len(visit.ready)
@@ -314,15 +290,15 @@ class Node:
         if rows is not None:
             self.pool.release(rows)
 
-    def _tell_answer(self, visit: Visit, store: NodeStore) -> None:
-        """The policies hear of the answer when it has been written."""
+    def _report_answer(self, visit: Visit, store: NodeStore) -> None:
+        """Report the answer to the policies when it has been written."""
         if visit.answer_tokens:
             self._loop.at_ns(visit.end_ns + visit.answer_tokens * ANSWER_TOKEN_NS, store.answered, visit)
 
     # Time
 
     async def _sample_all(self) -> None:
-        """Evenly, and never more than a plot can show: how long it will last nobody knows before."""
+        """Evenly, and never more than a plot can show: how long it lasts is not known before."""
         step_s = FIRST_SAMPLES_S
         while True:
             self._sample()
@@ -352,7 +328,7 @@ class Node:
 
 def overlapped_s(copying_s: float, computing_s: float, layers: int) -> float:
     """How long computing takes while blocks are copied, both a layer at a time: a layer starts when its blocks have
-    come and the layer before it has been computed."""
+    arrived and the layer before it has been computed."""
     if not copying_s:
         return computing_s
     return max(copying_s / layers + computing_s, copying_s + computing_s / layers)

@@ -18,11 +18,14 @@ from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, load_config
 from kvstored.config.tiers import MemorySection
+from kvstored.policy_names import ALWAYS
+from kvstored.simulator.machine import Machine
 from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.simulated_client import client_of, offer_of
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.virtual_time import VirtualLoop
 from kvstored.simulator.visit import Visit
+from kvstored.simulator.worth import Model
 from kvstored.store.assembly import Store, make_residency
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.operations import Operations
@@ -39,26 +42,27 @@ _SETTLE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class StoreSettings:
-    """`capacities`: bytes of each tier, fastest first. The policy of the last of several is `policy_below`, by default
-    the daemon's.
-    """
+class NodeSettings:
+    """`tiers`: media of the store and their bytes, fastest first. `speed`: arrivals so many times as fast."""
 
-    capacities: tuple[int, ...]
-    block_bytes: int
+    machine: Machine
+    model: Model
+    tiers: tuple[tuple[str, int], ...]
+    pool_bytes: int
     policy: str
-    admission: str = "always"
+    admission: str = ALWAYS
     ttl_s: float | None = None
     ghost_keys: int = DEFAULT_GHOST_KEYS
+    speed: float = 1.0
     keep_worth: float = 0.0
-    policy_below: str | None = None
+    policy_below: str | None = None  # of the second tier; None: the daemon's default
 
 
-def config_of(settings: StoreSettings) -> Config:
+def config_of(settings: NodeSettings, block_bytes: int) -> Config:
     """The daemon's defaults, at the size of the simulated machine: what it runs on has nothing to do with this one."""
     config = load_config(None, ["host.capacity=512MiB", "host.min_free=0", "nvme.capacity=1GiB"])
     ttl_s = settings.ttl_s or 0
-    first_bytes, *more = settings.capacities
+    first_bytes, *more = (nbytes for _, nbytes in settings.tiers)
     below_bytes = more.pop() if more else 0
     memory = tuple(
         MemorySection(
@@ -79,7 +83,7 @@ def config_of(settings: StoreSettings) -> Config:
         config,
         listed=(host, *memory, nvme),
         limits=replace(
-            config.limits, max_block_bytes=max(config.limits.max_block_bytes, settings.block_bytes),
+            config.limits, max_block_bytes=max(config.limits.max_block_bytes, block_bytes),
             ghosts_per_tenant=settings.ghost_keys,
         ),
     )  # fmt: skip
@@ -89,18 +93,24 @@ class NodeStore:
     """`media`: the engine's link, then the store's tiers, fastest first. `lanes` are all there are between them."""
 
     def __init__(
-        self, settings: StoreSettings, loop: VirtualLoop, clock: ManualClock, media: Sequence[Medium], tenants: int
+        self,
+        settings: NodeSettings,
+        block_bytes: int,
+        loop: VirtualLoop,
+        clock: ManualClock,
+        media: Sequence[Medium],
+        tenants: int,
     ) -> None:
         link, first, *rest = media
         self._loop, self._clock = loop, clock
-        self.slot_bytes = slot_bytes(settings.block_bytes)
-        self._block_bytes = settings.block_bytes
+        self.slot_bytes = slot_bytes(block_bytes)
+        self._block_bytes = block_bytes
         self._expires = settings.ttl_s is not None or settings.keep_worth > 0
         top = first.spec.name
         self.to_engine = SimulatedLane(f"{top}→engine", first, link)
         self.from_engine = SimulatedLane(f"engine→{top}", link, first)
         self.lanes = [self.to_engine, self.from_engine]
-        config = config_of(settings)
+        config = config_of(settings, block_bytes)
         host, *below = config.tiers
         self.tiers = [
             SimulatedTier(
@@ -141,8 +151,8 @@ class NodeStore:
     # Getting
 
     def prefetch(self, visit: Visit, in_pool: int) -> None:
-        """Let what is in slower tiers move up, the last block first; nobody waits for it. The first `in_pool` blocks
-        are with the engine."""
+        """Let what is in slower tiers move up, the last block first; no request waits for it. The first `in_pool`
+        blocks are with the engine."""
         residency, promoter = self.store.residency, self.store.promoter
         rows = residency.find_keys(self._clients[visit.tenant].tenant_id, visit.keys)
         rows = promoter.reachable_run(rows)
@@ -190,7 +200,7 @@ class NodeStore:
         visit.changed.set()
 
     async def end_get(self, visit: Visit) -> None:
-        """The engine has its copy: everything that was held may leave."""
+        """The engine has its copy: everything that was held may be evicted."""
         if visit.loading is not None and visit.answers is not None:
             visit.loading.cancel()
             await asyncio.wait([visit.loading])
@@ -199,7 +209,7 @@ class NodeStore:
         visit.leases.clear()
 
     def answered(self, visit: Visit) -> None:
-        """The policies hear that the request has ended."""
+        """Notify the policies that the request has ended."""
         for policy in self.store.policies:
             policy.answered(visit.number, visit.answer_tokens, self._clock.monotonic_ns())
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import Cause
+from kvstored.policy_names import LRU
 from kvstored.store.blocks import Residency
 from kvstored.store.policies import create
 
 POOL = 0
-POLICY = "lru"
 
 
 class EnginePool:
@@ -23,8 +23,8 @@ class EnginePool:
     def __init__(self, capacity_blocks: int, block_bytes: int) -> None:
         self.capacity_blocks = capacity_blocks
         self._block_bytes = block_bytes
-        self.residency = Residency((POLICY,))
-        self.policy = create(POLICY, self.residency, POOL)
+        self.residency = Residency((LRU,))
+        self.policy = create(LRU, self.residency, POOL)
         self._free: list[Slot] = []
         self._made = 0
 
@@ -34,7 +34,7 @@ class EnginePool:
 
     def hold(self, tenant: int, keys: Sequence[bytes], now_ns: int) -> tuple[int, list[int]] | None:
         """Room for the whole chain: how many leading blocks were there already, and the rows of all, pinned until
-        `release`. None when blocks that others hold leave no room now."""
+        `release`. None when there is no room beside the blocks that others hold."""
         residency = self.residency
         rows = residency.find_keys(tenant, keys)
         residency.pin_run(rows)
@@ -58,7 +58,7 @@ class EnginePool:
         return here, rows
 
     def release(self, rows: Sequence[int]) -> None:
-        """Rows that were held may leave again."""
+        """Rows that were held may be evicted again."""
         for row in rows:
             self.residency.unpin(row)
 

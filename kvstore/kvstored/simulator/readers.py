@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstored.clients.codes import known_step
-from kvstored.simulator.trace import Op, Told, Trace, TraceBuilder, TraceError
+from kvstored.simulator.trace import Op, RecordedHint, Trace, TraceBuilder, TraceError
 
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
@@ -55,7 +55,7 @@ def read_trace(path: Path, format_name: str, options: ReadOptions, progress: Pro
 
 def lines_of(path: Path, progress: Progress, *, cut: Callable[[int], None] | None = None) -> Iterator[tuple[int, Any]]:
     """Each line's number and its JSON value. Empty lines are left out. `cut`: a file whose writer was killed ends with
-    its last whole line, whose number is told. A pipe does as well as a file; nothing is known of its length.
+    its last whole line, whose number it is called with. A pipe does as well as a file; nothing is known of its length.
     """
     total = path.stat().st_size
     with path.open("rb") as raw:
@@ -230,7 +230,7 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
                     input_tokens=_tokens(row.get("i", 0), "i"), op=read_op, space=tenant,
                 )  # fmt: skip
             elif op == "hint":
-                builder.tell(_told(row, len(builder), time_ns, tenant), chain, space=tenant)
+                builder.add_hint(_recorded_hint(row, len(builder), time_ns, tenant), chain, space=tenant)
             else:
                 raise TraceError(f"operation {op!r} is unknown")
     if builder is None:
@@ -238,14 +238,14 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
     return replace(builder.build(), cut_after=cut_after[0] if cut_after else None)
 
 
-def _told(row: dict[str, Any], before: int, time_ns: int, tenant: int) -> Told:
+def _recorded_hint(row: dict[str, Any], before: int, time_ns: int, tenant: int) -> RecordedHint:
     """A recorded hint; of which block is not known yet."""
     chance = row.get("w")
     if chance is not None and not 0.0 <= _number(chance, "w") <= 1.0:
         raise TraceError(f"w, the chance that a chain goes on, is {_shown(chance)}")
     step, tokens = (_whole(row.get(name, 0), name, 1 << 32) for name in ("s", "a"))
     due_in_ns = _whole(row["d"], "d", 1 << 32) * NS_PER_MS if "d" in row else None
-    return Told(before, time_ns, tenant, -1, chance, known_step(step), tokens, due_in_ns)
+    return RecordedHint(before, time_ns, tenant, -1, chance, known_step(step), tokens, due_in_ns)
 
 
 def _whole(value: Any, name: str, below: int) -> int:
@@ -255,8 +255,8 @@ def _whole(value: Any, name: str, below: int) -> int:
 
 
 def _recorded_chain(parents: dict[str, str], before: str, packed: str, *, learns: bool) -> list[str]:
-    """The whole chain of a line: the known ancestors of `before`, then its own keys. A key that nobody recorded the
-    ancestors of begins a chain. Not `learns`: what the line says of ancestors may be a part of them.
+    """The whole chain of a line: the known ancestors of `before`, then its own keys. A key without recorded
+    ancestors begins a chain. Not `learns`: what the line says of ancestors may be a part of them.
     """
     if not (isinstance(before, str) and isinstance(packed, str)):
         raise TraceError("p and k are keys in hex digits")

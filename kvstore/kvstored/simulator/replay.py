@@ -4,7 +4,7 @@ Drives the production Residency, Policy and Admission. A request looks up the le
 resident (that many are hits), then uses and stores all of its blocks, then the policy evicts down to the capacity.
 A recorded get or put does what the daemon did for it: the get says what it missed, the put makes room block by block
 before it stores, unless the policy would rather keep what is there.
-Causal: nothing in here but the clairvoyant is told of a later request. Counts blocks; what they are worth in bytes and
+Causal: nothing in here but the clairvoyant knows of a later request. Counts blocks; what they are worth in bytes and
 compute is `worth`'s.
 """
 
@@ -21,10 +21,11 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
+from kvstored.policy_names import ALWAYS
+from kvstored.simulator.engine_reports import EngineReports
 from kvstored.simulator.future import Clairvoyant, next_uses
 from kvstored.simulator.hints import NO_HINTS, Hints
-from kvstored.simulator.retelling import retell, told_before
-from kvstored.simulator.telling import Telling
+from kvstored.simulator.recorded_hints import hints_before, replay_hint
 from kvstored.simulator.trace import Op, Trace
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
@@ -36,7 +37,6 @@ _EXPIRED_AT_ONCE = 64
 _TICK_NS = 1_000_000_000  # between two looks for what has expired, while no request comes;
 _TICKS_MAX = 64  # and no more looks than this between two requests
 _PART_BLOCKS = 32  # of a put are published together
-_NO_ADMISSION = "always"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ReplaySettings:
 
     policy: str
     capacity_blocks: int
-    admission: str = _NO_ADMISSION
+    admission: str = ALWAYS
     ttl_s: float | None = None
     ghost_keys: int = DEFAULT_GHOST_KEYS
     block_bytes: int = 1
@@ -91,9 +91,9 @@ class Replay:
         self._stored = self._refused = self._evicted = self._expired = self._bypassed = 0
         self._slots: list[Slot] = []  # free
         self._slots_made = 0
-        self._telling: Telling | None = None
-        if type(self.policy).expect is not Policy.expect:  # to others it would be told in vain
-            self._telling = Telling(trace, settings.hints, self.policy, self.residency, self._tenants)
+        self._reports: EngineReports | None = None
+        if type(self.policy).expect is not Policy.expect:  # other policies make no use of it
+            self._reports = EngineReports(trace, settings.hints, self.policy, self.residency, self._tenants)
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ReplayResult:
         """The whole trace, once."""
@@ -111,11 +111,11 @@ class Replay:
                 progress(at, trace.requests)
             first, last = starts[at], starts[at + 1]
             asked = [keys[block] for block in trace.blocks[first:last].tolist()]
-            held_block_s[at] = self._retell(at) if trace.told else 0.0
+            held_block_s[at] = self._replay_hints(at) if trace.hints else 0.0
             held_block_s[at] += self._pass_until(times[at] - times[0])
             now_ns = self.clock.set_ns(times[at] - times[0])
-            if self._telling is not None:
-                self._telling.begins(at, now_ns)
+            if self._reports is not None:
+                self._reports.begins(at, now_ns)
             hits[at] = self.request(
                 asked, op_of[ops[at]], self._tenants[tenants[at]], now_ns, first, int(trace.input_tokens[at])
             )
@@ -135,19 +135,19 @@ class Replay:
         while then_ns < now_ns:
             last_ns, then_ns = then_ns, min(then_ns + step_ns, now_ns)
             held += self.residency.tier_blocks(TIER) * (then_ns - last_ns)
-            if self._telling is not None:
-                self._telling.ended(then_ns)
+            if self._reports is not None:
+                self._reports.ended(then_ns)
             self._expire(self.clock.set_ns(then_ns))
         return held * 1e-9
 
-    def _retell(self, at: int) -> float:
-        """What a recording's engines told before request `at`, and the blocks held meanwhile, times seconds."""
+    def _replay_hints(self, at: int) -> float:
+        """The hints recorded before request `at`; the blocks held meanwhile, times seconds."""
         trace, clock, held_block_s = self.trace, self.clock, 0.0
         first_ns = int(trace.times_ns[0])
-        for told in told_before(trace, at):
-            then_ns = min(max(told.time_ns - first_ns, clock.monotonic_ns()), int(trace.times_ns[at]) - first_ns)
+        for hint in hints_before(trace, at):
+            then_ns = min(max(hint.time_ns - first_ns, clock.monotonic_ns()), int(trace.times_ns[at]) - first_ns)
             held_block_s += self._pass_until(then_ns)
-            retell(told, trace, self._tenants[told.tenant], self.residency, (self.policy,), clock.set_ns(then_ns))
+            replay_hint(hint, trace, self._tenants[hint.tenant], self.residency, (self.policy,), clock.set_ns(then_ns))
         return held_block_s
 
     def request(
@@ -179,13 +179,13 @@ class Replay:
             first = first_access + skipped
             self.policy.foresee(rows, self._uses[first : first + len(rows)])
         if missing:
-            refused = self._refuse(stored, now_ns) if self.settings.admission != _NO_ADMISSION else 0
+            refused = self._refuse(stored, now_ns) if self.settings.admission != ALWAYS else 0
             self._evict(now_ns)
             self._count(stored, refused)
         return hits
 
     def _count(self, stored: list[int], refused: int) -> None:
-        """What a request brought and what went again at once would not have come (bypass)."""
+        """Blocks that a request stored and that were evicted at once count as not stored (bypass)."""
         mask = self.residency.rows.mask
         kept = [mask[row] for row in stored].count(1 << TIER)
         bypassed = len(stored) - kept - refused
@@ -194,7 +194,7 @@ class Replay:
         self._evicted -= bypassed
 
     def _put(self, keys: list[bytes], present: int, tenant: int, parent: int, now_ns: int) -> None:
-        """Blocks `present` and on, in the order in which the daemon's intake and room do it."""
+        """Blocks `present` and on, in the order in which the daemon's put and room do it."""
         if present == len(keys):
             return
         residency, policy = self.residency, self.policy

@@ -1,7 +1,7 @@
 """Tiers without bytes: the contract of a tier, kept in virtual time, so that the daemon's own movement runs on them.
 
 Owns places and capacity of one simulated medium, and when a transfer completes. Never holds a byte: what is read back
-is not looked at, and no transfer fails. Each place is a container of its own, since nobody maps them.
+is not looked at, and no transfer fails. Each place is a container of its own, since no client maps them.
 """
 
 from __future__ import annotations

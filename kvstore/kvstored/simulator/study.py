@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvstored.policy_names import ALWAYS, LRU
 from kvstored.simulator.future import Clairvoyant
 from kvstored.simulator.hints import NO_HINTS, Hints
 from kvstored.simulator.replay import Replay, ReplayResult, ReplaySettings
@@ -44,10 +45,10 @@ class Study:
     def rows(self, progress: Progress) -> Iterator[Row]:
         """Rows as they are ready, the bounds first."""
         distinct = self.trace.distinct_blocks
-        yield self._row(UNBOUNDED, ReplaySettings("lru", distinct), progress)
+        yield self._row(UNBOUNDED, ReplaySettings(LRU, distinct), progress)
         others = [name for name in self.policies if name not in (Clairvoyant.name, UNBOUNDED)]
         for policy in [Clairvoyant.name, *others]:
-            for admission in self.admissions if policy != Clairvoyant.name else ("always",):
+            for admission in self.admissions if policy != Clairvoyant.name else (ALWAYS,):
                 for blocks in dict.fromkeys(map(self.blocks, self.capacities)):
                     yield self._row(policy, self._settings(policy, admission, blocks), progress)
 

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from kvstored.clock import NS_PER_S
+from kvstored.policy_names import ALWAYS, LRU
 from kvstored.simulator.machine import ENGINE, Machine
-from kvstored.simulator.node import Node, NodeSettings, serve_trace
+from kvstored.simulator.node import Node, serve_trace
+from kvstored.simulator.node_store import NodeSettings
 from kvstored.simulator.plan import ABLATIONS, BASELINES, ENGINE_ALONE, ORCHESTRATED, Plan
 from kvstored.simulator.served import Sample
 from kvstored.simulator.trace import Trace
@@ -24,7 +26,6 @@ from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.policies import BEST, resolve
 
 PERCENTILES = (50, 90, 99)
-PLAIN_POLICY = "lru"
 _SLICES = 100  # of time, for traffic
 _QUANTILES = 200
 Row = dict[str, Any]
@@ -61,7 +62,7 @@ class TimingStudy:
     tiers: tuple[tuple[str, int], ...]
     pool_bytes: int
     policies: tuple[str, ...]
-    admissions: tuple[str, ...] = ("always",)
+    admissions: tuple[str, ...] = (ALWAYS,)
     ttl_s: float | None = None
     ghost_keys: int = DEFAULT_GHOST_KEYS
     speed: float = 1.0
@@ -73,7 +74,7 @@ class TimingStudy:
     def run(self, progress: Progress) -> Iterator[Timed]:
         """Results as they are ready: the engine alone, the baselines (with one tier they are one), then what is
         compared with them."""
-        runs = [(plan, PLAIN_POLICY, "always") for plan in (ENGINE_ALONE, *BASELINES[: len(self.tiers)])]
+        runs = [(plan, LRU, ALWAYS) for plan in (ENGINE_ALONE, *BASELINES[: len(self.tiers)])]
         runs += [(ORCHESTRATED, policy, admission) for policy in self.policies for admission in self.admissions]
         runs += [(ABLATIONS[part], self.policies[0], self.admissions[0]) for part in self.without]
         for plan, policy, admission in runs:
@@ -152,7 +153,7 @@ class TimingStudy:
         }
 
     def _hits_by_tier(self, visits: Sequence[Visit]) -> dict[str, int]:
-        """Where blocks were that somebody had, whether or not they were computed again in the end."""
+        """Where blocks were that were stored, whether or not they were computed again in the end."""
         found = {ENGINE: sum(visit.in_pool for visit in visits)}
         for position, (name, _) in enumerate(self.tiers):
             found[name] = sum(visit.found[position] for visit in visits if visit.found)

@@ -33,8 +33,8 @@ class Op(IntEnum):
     PUT = 2  # stored what was missing; not a lookup
 
 
-class Told(NamedTuple):
-    """An engine's hint of the chain that ends with `block`, before request number `before`; None and 0: not told."""
+class RecordedHint(NamedTuple):
+    """An engine's hint of the chain that ends with `block`, before request number `before`; None and 0: not said."""
 
     before: int
     time_ns: int
@@ -48,8 +48,8 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their times, and `told` as well, which only recordings have. `starts` has one entry more
-    than there are requests. `cut_after`: the last line of a file whose end is missing.
+    """Requests in the order of their times, and `hints` as well, which only recordings have. `starts` has one entry
+    more than there are requests. `cut_after`: the last line of a file whose end is missing.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Trace:
     blocks: npt.NDArray[np.uint32]
     parents: npt.NDArray[np.int32]  # by block; -1 for the first of a chain
     depths: npt.NDArray[np.uint32]  # by block
-    told: tuple[Told, ...] = ()
+    hints: tuple[RecordedHint, ...] = ()
     cut_after: int | None = None
 
     @property
@@ -115,9 +115,9 @@ class Trace:
                 output_tokens=int(self.output_tokens[at]),
                 op=Op(int(self.ops[at])),
             )
-        kept = [each for each in self.told if first < each.before <= last]
+        kept = [each for each in self.hints if first < each.before <= last]
         for each in kept:
-            builder.tell(each._replace(before=each.before - first), self.chain(each.block))
+            builder.add_hint(each._replace(before=each.before - first), self.chain(each.block))
         return replace(builder.build(), cut_after=self.cut_after)
 
 
@@ -139,7 +139,7 @@ class TraceBuilder:
         self._times = array("q")
         self._columns: tuple[array[int], ...] = tuple(array("q") for _ in range(6))
         self._kinds: dict[str, int] = {}
-        self._told: list[Told] = []
+        self._hints: list[RecordedHint] = []
 
     def add(
         self,
@@ -180,16 +180,16 @@ class TraceBuilder:
         ):
             column.append(value)
 
-    def tell(self, told: Told, ids: Sequence[Hashable], *, space: Hashable = None) -> None:
-        """`told`, but of the chain of these blocks. Of one whose end no request has asked for yet nothing is told but
-        that a request is due, which will use what there is of it.
+    def add_hint(self, hint: RecordedHint, ids: Sequence[Hashable], *, space: Hashable = None) -> None:
+        """`hint`, but of the chain of these blocks. Of one whose end no request has asked for yet only that a request
+        is due is kept, which will use what there is of it.
         """
         numbers = [self._numbers.get(block_id if space is None else (space, block_id), -1) for block_id in ids]
         if -1 in numbers:
-            numbers = numbers[: numbers.index(-1)] if told.due_in_ns is not None else []
-            told = Told(told.before, told.time_ns, told.tenant, -1, due_in_ns=told.due_in_ns)
+            numbers = numbers[: numbers.index(-1)] if hint.due_in_ns is not None else []
+            hint = RecordedHint(hint.before, hint.time_ns, hint.tenant, -1, due_in_ns=hint.due_in_ns)
         if numbers:
-            self._told.append(told._replace(block=numbers[-1]))
+            self._hints.append(hint._replace(block=numbers[-1]))
 
     def __len__(self) -> int:
         return len(self._times)
@@ -212,17 +212,17 @@ class TraceBuilder:
             times = times[order]
             columns = [column[order] for column in columns]
             blocks, parents, depths, new = _renumbered(blocks, parents, depths)
-            told = sorted(self._told, key=lambda each: each.time_ns)
-            places = np.searchsorted(times, [each.time_ns for each in told], side="right").tolist()
-            self._told = [
+            hints = sorted(self._hints, key=lambda each: each.time_ns)
+            places = np.searchsorted(times, [each.time_ns for each in hints], side="right").tolist()
+            self._hints = [
                 each._replace(before=before, block=int(new[each.block]))
-                for each, before in zip(told, places, strict=True)
+                for each, before in zip(hints, places, strict=True)
             ]
         ops, tenants, kinds, continued, input_tokens, output_tokens = columns
         return Trace(
             self._name, self._format, self._block_tokens, times, ops.astype(np.uint8), tenants, kinds,
             tuple(self._kinds), continued.astype(bool), input_tokens, output_tokens, starts, blocks, parents, depths,
-            tuple(self._told),
+            tuple(self._hints),
         )  # fmt: skip
 
 

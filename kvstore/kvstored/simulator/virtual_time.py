@@ -20,11 +20,11 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Stuck(RuntimeError):
-    """Somebody waits, and nothing is left that could happen: a mistake in a model."""
+    """A task waits, and nothing is left that could happen: a mistake in a model."""
 
 
 class _TimeSelector(selectors.SelectSelector):
-    """Waits for no file: whoever would wait for so long moves the clock on instead."""
+    """Waits for no file: a wait of so long moves the clock on instead."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, clock: ManualClock) -> None:
         self._virtual = clock
         super().__init__(_TimeSelector(clock))
-        self.broken: list[BaseException] = []  # what a callback raised: nobody else would hear of it
+        self.broken: list[BaseException] = []  # what a callback raised: it would be lost otherwise
         self.set_exception_handler(self._note)
 
     def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.Handle:
-        """There is one thread, so nobody has to be woken."""
+        """There is one thread, so no other thread has to be woken."""
         return self.call_soon(callback, *args, context=context)
 
     def now_ns(self) -> int:

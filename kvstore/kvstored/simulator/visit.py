@@ -25,11 +25,11 @@ class Visit:
     answer_tokens: int = 0
     begin_ns: int = 0
     end_ns: int = -1  # -1: not served
-    prefill_ns: int = 0  # computing what nobody had
+    prefill_ns: int = 0  # computing what was not stored
     in_pool: int = 0
     found: list[int] = field(default_factory=list)
     recomputed: int = 0
-    given_up: int = 0  # of those: waited for in vain
+    given_up: int = 0  # of those: not loaded in time
     overhead_ns: int = 0
 
     # While it is on its way
@@ -37,7 +37,7 @@ class Visit:
     leases: list[int] = field(default_factory=list)  # of the store
     loading: asyncio.Task[None] | None = None
     answers: AsyncGenerator[object, None] | None = None  # that the task reads
-    ready: list[bool] = field(default_factory=list)  # by block that somebody had: its bytes are mapped, or computed
+    ready: list[bool] = field(default_factory=list)  # by block that was stored: its bytes are mapped, or computed
     fetched: dict[int, int] = field(default_factory=dict)  # by position of blocks that were prefetched for it: the tier
     is_loading: bool = False
     raced_s: float = 0.0  # spent on computing while blocks were loaded

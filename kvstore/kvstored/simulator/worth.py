@@ -120,7 +120,7 @@ def worth(trace: Trace, hits: npt.NDArray[np.int64], model: Model, first: int = 
 
 
 def worth_of_served(visits: Sequence[Visit], block_tokens: int, model: Model) -> Worth:
-    """Of requests that a node has served. What raced and was computed again lies behind the engine's own blocks; what
+    """Of requests that a node has served. What raced and was computed again is behind the engine's own blocks; what
     was given up is the end of what was there.
     """
     columns = [(each.blocks, each.tokens, each.in_pool, each.hits, each.recomputed - each.given_up) for each in visits]

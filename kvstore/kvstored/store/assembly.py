@@ -1,7 +1,7 @@
 """The storage half of the daemon, put together: tiers, residency, policies, leases, lanes and what moves between them.
 
-`Store` composes and holds; it decides nothing. It knows no socket, no session and no verb, so that whoever brings
-tiers, a clock and a completion queue gets the very movement and the very decisions of the daemon.
+`Store` composes and holds; it decides nothing. It knows no socket, no session and no verb, so that a caller with
+tiers, a clock and a completion queue gets exactly the movement and the decisions of the daemon.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from kvstored.store.policies import Admission, Policy, PolicySettings, create, c
 from kvstored.store.reservations import Reservations
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.backlog import Backlog
-from kvstored.store.transfer.cut_off import CutOff
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.demotion import Demotion
 from kvstored.store.transfer.dram_check import DramCheck
@@ -32,9 +31,10 @@ from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Demoter, Eviction, NoDemotion
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits
-from kvstored.store.transfer.lane import Lane, LaneSettings, Limits, Priority
-from kvstored.store.transfer.link import Link, lane_name
-from kvstored.store.transfer.mover import Mover, Transfer
+from kvstored.store.transfer.items import LaneSettings, Limits, Priority
+from kvstored.store.transfer.lane import Lane
+from kvstored.store.transfer.link import Link, Mover, Transfer, lane_name
+from kvstored.store.transfer.orphan_queue import OrphanQueue
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
 from kvstored.store.transfer.room import Room
@@ -62,8 +62,8 @@ def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
 
 class Store:
     """`residency` may hold recovered blocks already; policies and rooms take them over. `tiers` as in `make_residency`:
-    clients map the first, `host`; `nvme` is the durable one, if any; `keyed` are those addressed by key. What leaves
-    the slowest of the others goes there, and blocks that others stored there can be found."""
+    clients map the first, `host`; `nvme` is the durable one, if any; `keyed` are those addressed by key. Victims
+    of the slowest of the others are demoted there, and blocks that other processes stored there can be found."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Store:
         self.exits: list[SlotExit] = [self.leases, *map(UnmappedExit, self.tiers[1:])]
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
         self.policies = self._make_policies()
-        self.cut_off = CutOff(residency)
+        self.orphans = OrphanQueue(residency)
         self.mover = Mover(self._make_lanes(), completions, clock)
         self.damage = Damage(residency, self.tiers, self.retire, clock, self.counters, lambda: self.writeback)
         self.writeback: WriteBack | None = None
@@ -136,8 +136,8 @@ class Store:
         return demoter, rooms
 
     def _make_rooms_in_memory(self, demoter: Demoter, below: list[Room]) -> list[Room]:
-        """The rooms of all tiers: those in memory, then `below`. What leaves the slowest goes to `demoter`, what leaves
-        another one to the next slower first."""
+        """The rooms of all tiers: those in memory, then `below`. Victims of the slowest are passed to `demoter`,
+        those of another one to the next slower first."""
         rooms = below
         in_memory = self.residency.in_memory
         for position in reversed(range(in_memory)):
@@ -158,7 +158,7 @@ class Store:
 
     @property
     def _write_lane(self) -> str:
-        """Whatever tier a block comes from: the writes of one medium wait in one queue."""
+        """One for all tiers that blocks come from: the writes of one medium wait in one queue."""
         return self._lane_name(MAPPED, self.residency.durable)
 
     def _relocation_on(self, nvme: Tier, breaker: TierBreaker) -> Relocation:
@@ -193,7 +193,7 @@ class Store:
 
     def _make_room(self, position: int, demoter: Demoter, relocation: Relocation) -> Room:
         tier, residency, exits = self.tiers[position], self.residency, self.exits[position]
-        victims = Victims(self.policies[position], residency, self.cut_off, self.clock)
+        victims = Victims(self.policies[position], residency, self.orphans, self.clock)
         eviction = Eviction(position, residency, exits, demoter, self.clock, self.counters, self.flows)
         on_damage = partial(self.damage.found, position)
         evacuation = Evacuation(tier, residency, victims, eviction, exits, relocation, on_damage, self.counters)

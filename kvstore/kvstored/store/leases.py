@@ -1,9 +1,10 @@
-"""Leases: who may read which slots, until when; and limbo, where a slot waits for its last reader.
+"""Leases: which client may read which slots, until when; and limbo, where a slot waits for its last reader.
 
 A lease pins its blocks while it lives. When it expires they may be evicted, but their bytes are not recycled: a slot
-with readers left goes to limbo and is freed on the release of its last reader or the end of that reader's connection.
-Pure bookkeeping: told the time, calls back to free a slot. Invariants: a slot is freed exactly once, with no readers;
-expiries given to `grant` and `renew` never go back (one time to live for all), so the next to lapse is found at once.
+with readers left is held in limbo and freed on the release of its last reader or the end of that reader's connection.
+Pure bookkeeping: the time is an argument, slots are freed by a callback. Invariants: a slot is freed exactly once, with
+no readers; expiries given to `grant` and `renew` never go back (one time to live for all), so the next to lapse is
+found at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Place = tuple[int, int]  # container and offset: a slot without its generation
 
 @dataclass(slots=True)
 class Lease:
-    """`tokens` name residency rows as pinned: a block may go by force, its row be used again. Empty once expired."""
+    """`tokens` name residency rows as pinned: a block may be removed by force, its row be used again. Empty once
+    expired."""
 
     lease_id: int
     session_id: int
@@ -128,14 +130,14 @@ class LeaseTable:
         return True
 
     def release_session(self, session_id: int) -> int:
-        """The client is gone: whatever it could read may be recycled."""
+        """The client is gone: all that it could read may be recycled."""
         ended = [self._leases[lease_id] for lease_id in self._of_session.get(session_id, ())]
         for lease in ended:
             self._end(lease)
         return len(ended)
 
     def expire(self, now_ns: int) -> int:
-        """Let overdue leases lapse: their rows may go, their bytes stay until the reader is done."""
+        """Let overdue leases lapse: their rows may be evicted, their bytes are kept until the reader is done."""
         lapsed = 0
         while self._due:
             lease = next(iter(self._due.values()))

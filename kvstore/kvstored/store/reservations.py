@@ -1,9 +1,9 @@
 """Reservations: slots in which a client writes blocks before they are any.
 
 Owns which slots a client holds, and the bytes that count against its tenant's maximum until they are blocks'. Never
-reads a slot. Pure bookkeeping: told the time, calls back to free a slot.
+reads a slot. Pure bookkeeping: the time is an argument, slots are freed by a callback.
 Invariants: a slot is with one reservation, with the request that stores from it, with a block, or free; a slot that its
-client may still be writing to is not free: one whose reservation expired stays taken until it is given back, or the
+client may still be writing to is not free: one whose reservation expired is held until it is given back, or the
 client is gone.
 """
 

@@ -14,9 +14,8 @@ from kvstore_tiers.segments import AlignedBuffer
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import TierBreaker
 from kvstored.store.tiering import MAPPED
-from kvstored.store.transfer.lane import Priority, Refused
-from kvstored.store.transfer.link import lane_name
-from kvstored.store.transfer.mover import Mover, Transfer
+from kvstored.store.transfer.items import Priority, Refused
+from kvstored.store.transfer.link import Mover, Transfer, lane_name
 
 
 class Verification:

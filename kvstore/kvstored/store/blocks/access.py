@@ -50,10 +50,6 @@ class AccessLog:
         for tier, listener in enumerate(self._listeners.by_tier):
             listener.requested([row for row in rows if mask[row] >> tier & 1], missing, tenant, now_ns)
 
-    def touch(self, row: int, now_ns: int) -> None:
-        """An access of one block."""
-        self.touch_run((row,), now_ns)
-
     def record_bypass(self, tenant: int, key: bytes, now_ns: int) -> None:
         """A block that was to be stored is not worth its room: as if it had been stored, used and evicted at once."""
         ghost = self._view.tenants[tenant].ghost

@@ -1,7 +1,7 @@
 """Taking over a great many blocks at once: what `insert` and `attach` would do to each, done to columns.
 
-For the start of a daemon. The new rows are cold (see `cold`), one after another in the order of the blocks. Owns
-nothing; never decides: what it cannot be sure of it leaves out.
+For the start of a daemon. The new rows are bulk rows (see `bulk_keys`), one after another in the order of the blocks.
+Owns nothing; never decides: what it cannot be sure of it leaves out.
 
 Invariant: a block that is adopted is deeper than its parent if that is adopted too, so no chain closes on itself.
 """
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore_tiers.recovered import RecoveredBlocks, as_words
 from kvstored.lifecycle import CopyState, Step, advance
-from kvstored.store.blocks.cold import ColdKeys, KeyTable
+from kvstored.store.blocks.bulk_keys import BulkKeys, KeyTable
 from kvstored.store.blocks.index import Residency
 from kvstored.store.blocks.view import Kind
 
@@ -38,12 +38,14 @@ def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Seque
     while len(ours):
         crowds = _by_tenant(ours, kinds)
         parents, hanging = _parents(ours, crowds)
-        twisted = parents >= 0
-        twisted &= ours.depth <= ours.depth[parents]  # of no parent: that of the last block, which counts for nothing
-        if not twisted.any():
+        would_cycle = parents >= 0
+        would_cycle &= (
+            ours.depth <= ours.depth[parents]
+        )  # of no parent: that of the last block, which counts for nothing
+        if not would_cycle.any():
             _enter(residency, tier, ours, kinds, crowds, parents, hanging, now_ns)
             break
-        fits[np.flatnonzero(fits)[twisted]] = False
+        fits[np.flatnonzero(fits)[would_cycle]] = False
         ours = blocks.take(fits)
     left_out: list[int] = np.flatnonzero(~fits).tolist()
     return left_out
@@ -72,14 +74,14 @@ def _known(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[Kind])
     """Positions of blocks that have a row already."""
     found = [np.empty(0, np.int64)]
     for number, index in enumerate(residency.tenants):
-        if not (index.readable or index.unreadable or index.cold_blocks):
+        if not (index.readable or index.unreadable or index.bulk_blocks):
             continue
         theirs = np.array([kind.tenant == number for kind in kinds], bool)
         ours = np.flatnonzero(theirs[blocks.origin])
         keys, hot = blocks.key[ours], as_words(b"".join((*index.readable, *index.unreadable)))
         found.append(ours[KeyTable(hot).find_each(hot, keys) >= 0])
-        if index.cold is not None:
-            found.append(ours[index.cold.find_each(keys) >= 0])
+        if index.bulk is not None:
+            found.append(ours[index.bulk.find_each(keys) >= 0])
     return np.concatenate(found)
 
 
@@ -87,7 +89,7 @@ def _parents(blocks: RecoveredBlocks, crowds: Sequence[_Crowd]) -> tuple[Column,
     """The position of each block's parent, or -1; and the positions of blocks that have one which is not here."""
     keys, wanted, count = blocks.key, blocks.parent, len(blocks)
     found = np.full(count, _NONE, np.int32)
-    follows = wanted[1:, 0] == keys[:-1, 0]  # blocks of a chain mostly lie one behind the other
+    follows = wanted[1:, 0] == keys[:-1, 0]  # blocks of a chain are mostly one behind the other
     follows &= wanted[1:, 1] == keys[:-1, 1]
     if len(crowds) > 1:
         owner = np.empty(count, np.int32)
@@ -121,7 +123,7 @@ def _enter(
 ) -> None:
     rows, copies = residency.rows, residency.copies[tier]
     count = len(blocks)
-    first = rows.take_cold(blocks.key.tobytes())
+    first = rows.take_bulk(blocks.key.tobytes())
     for each in residency.copies:
         each.grow(rows.capacity)
     ours = slice(first, first + count)
@@ -158,16 +160,16 @@ def _enter(
 def _make_findable(residency: Residency, crowd: _Crowd, first: int, count: int) -> None:
     rows, index = residency.rows, residency.tenants[crowd.tenant]
     members = np.arange(count) if crowd.members is None else crowd.members
-    index.cold_blocks += len(members)
-    if index.cold is None:
+    index.bulk_blocks += len(members)
+    if index.bulk is None:
         crowd.table.move(first)
-        index.cold = ColdKeys(rows, crowd.table)
+        index.bulk = BulkKeys(rows, crowd.table)
     else:
-        every = np.concatenate([index.cold.members(), (members + first).astype(np.int32)])
-        index.cold = ColdKeys(rows, KeyTable(as_words(rows.cold_keys), every))
+        every = np.concatenate([index.bulk.members(), (members + first).astype(np.int32)])
+        index.bulk = BulkKeys(rows, KeyTable(as_words(rows.bulk_keys), every))
     if len(index.ghost):
         for row in (members + first).tolist():
-            rows.accesses[row] = index.ghost.accesses(rows.cold_key(row))
+            rows.accesses[row] = index.ghost.accesses(rows.bulk_key(row))
 
 
 def _link_to_others(

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import CopyState, Step, advance
+from kvstored.store.blocks.bulk_rows import to_dictionary
 from kvstored.store.blocks.events import Listeners, NullListener
-from kvstored.store.blocks.temperature import wake
 from kvstored.store.blocks.tenant import TenantIndex
 from kvstored.store.blocks.tree import ChainTree, CyclicChainError
 from kvstored.store.blocks.view import Kind, ResidencyView
@@ -119,7 +119,7 @@ class Arrival:
         self._view.changes += 1
         found: list[int] = []
         for key in keys:
-            if key in readable or key in unreadable or (index.cold is not None and index.cold.get(key) >= 0):
+            if key in readable or key in unreadable or (index.bulk is not None and index.bulk.get(key) >= 0):
                 raise RuntimeError(f"block {key.hex()} is stored already")
             row = free.pop()
             row_keys[row] = key
@@ -152,7 +152,7 @@ class Arrival:
         copies = self._view.copies[tier]
         self._view.changes += 1
         if self._view.rows.keys[row] is None:
-            wake(self._view, row)
+            to_dictionary(self._view, row)
         advance(copies.state[row], Step.RESERVE if filling else Step.RECOVER)
         copies.put(row, slot, self._view.kind_tenant[self._view.rows.kind[row]])
         parent = self._view.rows.parent[row]

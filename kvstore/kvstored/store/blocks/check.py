@@ -17,7 +17,7 @@ _STEP_ROWS = 64  # between two pauses: about 0.2 ms
 
 def check(residency: ResidencyView) -> list[str]:
     """Broken invariants in words; empty when all hold."""
-    walk = Walk(residency, cold_keys=True)
+    walk = Walk(residency, bulk_keys=True)
     for _ in walk.steps():
         pass
     for copies in residency.copies:
@@ -30,13 +30,13 @@ def check(residency: ResidencyView) -> list[str]:
 
 class Walk:
     """One walk; whether slots are shared is for `Places`. `steps` may be paused after each step, as long as nothing
-    changes before it goes on. `cold_keys`: also look up the keys that are in no dictionary (residency/cold.py)."""
+    changes before it continues. `bulk_keys`: also look up the keys that are in no dictionary (blocks/bulk_keys.py)."""
 
-    def __init__(self, residency: ResidencyView, *, cold_keys: bool = False) -> None:
+    def __init__(self, residency: ResidencyView, *, bulk_keys: bool = False) -> None:
         self.faults: list[str] = []
         self.rows = 0
         self._residency = residency
-        self._cold_keys = cold_keys
+        self._bulk_keys = bulk_keys
         capacity = residency.rows.capacity
         self._live = bytearray(capacity)
         self._listed = bytearray(capacity)
@@ -103,7 +103,7 @@ class Walk:
 
     def _check_tenants(self) -> Iterator[None]:
         residency, rows = self._residency, self._residency.rows
-        cold = [0] * len(residency.tenants)
+        bulk = [0] * len(residency.tenants)
         for number, index in enumerate(residency.tenants):
             for readable, part in ((True, index.readable), (False, index.unreadable)):
                 for position, (key, row) in enumerate(part.items()):
@@ -113,11 +113,11 @@ class Walk:
         for run in self._live_runs():
             for row in run:
                 if not self._listed[row]:
-                    self._check_unlisted(row, cold)
+                    self._check_unlisted(row, bulk)
             yield
-        for index, found in zip(residency.tenants, cold, strict=True):
-            if found != index.cold_blocks:
-                self._fault(f"tenant {index.name}: {index.cold_blocks} cold blocks counted, {found} found")
+        for index, found in zip(residency.tenants, bulk, strict=True):
+            if found != index.bulk_blocks:
+                self._fault(f"tenant {index.name}: {index.bulk_blocks} bulk blocks counted, {found} found")
         if len(rows.keys) != rows.capacity:
             self._fault(f"{len(rows.keys)} keys in a table of {rows.capacity} rows")
 
@@ -130,17 +130,17 @@ class Walk:
             self._fault(f"tenant {name}: row {row} is listed as {kind} and is not")
         self._listed[row] = 1
 
-    def _check_unlisted(self, row: int, cold: list[int]) -> None:
-        """A row that no dictionary names: it is cold, its key packed as it was taken over; or it is lost."""
+    def _check_unlisted(self, row: int, bulk: list[int]) -> None:
+        """A row that no dictionary names: it is a bulk row, its key packed as it was taken over; or it is lost."""
         residency, rows = self._residency, self._residency.rows
         tenant = residency.tenant_of(row)
         index = residency.tenants[tenant]
-        if rows.keys[row] is not None or index.cold is None:
+        if rows.keys[row] is not None or index.bulk is None:
             self._fault(f"row {row}: in no tenant's index")
             return
-        cold[tenant] += 1
-        if self._cold_keys and index.find(rows.cold_key(row)) != row:
-            self._fault(f"tenant {index.name}: cold row {row} is not found by its key")
+        bulk[tenant] += 1
+        if self._bulk_keys and index.find(rows.bulk_key(row)) != row:
+            self._fault(f"tenant {index.name}: bulk row {row} is not found by its key")
 
     def _check_tier(self, tier: int) -> Iterator[None]:
         residency = self._residency
@@ -164,8 +164,8 @@ class Walk:
         for run in self._live_runs():
             for row in run:
                 if kids[row] != copies.kids[row]:
-                    told = f"{copies.kids[row]} children counted here, {kids[row]} found"
-                    self._fault(f"{copies.name}: row {row}: {told}")
+                    counted = f"{copies.kids[row]} children counted here, {kids[row]} found"
+                    self._fault(f"{copies.name}: row {row}: {counted}")
             yield
         if held != copies.bytes_by_tenant:
             self._fault(f"{copies.name}: bytes by tenant: {copies.bytes_by_tenant} counted, {held} found")

@@ -6,7 +6,7 @@ Residency calls; a listener only updates its own state and never calls back into
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvstored.store.blocks.view import ResidencyView
 
@@ -27,7 +27,7 @@ class TierListener(Protocol):
         """
 
     def removed(self, row: int) -> None:
-        """`row` has left this tier; the row number may be used again for another block."""
+        """`row` was removed from this tier; the row number may be used again for another block."""
 
     def removed_run(self, rows: Sequence[int]) -> None:
         """`removed` for each of `rows`, a piece of one chain, its end first."""
@@ -36,7 +36,7 @@ class TierListener(Protocol):
         """What kept `row` from leaving this tier (a lease, a child, being the last copy) may be gone."""
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Keep nothing that names blocks `keys` of `tenant`, which have gone from every tier by order; or any (None)
+        """Keep nothing that names blocks `keys` of `tenant`, which were removed from every tier by order; or any (None)
         that are not in this one.
         """
 
@@ -44,29 +44,10 @@ class TierListener(Protocol):
 class NullListener:
     """The listener of a tier without a policy."""
 
-    def inserted(self, row: int, now_ns: int) -> None:
-        pass
+    def inserted(self, *event: Any, **named: Any) -> None:
+        """Does nothing, as all events of it."""
 
-    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
-        pass
-
-    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        pass
-
-    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
-        pass
-
-    def removed(self, row: int) -> None:
-        pass
-
-    def removed_run(self, rows: Sequence[int]) -> None:
-        pass
-
-    def released(self, row: int) -> None:
-        pass
-
-    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        pass
+    inserted_run = accessed = requested = removed = removed_run = released = forget = inserted
 
 
 class PresenceListener(Protocol):
@@ -77,7 +58,7 @@ class PresenceListener(Protocol):
 
 
 class Listeners:
-    """Whom the index notifies. `by_tier`: the listener of each tier. `presence`: the observer, if there is one."""
+    """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observer, if there is one."""
 
     __slots__ = ("_view", "by_tier", "presence")
 
@@ -106,7 +87,7 @@ class Listeners:
             listener.forget(tenant, keys)
 
     def release(self, row: int, tiers: int) -> None:
-        """`row` may perhaps leave the tiers whose bit in `tiers` is set."""
+        """`row` may perhaps be evicted from the tiers whose bit in `tiers` is set."""
         for tier, listener in enumerate(self.by_tier):
             if tiers >> tier & 1:
                 listener.released(row)

@@ -1,4 +1,4 @@
-"""The ghost: for keys that are gone, why and when they went and how often they had been used.
+"""The ghost: for blocks that were removed, why and when, and how often they had been used.
 
 One per tenant, bounded by count; the one forgotten longest ago falls off. It answers why-miss and lets
 admission see that a block which returns is not a block that was used once. It never holds bytes or token ids.
@@ -36,7 +36,7 @@ class Absence:
 
 
 class Ghost:
-    """Key → cause, time, accesses, packed into one int each. They lie in a ring, so that they can be copied piece by
+    """Key → cause, time, accesses, packed into one int each. They are in a ring, so that they can be copied piece by
     piece: what is remembered again moves to its head, and leaves a gap.
     """
 
@@ -48,7 +48,7 @@ class Ghost:
         self._places: dict[bytes, int] = {}
         self._keys: list[bytes | None] = []
         self._packed = array("Q")
-        self._next = self._oldest = 0  # where the next key goes; no key lies between that and the oldest
+        self._next = self._oldest = 0  # where the next key goes; no key is between that and the oldest
 
     def __len__(self) -> int:
         return len(self._places)
@@ -73,7 +73,7 @@ class Ghost:
             keys.append(key)
             self._packed.append(packed)
         else:
-            if at == oldest:  # the ring is full of gaps: the oldest goes early
+            if at == oldest:  # the ring is full of gaps: the oldest is forgotten early
                 if (last := keys[at]) is not None:
                     del places[last]
                 oldest = after

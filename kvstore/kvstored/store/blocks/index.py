@@ -1,4 +1,4 @@
-"""The residency index: which blocks exist, in which tiers, who their parents are, and what may leave.
+"""The residency index: which blocks exist, in which tiers, their parents, and what may be evicted.
 
 Owns every fact about where a block is; the tiers own the bytes. `view` holds the facts and answers questions;
 `arrival`, `removal`, `access`, `pins` and `tree` change them, and notify each tier's listener (the policy). Never does
@@ -6,13 +6,13 @@ I/O, reads a clock or decides what is worth keeping. Single-threaded: the contro
 
 Invariants (verified by `check`)
 - A tenant's key has at most one row. A row is *readable* (a RESIDENT copy), *filling* (only
-  FILLING copies), or a *placeholder*: no copy at all, kept because children hang on it (the parent has not
+  FILLING copies), or a *placeholder*: no copy at all, kept because it has children (the parent has not
   been stored yet, or was taken by force: quarantine, drop, invalidation). Storing that key again revives the
   row, and the chain is whole.
-- Leaf-first: by choice (evict, expire, quota) the last copy of a block leaves only when no child row hangs on
-  it, so that a stored prefix never gets a hole. A copy may leave a tier at any time while another tier has a
+- Leaf-first: by choice (evict, expire, quota) the last copy of a block is removed only when no child row refers to
+  it, so that a stored prefix never gets a hole. A copy may be evicted a tier at any time while another tier has a
   readable one.
-- A pinned block keeps all its copies, except by force; whoever pins keeps a token and asks `current` before
+- A pinned block keeps all its copies, except by force; the holder of a pin keeps a token and calls `current` before
   unpinning.
 """
 
@@ -67,7 +67,6 @@ class Residency(ResidencyView):
         self.detach = removal.detach
         self.forget = removal.forget
         access = AccessLog(self, listeners)
-        self.touch = access.touch
         self.touch_run = access.touch_run
         self.request_run = access.request_run
         self.record_bypass = access.record_bypass

@@ -94,7 +94,7 @@ def pin_counts(residency: ResidencyView, rows: Int64Array) -> Int64Array:
 
 def page(residency: ResidencyView, selection: Selection = ALL_BLOCKS, *, after: int = 0, limit: int = 100) -> Page:
     """Selected blocks from cursor `after` on, in row order. A block stored or removed between two pages may
-    be missed; none is listed twice while it stays.
+    be missed; none is listed twice while it is stored.
     """
     if limit < 1:
         raise ValueError("a page holds at least one block")

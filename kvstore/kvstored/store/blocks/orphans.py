@@ -1,8 +1,9 @@
 """Orphans: blocks that are stored and cannot be reached, because one before them in their chain is not stored.
 
-They come from a block that was found damaged or taken by force, and from a crash between a parent and its child. They
-are whole: putting the missing block again makes them reachable at once. Until then they are the first to leave.
-Finding them means walking every chain; `snapshot` is cheap and for the control thread, `find` is for any other.
+They are left by a block that was found damaged or removed by force, and from a crash between a parent and its child.
+They are whole: putting the missing block again makes them reachable at once. Until then they are the first to be
+evicted. Finding them means walking every chain; `snapshot` is cheap and for the control thread, `find` is for any
+other.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class Chains(NamedTuple):
 
 
 class Orphans(NamedTuple):
-    """As they were when the snapshot was taken, the deepest first: the order in which they may leave."""
+    """As they were when the snapshot was taken, the deepest first: the order in which they may be evicted."""
 
     tokens: Tokens
     by_tier: list[Tokens]  # those of them with a readable copy there
 
 
 def snapshot(residency: ResidencyView) -> Chains | None:
-    """None when every parent is there, which one look at the tenants tells. Some 13 bytes a row are copied."""
+    """None when every parent is there, which one look at the tenants shows. Some 13 bytes a row are copied."""
     if not any(residency.rows.links[row] for tenant in residency.tenants for row in tenant.unreadable.values()):
         return None
     rows = residency.rows
@@ -48,14 +49,14 @@ def find(chains: Chains, tiers: int) -> Orphans:
     parent = np.frombuffer(chains.parent, np.int32).astype(np.int64)
     mask = np.frombuffer(chains.mask, np.uint8)
     readable = mask != 0
-    nobody = len(parent)  # what the first of a chain hangs on: never missing, its own parent
-    above = np.append(np.where(parent < 0, nobody, parent), nobody)
+    no_parent = len(parent)  # the parent of the first of a chain: never missing, its own parent
+    above = np.append(np.where(parent < 0, no_parent, parent), no_parent)
     missing = np.append(~readable, False)
-    cut_off = missing[above]
-    while (above != nobody).any():
-        cut_off = cut_off | cut_off[above]
+    is_orphan = missing[above]
+    while (above != no_parent).any():
+        is_orphan = is_orphan | is_orphan[above]
         above = above[above]
-    rows = np.flatnonzero(cut_off[:nobody] & readable)
+    rows = np.flatnonzero(is_orphan[:no_parent] & readable)
     depth = np.frombuffer(chains.depth, np.uint32)[rows]
     rows = rows[np.argsort(depth, kind="stable")[::-1]]
     generation = np.frombuffer(chains.generation, np.uint32)[rows].astype(np.uint64)

@@ -1,4 +1,4 @@
-"""Pins: reasons why no copy of a block may leave. A lease pins what it covers, and so does a transfer."""
+"""Pins: reasons why no copy of a block may be evicted. A lease pins what it covers, and so does a transfer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Pins:
         self._listeners = listeners
 
     def pin(self, row: int) -> None:
-        """One more reason why no copy of the block may leave."""
+        """One more reason why no copy of the block may be evicted."""
         self._view.pins[row] = self._view.pins.get(row, 0) + 1
 
     def pin_run(self, rows: Sequence[int]) -> None:
@@ -26,7 +26,7 @@ class Pins:
             pins[row] = pins.get(row, 0) + 1
 
     def unpin_run(self, tokens: Iterable[int]) -> None:
-        """`unpin` for each block that is still there: one that was found damaged took its pins along."""
+        """`unpin` for each block that is still there: one that was found damaged lost its pins with it."""
         for row in map(self._view.current, tokens):
             if row >= 0:
                 self.unpin(row)

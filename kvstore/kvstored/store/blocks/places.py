@@ -15,7 +15,7 @@ _STEP_ROWS = 1 << 16  # copied between two pauses: about 0.1 ms
 
 
 class Places:
-    """`copy` may be paused after each step, as long as nothing changes before it goes on; then `shared`, in any
+    """`copy` may be paused after each step, as long as nothing changes before it continues; then `shared`, in any
     thread."""
 
     def __init__(self, copies: TierCopies) -> None:

@@ -1,4 +1,4 @@
-"""How blocks and copies leave the index.
+"""How blocks and copies are removed from the index.
 
 Owns the rules: leaf-first by choice, everything by force. See `index` for the invariants. Never frees a slot: the
 caller does.
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import BY_CHOICE, BY_ORDER, Cause, CopyState, Step, advance
+from kvstored.store.blocks.bulk_rows import to_bulk, to_dictionary
 from kvstored.store.blocks.events import Listeners
-from kvstored.store.blocks.temperature import cool, wake
 from kvstored.store.blocks.tree import ChainTree
 from kvstored.store.blocks.view import ResidencyView
 
@@ -31,7 +31,7 @@ class TakenCopy(NamedTuple):
 
 
 class Removal:
-    """By choice a block leaves whole or one copy at a time; by force it leaves whole."""
+    """By choice a block is removed whole or one copy at a time; by force it is removed whole."""
 
     def __init__(self, view: ResidencyView, tree: ChainTree, listeners: Listeners) -> None:
         self._view = view
@@ -39,7 +39,7 @@ class Removal:
         self._listeners = listeners
 
     def remove(self, row: int, cause: Cause, now_ns: int) -> list[TakenCopy]:
-        """Take every copy of a block and remember why. The row ends, or stays as a placeholder under its
+        """Take every copy of a block and remember why. The row ends, or remains as a placeholder under its
         children.
 
         By choice (EVICTED, EXPIRED, QUOTA) raises RuntimeError unless `may_forget(row)`. By force (the other
@@ -50,7 +50,7 @@ class Removal:
             raise RuntimeError(f"row {row} cannot be {cause.name.lower()}: pinned, parent of a block, or being filled")
         rows = self._view.rows
         if rows.keys[row] is None:
-            wake(self._view, row)
+            to_dictionary(self._view, row)
         key = rows.keys[row]
         if key is None:
             raise RuntimeError(f"row {row} removed twice")
@@ -87,7 +87,7 @@ class Removal:
         """`remove` the row that `choose(now_ns)` names, `count` times or until it names none (-1); their slots.
         Raises RuntimeError for a block with a copy in another tier.
 
-        What nearly every eviction is about goes the short way: a block with one readable copy and nothing on it.
+        Nearly every eviction takes the short way: a block with one readable copy and no child.
         """
         view, listener, bit = self._view, self._listeners.by_tier[tier], 1 << tier
         rows, copies, pins, kind_tenant = view.rows, view.copies[tier], view.pins, view.kind_tenant
@@ -141,8 +141,8 @@ class Removal:
 
     def remove_run(self, run: Sequence[int], tier: int, cause: Cause, now_ns: int) -> list[Slot]:
         """`remove` each of `run`, a piece of one chain, its end first, that has no copies but in `tier`; their slots.
-        The listener hears of them together. Raises as `remove` does, for the first that may not go, once those before
-        it have.
+        The listener is notified of them together. Raises as `remove` does, for the first that may not be removed, once
+        those before it have been.
         """
         rows, copies, pins, bit = self._view.rows, self._view.copies[tier], self._view.pins, 1 << tier
         keys, parents, links, accesses = rows.keys, rows.parent, rows.links, rows.accesses
@@ -196,20 +196,20 @@ class Removal:
     def detach(self, row: int, tier: int) -> Slot:
         """Take one copy. The caller frees its slot.
 
-        A FILLING copy may always go (the transfer failed); a row left without any copy ends as in
-        `forget_empty`. A readable one may go only while another tier has one, else RuntimeError: that is
+        A FILLING copy may always be taken (the transfer failed); a row left without any copy ends as in
+        `forget_empty`. A readable one may be taken only while another tier has one, else RuntimeError: that is
         `remove`, with a cause.
         """
         state = self._view.copies[tier].state[row]
         if state != _FILLING and not self._view.rows.mask[row] & ~(1 << tier):
             raise RuntimeError(f"the last readable copy of row {row} cannot be detached from {self._view.tiers[tier]}")
         if self._view.rows.keys[row] is None:
-            wake(self._view, row)
+            to_dictionary(self._view, row)
         taken = self._take_copy(row, tier)
         if not self._view.rows.mask[row]:
             self._tree.forget_empty(row)
         else:
-            cool(self._view, row)
+            to_bulk(self._view, row)
         return taken.slot
 
     # Inside
@@ -239,7 +239,7 @@ class Removal:
         return TakenCopy(tier, slot)
 
     def _child_leaves(self, parent: int, tier: int) -> None:
-        """One child less of `parent` is in `tier`."""
+        """A child of `parent` has been removed from `tier`."""
         kids = self._view.copies[tier].kids
         kids[parent] -= 1
         if not kids[parent] and self._view.rows.mask[parent] >> tier & 1:

@@ -2,8 +2,8 @@
 
 Owns row numbers, their reuse and their generations, and each row's key, parent, child count and use. Never
 knows tiers. Invariants: a row is live while it has a key, in `keys` or, as long as nothing has changed it since it was
-taken over in bulk (it is cold), in `cold_keys`; a cold row has a readable copy; `links[row]` is the number of live rows
-whose parent is `row`; a row number is used again only under a new generation.
+taken over in bulk (it is a bulk row), in `bulk_keys`; a bulk row has a readable copy; `links[row]` is the number of
+live rows whose parent is `row`; a row number is used again only under a new generation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Rows:
     __slots__ = (
         "_free",
         "accesses",
+        "bulk_keys",
         "capacity",
-        "cold_keys",
         "depth",
         "filling",
         "generation",
@@ -47,7 +47,7 @@ class Rows:
         self.live = 0
         self._free: array[int] = array("I")
         self.keys: list[bytes | None] = []
-        self.cold_keys = b""  # 16 bytes a row, as far as rows were ever taken over in bulk
+        self.bulk_keys = b""  # 16 bytes a row, as far as rows were ever taken over in bulk
         self.parent = array("i")  # row, or -1
         self.links = array("I")  # live child rows
         self.kind = array("I")  # number of (tenant, fingerprint, group)
@@ -76,26 +76,26 @@ class Rows:
             setattr(self, name, grown(getattr(self, name), more))
         self.capacity += more
 
-    def take_cold(self, packed_keys: bytes) -> int:
-        """New cold rows for these keys, one after another, without parents, children or copies: the first of them.
+    def take_bulk(self, packed_keys: bytes) -> int:
+        """New bulk rows for these keys, one after another, without parents, children or copies: the first of them.
 
         The caller gives each a readable copy before anything else happens.
         """
         first, count = self.capacity, len(packed_keys) // KEY_BYTES
         self._add(count)
-        before = self.cold_keys.ljust(first * KEY_BYTES, b"\0")
-        self.cold_keys = before + packed_keys if before else packed_keys  # no second copy of a million
+        before = self.bulk_keys.ljust(first * KEY_BYTES, b"\0")
+        self.bulk_keys = before + packed_keys if before else packed_keys  # no second copy of a million
         self.live += count
         return first
 
     def key(self, row: int) -> bytes | None:
         """The key of a row; None when it is free."""
         key = self.keys[row]
-        return self.cold_key(row) if key is None and self.mask[row] else key
+        return self.bulk_key(row) if key is None and self.mask[row] else key
 
-    def cold_key(self, row: int) -> bytes:
-        """The key of a cold row."""
-        return self.cold_keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
+    def bulk_key(self, row: int) -> bytes:
+        """The key of a bulk row."""
+        return self.bulk_keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
 
     def take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
         """A row for `key`, without parent, children or copies."""
@@ -111,13 +111,13 @@ class Rows:
         return row
 
     def reserve(self, count: int) -> array[int]:
-        """At least so many free rows, the next one last. Who pops one gives it all that `take` would."""
+        """At least so many free rows, the next one last. The caller that pops one gives it all that `take` would."""
         while len(self._free) < count:
             self._grow()
         return self._free
 
     def give_back(self, row: int) -> None:
-        """End a row. Raises RuntimeError while something still hangs on it."""
+        """End a row. Raises RuntimeError while it has a copy or a child."""
         if self.keys[row] is None or self.links[row] or self.mask[row] or self.filling[row]:
             raise RuntimeError(f"row {row} given back while in use")
         self.keys[row] = None
@@ -127,7 +127,7 @@ class Rows:
         self._free.append(row)
 
     def give_back_run(self, rows: Sequence[int]) -> None:
-        """`give_back` of rows whose key and parent are taken away already, and on which nothing hangs."""
+        """`give_back` of rows whose key and parent are taken away already, and without children."""
         generation = self.generation
         for row in rows:
             generation[row] = (generation[row] + 1) & 0xFFFFFFFF

@@ -14,7 +14,7 @@ class CyclicChainError(ValueError):
 
 
 class ChainTree:
-    """`forget_empty` ends what nothing needs any more; a row that has a copy or a child stays."""
+    """`forget_empty` ends what nothing needs any more; a row that has a copy or a child is kept."""
 
     def __init__(self, view: ResidencyView, listeners: Listeners) -> None:
         self._view = view
@@ -50,7 +50,7 @@ class ChainTree:
         return parent
 
     def forget_empty(self, row: int) -> None:
-        """End a row that has no copy, unless children hang on it; then its placeholder ancestors, likewise."""
+        """End a row that has no copy, unless it has children; then its placeholder ancestors, likewise."""
         rows = self._view.rows
         self._view.changes += 1
         while row >= 0 and not (rows.links[row] or rows.mask[row] or rows.filling[row]):

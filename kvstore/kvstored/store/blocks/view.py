@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import Cause, CopyState
@@ -94,14 +95,14 @@ class ResidencyView:
             if row is None:
                 break
             found.append(row)
-        if index.cold is not None and len(found) < len(keys):
-            found += index.cold.find_run(keys[len(found) :], index.readable.get)
+        if index.bulk is not None and len(found) < len(keys):
+            found += index.bulk.find_run(keys[len(found) :], index.readable.get)
         return found
 
     def find_each(self, tenant: int, packed_keys: bytes) -> list[int]:
         """A row or -1 for every key."""
         index, keys = self.tenants[tenant], unpack_keys(packed_keys)
-        if index.cold is not None:
+        if index.bulk is not None:
             return [index.find(key) for key in keys]
         readable = index.readable
         return [readable.get(key, -1) for key in keys]
@@ -110,8 +111,8 @@ class ResidencyView:
         """A row or -1 for every key (dtype V16), for many keys: 0.3 s a million."""
         index = self.tenants[tenant]
         get, found = index.readable.get, np.full(len(keys), -1, np.int64)
-        if index.cold is not None:
-            found[:] = index.cold.find_each(np.ascontiguousarray(keys).view("<u8").reshape(-1, 2))
+        if index.bulk is not None:
+            found[:] = index.bulk.find_each(np.ascontiguousarray(keys).view("<u8").reshape(-1, 2))
         left = np.flatnonzero(found < 0)
         found[left] = [get(key, -1) for key in keys[left].tolist()]
         return found
@@ -179,13 +180,13 @@ class ResidencyView:
         """Rows with a copy (in any state) in a container, by offset. A scan, as `row_at`."""
         return self.copies[tier].rows_in(container)
 
-    # What may leave
+    # What may be evicted
 
     def pin_count(self, row: int) -> int:
         return self.pins.get(row, 0)
 
-    def may_leave(self, row: int, tier: int) -> bool:
-        """Whether the copy in `tier` may go now: RESIDENT, unpinned, no child in this tier; and in
+    def is_evictable(self, row: int, tier: int) -> bool:
+        """Whether the copy in `tier` may be evicted now: RESIDENT, unpinned, no child in this tier; and in
         the slowest tier, from which nothing can be demoted, another copy or no child anywhere.
         """
         copies = self.copies[tier]
@@ -195,8 +196,8 @@ class ResidencyView:
         return not (last and self.rows.links[row] and self.rows.mask[row] == 1 << tier)
 
     def run_above(self, row: int, tier: int, limit: int) -> list[int]:
-        """`row`, which may leave `tier` now, and up to `limit` in all of those above it that may once it has gone, each
-        once the one below has."""
+        """`row`, which may be evicted from `tier` now, and up to `limit` in all of those above it that may once it has
+        gone, each once the one below has."""
         copies, pins, rows = self.copies[tier], self.pins, self.rows
         parents, links, mask = rows.parent, rows.links, rows.mask
         state, kids, only = copies.state, copies.kids, 1 << tier if tier == len(self.copies) - 1 else 0
@@ -211,7 +212,7 @@ class ResidencyView:
         return found
 
     def may_forget(self, row: int) -> bool:
-        """Whether the block may go entirely, by choice: unpinned, no child, nothing being filled."""
+        """Whether the block may be removed entirely, by choice: unpinned, no child, nothing being filled."""
         return not (self.rows.links[row] or self.rows.filling[row] or row in self.pins)
 
     def being_filled(self, row: int) -> bool:
@@ -267,6 +268,10 @@ class ResidencyView:
 
     def payload_bytes(self, row: int) -> int:
         return self.rows.payload_bytes[row]
+
+    def slot_bytes(self, row: int) -> int:
+        """The size of the slot that a copy of the block takes, in any tier."""
+        return slot_bytes(self.rows.payload_bytes[row])
 
     def last_access_ns(self, row: int) -> int:
         return self.rows.last_access_ns[row]

@@ -1,13 +1,13 @@
-"""The circuit breaker of a tier below DRAM: judges how its transfers end, sheds it, and probes before it comes back.
+"""The circuit breaker of a tier below DRAM: judges how its transfers end, sheds it, and probes before it serves again.
 
-Closed, everything goes through. It opens for writes when they fail in a row or the medium is read-only, and for
-everything when reads fail in a row or a transfer hangs: then nobody is sent there, so no engine waits for it. While it
+Closed, everything is passed on. It opens for writes when they fail in a row or the medium is read-only, and for
+everything when reads fail in a row or a transfer hangs: then nothing is read there, so no engine waits for it. While it
 is open it asks the tier to `probe` itself (write, sync, read back and compare scratch bytes), each time after twice the
 pause before, up to `LAST_PROBE_S`. A probe that ends well half-opens it: work flows again, but the first failure of a
 kind that was in doubt opens it at once. If it opens again within `LAST_PROBE_S` the pauses go on where they were: a
 medium on which probes go well and writes do not is tried once a minute, not once a second.
 
-Never touches a block and never retries a transfer. Lives on the control thread; completions are told to it there.
+Never touches a block and never retries a transfer. Lives on the control thread; completions are reported to it there.
 Invariants: one probe at a time; while it is open for reads nothing is read; a mode changes only here, for its tier.
 """
 
@@ -85,7 +85,7 @@ class TierBreaker:
     # How transfers end
 
     def began(self) -> int:
-        """A transfer is handed to the tier; tell `ended` with this number."""
+        """A transfer is handed to the tier; call `ended` with this number."""
         self._started += 1
         self._in_flight[self._started] = self._clock.monotonic_ns()
         return self._started
@@ -117,8 +117,8 @@ class TierBreaker:
         """What the tier itself says counts too: it sees failures that are no transfer of ours."""
         state = self._tier.statistics().state
         if state is not TierState.OK and not self._probing:
-            told = {TierState.FULL: Mode.FULL, TierState.READ_ONLY: Mode.READ_ONLY, TierState.FAILED: Mode.FAILED}
-            mode = told.get(state)
+            mode_of = {TierState.FULL: Mode.FULL, TierState.READ_ONLY: Mode.READ_ONLY, TierState.FAILED: Mode.FAILED}
+            mode = mode_of.get(state)
             if mode is not None:
                 self._worsen(mode, self._tier.statistics().message or "the tier says so")
 

@@ -1,4 +1,4 @@
-"""How much memory is left before somebody is killed for it: in the machine, and in every cgroup that we are in.
+"""How much memory is left before the kernel kills a process for it: in the machine, and in every cgroup that we are in.
 
 Reads /proc and the cgroup files (version 2, or 1 where that is what there is) and says one number. Never decides what
 to do about it. What can be reclaimed without loss (clean page cache) counts as free. Files that are not there say

@@ -43,7 +43,7 @@ class Degradation:
 
 
 class DegradedModes:
-    """`on_change` is told the name of a part whose mode has changed, at once."""
+    """`on_change` is called with the name of a part whose mode has changed, at once."""
 
     def __init__(self, clock: Clock, counters: Counters) -> None:
         self._clock = clock
@@ -80,5 +80,5 @@ class DegradedModes:
             self._now[part] = Degradation(part, mode, reason, self._clock.monotonic_ns())
             self._counters.add("degraded_transitions")
             log.error("%s is %s: %s", part, mode.value, reason)
-        for tell in self.on_change:
-            tell(part)
+        for listener in self.on_change:
+            listener(part)

@@ -1,7 +1,7 @@
-"""The account that write-back spends from: the budget, its file, the fair portions, and who waits for more.
+"""The account that write-back spends from: the budget, its file, the fair portions, and the writes that wait for more.
 
-Saves leases in a thread, since a sync takes as long as it takes. Nothing is spent before it is saved: while a lease is
-on its way, whoever asks is told to wait. With a budget of 0 everything is granted and only counted.
+Saves allotments in a thread, since the time of a sync is not bounded. Nothing is spent before it is saved: while an
+allotment is being saved, the answer is to ask again. With a budget of 0 everything is granted and only counted.
 Invariant: what was granted since the first start is at most one day's worth and what was earned since.
 """
 
@@ -22,8 +22,8 @@ from kvstored.telemetry import Counters
 log = logging.getLogger(__name__)
 SCARCE_SHARE = 0.5  # of one day's worth: below it tenants get fair portions, and admission wants a second touch
 RETRY_SAVE_S = 30.0
-TOO_MUCH = -1  # a cost that nobody counted, because it is more than there is
-_POLL_S = 0.05  # between two looks of somebody who waits
+TOO_MUCH = -1  # a cost that was not counted to its end: it is more than there is
+_POLL_S = 0.05  # between two looks of a write that waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class EnduranceAccount:
         self._unlimited_spent_bytes = 0
         self._trouble = ""
         self._retry_ns = 0
-        self._leasing: asyncio.Task[None] | None = None
-        self._turns: dict[int, asyncio.Lock] = {}  # by tenant: who waits is served in order
-        self._short: set[int] = set()  # tenants of which somebody waits for budget to be earned
+        self._allotting: asyncio.Task[None] | None = None
+        self._turns: dict[int, asyncio.Lock] = {}  # by tenant: waiting writes are served in order
+        self._short: set[int] = set()  # tenants with a write that waits for budget to be earned
         self._was_spent = False
         if self._file is not None:
             self._budget = BurstBudget(bytes_per_day, self._file.load(), self._moment())
@@ -76,17 +76,17 @@ class EnduranceAccount:
         """What could be granted now; None: no limit."""
         return None if self._budget is None else self._budget.left_bytes(self._clock.monotonic_ns())
 
-    def turn_away(self, tenant: int) -> Verdict:
+    def reject(self, tenant: int) -> Verdict:
         """As `charge` of more than is left, which need not be counted then."""
         now_ns = self._clock.monotonic_ns()
         self._shares.asked(tenant, now_ns)
         if self.is_scarce and self._shares.is_over(tenant, now_ns):
             return Verdict.OVER_SHARE
-        self._tell_spent(Verdict.SPENT)
+        self._log_spent(Verdict.SPENT)
         return Verdict.SPENT
 
     def charge_unasked(self, nbytes: int) -> bool:
-        """Take `nbytes` for what has to be written anyway, if there is a lease for it; no tenant's share counts."""
+        """Take `nbytes` for what has to be written anyway, if the allotment covers it; no tenant's share counts."""
         if self._budget is not None:
             if self._budget.spend(nbytes, self._clock.monotonic_ns()) is not Verdict.GRANTED:
                 return False
@@ -104,11 +104,11 @@ class EnduranceAccount:
             self._budget.give_back(nbytes)
 
     async def charge_in_time(
-        self, tenant: int, cost: Callable[[], int | None], timeout_s: float, *, lease_only: bool = False
+        self, tenant: int, cost: Callable[[], int | None], timeout_s: float, *, allotment_only: bool = False
     ) -> Verdict:
-        """As `charge`, but wait up to `timeout_s` for the budget to earn it, in the order of asking; GRANTED, or the
-        last verdict. `cost` is asked anew each time (it may be `TOO_MUCH`); None ends the wait. `lease_only`: wait for
-        no more than a lease.
+        """As `charge`, but wait up to `timeout_s` for the budget to earn it, in the order of requests; GRANTED, or the
+        last verdict. `cost` is evaluated anew each time (it may be `TOO_MUCH`); None ends the wait. `allotment_only`:
+        wait for no more than an allotment.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -116,15 +116,15 @@ class EnduranceAccount:
         try:
             async with asyncio.timeout_at(deadline), self._turns.setdefault(tenant, asyncio.Lock()):
                 while (nbytes := cost()) is not None:
-                    verdict = self.turn_away(tenant) if nbytes == TOO_MUCH else self.charge(tenant, nbytes, waited=True)
-                    if verdict is Verdict.GRANTED or (lease_only and verdict is not Verdict.LEASING):
+                    verdict = self.reject(tenant) if nbytes == TOO_MUCH else self.charge(tenant, nbytes, waited=True)
+                    if verdict is Verdict.GRANTED or (allotment_only and verdict is not Verdict.SAVING):
                         break
-                    if verdict is Verdict.LEASING:
+                    if verdict is Verdict.SAVING:
                         self._short.discard(tenant)
                     else:
                         self._short.add(tenant)
-                    if self._leasing is not None:
-                        await asyncio.wait([self._leasing], timeout=_POLL_S)
+                    if self._allotting is not None:
+                        await asyncio.wait([self._allotting], timeout=_POLL_S)
                     else:
                         await asyncio.sleep(_POLL_S)
         except TimeoutError:
@@ -143,8 +143,8 @@ class EnduranceAccount:
         self._shares.used(tenant, -nbytes, self._clock.monotonic_ns())
 
     def tick(self) -> None:
-        """Take a lease ahead of need; a few times a second is enough."""
-        self._lease_ahead(0)
+        """Take an allotment ahead of need; a few times a second is enough."""
+        self._allot_ahead(0)
 
     def report(self) -> EnduranceReport:
         if self._budget is None:
@@ -156,8 +156,8 @@ class EnduranceAccount:
 
     async def close(self) -> None:
         """Save what is left. An account that is closed grants nothing any more."""
-        if self._leasing is not None:
-            await asyncio.wait([self._leasing])
+        if self._allotting is not None:
+            await asyncio.wait([self._allotting])
         if self._budget is None or self._file is None:
             return
         state, file, self._file = self._budget.close(self._moment()), self._file, None
@@ -174,19 +174,19 @@ class EnduranceAccount:
         if not waited and tenant in self._short:
             return Verdict.SPENT
         if not waited and tenant in self._turns and self._turns[tenant].locked():
-            return Verdict.LEASING
+            return Verdict.SAVING
         if self.is_scarce and self._shares.is_over(tenant, now_ns):
             return Verdict.OVER_SHARE
         verdict = self._budget.spend(nbytes, now_ns)
         if verdict is Verdict.GRANTED:
             self._shares.used(tenant, nbytes, now_ns)
-        self._lease_ahead(0 if verdict is Verdict.GRANTED else nbytes)
-        if verdict is Verdict.LEASING and self._leasing is None:
-            return Verdict.SPENT  # no lease can be had: the file cannot be written, or the account is closed
-        self._tell_spent(verdict)
+        self._allot_ahead(0 if verdict is Verdict.GRANTED else nbytes)
+        if verdict is Verdict.SAVING and self._allotting is None:
+            return Verdict.SPENT  # no allotment can be had: the file cannot be written, or the account is closed
+        self._log_spent(verdict)
         return verdict
 
-    def _tell_spent(self, verdict: Verdict) -> None:
+    def _log_spent(self, verdict: Verdict) -> None:
         """Log once when the budget runs out, and once when half a day's worth is there again."""
         assert self._budget is not None
         if verdict is Verdict.SPENT and not self._was_spent:
@@ -200,22 +200,27 @@ class EnduranceAccount:
             self._was_spent = False
             log.info("the endurance budget has recovered")
 
-    def _lease_ahead(self, wanted_bytes: int) -> None:
+    def _allot_ahead(self, wanted_bytes: int) -> None:
         now = self._moment()
-        if self._budget is None or self._file is None or self._leasing is not None or now.monotonic_ns < self._retry_ns:
+        if (
+            self._budget is None
+            or self._file is None
+            or self._allotting is not None
+            or now.monotonic_ns < self._retry_ns
+        ):
             return
-        if self._budget.wants_lease(wanted_bytes, now.monotonic_ns):
-            state = self._budget.begin_lease(wanted_bytes, now)
-            self._leasing = asyncio.get_running_loop().create_task(self._lease(self._file, state))
+        if self._budget.wants_allotment(wanted_bytes, now.monotonic_ns):
+            state = self._budget.begin_allotment(wanted_bytes, now)
+            self._allotting = asyncio.get_running_loop().create_task(self._allot(self._file, state))
 
-    async def _lease(self, file: BudgetFile, state: SavedBudget) -> None:
+    async def _allot(self, file: BudgetFile, state: SavedBudget) -> None:
         assert self._budget is not None
         saved = False
         try:
             saved = await self._write(file, state)
         finally:
-            self._budget.end_lease(saved=saved)
-            self._leasing = None
+            self._budget.end_allotment(saved=saved)
+            self._allotting = None
 
     async def _write(self, file: BudgetFile, state: SavedBudget) -> bool:
         try:

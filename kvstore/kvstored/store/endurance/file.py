@@ -20,8 +20,10 @@ from kvstored.store.endurance.budget import SavedBudget
 log = logging.getLogger(__name__)
 FILE_NAME = "endurance.json"
 _VERSION = 2
-failpoints.declare("endurance.before-rename", "a lease of the endurance budget is written, the old state is in place")
-failpoints.declare("endurance.after-rename", "a lease of the endurance budget is in place, nothing of it is spent")
+failpoints.declare(
+    "endurance.before-rename", "an allotment of the endurance budget is written, the old state is in place"
+)
+failpoints.declare("endurance.after-rename", "an allotment of the endurance budget is in place, nothing of it is spent")
 
 
 class BudgetFile:
@@ -85,7 +87,7 @@ def _checksum(raw: dict[str, int | str]) -> str:
 
 
 def boot_id() -> str:
-    """Names this boot of the machine; empty where the kernel does not tell."""
+    """Names this boot of the machine; empty where the kernel does not say."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

@@ -1,7 +1,7 @@
-"""Who has had how much of the budget lately: while it is scarce, nobody gets more than a fair portion.
+"""How much of the budget each tenant has had lately: while it is scarce, no tenant gets more than a fair portion.
 
-While more than half a day's worth is left, whoever comes first is served: budget that nobody else wants should not be
-kept from anybody. Below that, a tenant that has written more than its part of what all active ones wrote lately waits
+While more than half a day's worth is left, the first to ask is served: budget that no other tenant wants should not be
+held back. Below that, a tenant that has written more than its part of what all active ones wrote lately waits
 for the others to catch up, or for the bucket to rise again. So a noisy tenant can burn half the bucket, never the half
 that is kept for the others. Pure: times are arguments.
 """
@@ -12,7 +12,7 @@ import math
 
 from kvstored.clock import NS_PER_S
 
-ACTIVE_S = 600.0  # who asked within this time counts among those that share
+ACTIVE_S = 600.0  # a tenant that asked within this time counts among those that share
 MEMORY_S = 21_600.0  # what was written longer ago counts less and less
 _DECAY_STEP_S = 60.0
 

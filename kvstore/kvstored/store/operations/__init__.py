@@ -11,8 +11,7 @@ from kvstored.store.operations.delete import Delete
 from kvstored.store.operations.discovery import Discovery
 from kvstored.store.operations.get import Get, GetLimits
 from kvstored.store.operations.hints import Hints
-from kvstored.store.operations.intake import Intake
-from kvstored.store.operations.loading import Loader
+from kvstored.store.operations.loader import Loader
 from kvstored.store.operations.lookup import LookUp
 from kvstored.store.operations.put import Put
 from kvstored.store.tiering import MAPPED
@@ -27,12 +26,11 @@ class Operations:
     def __init__(self, store: Store, deletions: DeletionLog) -> None:
         residency, promoter, clock, counters = store.residency, store.promoter, store.clock, store.counters
         limits, movement = store.config.limits, store.config.movement
-        intake = Intake(
+        self.put = Put(
             residency, store.host, store.rooms[MAPPED], store.writeback, store.completions, clock, counters,
-            promoter.may_come_again,
+            promoter.needs_new_copy,
         )  # fmt: skip
         self.discovery = Discovery(residency, store.keyed, store.rooms, store.completions, clock, counters)
-        self.put = Put(intake, residency, store.writeback, counters)
         loader = Loader(residency, promoter, store.dram_check, self.discovery, clock)
         self.get = Get(
             residency, store.leases, loader, clock, counters, store.flows, store.policies,

@@ -1,4 +1,4 @@
-"""Who asks the store for something, as far as the store needs to know: a session of the daemon, or a simulated engine.
+"""The client of an operation, as far as the store needs to know it: a session of the daemon, or a simulated engine.
 
 Owns what is under way for one client. Never does I/O.
 """
@@ -28,7 +28,7 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoProcess:
-    """In the place of a process that nobody knows, or that is this one."""
+    """In the place of a process that is not known, or that is this one."""
 
     pid: int = 0
     uid: int = -1

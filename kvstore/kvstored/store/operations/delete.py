@@ -1,7 +1,8 @@
-"""Delete: take blocks of a chain away for good, because their owner says so.
+"""Delete: remove blocks of a chain for good, by order of their owner.
 
-Deepest first, so that what is left is a prefix without a hole: a block stays when it is leased, on the move, or when
-stored blocks outside the request continue it. Invariant: once it is answered, no crash brings a deleted block back.
+Deepest first, so that what is left is a prefix without a hole: a block is kept when it is leased or being moved, or
+when stored blocks outside the request continue it. Invariant: once it is answered, no crash brings a deleted block
+back.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class Fate(Enum):
 
     DELETED = "deleted"
     MISSING = "missing"  # was not stored
-    IN_USE = "in use"  # kept: under a lease, or on the move
-    CONTINUED = "continued"  # kept: stored blocks hang on it
+    IN_USE = "in use"  # kept: under a lease, or being moved
+    CONTINUED = "continued"  # kept: stored blocks continue it
 
 
 @dataclass(frozen=True)
 class Deleted:
-    """`fates` in the order of the keys; payload bytes of the blocks that went."""
+    """`fates` in the order of the keys; payload bytes of the blocks that were deleted."""
 
     fates: list[Fate]
     nbytes: int
@@ -63,7 +64,7 @@ class Delete:
         self._completions = completions
         self._clock = clock
         self._log = deletions
-        self._removals = 0  # blocks taken away so far, and how many of them a sync is known to have made final
+        self._removals = 0  # blocks removed so far, and how many of them a sync is known to have made final
         self._final_removals = 0
 
     async def delete(self, client: Client, keys: Sequence[bytes]) -> Deleted:
@@ -91,24 +92,19 @@ class Delete:
         return Deleted(fates, nbytes)
 
     async def _make_final(self) -> None:
-        """Sync what was taken away, here or by a call that was cancelled before it could."""
+        """Sync what was removed, here or by a call that was cancelled before it could."""
         removals = self._removals
         if removals == self._final_removals:
             return
-        synced = [await removed for removed in [self._sync(tier) for tier in self._keyed]]
+        synced = [await removed for removed in [self._completions.outcome_of(tier.sync) for tier in self._keyed]]
         if self._writeback is not None and not await self._writeback.sync():
             synced.append(Outcome(OutcomeKind.FAILED))
         if not all(outcome.ok for outcome in synced):
             raise KVStoreError(
                 ErrorKind.UNAVAILABLE,
-                "the blocks are gone, but may come back: a tier refused to remove them for good; ask again",
+                "the blocks are deleted, but may come back: a tier refused to remove them for good; delete again",
             )
         self._final_removals = max(self._final_removals, removals)
-
-    def _sync(self, tier: Tier) -> asyncio.Future[Outcome]:
-        synced: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        tier.sync(self._completions.to_loop(synced.set_result))
-        return synced
 
     def _delete_row(self, row: int, tenant: int) -> Fate:
         residency = self._residency

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
@@ -43,7 +44,7 @@ class Discovery:
         self._counters = counters
 
     def helps(self, client: Client, keys: bytes) -> bool:
-        """Whether there is somebody to ask, and something to ask for."""
+        """Whether there is a tier to ask, and something to ask for."""
         if not self._tiers:
             return False
         return len(self._residency.find_run(client.tenant_id, keys)) < len(keys) // KEY_BYTES
@@ -59,11 +60,10 @@ class Discovery:
         missing = chain[first:]
         if not missing:
             return 0
-        loop = asyncio.get_running_loop()
-        asked: dict[int, asyncio.Future[list[int]]] = {}
-        for position, tier in self._tiers.items():
-            asked[position] = loop.create_future()
-            tier.find(client.tenant.digest, missing, self._completions.to_loop(asked[position].set_result))
+        asked: dict[int, asyncio.Future[list[int]]] = {
+            position: self._completions.outcome_of(partial(tier.find, client.tenant.digest, missing))
+            for position, tier in self._tiers.items()
+        }
         self._counters.add("discovery_questions", len(missing))
         _, late = await asyncio.wait(asked.values(), timeout=min(deadline_ms, DEADLINE_MS) / 1000)
         if late:
@@ -71,7 +71,7 @@ class Discovery:
         found = 0
         for at, key in enumerate(missing, first):
             if residency.find(tenant, key) >= 0:
-                continue  # somebody else found or stored it meanwhile
+                continue  # another request found or stored it meanwhile
             parent = chain[at - 1] if at else NO_PARENT
             if at and residency.find(tenant, parent) < 0:
                 break

@@ -20,12 +20,12 @@ from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import DEADLINE_MS
-from kvstored.store.operations.loading import Loader
+from kvstored.store.operations.loader import Loader
 from kvstored.store.policies import Policy, RequestContext
 from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters, Flows
 
-MISSING_MAX = 1024  # keys that policies are told of; they take up to a microsecond for each
+MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a microsecond for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Get:
         self, client: Client, wanted: Wanted, held: int = 0
     ) -> AsyncGenerator[Expected | LeasedRun | Acquired, None]:
         """What is to be expected, at once; then runs of blocks as they become readable; the last answer says why the
-        chain ends. What is left when the time is up, or the caller goes, is given back.
+        chain ends. What is left when the time is up, or the caller stops, is given back.
 
         The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded.
         """

@@ -12,7 +12,7 @@ from kvstored.clock import NS_PER_MS, Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
 from kvstored.store.operations.client import Client
-from kvstored.store.policies import ChainHint, Policy, tell
+from kvstored.store.policies import ChainHint, Policy, deliver_hint
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.promote import Promoter
 
@@ -58,7 +58,7 @@ class Hints:
         if rows and in_ms:
             now_ns = self._clock.monotonic_ns()
             due = ChainHint(due_ns=now_ns + min(in_ms, DUE_MAX_MS) * NS_PER_MS)
-            tell(self._policies, residency, client.tenant_id, residency.key(rows[-1]), rows, due, now_ns)
+            deliver_hint(self._policies, residency, client.tenant_id, residency.key(rows[-1]), rows, due, now_ns)
         resident = scheduled = 0
         for row in rows:
             if residency.has(row, MAPPED):
@@ -77,7 +77,7 @@ class Hints:
         known = self._residency.find_run(client.tenant_id, keys)
         if due_in_ms is not None:
             hint = replace(hint, due_ns=now_ns + due_in_ms * NS_PER_MS)
-        tell(self._policies, self._residency, client.tenant_id, last_key, known, hint, now_ns)
+        deliver_hint(self._policies, self._residency, client.tenant_id, last_key, known, hint, now_ns)
         return len(known)
 
     def touch(self, client: Client, keys: bytes) -> int:

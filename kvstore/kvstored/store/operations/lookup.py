@@ -54,7 +54,7 @@ class LookUp:
         rows = self._promoter.reachable(found)
         usable = usable_of([row >= 0 for row in rows])
         cause = None
-        if usable < blocks:  # then the key at `usable` is missing, whatever the rule
+        if usable < blocks:  # then the key at `usable` is missing, by any rule
             cause = Cause.READ_FAILED  # stored, but on a medium that is shed
             if found[usable] < 0:
                 cause = client.why_missing(residency, keys[usable * KEY_BYTES : (usable + 1) * KEY_BYTES])

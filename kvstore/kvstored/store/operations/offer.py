@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from kvstore_proto.arena import slot_bytes
+from kvstore_tiers.base import Outcome
 from kvstore_tiers.segments import Segment
 from kvstore_tiers.slot import Slot
 
@@ -37,6 +38,13 @@ class Durability(IntEnum):
     VOLATILE = 0  # may be gone after a crash
     PENDING = 1  # being written
     DURABLE = 2  # survives a crash of process and machine
+
+
+def durability_of(settled: asyncio.Future[bool]) -> Durability:
+    """Of a block, by what says whether it becomes durable."""
+    if not settled.done():
+        return Durability.PENDING
+    return Durability.DURABLE if settled.result() else Durability.VOLATILE
 
 
 class DurabilityMode(IntEnum):
@@ -71,9 +79,11 @@ class Reserved(Staged, Protocol):
 
 @dataclass(slots=True)
 class StagedBlock:
-    """What a client says of one block, and where the block is: at `offset` in `staged`, which is `reserved` too where
-    the block is in its slot already; `nbytes` is its slot's size."""
+    """One block of a put, at `position` in its request: what its client says of it, and where it is: at `offset` in
+    `staged`, which is `reserved` too where the block is in its slot already; `nbytes` is its slot's size. Once it has
+    begun, `token` names its row; `outcome` is that of its copy."""
 
+    position: int
     key: bytes
     parent: bytes
     extra: bytes
@@ -83,6 +93,8 @@ class StagedBlock:
     offset: int
     nbytes: int
     reserved: Reserved | None = None
+    token: int = -1
+    outcome: Outcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +115,8 @@ class Offer:
     def block(self, position: int) -> StagedBlock:
         payload_bytes = self.payload_bytes[position]
         return StagedBlock(
-            self.keys[position], self.parents[position], self.extras[position], self.group, payload_bytes, self.staged,
-            self.offsets[position], slot_bytes(payload_bytes), self.reserved,
+            position, self.keys[position], self.parents[position], self.extras[position], self.group, payload_bytes,
+            self.staged, self.offsets[position], slot_bytes(payload_bytes), self.reserved,
         )  # fmt: skip
 
 

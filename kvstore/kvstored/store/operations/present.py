@@ -1,9 +1,9 @@
 """Present: how durable the blocks are that a put finds stored already, and those made so that it wants durable.
 
-A put that asks for durability means all of its blocks, whoever stored them. So a block that only DRAM has goes to
-write-back as a new one would: charged, admitted or insisted on, with its ancestors.
-Never stores, and never says more of a block than write-back does. Invariants: a block is called durable only after a
-sync that began when it was written; a put that asks for no durability has nothing written, nor synced sooner.
+A put that asks for durability means all of its blocks, whichever client stored them. So a block that only DRAM has is
+handed to write-back as a new one would: charged, admitted or insisted on, with its ancestors. Never stores, and never
+says more of a block than write-back does. Invariants: a block is called durable only after a sync that began when it
+was written; a put that asks for no durability has nothing written, nor synced sooner.
 """
 
 from __future__ import annotations

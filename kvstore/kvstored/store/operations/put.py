@@ -1,19 +1,35 @@
-"""Put: store the blocks of a chain, wherever they are: in a client's staging memory, or in a message.
+"""Put: store the blocks of a chain, wherever their bytes are: in a client's staging memory, in its slots, in a message.
 
-Sorts them: a block that is stored gets the durability that is asked for, one that another put is writing is to be sent
-again, the others are taken in. Owns which keys are being written. Invariants: one writer a key; a key is free again
-when its put has ended, however it ended, and whether or not its client is there.
+A block that is stored gets the durability that is asked for; one that another put is writing is to be sent again; the
+others get a slot and an unreadable row each, are copied and published. They begin in parts, so that the first are
+copied while the next get their slots, and no other request waits long for the control thread. A client can write its
+staging memory at any time, so nothing in it is trusted: the daemon copies first and checks the copy, takes every header
+field but the token ids from the request, and refuses tokens that do not hash to the key.
+
+Owns which keys are being written, and the blocks that are not published yet. Invariants: one writer a key; a key is
+free again when its put has ended, however it ended; what has begun ends, also when its client is gone, or is taken
+back; a slot that is being copied into is neither published nor freed; a block is visible to the very next lookup once
+it is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
+from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
-from kvstored.store.blocks import Residency
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.segments import Segment
+from kvstored.clock import Clock
+from kvstored.completions import CompletionQueue
+from kvstored.lifecycle import CopyState
+from kvstored.store.blocks import CyclicChainError, Residency
 from kvstored.store.operations.client import Client
-from kvstored.store.operations.intake import Intake
 from kvstored.store.operations.offer import (
     NOWHERE,
     Durability,
@@ -23,91 +39,357 @@ from kvstored.store.operations.offer import (
     StagedBlock,
     Stored,
     StoreStatus,
+    durability_of,
 )
 from kvstored.store.operations.present import Present
+from kvstored.store.operations.token_check import tokens_hash_to_key
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.room import BYPASSED, Room
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters
 
+log = logging.getLogger(__name__)
+# A part's copies run while the next part begins and the one before is published. None is more than half a millisecond
+# of the control thread. (A smaller first one starts no copies earlier: their threads wake up to find the GIL held.)
+PART_BYTES = 32 * 2**20
+PART_BLOCKS, HASHES_A_PART = 32, 1024
+ANNOUNCED_MAX = 1024  # of a piece of a chain; a policy takes up to a microsecond for each
+
+
+@dataclass(slots=True)
+class _Part:
+    """Blocks that are copied together, by the host tier's threads: `writes` are those of `copying`, `copied` their
+    outcomes."""
+
+    begun: list[StagedBlock] = field(default_factory=list)
+    copying: list[StagedBlock] = field(default_factory=list)
+    writes: list[tuple[Slot, BlockHeader, list[Segment]]] = field(default_factory=list)
+    copied: asyncio.Future[Sequence[Outcome]] | None = None
+
+
+@dataclass(slots=True)
+class _Intake:
+    """The blocks of one put that have to be stored; the first `begun` of them have begun, in `parts`."""
+
+    client: Client
+    mode: DurabilityMode
+    statuses: bytearray  # by position in the request
+    blocks: list[StagedBlock] = field(default_factory=list)
+    begun: int = 0
+    parts: list[_Part] = field(default_factory=list)
+
 
 class Put:
-    """See the module. `writeback` is None without a durable tier."""
+    """See the module. `writeback` is None without a durable tier: everything is volatile then. `needs_new_copy(row)`:
+    whether a block that is stored should get a new copy, since no tier that has it can be read now."""
 
-    def __init__(self, intake: Intake, residency: Residency, writeback: WriteBack | None, counters: Counters) -> None:
-        self._intake = intake
+    def __init__(
+        self,
+        residency: Residency,
+        host: HostTier,
+        room: Room,
+        writeback: WriteBack | None,
+        completions: CompletionQueue,
+        clock: Clock,
+        counters: Counters,
+        needs_new_copy: Callable[[int], bool],
+    ) -> None:
         self._residency = residency
+        self._host = host
+        self._room = room
+        self._writeback = writeback
         self._present = Present(residency, writeback)
+        self._completions = completions
+        self._clock = clock
         self._counters = counters
+        self._needs_new_copy = needs_new_copy
+        self._running: set[asyncio.Task[Settling]] = set()
         self.being_written: set[tuple[int, bytes]] = set()  # (tenant, key)
 
     async def finish(self) -> None:
         """Wait for what is under way, whether or not the clients are still there."""
-        await self._intake.finish()
+        while self._running:
+            await asyncio.wait(set(self._running))
 
     def store(self, client: Client, offer: Offer, mode: DurabilityMode) -> AsyncGenerator[Stored, None]:
-        """One answer when the blocks are published; a second, final one when pending ones have settled. The first
-        blocks have begun when this returns."""
-        intake, tenant = self._intake, client.tenant_id
-        statuses, durability = bytearray([StoreStatus.FAILED] * len(offer.keys)), bytearray(len(offer.keys))
-        taken: list[tuple[int, StagedBlock]] = []
+        """One answer when the blocks are published; a second, final one when pending ones have settled. The first part
+        has begun when this returns, where it needs no eviction.
+
+        A client that dies meanwhile must not leave half a block behind: a task stores the blocks to the end. Nor must a
+        mistake of ours: the task takes back what has begun, and raises it.
+        """
+        tenant = client.tenant_id
+        intake = _Intake(client, mode, bytearray([StoreStatus.FAILED] * len(offer.keys)))
         present: list[tuple[int, int]] = []
         rows = self._residency.find_each(tenant, offer.packed)
         for position, (key, row) in enumerate(zip(offer.keys, rows, strict=True)):
-            if row >= 0 and not intake.may_come_again(row):
-                statuses[position] = StoreStatus.PRESENT
+            if row >= 0 and not self._needs_new_copy(row):
+                intake.statuses[position] = StoreStatus.PRESENT
                 present.append((position, row))
             elif key in (offer.parents[position], NO_PARENT):
                 continue
             elif (tenant, key) in self.being_written:
-                statuses[position] = StoreStatus.AGAIN
+                intake.statuses[position] = StoreStatus.AGAIN
             elif offer.offsets[position] == NOWHERE:
-                statuses[position] = StoreStatus.WANTED
+                intake.statuses[position] = StoreStatus.WANTED
             else:
                 self.being_written.add((tenant, key))
-                taken.append((position, offer.block(position)))
-        settling = Settling()
+                intake.blocks.append(offer.block(position))
+        durability, settling = bytearray(len(offer.keys)), Settling()
         if present:
             self._counters.add("present_blocks", len(present))
             settling = self._present.settle(present, mode, durability)
+        mistake: Exception | None = None
+        try:
+            self._announce(intake)
+            if not client.beginning:
+                intake.parts.append(part := _Part())
+                self._begin_blocks(intake, self._part_end(intake))
+                if part.writes:
+                    part.copied = self._completions.outcome_of(partial(self._host.write_many, part.writes))
+        except Exception as error:
+            mistake = error
+        client.beginning += 1
+        storing = asyncio.create_task(self._store_rest(intake, mistake))
+        self._running.add(storing)
+        client.copying.add(storing)
+        storing.add_done_callback(partial(self._ended, client, offer, intake.blocks))
+        return _answers(storing, intake.statuses, durability, settling, mode)
 
-        def end(task: asyncio.Task[Settling]) -> None:
-            self.being_written.difference_update((tenant, block.key) for _, block in taken)
-            if offer.reserved is not None:
-                offer.reserved.end()
-            client.copying.discard(task)
-            client.put_ended()
+    def _ended(
+        self, client: Client, offer: Offer, blocks: Sequence[StagedBlock], storing: asyncio.Task[Settling]
+    ) -> None:
+        self._running.discard(storing)
+        self.being_written.difference_update((client.tenant_id, block.key) for block in blocks)
+        if offer.reserved is not None:
+            offer.reserved.end()
+        client.copying.discard(storing)
+        client.put_ended()
 
-        taking = intake.take_in(client, taken, statuses, mode, end)
-        client.copying.add(taking)
-        return _answers(taking, statuses, durability, settling, mode)
+    async def _store_rest(self, intake: _Intake, mistake: Exception | None) -> Settling:
+        """Begin the blocks that have not begun, and publish all."""
+        client, settling = intake.client, Settling()
+        try:
+            try:
+                if mistake is not None:
+                    raise mistake
+                if intake.begun < len(intake.blocks):
+                    async with client.turn:  # requests of one client begin in order: parents before children
+                        while intake.begun < len(intake.blocks):
+                            await asyncio.sleep(0)  # others on the loop have their turn
+                            intake.parts.append(_Part())
+                            await self._begin_part(intake)
+            finally:
+                client.beginning -= 1
+            for part in intake.parts:
+                if part.copied is not None:
+                    for block, outcome in zip(part.copying, await part.copied, strict=True):
+                        block.outcome = outcome
+                settling |= self._publish(intake, part)
+        except Exception:
+            await self._take_back(intake.parts)
+            raise
+        return settling
+
+    # Slots, rows and copies
+
+    def _announce(self, intake: _Intake) -> None:
+        """Notify the policy which blocks are about to be stored, a piece of a chain at a time."""
+        first, blocks, tenant = 0, intake.blocks, intake.client.tenant_id
+        for at in range(1, len(blocks) + 1):
+            if at == len(blocks) or blocks[at].parent != blocks[at - 1].key:
+                if self._refusal(intake.client, blocks[first]) is None:
+                    parent = self._residency.find_any(tenant, blocks[first].parent)
+                    coming = blocks[first : min(at, first + ANNOUNCED_MAX)]
+                    self._room.announce(tenant, parent, [block.key for block in coming])
+                first = at
+
+    def _part_end(self, intake: _Intake) -> int:
+        """Where the next part ends: after work for half a millisecond of the control thread."""
+        begun, blocks, fingerprint = intake.begun, intake.blocks, intake.client.fingerprint
+        if begun == len(blocks):
+            return begun
+        hashes = fingerprint.block_tokens // fingerprint.engine_block_tokens
+        most = min(PART_BLOCKS, HASHES_A_PART // hashes, PART_BYTES // blocks[begun].payload_bytes)
+        return min(begun + max(most, 1), len(blocks))
+
+    def _begin_blocks(self, intake: _Intake, end: int, slot: Slot | None = None) -> None:
+        """Give blocks up to `end` a slot and an unreadable row each, until one needs room to be made; `slot` is for the
+        first of them."""
+        residency, client, tenant = self._residency, intake.client, intake.client.tenant_id
+        now_ns = self._clock.monotonic_ns()
+        key, depth = NO_PARENT, 0  # of the block that began last
+        try:
+            for block in intake.blocks[intake.begun : end]:
+                is_next = block.parent == key != NO_PARENT and residency.find(tenant, block.key) < 0
+                if not is_next:  # else its parent began just now, and neither of them is stored
+                    refusal = self._refusal(client, block)
+                    if refusal is not None:
+                        intake.statuses[block.position] = refusal
+                        intake.begun += 1
+                        continue
+                    parent = residency.find_any(tenant, block.parent)
+                    depth = residency.depth(parent) if parent >= 0 else -1
+                if slot is not None and slot.nbytes != block.nbytes:  # kept from a block that was refused
+                    self._host.free(slot)
+                    slot = None
+                if slot is None and block.reserved is None:
+                    slot = self._room.allocate_now(block.nbytes, tenant)
+                    if slot is None:
+                        break
+                intake.begun += 1
+                try:
+                    row = -1 if is_next else residency.find(tenant, block.key)  # stored, but out of reach
+                    if row < 0:
+                        row = residency.insert(
+                            tenant, block.key, block.parent, fingerprint_id=client.fingerprint_id, group=block.group,
+                            depth=depth + 1, payload_bytes=block.payload_bytes, now_ns=now_ns,
+                        )  # fmt: skip
+                except CyclicChainError as error:
+                    log.warning("client %s of %s: %s", client.client_name, client.tenant.name, error)
+                    continue
+                key, depth = block.key, depth + 1
+                taken = slot if block.reserved is None else block.reserved.take(block.offset)
+                assert taken is not None
+                residency.attach(row, MAPPED, taken, now_ns, filling=True)
+                block.token, slot = residency.token(row), None
+                self._add(client, block, taken, depth, intake.parts[-1])
+        finally:
+            if slot is not None:
+                self._host.free(slot)
+
+    def _add(self, client: Client, block: StagedBlock, slot: Slot, depth: int, part: _Part) -> None:
+        """A block that has its slot and its row: its copy is one of the part's, unless its tokens are another's."""
+        part.begun.append(block)
+        tokens = block.staged.tokens_at(block.offset)
+        if not tokens_hash_to_key(client, block, tokens):
+            block.outcome = Outcome(OutcomeKind.CORRUPT, message="tokens do not hash to the key")
+            return
+        header = BlockHeader(
+            key=block.key, parent=block.parent, extra=block.extra,
+            fingerprint=client.fingerprint_digest, tenant=client.tenant.digest, group=block.group,
+            payload_bytes=block.payload_bytes, tokens=tokens, depth=depth,
+            generation=slot.generation, created_ns=self._clock.wall_ns(),
+        )  # fmt: skip
+        part.copying.append(block)
+        part.writes.append((slot, header, [block.staged.payload_at(block.offset, block.payload_bytes)]))
+
+    def _refusal(self, client: Client, block: StagedBlock) -> StoreStatus | None:
+        """Why the block is not to be stored, if so. An orphan could not be reached: under full attention, without the
+        block before it. That one may have been evicted since the client saw it, or found no room itself."""
+        residency = self._residency
+        row = residency.find(client.tenant_id, block.key)
+        if row >= 0 and not self._needs_new_copy(row):
+            return StoreStatus.PRESENT
+        group = client.fingerprint.group(block.group)
+        if block.parent == NO_PARENT or group is None or group.kind != "full":
+            return None
+        parent = residency.find_any(client.tenant_id, block.parent)
+        if parent >= 0 and (residency.tier_mask(parent) or residency.being_filled(parent)):
+            return None
+        return StoreStatus.ORPHANED
+
+    # Room
+
+    async def _begin_part(self, intake: _Intake) -> None:
+        """Begin one more part, making room where there is none."""
+        end, tenant, part = self._part_end(intake), intake.client.tenant_id, intake.parts[-1]
+        while intake.begun < end:
+            block, slot = intake.blocks[intake.begun], None
+            if block.reserved is None and self._refusal(intake.client, block) is None:
+                slot = self._room.allocate_now(block.nbytes, tenant)
+                if slot is None:
+                    parent = self._residency.find_any(tenant, block.parent)
+                    newcomer = None  # a block that is to be written to NVMe is not declined: it is read from DRAM there
+                    if self._writeback is None or intake.mode == DurabilityMode.NONE:
+                        newcomer = block.key, self._residency.depth(parent) + 1 if parent >= 0 else 0
+                    found = await self._room.allocate_for(newcomer, block.nbytes, tenant, parent=parent)
+                    if found is BYPASSED:
+                        self._record_bypass(intake)
+                        continue
+                    slot = found
+                if slot is None:
+                    intake.statuses[block.position] = StoreStatus.THROTTLED
+                    self._counters.add("throttled_blocks")
+                    intake.begun += 1
+                    continue
+            self._begin_blocks(intake, end, slot)
+        if part.writes:
+            part.copied = self._completions.outcome_of(partial(self._host.write_many, part.writes))
+
+    def _record_bypass(self, intake: _Intake) -> None:
+        """The policy would rather keep what is here than the next block: nor are those stored that continue it."""
+        now_ns, key = self._clock.monotonic_ns(), intake.blocks[intake.begun].parent
+        for block in intake.blocks[intake.begun :]:
+            if block.parent != key:
+                return
+            intake.statuses[block.position] = StoreStatus.THROTTLED
+            self._residency.record_bypass(intake.client.tenant_id, block.key, now_ns)
+            self._counters.add("bypassed_blocks")
+            intake.begun += 1
+            key = block.key
+
+    # Publication
+
+    def _publish(self, intake: _Intake, part: _Part) -> Settling:
+        """Make whole blocks readable, in chain order, once their copies have ended, and begin to write those through
+        that are to be. Write-through pins its blocks, so it begins in the same turn of the loop: a turn later they may
+        have been evicted and their rows be other blocks'."""
+        residency, now_ns = self._residency, self._clock.monotonic_ns()
+        published: dict[int, int] = {}  # position -> row
+        stored_bytes = 0
+        for block in part.begun:
+            row, outcome = residency.current(block.token), block.outcome
+            assert row >= 0 and outcome is not None, "a block went away while it was being filled"
+            if not outcome.ok:
+                self._host.free(residency.detach(row, MAPPED))
+                if outcome.kind is OutcomeKind.CORRUPT:
+                    intake.statuses[block.position] = StoreStatus.KEY_MISMATCH
+                else:
+                    log.warning("a block could not be stored: %s", outcome.message)
+                continue
+            residency.publish(row, MAPPED, now_ns)
+            intake.statuses[block.position] = StoreStatus.STORED
+            published[block.position] = row
+            stored_bytes += block.payload_bytes
+        if published:
+            self._counters.add("stored_blocks", len(published))
+            self._counters.add("stored_bytes", stored_bytes)
+            residency.touch_run(list(published.values()), now_ns)
+        writeback, at_once = self._writeback, intake.mode == DurabilityMode.ALWAYS
+        if writeback is None or intake.mode == DurabilityMode.NONE:
+            return {}
+        return {
+            position: writeback.write_through(row, at_once=at_once)
+            for position, row in published.items()
+            if at_once or writeback.admits(row)
+        }
+
+    async def _take_back(self, parts: Sequence[_Part]) -> None:
+        """What is not published, as if it had never begun, once nothing copies into it."""
+        for part in parts:
+            if part.copied is not None:
+                await part.copied
+        for block in (block for part in parts for block in part.begun):
+            row = self._residency.current(block.token)
+            if row >= 0 and self._residency.state(row, MAPPED) is CopyState.FILLING:
+                self._host.free(self._residency.detach(row, MAPPED))
 
 
 async def _answers(
-    taking: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
+    storing: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
 ) -> AsyncGenerator[Stored, None]:
     """One answer when the blocks are published; a second, final one when pending ones have settled. Of blocks that were
     stored before, `durability` holds the answers that are known and `present` the futures of those still pending."""
-    settling = await asyncio.shield(taking)
-    settling |= present
-    if mode == DurabilityMode.ALWAYS:
-        await _all_settled(settling.values())
-    for position, settled in settling.items():
-        durability[position] = _durability_of(settled)
-    final = Durability.PENDING not in durability
-    yield Stored(bytes(statuses), bytes(durability), final)
-    if not final:
-        await _all_settled(settling.values())
+    settling, waits = await asyncio.shield(storing) | present, mode == DurabilityMode.ALWAYS
+    while True:
+        pending = [settled for settled in settling.values() if not settled.done()]
+        if waits and pending:
+            await asyncio.wait(pending)
         for position, settled in settling.items():
-            durability[position] = _durability_of(settled)
-        yield Stored(bytes(statuses), bytes(durability), True)
-
-
-async def _all_settled(futures: Iterable[asyncio.Future[bool]]) -> None:
-    waiting = [future for future in futures if not future.done()]
-    if waiting:
-        await asyncio.wait(waiting)
-
-
-def _durability_of(settled: asyncio.Future[bool]) -> Durability:
-    if not settled.done():
-        return Durability.PENDING
-    return Durability.DURABLE if settled.result() else Durability.VOLATILE
+            durability[position] = durability_of(settled)
+        final = Durability.PENDING not in durability
+        yield Stored(bytes(statuses), bytes(durability), final)
+        if final:
+            return
+        waits = True

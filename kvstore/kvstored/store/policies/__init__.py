@@ -1,6 +1,6 @@
 """Policies: which block leaves a tier next, which may enter, and how hot each is."""
 
-from kvstored.policy_names import ADMISSIONS, POLICIES, WITH_WORTH
+from kvstored.policy_names import ADMISSIONS, BEST, POLICIES, WITH_WORTH, resolve
 from kvstored.store.policies.admission import Admission
 from kvstored.store.policies.base import (
     ChainHint,
@@ -12,8 +12,8 @@ from kvstored.store.policies.base import (
     Share,
     State,
 )
-from kvstored.store.policies.factory import BEST, create, create_admission, joined, resolve, succeed
-from kvstored.store.policies.telling import tell
+from kvstored.store.policies.factory import create, create_admission, joined, succeed
+from kvstored.store.policies.hints import deliver_hint
 
 __all__ = [
     "ADMISSIONS",
@@ -31,8 +31,8 @@ __all__ = [
     "State",
     "create",
     "create_admission",
+    "deliver_hint",
     "joined",
     "resolve",
     "succeed",
-    "tell",
 ]

@@ -7,7 +7,6 @@ used again. Admission keeps prefixes whole: a block with a child in the tier is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import WARM_WORTH, Policy
@@ -15,8 +14,6 @@ from kvstored.store.policies.base import WARM_WORTH, Policy
 
 class Admission(ABC):
     """Pure: asks residency, changes nothing. `above`: the policy of the tier that blocks come from."""
-
-    name: ClassVar[str]
 
     def __init__(self, residency: ResidencyView, tier: int, above: Policy | None = None) -> None:
         self.residency = residency
@@ -38,8 +35,6 @@ class Admission(ABC):
 class Always(Admission):
     """Admits everything. Right where the tier outlives restarts and wear does not matter."""
 
-    name: ClassVar[str] = "always"
-
     def _worth(self, row: int, now_ns: int) -> bool:
         return True
 
@@ -53,7 +48,6 @@ class SecondTouch(Admission):
     remembers.
     """
 
-    name: ClassVar[str] = "second-touch"
     _ACCESSES = 2
 
     def _worth(self, row: int, now_ns: int) -> bool:
@@ -65,11 +59,9 @@ class ByWorth(SecondTouch):
     (`keep_worth`) where that is set. Where no worth is known (the policy above has none, or decides as LRU for now) it
     is second touch.
 
-    So a new session is written when sessions like it come back, and a prompt like those that nobody asks for again is
-    not. A bad choice where blocks must survive a restart whatever they are.
+    So a new session is written when sessions like it come back, and a prompt like those that are never asked for again
+    is not. A bad choice where every block must survive a restart.
     """
-
-    name: ClassVar[str] = "worth"
 
     def judges_by_worth(self, row: int, now_ns: int) -> bool:
         return self._known(row, now_ns) is not None

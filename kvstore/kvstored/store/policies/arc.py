@@ -1,9 +1,10 @@
-"""ARC: recency and frequency side by side, the room between them moved by what comes back; leaf-first.
+"""ARC: recency and frequency side by side, the room between them moved by what returns; leaf-first.
 
 Megiddo, Modha: "ARC: a self-tuning, low overhead replacement cache", FAST 2003. Blocks used once (T1) and more often
 (T2) are two LRU queues; keys that left either are remembered (B1, B2), and one that returns makes the queue it left
-larger. The tier's size is taken for what is in it when something must leave. A bad choice where a return is no news
-about others: in chats every session's blocks come back by themselves, and the target swings without a gain over LRU.
+larger. The tier's size is taken for what is in it when something must be evicted. A bad choice where a return is no
+news about others: in chats every session's blocks come back by themselves, and the target swings without a gain over
+LRU.
 """
 
 from __future__ import annotations
@@ -11,13 +12,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings
 from kvstored.store.policies.discipline import Discipline, Queues, first_of
-from kvstored.store.policies.queued import QueuedPolicy
 
 _ONCE, _OFTEN, _DOOR = 0, 1, 2
-_NOBODY = -1
+_NO_ROW = -1
 
 
 class Arc(Discipline):
@@ -35,7 +33,7 @@ class Arc(Discipline):
         queue = self.queues.queue_of[row]
         if queue == _DOOR:
             if self._known[tenant][0] == row:
-                self._known[tenant] = (_NOBODY, _DOOR)
+                self._known[tenant] = (_NO_ROW, _DOOR)
         else:
             self._gone[tenant][queue][self.key(row)] = None
 
@@ -58,7 +56,7 @@ class Arc(Discipline):
 
     def entrance(self, row: int, tenant: int) -> int:
         queue = self._recall(row, tenant)
-        self._known[tenant] = (_NOBODY, _DOOR)
+        self._known[tenant] = (_NO_ROW, _DOOR)
         if queue != _DOOR:
             del self._gone[tenant][queue][self.key(row)]
             return _OFTEN
@@ -86,8 +84,4 @@ class Arc(Discipline):
     def add_tenant(self) -> None:
         self._gone.append((OrderedDict(), OrderedDict()))
         self._target.append(0.0)
-        self._known.append((_NOBODY, _DOOR))
-
-
-def arc(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> QueuedPolicy:
-    return QueuedPolicy(residency, tier, settings, "arc", Arc)
+        self._known.append((_NO_ROW, _DOOR))

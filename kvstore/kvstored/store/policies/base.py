@@ -9,9 +9,9 @@ Obligations
 - The caller MUST pass on every event of the tier (`create` wires the policy to residency), with `now_ns`
   never going back; it acts on a victim (detach, remove) or names it in `exclude` before it asks for
   another.
-- The implementation MUST name only rows that `residency.may_leave(row, tier)` at that moment; MUST be
+- The implementation MUST name only rows that `residency.is_evictable(row, tier)` at that moment; MUST be
   deterministic; MUST NOT change residency; MUST answer `next_victim` in O(log n) amortised, however many rows
-  cannot leave; MUST name some row whenever any is allowed to leave; MUST treat `accessed` rows as touched
+  cannot be evicted; MUST name some row whenever any may be evicted; MUST treat `accessed` rows as touched
   from the tail to the head, so that a parent is never older than its child.
 - Asking is free of side effects that a caller could see: the same question gets the same answer until an
   event.
@@ -74,7 +74,7 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class ChainHint:
-    """What an engine expects of a chain; None and 0: not told. `due_ns`: when a request that is foreseen uses it."""
+    """What an engine expects of a chain; None and 0: not said. `due_ns`: when a request that is foreseen uses it."""
 
     will_continue: float | None = None
     due_ns: int | None = None
@@ -99,12 +99,14 @@ class Origin:
 
 
 class Policy(ABC):
-    """See the module for what both sides owe each other. Implements residency's TierListener."""
+    """See the module for what both sides owe each other. Implements residency's TierListener. `name`: that by which it
+    was asked for (`policy_names`)."""
 
-    name: str
-
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
+    def __init__(
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
+    ) -> None:
         self.residency = residency
+        self.name = name
         self.tier = tier
         self.settings = settings or PolicySettings()
         self.shares: dict[int, Share] = {}
@@ -114,7 +116,7 @@ class Policy(ABC):
         capacity.
         """
         if share == Share():
-            self.shares.pop(tenant, None)  # whoever asks for shares that bind finds none
+            self.shares.pop(tenant, None)  # so that `shares` has only those that bind
         else:
             self.shares[tenant] = share
 
@@ -139,7 +141,7 @@ class Policy(ABC):
             self.inserted(row, now_ns)
 
     def adopt(self, rows: npt.NDArray[np.int64]) -> None:
-        """`inserted` for each of `rows`, which were in the tier before this policy was, the next to leave first."""
+        """`inserted` for each of `rows`, which were in the tier before this policy was, the next victim first."""
         last_access_ns = self.residency.rows.last_access_ns
         for row in rows.tolist():
             self.inserted(row, last_access_ns[row])
@@ -171,22 +173,22 @@ class Policy(ABC):
 
     @abstractmethod
     def released(self, row: int) -> None:
-        """`row` may perhaps leave now."""
+        """`row` may perhaps be evicted now."""
 
     def expect(self, context: RequestContext) -> None:  # noqa: B027  # optional
-        """The next `accessed` is that of this request. Optional: who knows nothing says nothing."""
+        """The next `accessed` is that of this request. Optional: a caller that knows nothing leaves it out."""
 
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:  # noqa: B027
         """The request that `expect` named so has ended. Optional as well. `hint`: what the engine expects."""
 
-    def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:  # noqa: B027  # optional
+    def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:  # noqa: B027  # optional
         """An engine says what it expects of the chain down to block `key`; `row` is -1 when that is stored nowhere."""
 
     # Decisions
 
     @abstractmethod
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        """The row whose copy should leave this tier next, or -1 when none may.
+        """The row whose copy should be evicted this tier next, or -1 when none may be.
 
         `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it
         is at its own maximum), and its minimum does not protect it from itself.
@@ -194,21 +196,21 @@ class Policy(ABC):
 
     def next_victims(self, now_ns: int, limit: int) -> list[int]:
         """What `next_victim` would name if it were asked up to `limit` times, each time after the row before had left:
-        a piece of one chain, its end first, as far as that is known already. Empty when none may leave.
+        a piece of one chain, its end first, as far as that is known already. Empty when none may be evicted.
         """
         row = self.next_victim(now_ns)
         return [row] if row >= 0 else []
 
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
-        """Whether the block `key`, which is about to come, is worth less than `victim`, whose place it would take: then
-        it is not to come (bypass), nor are those after it. Asked right after `next_victim`.
+        """Whether the block `key`, which is about to be stored, is worth less than `victim`, whose place it would take:
+        then it is not stored (bypass), nor are those after it. Asked right after `next_victim`.
         """
         return False
 
     @abstractmethod
     def expired(self, now_ns: int, limit: int) -> list[int]:
-        """Up to `limit` rows that may leave and whose time to live is over, longest first; then those whose worth is
-        too little, the least first. Costs O(limit), but for a look at all now and then.
+        """Up to `limit` rows that may be evicted and whose time to live is over, longest first; then those whose worth
+        is too little, the least first. Costs O(limit), but for a look at all now and then.
         """
 
     def worth(self, row: int, now_ns: int) -> float | None:
@@ -247,27 +249,13 @@ class Policy(ABC):
         what is in it of blocks that are not stored any more is kept as of blocks that have left. Raises ValueError,
         having changed nothing, for a state that this version or these settings cannot use.
         """
-        raise ValueError(f"{self.name} learns nothing that it could go on from")
+        raise ValueError(f"{self.name} learns nothing that it could continue from")
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:  # noqa: B027  # optional
-        """Keep nothing that names blocks `keys` of `tenant`, which have gone from every tier by order; or any (None)
+        """Keep nothing that names blocks `keys` of `tenant`, which were removed from every tier by order; or any (None)
         that are not in this one.
         """
 
     @abstractmethod
     def __len__(self) -> int:
         """Rows the policy knows: those with a readable copy in the tier."""
-
-    def victims(self, now_ns: int, limit: int) -> Iterator[int]:
-        """Up to `limit` rows that may leave right now, in eviction order.
-
-        Only of use for looking (`explain`): parents follow their children only after those have left, so
-        whoever evicts asks `next_victim` again after each.
-        """
-        seen: set[int] = set()
-        while len(seen) < limit:
-            row = self.next_victim(now_ns, exclude=seen)
-            if row < 0:
-                return
-            seen.add(row)
-            yield row

@@ -3,12 +3,12 @@
 A follow-up turn needs all of its session's blocks, so the unit of decision is the chain. Hazard tables, learnt from
 every chain that passes (evicted ones too, through a ghost of keys), say how likely a chain of some class and age is
 used again; a rank made of them says how many uses a block of it is worth for each second it is held; the chain of the
-lowest rank loses its last block. A new chain with the lowest rank of all goes at once (bypass). Shared prefixes are
+lowest rank loses its last block. A new chain with the lowest rank of all is not stored (bypass). Shared prefixes are
 worth what others' touches bring.
 
 Until some requests have been seen it is LRU; it is LRU again while a guard sees that LRU would hit
-more. The time to live is that of LFU with TTL: what was idle for longer goes first. With `keep_worth` a chain leaves by
-itself, tail first, once it is worth less; while LRU decides, and for blocks of no known chain, that rests.
+more. The time to live is that of LFU with TTL: what was idle for longer is evicted first. With `keep_worth` a chain
+expires by itself, tail first, once it is worth less; while LRU decides, and for blocks of no known chain, that rests.
 
 After: LHD for hits per space-time (Beckmann, Chen, Cidon: NSDI 2018), Gittins for the rank (JRSS B 41, 1979). A bad
 choice where chains say nothing: blocks without parents, each used by itself; it is LRU there, at three times the cost.
@@ -36,9 +36,9 @@ from kvstored.store.policies.base import (
     Share,
     State,
 )
-from kvstored.store.policies.chains.book import NOBODY, NS, UNKNOWN
-from kvstored.store.policies.chains.following import APART, HOUR_S, ChainFollower, LearningSettings
-from kvstored.store.policies.chains.keeping import worth_of
+from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED
+from kvstored.store.policies.chains.expiry import worth_of
+from kvstored.store.policies.chains.follower import APART, HOUR_S, ChainFollower, LearningSettings
 from kvstored.store.policies.chains.state import ladders as ladders_in
 from kvstored.store.policies.chains.state import pieces as state_of
 from kvstored.store.policies.chains.state import restore
@@ -56,19 +56,16 @@ class ChainHazard(Policy):
     and a key of the ghost costs a dictionary entry.
     """
 
-    name = "chain-hazard"
-
     def __init__(
         self,
         residency: ResidencyView,
         tier: int,
         settings: PolicySettings | None = None,
+        name: str = "",
         *,
-        name: str = name,
         learning: LearningSettings = _DEFAULT,
     ) -> None:
-        super().__init__(residency, tier, settings)
-        self.name = name
+        super().__init__(residency, tier, settings, name)
         self.follower = ChainFollower(residency, tier, self.settings, learning)
         self._is_sure = False  # enough has been seen to decline a newcomer, once and for all
 
@@ -107,8 +104,8 @@ class ChainHazard(Policy):
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
         self.follower.answered(number, output_tokens, now_ns, hint)
 
-    def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
-        self.follower.told(tenant, row, key, hint, now_ns)
+    def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
+        self.follower.on_hint(tenant, row, key, hint, now_ns)
 
     def removed(self, row: int) -> None:
         self.follower.removed(row)
@@ -154,7 +151,7 @@ class ChainHazard(Policy):
         follower = self.follower
         row = follower.next
         is_next = row >= 0 and tenant is None and row not in exclude and not self.shares
-        if is_next and self.residency.may_leave(row, self.tier):
+        if is_next and self.residency.is_evictable(row, self.tier):
             follower.named = row
             return row
         follower.next = follower.named = -1
@@ -190,7 +187,7 @@ class ChainHazard(Policy):
             return [row] if row >= 0 else []
         book = self.follower.book
         owner, shared, chain = book.owner, book.shared, book.owner[row]
-        # All but the last block of a chain go together.
+        # All but the last block of a chain are evicted together.
         far = book.chains.length[chain] - APART
         depth = self.residency.rows.depth[row]
         if depth >= far or shared[row] or book.chains.due_s[chain]:
@@ -253,10 +250,10 @@ class ChainHazard(Policy):
                 if row < 0 or not self._is_expired(row, now_ns):
                     break
                 found.append(row)
-        if follower.keeping is not None and len(found) < limit and not follower.is_lru:
+        if follower.expiry is not None and len(found) < limit and not follower.is_lru:
             if follower.fresh:
                 follower.settle()
-            found += follower.keeping.expired(now_ns * NS, limit - len(found), found)
+            found += follower.expiry.expired(now_ns * NS, limit - len(found), found)
         return found
 
     def _is_expired(self, row: int, now_ns: int) -> bool:
@@ -272,7 +269,7 @@ class ChainHazard(Policy):
         return self.follower.candidates[self.follower.book.chains.tenant[chain]].worth(chain, self.follower.now_s)
 
     def worth(self, row: int, now_ns: int) -> float | None:
-        chain = self.follower.book.owner[row] if row < len(self.follower.book.owner) else NOBODY
+        chain = self.follower.book.owner[row] if row < len(self.follower.book.owner) else UNOWNED
         if self.follower.is_lru or chain < 0:
             return None
         return worth_of(self.follower.book, chain, row, now_ns * NS) * HOUR_S

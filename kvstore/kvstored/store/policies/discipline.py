@@ -1,4 +1,4 @@
-"""What tells FIFO's relatives apart: where a new block goes, what a use does, and which block leaves first.
+"""What distinguishes FIFO's relatives: where a new block goes, what a use does, and which block is evicted first.
 
 `queued` keeps the rows and asks a discipline; the two share `Queues`. A discipline owns what it remembers beyond them.
 """
@@ -75,8 +75,8 @@ class Discipline(ABC):
 
     @abstractmethod
     def candidate(self, tenant: int, refused: Collection[int]) -> int:
-        """What goes first among the tenant's queued rows inside that are not `refused`, or -1. May reorder what it
-        spares.
+        """What is evicted first among the tenant's queued rows inside that are not `refused`, or -1. May reorder what
+        it spares.
         """
 
     def entrance(self, row: int, tenant: int) -> int:
@@ -96,7 +96,7 @@ class Discipline(ABC):
         """`row` leaves the tier; it is in its queue still."""
 
     def left(self, queue: int, tenant: int) -> None:  # noqa: B027  # optional
-        """A row of the tenant's `queue` has left, and who waited at the door was let in."""
+        """A row of the tenant's `queue` has left, and the row that waited at the door was let in."""
 
 
 def first_of(queue: RowQueue, refused: Collection[int]) -> int:

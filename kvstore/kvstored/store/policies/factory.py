@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +14,9 @@ from kvstored.policy_names import ADMISSIONS, POLICIES
 from kvstored.store.blocks import Residency
 from kvstored.store.policies.admission import Admission
 from kvstored.store.policies.base import Array, Origin, Piece, Policy, PolicySettings
+from kvstored.store.policies.discipline import Discipline
 from kvstored.store.policies.ordered import together
-
-BEST = "best"
-SHIPPED = "chain-hazard"  # what `best` is: the default of reference.toml for DRAM
+from kvstored.store.policies.queued import QueuedPolicy
 
 
 def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
@@ -23,7 +24,11 @@ def create(name: str, residency: Residency, tier: int, settings: PolicySettings 
 
     Raises ValueError for an unknown name, listing the known ones.
     """
-    policy = _load(name, POLICIES, "policy")(residency, tier, settings)
+    make: Any = _load(name, POLICIES, "policy")
+    if inspect.isclass(make) and issubclass(make, Discipline):
+        policy: object = QueuedPolicy(residency, tier, settings, name, make)
+    else:
+        policy = make(residency, tier, settings, name)
     if not isinstance(policy, Policy):
         raise RuntimeError(f"{POLICIES[name]} is no Policy")
     _adopt(policy)
@@ -56,11 +61,6 @@ def succeed(policy: Policy, former: Policy, now_ns: int) -> None:
         policy.import_state(state, Origin(np.arange(len(policy.residency.tenants)), 0, now_ns))
 
 
-def resolve(name: str) -> str:
-    """The policy that `name` stands for: `best` is what ships as the default."""
-    return SHIPPED if name == BEST else name
-
-
 def _load(name: str, known: dict[str, str], what: str) -> Callable[..., object]:
     address = known.get(name)
     if address is None:
@@ -73,7 +73,7 @@ def _load(name: str, known: dict[str, str], what: str) -> Callable[..., object]:
 
 
 def _adopt(policy: Policy) -> None:
-    """Tell a new policy of the blocks in its tier, in the order of their last use, children before parents."""
+    """Let a new policy adopt the blocks in its tier, in the order of their last use, children before parents."""
     residency, tier = policy.residency, policy.tier
     rows = np.flatnonzero(np.frombuffer(residency.rows.mask, np.uint8) >> tier & 1)
     if len(rows):

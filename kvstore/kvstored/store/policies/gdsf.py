@@ -1,10 +1,10 @@
-"""Greedy dual, size and frequency: what is dear to compute again stays longer; leaf-first.
+"""Greedy dual, size and frequency: what is expensive to compute again is kept longer; leaf-first.
 
 Cherkasova: "Improving WWW proxies performance with greedy-dual-size-frequency caching policy", HP Labs 1998. The rank
 is K = age + uses * cost / size, `age` the K of the last victim. A larger model has larger blocks and computes them at
 a higher cost, by about the same factor, so of cost / size the position is what is left: attention looks back at
 everything before a block. A block 64 places down its chain is taken to cost twice what the first one does. A bad
-choice for agents and long chats: the blocks of a long session that ended outrank the short ones that go on.
+choice for agents and long chats: the blocks of a long session that ended outrank the short ones that continue.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SLACK_ENTRIES = 1024
 class Gdsf(OrderedPolicy):
     """O(log n) an event; 16 bytes a row and up to two entries of a heap."""
 
-    name = "gdsf"
-
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
+    def __init__(
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
+    ) -> None:
+        super().__init__(residency, tier, settings, name)
         self._age = 0
         self._key = array("Q")  # K of each row
         self._heaps: list[list[tuple[int, int]]] = []  # by tenant: (rank, row); outdated entries until they are met

@@ -4,10 +4,10 @@ The rank is LFU-DA's key K = age + uses (Arlitt, Cherkasova, Dilley, Friedrich, 
 management techniques for web proxy caches", 2000): `age` is the K of the last victim, so that what was
 popular once gives way when a cache's worth of others has passed. Uses are capped: one block outlives at most
 that many generations of one-time blocks (TinyLFU's counters are capped for the same reason). Blocks of equal
-K leave in the order of last use, tail first. A block unused for `ttl_s` leaves before all others of its
+K are evicted in the order of last use, tail first. A block unused for `ttl_s` is evicted before all others of its
 priority, and is named by `expired`.
 
-A bad choice for sessions: a long chat's new blocks have been used once and go before the stale blocks of a
+A bad choice for sessions: a long chat's new blocks have been used once and are evicted before the stale blocks of a
 session that ended; on agent traces plain frequency is far below LRU. A good one for many shared prompts and
 one-time requests.
 """
@@ -84,10 +84,9 @@ class LfuTtl(OrderedPolicy):
     """O(1) an access, O(log K) a new K; 21 bytes a row, and 9 more where there is a time to live."""
 
     def __init__(
-        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "lfu-ttl"
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
     ) -> None:
-        super().__init__(residency, tier, settings)
-        self.name = name
+        super().__init__(residency, tier, settings, name)
         ttl_s = self.settings.ttl_s
         self._ttl_ns = None if ttl_s is None else round(ttl_s * 1e9)
         self._age = 0
@@ -95,7 +94,7 @@ class LfuTtl(OrderedPolicy):
         self._links = Links()
         self._buckets: list[_Buckets] = []
         # The order of last use, which is the order of expiry: kept only where there is a time to live. An expired row
-        # that may not leave is held out of it.
+        # that may not be evicted is held out of it.
         self._use_links = Links()
         self._held = bytearray()
         self._by_use: list[RowQueue] = []
@@ -173,13 +172,13 @@ class LfuTtl(OrderedPolicy):
         return self._ttl_ns is not None and now_ns - self.residency.rows.last_access_ns[row] >= self._ttl_ns
 
     def _expired_of(self, tenant: int, now_ns: int) -> Iterator[int]:
-        """The tenant's expired rows that may leave, longest unused first; holds out those that may not."""
+        """The tenant's expired rows that may be evicted, longest unused first; holds out those that may not."""
         if self._ttl_ns is None:
             return
         for row in self._by_use[tenant]:
             if not self._is_expired(row, now_ns):
                 return
-            if self.residency.may_leave(row, self.tier):
+            if self.residency.is_evictable(row, self.tier):
                 yield row
             else:
                 self._by_use[tenant].unlink(row)
@@ -239,8 +238,8 @@ class LfuTtl(OrderedPolicy):
             self._use_links.grow(rows)
 
 
-def lfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> LfuTtl:
+def lfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "") -> LfuTtl:
     """Without the clock: `settings.ttl_s` is ignored. It shows what the time to live is worth: what was used often and
-    is over stays until as much else has passed.
+    is over is kept until as much else has passed.
     """
-    return LfuTtl(residency, tier, PolicySettings(ttl_s=None), "lfu")
+    return LfuTtl(residency, tier, PolicySettings(ttl_s=None), name)

@@ -1,6 +1,6 @@
 """Least recently used, leaf-first, touched from the tail to the head.
 
-The tail of a chain is older than its head, so the order itself evicts leaves first; parking (see `ordered`)
+The tail of a chain is older than its head, so the order itself evicts is evicted first; parking (see `ordered`)
 catches what it does not. Why more room never hurts it: Mattson, Gecsei, Slutz, Traiger: "Evaluation techniques
 for storage hierarchies", IBM Systems Journal 9(2), 1970. On real traces no classical policy beats LRU at every
 capacity. A bad choice where most blocks are used once and room is scarce: it keeps a one-time block as long as any
@@ -20,19 +20,27 @@ from kvstored.store.policies.classes import Masks
 from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
 from kvstored.store.policies.rowqueue import TenantQueues
 
-_HOT_SHARE = 4  # hot: used within the last quarter of a tier's worth of accesses; warm: within one tier's worth
+_HOT_SHARE = 0.25  # of a tier's worth of accesses
 
 
 class Lru(OrderedPolicy):
-    """O(1) an event; 16 bytes a row."""
+    """O(1) an event; 16 bytes a row. With `counts_uses` False a use changes nothing: first in, first out (`fifo`).
 
-    name = "lru"
+    Classes go by age in accesses: hot is younger than a quarter of a tier's worth, warm than `warm_share` of it.
+    """
 
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
+    def __init__(
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "",
+        *, counts_uses: bool = True, warm_share: float = 1.0,
+    ) -> None:  # fmt: skip
+        super().__init__(residency, tier, settings, name)
         self.queues = TenantQueues()
+        self._counts_uses = counts_uses
+        self._warm_share = warm_share
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        if not self._counts_uses:
+            return
         where, stamp = self.where, self.stamp
         accesses = self.accesses
         tenant_of = self.residency.tenant_of
@@ -71,6 +79,8 @@ class Lru(OrderedPolicy):
         where, stamp, accesses = self.where, self.stamp, self.accesses
         queue = self.queues.of[tenant]
         befores, afters, back = self.queues.links.before, self.queues.links.after, queue.back
+        if not self._counts_uses:  # else the use that follows moves the tail before the head
+            rows = rows[::-1]
         if back < 0:
             queue.front = rows[0]
         for row in rows:
@@ -128,19 +138,19 @@ class Lru(OrderedPolicy):
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
         if not exclude and len(self.queues.of) == 1 and not self.shares and not self._returned[0]:
             row = self.queues.of[0].front  # of nearly every question the answer
-            if row >= 0 and self.residency.may_leave(row, self.tier):
+            if row >= 0 and self.residency.is_evictable(row, self.tier):
                 return row
         return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
 
     def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
         age = self.accesses - self.stamp[row]
-        if age * _HOT_SHARE < self.rows:
+        if age < _HOT_SHARE * self.rows:
             return ResidencyClass.HOT
-        return ResidencyClass.WARM if age < self.rows else ResidencyClass.COLD
+        return ResidencyClass.WARM if age < self._warm_share * self.rows else ResidencyClass.COLD
 
     def class_masks(self, now_ns: int) -> Masks:
         age = np.uint64(self.accesses) - np.frombuffer(self.stamp, dtype=np.uint64)
-        return age * np.uint64(_HOT_SHARE) < self.rows, age < self.rows
+        return age < _HOT_SHARE * self.rows, age < self._warm_share * self.rows
 
     # The order: a row goes to the back when its stamp is set, so the front has the smallest rank
 

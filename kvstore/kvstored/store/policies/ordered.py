@@ -1,10 +1,10 @@
-"""What every policy with a total order of rows shares: parking what cannot leave, and the precedence between
+"""What every policy with a total order of rows shares: parking what cannot be evicted, and the precedence between
 tenants.
 
 A subclass keeps, for each tenant, the rows that are QUEUED in its own order. When the first of them cannot
 leave (a lease, a child), it is PARKED: out of the queue, so that no later question stumbles over it.
 When residency says it may be free, it is RETURNED: in a heap by rank, from which it competes with the queue
-at the very place it had, since nobody used it in between. An access puts it back into the queue. Each parking
+at the very place it had, since it was not used in between. An access puts it back into the queue. Each parking
 is paid for by the event that ends it, hence O(log n) amortised a question.
 """
 
@@ -35,8 +35,10 @@ class OrderedPolicy(Policy):
     ranks made of it are. `accesses`: of the tier so far. `rows`: in the tier.
     """
 
-    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
-        super().__init__(residency, tier, settings)
+    def __init__(
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
+    ) -> None:
+        super().__init__(residency, tier, settings, name)
         self.where = bytearray()
         self.stamp = array("Q")
         self.accesses = 0
@@ -50,7 +52,7 @@ class OrderedPolicy(Policy):
         """Put `row` where its rank belongs; no queued row of equal standing has been used later."""
 
     def _enqueue_all(self, rows: npt.NDArray[np.int64], tenant: int) -> None:
-        """`_enqueue` for each of `rows`, in the order in which they should leave."""
+        """`_enqueue` for each of `rows`, in the order in which they should be evicted."""
         for row in rows.tolist():
             self._enqueue(row, tenant)
 
@@ -63,7 +65,7 @@ class OrderedPolicy(Policy):
 
     @abstractmethod
     def _rank(self, row: int) -> int:
-        """Unique among the tier's rows; the smallest leaves first."""
+        """Unique among the tier's rows; the smallest is evicted first."""
 
     def add_tenant(self) -> None:
         self._returned.append([])
@@ -88,7 +90,7 @@ class OrderedPolicy(Policy):
         self.rows += 1
 
     def know(self, rows: Sequence[int]) -> int:
-        """Make room for `rows` of one tenant, which are about to come; the tenant."""
+        """Make room for `rows` of one tenant, which are about to be stored; the tenant."""
         last = max(rows)
         if last >= len(self.where):
             self._grow(max(last + 1, self.residency.rows.capacity, len(self.where) + _GROWTH_MIN_ROWS))
@@ -147,14 +149,14 @@ class OrderedPolicy(Policy):
         return []
 
     def first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
-        """The tenant's row of smallest rank that may leave and is not excluded, or -1."""
+        """The tenant's row of smallest rank that may be evicted and is not excluded, or -1."""
         best = self._first_returned(tenant, exclude)
         best_rank = self._rank(best) if best >= 0 else 0
-        may_leave, tier = self.residency.may_leave, self.tier
+        is_evictable, tier = self.residency.is_evictable, self.tier
         for row in self._queue(tenant):
             if best >= 0 and self._rank(row) > best_rank:
                 return best
-            if may_leave(row, tier):
+            if is_evictable(row, tier):
                 if row not in exclude:
                     return row
             else:
@@ -170,7 +172,7 @@ class OrderedPolicy(Policy):
             rank, row = heap[0]
             if self.where[row] != RETURNED or self._rank(row) != rank:
                 heappop(heap)  # used, removed or replaced since
-            elif not self.residency.may_leave(row, self.tier):
+            elif not self.residency.is_evictable(row, self.tier):
                 heappop(heap)
                 self.where[row] = PARKED
             elif row in exclude:
@@ -202,6 +204,6 @@ class OrderedPolicy(Policy):
 
 def together(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | slice:
     """What picks the same of a column as `rows` (each once, one at least), perhaps in another order: one slice where
-    they lie side by side, as after a start. A million scattered ones are ten times as slow."""
+    they are side by side, as after a start. A million scattered ones are ten times as slow."""
     first, last = int(rows.min()), int(rows.max())
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows

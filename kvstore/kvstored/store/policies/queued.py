@@ -1,13 +1,13 @@
 """What policies over a few queues share: FIFO's relatives, which move a block on use, when it is looked at, or never.
 
-A block is in one of its tenant's queues, and a `Discipline` says which of all would go first. What cannot
-leave is parked, as `ordered` tells; freed, it goes to the front of its queue, for it was at the front when it was
+A block is in one of its tenant's queues, and a `Discipline` says which of all would be evicted first. What cannot
+be evicted is parked, as in `ordered`; freed, it goes to the front of its queue, for it was at the front when it was
 parked. The storing of a block is no use of it: the access that comes at the same instant as the insertion is not
 counted. A run of new blocks is queued from the tail to the head, so that leaves come first.
 
-The papers make room before a block comes in; here it may have come already, and a whole run of them. So a new block
-waits at the door until one inside has left, unless one had left before; or until it turns out that there was room (the
-next request comes, or time has passed). From the door a block leaves only when none inside may.
+The papers make room before a block comes in; here it may have been stored already, and a whole run of them. So a new
+block waits at the door until one inside has left, unless one had left before; or until it turns out that there was room
+(the next request comes, or time has passed). A block at the door is evicted only when none inside may be.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ class QueuedPolicy(OrderedPolicy):
         name: str,
         discipline: type[Discipline],
     ) -> None:
-        super().__init__(residency, tier, settings)
-        self.name = name
+        super().__init__(residency, tier, settings, name)
         self.queues = Queues(residency, self.where, discipline.inside)
         self.discipline = discipline(self.queues)
         self._is_new = bytearray()
         self._stored_ns = -1
-        self._stored_by = 0  # the tenant of who came last: nobody waits at another's door
-        self._room = 0  # who left while nobody waited
+        self._stored_by = 0  # the tenant of the last rows stored: only its rows wait at the door
+        self._room = 0  # rows that left while none waited
 
     # Events
 
@@ -115,14 +114,14 @@ class QueuedPolicy(OrderedPolicy):
     # Decisions
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        if now_ns > self._stored_ns:  # whoever asks now does not ask for them
+        if now_ns > self._stored_ns:  # a question asked now is not about them
             self._let_in()
         return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
 
     # Queues
 
     def _let_in(self) -> None:
-        """All who wait."""
+        """All rows that wait."""
         if self.queues.of:
             for row in self.queues.of[self._stored_by][self.queues.door]:
                 self._let_in_one(row, self._stored_by)
@@ -147,12 +146,12 @@ class QueuedPolicy(OrderedPolicy):
         refused: set[int] = set()
         while (row := self.discipline.candidate(tenant, refused)) >= 0:
             yield row
-            if self.where[row] == QUEUED:  # not parked, so the one who asked excludes it
+            if self.where[row] == QUEUED:  # not parked, so the caller excludes it
                 refused.add(row)
         yield from self.queues.of[tenant][self.queues.door]
 
     def _rank(self, row: int) -> int:
-        """Between tenants the longest unused goes."""
+        """Between tenants the one unused for longest is evicted."""
         return self.stamp[row]
 
     def add_tenant(self) -> None:

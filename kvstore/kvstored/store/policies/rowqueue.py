@@ -33,7 +33,7 @@ class Links:
 
 
 class RowQueue:
-    """Front: next to go. Back: newest."""
+    """Front: next to be evicted. Back: newest."""
 
     __slots__ = ("_after", "_before", "back", "front")
 

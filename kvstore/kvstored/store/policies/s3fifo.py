@@ -1,11 +1,11 @@
 """S3-FIFO: a small queue on trial, a main queue, and a memory of keys that failed the trial; leaf-first.
 
 Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023. A new block enters the
-small queue, a tenth of the tier; if it was used by the time it is looked at it moves to the main queue, else it goes
-and its key is remembered: one that comes back is stored in the main queue at once. There a use buys another round,
+small queue, a tenth of the tier; if it was used by the time it is looked at it moves to the main queue, else it is
+evicted and its key is remembered: one that returns is stored in the main queue at once. There a use buys another round,
 three at most. One use passes the trial; the paper's pseudo-code asks for two, which here would let a block that was
-used twice go before one used once. A bad choice for sessions that pause: a turn's blocks are gone after a tenth of the
-tier's worth of others, before the next turn comes. Good against floods of one-time prompts.
+used twice be evicted before one used once. A bad choice for sessions that pause: a turn's blocks are evicted after a
+tenth of the tier's worth of others, before the next turn comes. Good against floods of one-time prompts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings
 from kvstored.store.policies.discipline import Discipline, Queues
-from kvstored.store.policies.queued import QueuedPolicy
 
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 10
@@ -64,7 +61,3 @@ class S3Fifo(Discipline):
 
     def add_tenant(self) -> None:
         self._failed.append(OrderedDict())
-
-
-def s3_fifo(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> QueuedPolicy:
-    return QueuedPolicy(residency, tier, settings, "s3-fifo", S3Fifo)

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings
 from kvstored.store.policies.discipline import Discipline, Queues, first_of
-from kvstored.store.policies.queued import QueuedPolicy
 
 
 class Sieve(Discipline):
@@ -49,7 +46,3 @@ class Sieve(Discipline):
             ahead[tenant] = 1 - ahead[tenant]  # the hand has gone round
         found = first_of(queues[ahead[tenant]], refused)
         return found if found >= 0 else first_of(queues[1 - ahead[tenant]], refused)
-
-
-def sieve(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> QueuedPolicy:
-    return QueuedPolicy(residency, tier, settings, "sieve", Sieve)

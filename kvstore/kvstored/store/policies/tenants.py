@@ -19,8 +19,8 @@ def choose_tenant(
 ) -> int:
     """The row that leaves the policy's tier next, over all tenants, or -1.
 
-    `first`: a tenant's row that would leave first, or -1. Of the first rows of two tenants that are otherwise equal,
-    the one of lower `standing` leaves.
+    `first`: a tenant's row that would be evicted first, or -1. Of the first rows of two tenants that are otherwise
+    equal, the one of lower `standing` leaves.
     """
     residency, tier = policy.residency, policy.tier
     chosen = -1

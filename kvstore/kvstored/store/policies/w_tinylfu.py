@@ -3,8 +3,8 @@
 Einziger, Friedman, Manes: "TinyLFU: a highly efficient cache admission policy", ACM TOS 13(4), 2017, as in Caffeine:
 new blocks live in a window, an LRU queue of a hundredth of the tier; what drops out of it stands against the oldest of
 the main part, and the one whose key was seen less often leaves. The main part is a segmented LRU, four fifths of it
-for what was used there. So admission is part of the choice of what leaves. A tier is taken to be full from the first
-time that somebody asks for a victim; until then everything enters the main part. Where room was made before a block
+for what was used there. So admission is part of the choice of what is evicted. A tier is taken to be full from the
+first time that a victim is asked for; until then everything enters the main part. Where room was made before a block
 came, the contest is held with the next victim. A bad choice for sessions: a new turn's blocks have been seen once and
 lose against any old ones that were seen twice. Good where few prompts are shared by many requests.
 """
@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings
 from kvstored.store.policies.discipline import Discipline, Queues, first_of
-from kvstored.store.policies.queued import QueuedPolicy
 from kvstored.store.policies.sketch import FrequencySketch
 
 _WINDOW, _ARRIVED, _TRIAL, _KEPT, _DOOR = range(5)
@@ -34,9 +31,9 @@ class WTinyLfu(Discipline):
         super().__init__(queues)
         self._seen = FrequencySketch(_FIRST_KEYS)
         self._is_full = False
-        self._is_contest = False  # who waits came to a full tier
+        self._is_contest = False  # the rows that wait were stored in a full tier
         self._has_won = False  # or there was room
-        self._arrived = -1  # who waited when the block that is leaving was in its queue
+        self._arrived = -1  # the row that waited while the victim was in its queue
 
     def arriving(self) -> None:
         self._is_contest = self._is_full
@@ -57,7 +54,7 @@ class WTinyLfu(Discipline):
             self.queues.move(self._arrived, tenant, _TRIAL)
 
     def entrance(self, row: int, tenant: int) -> int:
-        """The window. Who has to give way there goes on to the main part, or to stand against its oldest."""
+        """The window. A row that has to give way there moves to the main part, or competes with its oldest."""
         window = self.queues.of[tenant][_WINDOW]
         while window and self._is_window_full(tenant):
             self.queues.move(window.front, tenant, _TRIAL if self._has_won or not self._is_full else _ARRIVED)
@@ -90,7 +87,3 @@ class WTinyLfu(Discipline):
 
     def _count(self, row: int) -> int:
         return self._seen.count(self.key(row))
-
-
-def w_tinylfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> QueuedPolicy:
-    return QueuedPolicy(residency, tier, settings, "w-tinylfu", WTinyLfu)

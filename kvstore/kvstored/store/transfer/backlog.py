@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
 
 _QUEUE_FROM_BYTES = 8 << 20  # less is no queue
@@ -80,6 +80,11 @@ class Backlog:
     def queued(self) -> int:
         """Writes that are started and that the tier does not have yet."""
         return len(self.running) - self._begun
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the tier will get more writes: queued ones, or those that gather for the next batch."""
+        return self.queued > 0 or bool(self.gathering)
 
     def begin(self) -> None:
         """The tier has one more of the writes that are running; the caller sets its `copy`."""

@@ -1,7 +1,7 @@
 """Blocks whose write waits for the endurance budget, each in a task of its own.
 
-Owns who waits; the budget decides for how long. Nothing is pinned meanwhile, so the block may go.
-Invariant: a block waits once, however many ask, and whoever asked is answered.
+Owns the writes that wait; the budget decides for how long. Nothing is pinned meanwhile, so the block may be evicted.
+Invariant: a block waits once, however many callers ask, and each is answered.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class BudgetWait:
         return len(self.pending) < MAX_THROTTLED
 
     def wait(self, token: int, verdict: Verdict, *, insists: bool) -> asyncio.Future[bool]:
-        """Wait for the budget. `insists`: for what it will earn; else for a lease under way alone."""
-        if verdict is not Verdict.LEASING:
+        """Wait for the budget. `insists`: for what it will earn; else for an allotment under way alone."""
+        if verdict is not Verdict.SAVING:
             self._counters.add("budget_throttled_blocks")
         task = asyncio.get_running_loop().create_task(self._when_paid(token, insists))
         self.pending[token] = task

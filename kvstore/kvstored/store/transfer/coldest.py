@@ -1,6 +1,6 @@
-"""Which block of a container's kind leaves next, while the container is emptied.
+"""Which block of a container's kind is evicted next, while the container is emptied.
 
-Owns the order: the policy's, as long as it can be asked in time. Never evicts.
+Owns the order: the policy's, as long as it answers in time. Never evicts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from kvstored.store.transfer.victims import AllBut, Victims
 
 
 class Coldest:
-    """Which block of a container's kind goes next: the policy's order over all containers of that kind; where that
-    takes too long to ask for, the container's own blocks, the one that was not used for longest first. Never one of
-    `stuck`, which the caller adds to."""
+    """Which block of a container's kind is evicted next: the policy's order over all containers of that kind; where
+    that takes too long to ask for, the container's own blocks, the one that was not used for longest first. Never one
+    of `stuck`, which the caller adds to."""
 
     def __init__(
         self,
@@ -55,4 +55,4 @@ class Coldest:
                 yield row
 
     def _may_go(self, row: int) -> bool:
-        return self._residency.may_leave(row, self._position) and self._victims.spares_minimum(row)
+        return self._residency.is_evictable(row, self._position) and self._victims.spares_minimum(row)

@@ -1,9 +1,9 @@
-"""What becomes of a block one of whose copies failed verification, whoever found it: a read, the scrubber, an acquire.
+"""What becomes of a block one of whose copies failed verification, found by a read, the scrubber or an acquire.
 
 Owns the decision and its consequences. The copy is never served again. Where another tier has a copy, the block lives
 on with that one: a bad copy in memory is promoted anew, a bad durable copy is written again from memory. Where none
 has, the block is forgotten with the cause CORRUPT, so that a lookup can say why, and what continues it is cut off until
-it is put again. A slot of NVMe goes to quarantine, a slot of DRAM is retired (limbo, if it has readers).
+it is put again. A slot of NVMe is quarantined, a slot of DRAM is retired (limbo, if it has readers).
 Each bad slot is logged once in `QUIET_S`, however often it is reported. Never reads bytes itself.
 """
 
@@ -85,7 +85,8 @@ class Damage:
             self.forget(row, Cause.FORGOTTEN, reason)
 
     def forget(self, row: int, cause: Cause, reason: str) -> None:
-        """Out of the index with its cause; its durable bytes kept aside, its place in memory free once nobody reads."""
+        """Out of the index with its cause; its durable bytes kept aside, its place in memory free once it has no
+        reader."""
         residency = self._residency
         orphans, tenant = residency.children(row), residency.tenant_of(row)
         for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
@@ -94,7 +95,7 @@ class Damage:
             self._counters.add("orphaned_blocks", orphans)
 
     def _part_with(self, position: int, slot: Slot, tenant: int, reason: str) -> None:
-        """A slot in memory is retired. A durable one goes to quarantine, which is made durable soon: a crash must not
+        """A slot in memory is retired. A durable one is quarantined, which is made durable soon: a crash must not
         bring the block back."""
         if position != self._residency.durable:
             self._retire[position](slot, tenant)

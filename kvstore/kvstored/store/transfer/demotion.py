@@ -1,8 +1,9 @@
-"""Demotion into a slower tier that costs no endurance: a block that leaves a tier gets a copy in the next one below.
+"""Demotion into a slower tier that costs no endurance: a block that is evicted from a tier gets a copy in the next one
+below.
 
 Owns demotions under way. Every block is worth one, as long as there are not too many at once; where the tier below has
-no room, the block goes on to the demoter after it (write-back) as if that tier were not there.
-Invariants: a block is demoted once however many ask; its row is pinned until the copy is there.
+no room, the block is passed to the demoter after it (write-back) as if that tier were not there.
+Invariants: a block is demoted once however many callers ask; its row is pinned until the copy is there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstored.store.blocks import Residency
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.eviction import Demoter
-from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Flows
@@ -38,7 +39,8 @@ class Demotion:
         self._under_way: dict[int, asyncio.Task[bool]] = {}  # by token
 
     def wants(self, row: int) -> bool:
-        """Whether a copy that leaves should be kept below: always, unless it is there, or its turn would come late."""
+        """Whether a copy that is evicted should be kept below: always, unless it is there, or too many are under
+        way."""
         if self._residency.state(row, self._link.destination) or not self._link.is_open:
             return False
         return len(self._under_way) < self._at_once or self._residency.token(row) in self._under_way
@@ -77,7 +79,7 @@ class Demotion:
     async def _move(self, token: int) -> bool:
         residency, link = self._residency, self._link
         row = residency.current(token)
-        nbytes, tenant = link.slot_bytes(row), residency.tenant_of(row)
+        nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
         slot = await self._room.allocate(nbytes, tenant, is_patient=False)  # a put waits, and there is a way beyond
         if slot is None:
             return False

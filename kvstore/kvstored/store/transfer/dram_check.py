@@ -2,7 +2,7 @@
 clients can write to the memory, each time in any case.
 
 Owns which copies were verified. The checksums are computed on the host tier's copy threads, without the GIL; what fails
-is `Damage`'s to deal with. Catches what memory did to a block since it was stored: ECC counts on errors of one bit, a
+is handled by `Damage`. Catches what memory did to a block since it was stored: ECC counts on errors of one bit, a
 stray write on none.
 Invariant: the rows are pinned by the caller while they are verified.
 """
@@ -86,7 +86,7 @@ class DramCheck:
         return self._mode == "off" or self._verified.has(row, self._residency.slot(row, MAPPED))
 
     async def verify(self, rows: Sequence[int]) -> set[int]:
-        """The tokens of those of `rows` whose DRAM copy is damaged. Each is dealt with already."""
+        """The tokens of those of `rows` whose DRAM copy is damaged. Each is handled already."""
         wanted = self.wanted(rows)
         if not wanted:
             return set()

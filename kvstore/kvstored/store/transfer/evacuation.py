@@ -1,13 +1,13 @@
 """Emptying one container of a tier, so that it can take slots of another size or owner, or be given back.
 
 An arena or slab holds slots of one size, for one owner. When a block of another kind needs room, a whole container has
-to become free. The coldest blocks of the container's kind leave, in the order of eviction and wherever they are, until
-the rest of the container fits into the places that are free; the rest is copied there. So one change of kind costs at
-most one container's worth of evicted blocks, and none that is worth more than what stays.
+to become free. The coldest blocks of the container's kind are evicted, in the policy's order and from any container,
+until the rest of the container fits into the places that are free; the rest is copied there. So one change of kind
+costs at most one container's worth of evicted blocks, and none that is worth more than what is kept.
 
 Owns which container is emptied, and the order: set aside, make places, copy, move the index, free.
 Invariants: one container of a tier at a time; a block with a pin or a reader does not move; a slot is freed only after
-its block's copy is whole and, on a durable tier, synced; what is evicted stays within
+its block's copy is whole and, on a durable tier, synced; what is evicted is within
 `Allowance`, and nothing is evicted for an allocation that has ended; no other put waits for an evacuation longer than
 `TURN_WAIT_S`.
 """
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
 MAX_SUSPECTS = 4096
 ROUNDS, ROUND_S = 10, 0.005  # of moving what was read or written in the round before
-STUCK_S = 0.1  # after a caller insisted in vain
+STUCK_S = 0.1  # after a caller insisted without success
 MAX_INSISTED = 2
 MAX_CONTAINERS = 16  # looked at for one allocation
 TURN_WAIT_S = 1.0  # for the evacuation of another: a medium that hangs must not hang every put
@@ -95,7 +95,7 @@ class Evacuation:
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()  # one has the turn, or will have it when it begins
         self._suspects: set[int] = set()  # tokens of blocks that could not be read when they were to move
-        self._failed: dict[tuple[int, str], float] = {}  # when it was insisted on such a slot in vain; few kinds
+        self._failed: dict[tuple[int, str], float] = {}  # by kind of slot: when a caller insisted without success
         self.aside: set[int] = set()  # the container that is being emptied: its blocks are not to be evicted for others
 
     async def convert(
@@ -124,7 +124,7 @@ class Evacuation:
             raise
 
     async def vacate(self, container: int) -> bool:
-        """Empty this container, whatever that evicts of its kind; whether it is empty."""
+        """Empty this container, regardless of what that evicts of its kind; whether it is empty."""
         return await asyncio.shield(self._start(self._vacate(container)))
 
     async def wait(self) -> bool:
@@ -155,7 +155,7 @@ class Evacuation:
         return task
 
     def _give_up(self, task: asyncio.Task[Slot | None]) -> None:
-        """The block that the slot was for does not come any more."""
+        """The put that the slot was for has been cancelled."""
         if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
             self._tier.free(slot)
 
@@ -251,7 +251,7 @@ class Evacuation:
                     if not left:
                         break
                     await asyncio.sleep(ROUND_S)  # the rest is read or written: soon it is not
-        except Exception:  # a mistake here must not end the put that waits; the container stays as it is
+        except Exception:  # a mistake here must not end the put that waits; the container is left as it is
             log.exception("emptying a container failed")
         for slot in targets:
             self._tier.free(slot)

@@ -1,8 +1,9 @@
 """Taking a copy out of one tier: dropped where another tier has one, demoted where it is the last and worth it, else
 forgotten with its block.
 
-Owns the step from "this block goes" to "its slot is on its way out". Never chooses the block.
-Invariants: a pinned copy stays; a chain gets no hole; a slot with readers goes to limbo, within its tenant's limit.
+Owns the step from "this block is evicted" to "its slot is being freed". Never chooses the block.
+Invariants: a pinned copy is kept; a chain gets no hole; a slot with readers is held in limbo, within its tenant's
+limit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Demoter(Protocol):
     def write_back(self, row: int) -> Awaitable[bool]: ...
 
     async def progress(self) -> bool:
-        """Wait until a write under way has ended; False when there is none. Blocks being written cannot leave."""
+        """Wait until a write under way has ended; False when there is none. Blocks being written cannot be evicted."""
         ...
 
 
@@ -66,9 +67,9 @@ class Eviction:
         self._flow = flows.tiers[position]
 
     def may_go(self, row: int) -> bool:
-        """Whether the copy may leave this tier now."""
+        """Whether the copy may be evicted this tier now."""
         residency, position = self._residency, self.position
-        return residency.may_leave(row, position) and self._exits.may_retire(
+        return residency.is_evictable(row, position) and self._exits.may_retire(
             residency.slot(row, position), residency.tenant_of(row)
         )
 
@@ -97,7 +98,7 @@ class Eviction:
             self.take(row, Cause.EXPIRED)
 
     def take(self, row: int, cause: Cause) -> None:
-        """Take a copy that may leave: by itself where another tier has one, else the block goes with it."""
+        """Take a copy that may be evicted: by itself where another tier has one, else the block goes with it."""
         residency, position, retire = self._residency, self.position, self._exits.retire
         tenant = residency.tenant_of(row)
         if residency.tier_mask(row) & ~(1 << position):

@@ -8,7 +8,6 @@ queue; remembers refusals for `kvctl explain`.
 
 from __future__ import annotations
 
-from kvstore_proto.arena import slot_bytes
 from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import TierBreaker
@@ -20,7 +19,9 @@ from kvstored.store.transfer.prefix import MAX_CHAIN_BLOCKS, MAX_PATH_BLOCKS, mi
 from kvstored.store.transfer.write_refusals import Refusal, Refusals
 
 MAX_BEHIND_S = 10.0  # of writing that waits; beyond it the disk is too slow for what is put
-LEASE_WAIT_S = 2.0  # a lease of the budget is a small write and a sync; a medium that takes longer takes no blocks
+ALLOTMENT_WAIT_S = (
+    2.0  # an allotment of the budget is a small write and a sync; a medium that takes longer takes no blocks
+)
 _USES_WHEN_SCARCE = 2
 
 
@@ -50,7 +51,7 @@ class WriteGate:
         self._is_commit_paid = False
 
     def admits(self, row: int) -> bool:
-        """Whether a block that nobody insists on is worth a write; remembers why not."""
+        """Whether a block is worth a write that no client insists on; remembers why not."""
         refusal = self._why_not(row)
         if refusal is not None:
             self.refuse(row, refusal)
@@ -90,14 +91,14 @@ class WriteGate:
         left_bytes = self.endurance.left_bytes
         if left_bytes is None or self._residency.fastest_in_memory(row) < 0:
             return MAX_CHAIN_BLOCKS
-        blocks = left_bytes // medium_bytes(self._slot_bytes(row))
+        blocks = left_bytes // medium_bytes(self._residency.slot_bytes(row))
         return blocks if blocks < MAX_PATH_BLOCKS else MAX_CHAIN_BLOCKS  # a longer path is cut to what can be paid for
 
     def pay(self, row: int) -> list[int] | Verdict:
         """The path of a block, paid for; or why it cannot be."""
         path, tenant = self.path(row), self._residency.tenant_of(row)
         if path is None:
-            return self.endurance.turn_away(tenant)
+            return self.endurance.reject(tenant)
         verdict = self.endurance.charge(tenant, self._cost_of(path))
         if verdict is not Verdict.GRANTED:
             return verdict
@@ -105,7 +106,7 @@ class WriteGate:
         return path
 
     async def pay_in_time(self, token: int, *, insists: bool) -> list[int] | None:
-        """As `pay`, waiting for the budget if somebody insists, else only for a lease of it. None: not in time, or
+        """As `pay`, waiting for the budget if a client insists, else only for an allotment of it. None: not in time, or
         the block has gone meanwhile."""
         residency = self._residency
         row = residency.current(token)
@@ -121,8 +122,10 @@ class WriteGate:
             path[:] = whole or ()
             return self._cost_of(path) if whole is not None else TOO_MUCH
 
-        wait_s = self._throttle_s if insists else LEASE_WAIT_S
-        verdict = await self.endurance.charge_in_time(residency.tenant_of(row), cost, wait_s, lease_only=not insists)
+        wait_s = self._throttle_s if insists else ALLOTMENT_WAIT_S
+        verdict = await self.endurance.charge_in_time(
+            residency.tenant_of(row), cost, wait_s, allotment_only=not insists
+        )
         if verdict is Verdict.GRANTED:
             self._is_commit_paid |= bool(path)
             return path
@@ -135,19 +138,16 @@ class WriteGate:
         """Nothing of a block that was paid for was written."""
         self.endurance.refund(tenant, medium_bytes(slot_bytes))
 
-    def commit_begins(self, *, more_to_come: bool) -> None:
+    def commit_begins(self) -> None:
         """A group commit starts. Blocks that come too late for it need another one, which is paid for now."""
-        self._is_commit_paid = more_to_come and self.endurance.charge_unasked(COMMIT_BYTES)
+        self._is_commit_paid = self.backlog.has_more and self.endurance.charge_unasked(COMMIT_BYTES)
 
     def _cost_of(self, path: list[int]) -> int:
-        """With the commit that they will need, where nobody has paid for it yet."""
+        """With the commit that they will need, where it is not paid for yet."""
         if not path:
             return 0
-        blocks = sum(medium_bytes(self._slot_bytes(row)) for row in path)
+        blocks = sum(medium_bytes(self._residency.slot_bytes(row)) for row in path)
         return blocks + (0 if self._is_commit_paid else COMMIT_BYTES)
-
-    def _slot_bytes(self, row: int) -> int:
-        return slot_bytes(self._residency.payload_bytes(row))
 
     # Saying no
 

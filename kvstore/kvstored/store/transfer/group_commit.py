@@ -1,9 +1,9 @@
-"""Group commit: one sync of NVMe makes durable what was begun before it, and answers all who wait for that.
+"""Group commit: one sync of NVMe makes durable what was begun before it, and answers all callers that wait for that.
 
 Owns what is not synced yet, and when the next sync begins: with the last write that has begun, since the tier syncs
 after the writes it has. Never writes a block.
 Invariants: one group commit at a time; a copy is called durable only by a sync that was asked for after its write
-began, and that ended after the write went well; who waits is answered by the next sync that ends, and as long as
+began, and that ended after the write went well; a caller is answered by the next sync that ends, and as long as
 something is not durable a next sync comes.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from kvstored.store.transfer.gate import WriteGate
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
-RETRY_S, LAST_RETRY_S = 1.0, 60.0  # after a sync that failed; longer each time, unless somebody waits
+RETRY_S, LAST_RETRY_S = 1.0, 60.0  # after a sync that failed; longer each time, unless a caller waits
 
 
 class BatchLimits(NamedTuple):
@@ -51,8 +50,7 @@ class _Unsynced:
 
 
 class GroupCommit:
-    """`has_queued()`: whether writes are queued that have not begun, and will ask for a sync when they do;
-    `more_to_come()`: the same, counting also those that gather for the next batch."""
+    """Over the writes of the gate's backlog: those that are queued ask for a sync when they begin."""
 
     def __init__(
         self,
@@ -61,8 +59,6 @@ class GroupCommit:
         completions: CompletionQueue,
         counters: Counters,
         gate: WriteGate,
-        has_queued: Callable[[], bool],
-        more_to_come: Callable[[], bool],
         batch: BatchLimits,
     ) -> None:
         self._nvme = nvme
@@ -70,8 +66,7 @@ class GroupCommit:
         self._completions = completions
         self._counters = counters
         self._gate = gate
-        self._has_queued = has_queued
-        self._more_to_come = more_to_come
+        self._backlog = gate.backlog
         self._delay_s = batch.delay_ms / 1000
         self._batch_blocks = batch.blocks
         self._unsynced = _Unsynced()
@@ -85,7 +80,7 @@ class GroupCommit:
         copy = UnsyncedCopy(token, settled)
         self._unsynced.copies.append(copy)
         self.pending[token] = settled
-        if not self._has_queued() or len(self._unsynced.copies) >= self._batch_blocks:
+        if not self._backlog.queued or len(self._unsynced.copies) >= self._batch_blocks:
             self.begin()
         elif self._timer is None:  # a steady stream of writes must not put the sync off for ever
             self._begin_in(self._delay_s)
@@ -113,7 +108,7 @@ class GroupCommit:
             return
         self._is_running = True
         batch, self._unsynced = self._unsynced, _Unsynced()
-        self._gate.commit_begins(more_to_come=self._more_to_come())
+        self._gate.commit_begins()
         number = self._gate.breaker.began()
         self._nvme.sync(self._completions.to_loop(lambda outcome: self._ended(batch, number, outcome)))
 
@@ -142,7 +137,7 @@ class GroupCommit:
             log.error("NVMe sync failed, %d blocks stay volatile: %s", len(copies), outcome.message)
         for copy in copies:
             if not outcome.ok and self._residency.is_current(copy.token):
-                self._unsynced.copies.append(copy)  # nothing calls it durable until a sync goes well
+                self._unsynced.copies.append(copy)  # it is not durable until a sync succeeds
             else:
                 self._forget(copy)
         for settled in (*(copy.settled for copy in copies), *batch.waiting):
@@ -163,7 +158,7 @@ class GroupCommit:
         if not went_well:
             self._begin_in(self._retry_s)
             self._retry_s = min(LAST_RETRY_S, 2 * self._retry_s)
-        elif self._has_queued() or not self._unsynced.is_worth_a_sync():
+        elif self._backlog.queued or not self._unsynced.is_worth_a_sync():
             self._begin_in(self._delay_s)
         else:
             self.begin()

@@ -1,4 +1,4 @@
-"""What a lane is given and what it answers: priorities, bounds, results, and its report; rules: see `lane`."""
+"""The arguments and results of a lane: priorities, bounds, refusals, and its report; rules: see `lane`."""
 
 from __future__ import annotations
 
@@ -50,20 +50,12 @@ class LaneSettings:
     prior_latency_us: float = 200.0
 
 
-class RefusedWhy(Enum):
+class Refused(Enum):
+    """Instead of a ticket: why an item is not queued."""
+
     QUEUE_FULL = "the queue of this priority is full"
     ITEM_TOO_LARGE = "larger than a prefetch item may be"
     CLOSED = "the lane is closed"
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    ticket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    why: RefusedWhy
 
 
 @dataclass(frozen=True, slots=True)

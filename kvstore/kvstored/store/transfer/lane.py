@@ -2,7 +2,7 @@
 
 Owns the queue of one lane: what runs next, how much at once, and how fast. It starts nothing itself: the
 caller runs what `next` returns and reports each with `completed`. Never does I/O, reads a clock, or knows
-what a block is (`work` is the caller's). Deterministic: the same calls give the same answers.
+what a block is (`work` belongs to the caller). Deterministic: the same calls give the same answers.
 
 Rules
 - Priority: demand > prefetch > demotion > maintenance; within one, first come, first served.
@@ -26,31 +26,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic
 
-from kvstored.store.transfer.items import (
-    Accepted,
-    Dispatch,
-    LaneSettings,
-    LaneStatistics,
-    Limits,
-    Priority,
-    Refused,
-    RefusedWhy,
-    Work,
-)
+from kvstored.store.transfer.items import Dispatch, LaneSettings, LaneStatistics, Priority, Refused, Work
 from kvstored.store.transfer.pauses import DemandPauses
 from kvstored.store.transfer.rates import NS_PER_S, RateMeter, ServiceModel, TokenBucket
-
-__all__ = [
-    "Accepted",
-    "Dispatch",
-    "Lane",
-    "LaneSettings",
-    "LaneStatistics",
-    "Limits",
-    "Priority",
-    "Refused",
-    "RefusedWhy",
-]
 
 
 @dataclass(slots=True)
@@ -99,23 +77,23 @@ class Lane(Generic[Work]):
 
     # What the caller does to items
 
-    def submit(self, priority: Priority, nbytes: int, work: Work, now_ns: int) -> Accepted | Refused:
-        """Queue `work`. Refused items leave no trace but in the statistics."""
-        refused: RefusedWhy | None = None
+    def submit(self, priority: Priority, nbytes: int, work: Work, now_ns: int) -> int | Refused:
+        """Queue `work`: its ticket. Refused items leave no trace but in the statistics."""
+        refused: Refused | None = None
         if self._closed:
-            refused = RefusedWhy.CLOSED
+            refused = Refused.CLOSED
         elif priority == Priority.PREFETCH and nbytes > self.settings.prefetch_item_bytes:
-            refused = RefusedWhy.ITEM_TOO_LARGE
+            refused = Refused.ITEM_TOO_LARGE
         elif len(self._queues[priority]) >= self.settings.limits[priority].queued_items:
-            refused = RefusedWhy.QUEUE_FULL
+            refused = Refused.QUEUE_FULL
         if refused is not None:
             self._refused[priority] += 1
-            return Refused(refused)
+            return refused
         self._tickets += 1
         if priority == Priority.DEMAND:
             self._demand_arrives(nbytes, now_ns)
         self._enqueue(self._tickets, _Item(work, nbytes, priority, now_ns))
-        return Accepted(self._tickets)
+        return self._tickets
 
     def promote(self, ticket: int, priority: Priority, now_ns: int) -> bool:
         """Raise a queued item (a prefetch that a client now waits for) to the end of a higher priority's
@@ -205,9 +183,6 @@ class Lane(Generic[Work]):
     def demand_here(self) -> bool:
         """Whether demand is queued or in flight."""
         return bool(self._queues[Priority.DEMAND]) or self._in_flight[Priority.DEMAND] > 0
-
-    def queued_items(self, priority: Priority) -> int:
-        return len(self._queues[priority])
 
     def __len__(self) -> int:
         """Items queued or in flight."""

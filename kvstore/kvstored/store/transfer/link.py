@@ -1,23 +1,104 @@
-"""A link: the way of blocks from one tier to another.
+"""Links and the mover: the ways of blocks from one tier to another, and what drives them.
 
-Owns what every movement has in common: the copy is attached as FILLING, its transfer waits in the link's lane, the
-breaker of a durable tier judges how it ends, and the copy is published or its slot freed. Which block moves, when, and
-what follows is for the caller: promotion, demotion and write-back are links with other arguments.
-Invariants: the caller pins the row from `begin` until `ended`; a slot is readable only after its bytes were verified.
+A link owns what every movement has in common: the copy is attached as FILLING, its transfer waits in the link's lane,
+the breaker of a durable tier judges how it ends, and the copy is published or its slot freed. Which block moves, when,
+and what follows is for the caller: promotion, demotion and write-back are links with other arguments. The mover starts
+what a lane says may start, and reports its end; it owns the timers that wake a lane.
+Invariants: the caller of a link pins the row from `begin` until `ended`; a slot is readable only after its bytes were
+verified; each accepted transfer ends in `done` exactly once; nothing here blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
 from kvstore_tiers.segments import AlignedBuffer
-from kvstored.clock import Clock
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import TierBreaker
-from kvstored.store.transfer.lane import Priority, Refused
-from kvstored.store.transfer.mover import Mover, Transfer
+from kvstored.store.transfer.items import Dispatch, Priority, Refused
+from kvstored.store.transfer.lane import Lane
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One block's way over a lane."""
+
+    start: Callable[[Completion], None]
+    done: Callable[[Outcome], None]
+
+
+class Mover:
+    """All lanes of the daemon by name."""
+
+    def __init__(self, lanes: Iterable[Lane[Transfer]], completions: CompletionQueue, clock: Clock) -> None:
+        self.lanes = {lane.name: lane for lane in lanes}
+        self._completions = completions
+        self._clock = clock
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._pump_scheduled: set[str] = set()
+
+    def submit(self, lane_name: str, priority: Priority, nbytes: int, transfer: Transfer) -> int | Refused:
+        """A ticket, or why not. The transfer starts on the next turn of the loop, so that a batch is seen whole."""
+        lane = self.lanes[lane_name]
+        answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns())
+        if not isinstance(answer, Refused):
+            self._schedule(lane)
+        return answer
+
+    def raise_priority(self, lane_name: str, ticket: int, priority: Priority) -> None:
+        lane = self.lanes[lane_name]
+        if lane.promote(ticket, priority, self._clock.monotonic_ns()):
+            self._schedule(lane)
+
+    def cancel(self, lane_name: str, ticket: int) -> None:
+        """End a transfer as cancelled if it is still queued."""
+        transfer = self.lanes[lane_name].cancel(ticket, self._clock.monotonic_ns())
+        if transfer is not None:
+            transfer.done(Outcome(OutcomeKind.CANCELLED, message="no request waits for it any more"))
+
+    def close(self) -> None:
+        """End what is queued as cancelled; what is in flight still completes."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        for lane in self.lanes.values():
+            for transfer in lane.close():
+                transfer.done(Outcome(OutcomeKind.CANCELLED, message="the daemon is stopping"))
+
+    def _schedule(self, lane: Lane[Transfer]) -> None:
+        if lane.name not in self._pump_scheduled:
+            self._pump_scheduled.add(lane.name)
+            asyncio.get_running_loop().call_soon(self._pump, lane)
+
+    def _pump(self, lane: Lane[Transfer]) -> None:
+        self._pump_scheduled.discard(lane.name)
+        now_ns = self._clock.monotonic_ns()
+        for dispatch in lane.next(now_ns):
+            dispatch.work.start(self._completions.to_loop(partial(self._ended, lane, dispatch)))
+        self._set_timer(lane, now_ns)
+
+    def _ended(self, lane: Lane[Transfer], dispatch: Dispatch[Transfer], outcome: Outcome) -> None:
+        lane.completed(dispatch.ticket, self._clock.monotonic_ns(), ok=outcome.ok)
+        dispatch.work.done(outcome)
+        # Prefetch waits for silence on every lane that shares its medium, so all of them look again.
+        for other in self.lanes.values():
+            if len(other):
+                self._schedule(other)
+
+    def _set_timer(self, lane: Lane[Transfer], now_ns: int) -> None:
+        timer = self._timers.pop(lane.name, None)
+        if timer is not None:
+            timer.cancel()
+        wake_ns = lane.wake_at(now_ns)
+        if wake_ns is not None:
+            delay_s = max(0.0, (wake_ns - now_ns) / NS_PER_S)
+            self._timers[lane.name] = asyncio.get_running_loop().call_later(delay_s, self._pump, lane)
 
 
 def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
@@ -64,10 +145,6 @@ class Link:
         if self.breaker is None:
             return True
         return self.breaker.serves_reads if self._is_upwards else self.breaker.takes_writes
-
-    def slot_bytes(self, row: int) -> int:
-        """The size of the slot that a copy of `row` needs in the destination, whatever its size in the source."""
-        return slot_bytes(self._residency.rows.payload_bytes[row])
 
     def begin(
         self,

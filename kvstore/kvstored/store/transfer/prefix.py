@@ -1,6 +1,6 @@
 """Which blocks have to be written together so that a prefix on NVMe is whole.
 
-After a restart a block can be had only through the blocks before it. So a block goes to NVMe with those of its
+After a restart a block can be had only through the blocks before it. So a block is written to NVMe with those of its
 ancestors that are not there yet, or not at all. Pure: asks residency, changes nothing.
 """
 
@@ -25,9 +25,9 @@ def missing_path(
     """`row` and its ancestors that NVMe does not have and that are not on their way there, head first.
 
     Ends where the chain is broken: an ancestor without a readable copy cannot be written, and blocks of windowed layer
-    groups are of use without it. A path longer than `MAX_PATH_BLOCKS` is cut at its end: the head goes first, and
-    `row` has to come again. None when more than `most` blocks are missing: whoever cannot pay for them need not walk
-    to the end of a long chain.
+    groups are of use without it. A path longer than `MAX_PATH_BLOCKS` is cut at its end: the head is written first, and
+    `row` has to be asked for again. None when more than `most` blocks are missing: a caller that cannot pay for them
+    need not walk to the end of a long chain.
     """
     path: list[int] = []
     while row >= 0 and _is_missing(residency, row) and not is_coming(row):

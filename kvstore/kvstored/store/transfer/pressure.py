@@ -1,9 +1,9 @@
-"""Memory pressure: the host tier gives arenas back before the kernel kills somebody, and grows again afterwards.
+"""Memory pressure: the host tier gives arenas back before the kernel kills a process, and grows again afterwards.
 
 Owns the ceiling of the host tier below its configured capacity. When less than `min_free_bytes` is left, the ceiling
 falls by what is missing, the emptiest arenas are emptied (blocks that NVMe has are dropped, others written there or
 evicted, as always) and their memory is given to the system, in a thread. When there has been room for a while the
-ceiling rises in steps. Staging and blocks that somebody reads stay.
+ceiling rises in steps. Staging and blocks under a lease are kept.
 Invariants: the ceiling never exceeds the configured capacity; one shrinking at a time; growth waits longer than
 shrinking, so that the two do not chase each other.
 """

@@ -1,8 +1,8 @@
-"""Promotion: give a block of a slower tier a copy in the mapped tier, once, however many ask.
+"""Promotion: give a block of a slower tier a copy in the mapped tier, once, however many callers ask.
 
-Owns promotions under way. The block comes by the link of the fastest tier that has it and can be read, verified on the
-way; one that turns out damaged there is forgotten, its descendants become unreachable (placeholder), and the miss says
-why. Invariants: the copy is pinned while it is read; a slot is readable only after its bytes were verified;
+Owns promotions under way. The block is read by the link of the fastest tier that has it and can be read, verified on
+the way; one that turns out damaged there is forgotten, its descendants become unreachable (placeholder), and the miss
+says why. Invariants: the copy is pinned while it is read; a slot is readable only after its bytes were verified;
 prefetches that wait hold at most `prefetch_room_bytes` of the mapped tier, since a queued promotion has its slot and
 demand must find room beside any number of hints.
 """
@@ -20,14 +20,14 @@ from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.damage import Damage
-from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters, Flows
 
 log = logging.getLogger(__name__)
 MAPPED_US = 1  # what a block that is mapped already costs to have
-PATIENCE, LEAST_PATIENCE_MS = 8, 1000  # a read that takes so many times its estimate, and so long, is not waited for
+PATIENCE, LEAST_PATIENCE_MS = 8, 1000  # no request waits for a read that takes so many times its estimate, and so long
 OVERDUE_US = 250_000
 MAX_SUSPECTS = 4096
 
@@ -80,10 +80,10 @@ class Promoter:
         return 1 << MAPPED | sum(1 << link.source for link in self._links.values() if link.is_open)
 
     def is_out_of_reach(self, row: int) -> bool:
-        """Whether the block is stored, but cannot be had now."""
+        """Whether the block is stored, but cannot be read now."""
         return not self.reaches_all and not self._residency.tier_mask(row) & self._reach
 
-    def may_come_again(self, row: int) -> bool:
+    def needs_new_copy(self, row: int) -> bool:
         """Whether a put of a block that is stored should give it a new copy: the tier that has it is shed."""
         return self.is_out_of_reach(row) and not self._residency.being_filled(row)
 
@@ -123,7 +123,7 @@ class Promoter:
         if link is None or self._residency.state(row, MAPPED):  # a put is filling it: its tier was out of reach
             future.set_result(self._residency.has(row, MAPPED))
             return future
-        nbytes = link.slot_bytes(row)
+        nbytes = self._residency.slot_bytes(row)
         promotion = _Promotion(token, priority, nbytes, future, link)
         self._under_way[token] = promotion
         self._hold_room(promotion, +1)
@@ -148,7 +148,7 @@ class Promoter:
     def prefetch(self, row: int) -> bool:
         """Queue a promotion that no client waits for; False when those that wait hold all the room they may."""
         link = self._link_of(row)
-        if link is None or self._prefetch_room_bytes < link.slot_bytes(row):
+        if link is None or self._prefetch_room_bytes < self._residency.slot_bytes(row):
             return False
         self.promote(row, Priority.PREFETCH)
         return True
@@ -191,7 +191,7 @@ class Promoter:
         residency, link = self._residency, promotion.link
         try:
             slot = await self._room.allocate(promotion.nbytes, residency.tenant_of(row))
-        except Exception:  # as in write-back: log it, and let those who wait go on
+        except Exception:  # as in write-back: log it, and answer the callers
             log.exception("making room in the mapped tier failed")
             slot = None
         current = residency.current(promotion.token)
@@ -248,8 +248,8 @@ class Promoter:
         self._damage.forget(row, Cause.READ_FAILED, outcome.message)
 
     def fail_waiters(self) -> None:
-        """A tier is shed: who waits for it gets a shorter prefix now, and what is queued gives its place back. What is
-        in flight still ends by itself."""
+        """A tier is shed: its callers get a shorter prefix now, and queued reads give their slots back. Reads in flight
+        still end by themselves."""
         for promotion in list(self._under_way.values()):
             if promotion.link.is_open:
                 continue

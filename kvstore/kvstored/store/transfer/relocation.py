@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
@@ -16,8 +17,8 @@ from kvstored.completions import CompletionQueue
 from kvstored.store.degraded import TierBreaker
 from kvstored.store.endurance import EnduranceAccount
 from kvstored.store.endurance.cost import medium_bytes
-from kvstored.store.transfer.lane import Priority, Refused
-from kvstored.store.transfer.mover import Mover, Transfer
+from kvstored.store.transfer.items import Priority, Refused
+from kvstored.store.transfer.link import Mover, Transfer
 
 AT_ONCE = 32  # copies in flight
 
@@ -52,9 +53,7 @@ class MemoryRelocation:
         return await _copy_some_at_once(copies, self._start)
 
     def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
-        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        _relocate(self._tier, copy, self._completions.to_loop(ended.set_result))
-        return ended
+        return self._completions.outcome_of(partial(_relocate, self._tier, copy))
 
 
 class LaneRelocation:

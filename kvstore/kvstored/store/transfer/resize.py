@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvstore_tiers.base import Outcome
 from kvstored.completions import CompletionQueue
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.shrink import Resizable, shrink_to_ceiling
@@ -78,10 +78,8 @@ class SlabsBack:
         empty = next((each.container for each in self._nvme.containers() if not each.used_slots), None)
         if empty is None:
             return False
-        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._nvme.set_aside(empty)
-        self._nvme.discard(empty, self._completions.to_loop(ended.set_result))
-        outcome = await asyncio.shield(ended)
+        outcome = await asyncio.shield(self._completions.outcome_of(partial(self._nvme.discard, empty)))
         if not outcome.ok:
             log.warning("slab %d cannot be given back: %s", empty, outcome.message)
             self._nvme.put_back(empty)

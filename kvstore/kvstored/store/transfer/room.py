@@ -1,9 +1,9 @@
 """Making room in a tier: allocate, and while that fails, evict what the policy names.
 
-Owns the loop from "there is no slot" to a slot. A victim whose slot can serve goes alone; where slots of another size
-or owner are in the way, a container is emptied for it (`evacuation`).
-Invariants: never evicts a pinned copy, never leaves a hole in a chain, never frees a slot that has readers (limbo
-does); evicts for one block at most a container's worth and the block's own size, where a tier has containers.
+Owns the loop from "there is no slot" to a slot. A victim whose slot can serve is evicted alone; where slots of another
+size or owner are in the way, a container is emptied for it (`evacuation`). Invariants: never evicts a pinned copy,
+never leaves a hole in a chain, never frees a slot that has readers (limbo does); evicts for one block at most a
+container's worth and the block's own size, where a tier has containers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Room:
         self._position = eviction.position
 
     def follow(self, policy: Policy) -> None:
-        """From now on this policy names what leaves."""
+        """From now on this policy names victims."""
         self._victims.follow(policy)
 
     def allocate_now(self, nbytes: int, tenant: int, *, writable: bool = False) -> Slot | None:
@@ -64,8 +64,8 @@ class Room:
         self._victims.announce(tenant, parent, keys)
 
     async def allocate(self, nbytes: int, tenant: int, *, is_patient: bool = True) -> Slot | None:
-        """A slot, evicting for it what the policy names; None when nothing (more) may go. `is_patient`: wait a little
-        for copies in flight and for others that make room."""
+        """A slot, evicting for it what the policy names; None when nothing (more) may be evicted. `is_patient`: wait a
+        little for copies in flight and for others that make room."""
         slot = await self.allocate_for(None, nbytes, tenant, is_patient=is_patient)
         return None if slot is BYPASSED else slot
 
@@ -103,22 +103,18 @@ class Room:
                     patience -= 1
                     await asyncio.sleep(PATIENCE_S)
                 elif turns and self._evacuation.is_under_way:
-                    turns -= 1  # else callers that all wait in vain would keep each other waiting
+                    turns -= 1  # else callers that wait without effect would keep each other waiting
                     if not await self._evacuation.wait():
                         return None
                 elif not is_patient or not await self._eviction.demoter.progress():
                     return None
-                # A block may leave now, or its container be emptied.
+                # A block may be evicted now, or its container be emptied.
                 passed = PassedOver(copies, self._not_for(parent))
                 continue
             if confined is not None or self._tier.makes_room(copies.container[row], nbytes, owner):
-                victim_bytes = copies.nbytes[row]
-                if not allowance.covers(victim_bytes):
+                cause = Cause.EVICTED if confined is None else Cause.QUOTA
+                if not await self._evict(row, cause, allowance, passed):
                     return None
-                if await self._eviction.evict(row, Cause.EVICTED if confined is None else Cause.QUOTA):
-                    allowance.spent_bytes += victim_bytes
-                else:
-                    passed.rows.add(row)
             else:
                 container = copies.container[row]
                 found = await self._evacuation.convert(
@@ -133,6 +129,17 @@ class Room:
             if attempt % SLICE_EVICTIONS == SLICE_EVICTIONS - 1:
                 await asyncio.sleep(0)
         return None
+
+    async def _evict(self, row: int, cause: Cause, allowance: Allowance, passed: PassedOver) -> bool:
+        """Evict a victim, or pass it over if it cannot go. False when no more may be evicted for one block."""
+        nbytes = self._residency.copies[self._position].nbytes[row]
+        if not allowance.covers(nbytes):
+            return False
+        if await self._eviction.evict(row, cause):
+            allowance.spent_bytes += nbytes
+        else:
+            passed.rows.add(row)
+        return True
 
     def _next(self, passed: PassedOver, confined: int | None) -> int:
         """The next victim; the blocks of a container that is being emptied are not evicted for others."""
@@ -152,7 +159,7 @@ class Room:
         return await self._evacuation.vacate(container)
 
     def expire(self, row: int) -> None:
-        """Let a block whose time to live is over go, if it may."""
+        """Evict a block whose time to live is over, if it may be."""
         self._eviction.expire(row)
 
     def _not_for(self, parent: int) -> set[int]:

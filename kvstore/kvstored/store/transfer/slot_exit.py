@@ -1,4 +1,4 @@
-"""Where the slot of a block goes when the block leaves its tier: free at once, or once its last reader is done."""
+"""What becomes of the slot of a block that is removed from its tier: free at once, or once its last reader is done."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SlotExit(Protocol):
         ...
 
     def retire(self, slot: Slot, tenant: int) -> None:
-        """A block of `tenant` has left this slot."""
+        """A block of `tenant` was removed from this slot."""
         ...
 
 

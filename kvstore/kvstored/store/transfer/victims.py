@@ -1,7 +1,7 @@
-"""Which block leaves a tier next: orphans first, then what the policy names.
+"""Which block is evicted from a tier next: orphans first, then what the policy names.
 
 Owns the order between the two, a tenant's confinement to its own blocks, and what is passed over on the way. Never
-takes a block away.
+evicts a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.copies import TierCopies
 from kvstored.store.policies import Policy
-from kvstored.store.transfer.cut_off import CutOff
+from kvstored.store.transfer.orphan_queue import OrphanQueue
 
 MAX_LOOKS = 256  # at rows in containers that are passed over, for one question
 
@@ -21,7 +21,7 @@ MAX_LOOKS = 256  # at rows in containers that are passed over, for one question
 class Victims:
     """Of the tier of `policy`."""
 
-    def __init__(self, policy: Policy, residency: Residency, orphans: CutOff, clock: Clock) -> None:
+    def __init__(self, policy: Policy, residency: Residency, orphans: OrphanQueue, clock: Clock) -> None:
         self._policy = policy
         self._residency = residency
         self._orphans = orphans
@@ -42,7 +42,7 @@ class Victims:
 
     def keeps(self, victim: int, tenant: int, newcomer: tuple[bytes, int]) -> bool:
         """Whether the policy would rather keep `victim`, which `next` has just named, than store the block of this key
-        and depth. An orphan goes in any case."""
+        and depth. An orphan is evicted in any case."""
         return victim == self._named and self._policy.declines(tenant, *newcomer, victim, self._clock.monotonic_ns())
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Why blocks were not written to NVMe, so that `kvctl explain` can tell: the last of them, by token, and how many.
+"""Why blocks were not written to NVMe, for `kvctl explain`: the last of them, by token, and how many.
 
 Bounded by count; the one noted longest ago falls off. A block that is written after all is forgotten here.
 """
@@ -23,9 +23,9 @@ class Refusal(Enum):
     SHARE = "share"  # the budget is scarce, and the tenant has had its portion
     TIER = "tier"  # the tier is degraded and takes no writes
     BEHIND = "behind"  # the disk is too far behind with what it was given
-    ROOM = "room"  # no room on NVMe, and nothing there may leave
+    ROOM = "room"  # no room on NVMe, and nothing there may be evicted
     WRITE_FAILED = "write-failed"
-    OTHER_TENANT = "other-tenant"  # NVMe has a block of this key for somebody else
+    OTHER_TENANT = "other-tenant"  # NVMe has a block of this key of another tenant
 
 
 _COUNTERS = {
@@ -48,7 +48,7 @@ class Refusals:
 
     def note(self, token: int, refusal: Refusal) -> None:
         counter = _COUNTERS.get(refusal)
-        if counter is not None and self._why.get(token) is not refusal:  # once, however often somebody asks
+        if counter is not None and self._why.get(token) is not refusal:  # once, however often it is asked
             self._counters.add(counter)
         self._why[token] = refusal
         self._why.move_to_end(token)

@@ -1,11 +1,11 @@
-"""Write-back: give blocks in memory a copy in the durable tier, behind the client's back or before its answer.
+"""Write-back: give blocks in memory a copy in the durable tier, after the client's answer or before it.
 
 Owns the blocks that wait to be written: writes of a batch run side by side, and group_commit.py makes them durable
 together. Used for write-through (modes batch and always) and for demotion of victims. What is written is charged to the
-endurance budget first (budget_wait.py waits for it), and goes with those of its ancestors that are in memory alone.
-Invariants: a block is written once however many ask; a pinned copy in memory is read from, never copied first;
-nothing is written that was not charged. Damage takes blocks by force, pinned or not: after each wait the token is asked
-again.
+endurance budget first (budget_wait.py waits for it), and is written with those of its ancestors that are in memory
+alone. Invariants: a block is written once however many callers ask; a pinned copy in memory is read from, never copied
+first; nothing is written that was not charged. Damage removes blocks by force, pinned or not: after each wait the token
+is looked up again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstored.store.transfer.backlog import Write
 from kvstored.store.transfer.budget_wait import BudgetWait
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits, GroupCommit
-from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.write_refusals import Refusal
@@ -57,18 +57,15 @@ class WriteBack:
         self._batch = batch
         self._backlog = gate.backlog
         self._budget_wait = BudgetWait(gate, counters, self._write_paid)
-        self._commit = GroupCommit(
-            links[0].destination_tier, residency, completions, counters, gate,
-            lambda: self._backlog.queued > 0, lambda: self._backlog.queued > 0 or bool(self._backlog.gathering), batch,
-        )  # fmt: skip
+        self._commit = GroupCommit(links[0].destination_tier, residency, completions, counters, gate, batch)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._next_end: asyncio.Future[None] | None = None  # of any write, while somebody waits for it
+        self._next_end: asyncio.Future[None] | None = None  # of any write, while a caller waits for it
 
-    # What others ask
+    # Questions
 
     def admits(self, row: int) -> bool:
-        """Whether a block that nobody insists on is worth a write."""
+        """Whether a block is worth a write that no client insists on."""
         return self.gate.admits(row)
 
     def wants(self, row: int) -> bool:
@@ -79,7 +76,7 @@ class WriteBack:
         return self.gate.breaker.takes_writes and (self._residency.children(row) > 0 or self.gate.admits(row))
 
     def why_volatile(self, row: int) -> Refusal | None:
-        """Why a block was not written; None when nobody asked for it, or it is on its way."""
+        """Why a block was not written; None when it was not asked for, or is on its way."""
         return self.gate.refusals.of(self._residency.token(row))
 
     def is_durable(self, row: int) -> bool:
@@ -126,7 +123,7 @@ class WriteBack:
         paid = [] if self.is_coming(row) else self.gate.pay(row)
         if not isinstance(paid, Verdict):
             settled = self._enqueue_paid(paid, row, Priority.DEMAND if at_once else Priority.DEMOTION)
-        elif (at_once or paid is Verdict.LEASING) and self._budget_wait.has_room:
+        elif (at_once or paid is Verdict.SAVING) and self._budget_wait.has_room:
             settled = self._budget_wait.wait(token, paid, insists=at_once)
         else:
             self.gate.refuse(row, self.gate.breaker_or(paid))
@@ -139,7 +136,7 @@ class WriteBack:
         return settled
 
     async def write_back(self, row: int) -> bool:
-        """Demotion for room that somebody waits for, so at the priority of demand. Resolves once the block has a copy
+        """Demotion for room that a caller waits for, so at the priority of demand. Resolves once the block has a copy
         on NVMe; that it is durable comes a little later. A budget that is spent is not waited for."""
         if self._residency.has(row, self._position):
             return True
@@ -174,7 +171,7 @@ class WriteBack:
         if self.is_coming(row):
             return self._enqueue(row, priority).settled
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        settled.set_result(False)  # its prefix was too long to go at once: that went first
+        settled.set_result(False)  # its prefix was too long for one write: that was queued first
         return settled
 
     def is_coming(self, row: int) -> bool:
@@ -186,7 +183,7 @@ class WriteBack:
         self._start_batch()
         if not self._backlog.running:
             return False
-        if self._next_end is None:  # one for all who wait: hundreds of promotions may, for as many writes
+        if self._next_end is None:  # one for all callers: hundreds of promotions may, for as many writes
             self._next_end = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._next_end)
         return True
@@ -215,7 +212,7 @@ class WriteBack:
         if write is None:
             loop = asyncio.get_running_loop()
             write = Write(
-                token, self._residency.tenant_of(row), priority, self._to_durable.slot_bytes(row),
+                token, self._residency.tenant_of(row), priority, self._residency.slot_bytes(row),
                 loop.create_future(), loop.create_future(),
             )  # fmt: skip
             self._backlog.add(write)
@@ -231,7 +228,7 @@ class WriteBack:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for write in self._backlog.start():  # all of them, before anything is asked that may fail
+        for write in self._backlog.start():  # all of them, before anything that may fail
             if not self._residency.is_current(write.token):
                 self._abandon(write)
                 continue
@@ -263,7 +260,7 @@ class WriteBack:
         self._abandon(write)
 
     def _abandon(self, write: Write) -> None:
-        """As `_give_up`, of a block that may be gone: there is nobody to tell why."""
+        """As `_give_up`, of a block that may be gone: no reason is kept."""
         self.gate.refund(write.tenant, write.nbytes)
         self._finish(write, False)
 
@@ -273,7 +270,7 @@ class WriteBack:
         row = residency.current(write.token)
         if residency.is_held_by_another(row, self._position):
             # Only keys that clients chose can be equal between tenants, and NVMe knows blocks by key alone: it keeps
-            # the first, and whoever comes second is told that his is volatile.
+            # the first, and the second tenant's block stays volatile.
             self._to_durable.free(slot)
             self._give_up(write, Refusal.OTHER_TENANT)
             return
@@ -314,7 +311,7 @@ class WriteBack:
             self._finish(write, False)
 
     def cancel_queued(self) -> None:
-        """NVMe is shed: what has not begun is not waited for, and its DRAM copies may leave again."""
+        """NVMe is shed: what has not begun is cancelled, and its DRAM copies may be evicted again."""
         for write in list(self._backlog.running.values()):
             if write.link is not None:
                 write.link.cancel(write.ticket)

@@ -5,8 +5,8 @@ the last but one (a last block is often partial), the request continues that cha
 Where it ends before, or at a block that many different blocks follow (a system prompt), the request is a chain of its
 own, and the shared blocks are marked as shared: each such touch adds to what they are worth.
 
-Owns owners, fan-outs, shared touches, the chains and their tables. Never decides what leaves. Invariants: the rows of
-the tier that a chain owns lie on one path; `tail` is the deepest of those that may perhaps leave.
+Owns owners, fan-outs, shared touches, the chains and their tables. Never decides what is evicted. Invariants: the rows
+of the tier that a chain owns are on one path; `tail` is the deepest of those that may perhaps be evicted.
 """
 
 from __future__ import annotations
@@ -24,45 +24,34 @@ from kvstored.store.policies.chains.features import Features, features_of, grown
 from kvstored.store.policies.chains.ghost import FAN_BITS, FAN_MAX, NOTHING, SHARD_MASK, ChainGhost, ghost_limit
 from kvstored.store.policies.chains.gittins import Floats, Ints
 from kvstored.store.policies.chains.hazards import Ladder
-from kvstored.store.policies.chains.learning import Learning
+from kvstored.store.policies.chains.learner import Learner
 from kvstored.store.policies.chains.path import Path, next_above, path_of
 from kvstored.store.policies.chains.table import ChainTable
+from kvstored.store.policies.chains.touches import SharedTouches
 from kvstored.store.policies.chains.upkeep import Upkeep
 
 NS = 1e-9
-NOBODY, UNKNOWN = -1, -2  # not owned: new; there before the policy was
-_FEW = 24  # rows, for which arrays do not pay
+UNOWNED, UNKNOWN = -1, -2  # not owned: new; there before the policy was
 _BRANCH_MIN = 2  # blocks of others
 _SHARED_FAN = 4  # a block that so many different blocks follow belongs to no session
-SHARED_TAU_S = 300.0
-_SPAN_MIN_S, _SPAN_FULL_S = 10.0, 0.999 * SHARED_TAU_S
 _TYPES_MAX = 7
 _GAP_MIN_S = 0.5
-_LATE_S = 30.0
 _RUNNING_MAX = 4096
 
 
 class ChainBook:
     """See the module."""
 
-    def __init__(
-        self,
-        residency: ResidencyView,
-        ladders: Sequence[Ladder],
-        *,
-        forgets: bool = True,
-    ) -> None:
+    def __init__(self, residency: ResidencyView, ladders: Sequence[Ladder], *, forgets: bool = True) -> None:
         self.residency = residency
         self.chains = ChainTable()
-        self.learning = Learning(self.chains, ladders, forgets=forgets)
+        self.learning = Learner(self.chains, ladders, forgets=forgets)
         self.tables = self.learning.tables
         self.end_reuse = self.learning.end_reuse
         self.owner = array("i")
         self.fan = bytearray()
-        self.shared = array("d")  # touches by other chains, decayed
-        self.shared_s = array("d")
-        self.shared_span_s = _SPAN_MIN_S  # what decayed touches are to be divided by
-        self._began_s = math.nan
+        self.touches = SharedTouches()
+        self.shared, self.shared_s = self.touches.count, self.touches.as_of_s
         self.asked = 0  # blocks, by all requests so far
         self.features: list[Features] = []  # by slot
         self.ghosts: list[ChainGhost] = []
@@ -72,7 +61,7 @@ class ChainBook:
         self._last_unused = -1
         self._most_rows = 0
         self._types: dict[str, int] = {}
-        self._tells_types = self.tables.takes("type")
+        self._uses_types = self.tables.takes("type")
         self._running: dict[int, tuple[int, int]] = {}  # requests whose answer is awaited: chain, order
         self._promised: dict[int, int] = {}  # chains of which blocks are missing that may be stored next: their order
 
@@ -86,19 +75,18 @@ class ChainBook:
 
     def grow(self, rows: int) -> None:
         more = rows - len(self.owner)
-        self.owner.frombytes(b"\xff" * (4 * more))  # NOBODY
+        self.owner.frombytes(b"\xff" * (4 * more))  # UNOWNED
         self.fan.extend(bytes(more))
-        self.shared.frombytes(bytes(8 * more))
-        self.shared_s.frombytes(bytes(8 * more))
+        self.touches.grow(more)
 
     def numbers(self) -> list[float]:
         """What is known beside the chains."""
-        return [self.asked, self._began_s, self.shared_span_s, self._most_rows]
+        return [self.asked, self.touches.began_s, self.touches.span_s, self._most_rows]
 
     def restore(self, numbers: Sequence[float], later_s: float, rows_here: int) -> None:
         """Go on from `numbers` of a clock `later_s` behind, with `rows_here` blocks. Raises ValueError."""
-        asked, began_s, self.shared_span_s, most_rows = numbers
-        self.asked, self._began_s = int(asked), began_s + later_s
+        asked, began_s, self.touches.span_s, most_rows = numbers
+        self.asked, self.touches.began_s = int(asked), began_s + later_s
         self._widen(max(int(most_rows), rows_here))
 
     def _widen(self, rows: int) -> None:
@@ -109,10 +97,6 @@ class ChainBook:
     def add_tenant(self) -> None:
         self.ghosts.append(ChainGhost(ghost_limit(self._most_rows), self._forgotten))
 
-    @property
-    def tenants(self) -> int:
-        return len(self.ghosts)
-
     # Rows
 
     def met(self, rows: Sequence[int], tenant: int) -> None:
@@ -121,7 +105,7 @@ class ChainBook:
         ghost = self.ghosts[tenant]
         touched = ghost.touched
         for row, packed in zip(rows, ghost.recall_run([keys[row] for row in rows]), strict=True):
-            owner[row] = packed >> FAN_BITS  # NOBODY of nothing
+            owner[row] = packed >> FAN_BITS  # UNOWNED of nothing
             fan[row] = packed & FAN_MAX if packed >= 0 else 0
             key = keys[row] if touched and packed >= 0 else None
             if key is not None and key in touched:
@@ -130,19 +114,19 @@ class ChainBook:
     def met_one(self, row: int, tenant: int) -> None:
         """`met` of one row."""
         key, ghost = self.residency.rows.keys[row], self.ghosts[tenant]
-        packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just come
-        self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (NOBODY, 0)
+        packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just been stored
+        self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (UNOWNED, 0)
         if packed >= 0 and key in ghost.touched:
             self.shared[row], self.shared_s[row] = ghost.touched.pop(key)
 
     def left(self, rows: Sequence[int], chain: int, tenant: int, rows_here: int) -> None:
-        """`rows` of `chain` leave the tier, the deepest first."""
+        """`rows` of `chain` are removed from the tier, the deepest first."""
         owner, shared, fan, columns = self.owner, self.shared, self.fan, self.residency.rows
         keys = columns.keys
         ghost = self.ghosts[tenant]
         ghost.remember_run([keys[row] for row in rows], chain, [fan[row] for row in rows])
         for row in rows:
-            owner[row] = NOBODY
+            owner[row] = UNOWNED
             if shared[row]:
                 key = keys[row]
                 if key is not None:
@@ -158,12 +142,12 @@ class ChainBook:
             tails[chain] = above if is_ours else next_above(row, chain, columns, owner)
 
     def left_last(self, row: int, chain: int, tenant: int, rows_here: int) -> int:
-        """`left` of the last block of `chain`, which nobody shared; what the chain ends with now, or -1."""
+        """`left` of the last block of `chain`, not shared; what the chain ends with now, or -1."""
         if rows_here > self._most_rows:
             self.left((row,), chain, tenant, rows_here)
             return self.chains.tail[chain]
         owner, columns = self.owner, self.residency.rows
-        owner[row] = NOBODY
+        owner[row] = UNOWNED
         key = columns.keys[row]
         if key is not None:
             self.ghosts[tenant].remember(key, chain, self.fan[row])
@@ -172,13 +156,6 @@ class ChainBook:
             above = next_above(row, chain, columns, owner)
         self.chains.tail[chain] = above
         return above
-
-    def shared_rate(self, row: int, now_s: float) -> float:
-        """Touches a second by others than the chain's own requests."""
-        touches = self.shared[row]
-        if not touches:
-            return 0.0
-        return touches * math.exp((self.shared_s[row] - now_s) / SHARED_TAU_S) / self.shared_span_s
 
     # Requests
 
@@ -193,11 +170,11 @@ class ChainBook:
         parent: int = -1,
     ) -> int:
         """One request used `rows` (head first); the chain that owns them now. It owns the blocks `missing` after them
-        as well, as far as the ghost goes: as if they had come and left. Without `rows`, `missing` continue `parent`.
+        as well, as far as the ghost has room: as if they had been stored and evicted. Without `rows`, `missing`
+        continue `parent`.
         """
         chains, here = self.chains, len(rows)
-        if self.shared_span_s < _SPAN_FULL_S:
-            self._see_longer(now_s)
+        self.touches.widen_span(now_s)
         path = path_of(rows, missing, parent, self.residency.rows, self.owner, self.fan, self.ghosts[tenant])
         known, count = path.known, len(path.before)
         self.asked += count
@@ -205,20 +182,11 @@ class ChainBook:
         if path.chain >= 0 and not known and reach >= chains.length[path.chain]:
             return self._extend(path.chain, rows, length, order, now_s, missing, tenant)
         prev = self._continued(path)
-        turn, gap_s, pace, text = 1, 0.0, 0.0, None
+        turn, gap_s, pace, text = 1, 0.0, 0.0, None if context is None else context.input_tokens
         if prev >= 0:
-            turn, gap_s = chains.turn[prev] + 1, now_s - chains.used_s[prev]
-            pace = math.log(max(gap_s, _GAP_MIN_S))
-            if turn > 2:  # half of it is the last gap's
-                pace = 0.5 * (pace + chains.pace[prev])
-            self.learning.returned(prev, chains.length[prev] - reach, gap_s)
-            chains.live[prev], chains.due_s[prev] = 0, 0.0  # what is left of it is another's, or waits for nobody
-            if context is not None and chains.tokens[prev] >= 0:
-                text = max(0, context.input_tokens - chains.tokens[prev])
+            turn, gap_s, pace, text = self._return_of(prev, reach, now_s, text)
         elif known:
-            self._mark_shared(rows[:known], now_s)
-        if context is not None and prev < 0:
-            text = context.input_tokens
+            self.touches.add(rows[:known], now_s)
         # Chains all of whose rows are taken over have none any more.
         if known:
             whole, tails = rows[:known], chains.tail
@@ -237,7 +205,7 @@ class ChainBook:
             is_continued=prev >= 0, is_branch=reach >= _BRANCH_MIN, new_blocks=count - known, length=length, turn=turn,
             gap_s=gap_s, pace_s=math.exp(pace), text_tokens=text,
             type_number=self._types.setdefault(context.kind, min(len(self._types), _TYPES_MAX))
-            if context is not None and self._tells_types else 0,
+            if context is not None and self._uses_types else 0,
         )  # fmt: skip
         self._set(slot, features, rows[-1] if here else -1, length, order, now_s)
         if missing:
@@ -252,12 +220,21 @@ class ChainBook:
         self.learning.requests += 1
         return slot
 
-    def _see_longer(self, now_s: float) -> None:
-        """Until the decay has forgotten as much as comes, touches are of a shorter time than `SHARED_TAU_S`."""
-        if math.isnan(self._began_s):
-            self._began_s = now_s
-        seen_s = SHARED_TAU_S * -math.expm1((self._began_s - now_s) / SHARED_TAU_S)
-        self.shared_span_s = max(_SPAN_MIN_S, seen_s)
+    def _return_of(
+        self, prev: int, reach: int, now_s: float, prompt_tokens: int | None
+    ) -> tuple[int, float, float, int | None]:
+        """A request continues chain `prev`: its turn, the gap before it, the pace of the session (a logarithm), and the
+        tokens that the user added, as far as that is known."""
+        chains = self.chains
+        turn, gap_s = chains.turn[prev] + 1, now_s - chains.used_s[prev]
+        pace = math.log(max(gap_s, _GAP_MIN_S))
+        if turn > 2:  # half of it is the last gap's
+            pace = 0.5 * (pace + chains.pace[prev])
+        self.learning.returned(prev, chains.length[prev] - reach, gap_s)
+        chains.live[prev], chains.due_s[prev] = 0, 0.0  # what is left of it is another chain's, or awaits no request
+        if prompt_tokens is None or chains.tokens[prev] < 0:
+            return turn, gap_s, pace, None
+        return turn, gap_s, pace, max(0, prompt_tokens - chains.tokens[prev])
 
     def _continued(self, path: Path) -> int:
         """The chain that the request continues, or -1; counts those that follow the last known block."""
@@ -287,7 +264,7 @@ class ChainBook:
         """The request that used the chain last has ended with an answer (0: of unknown length)."""
         chains = self.chains
         if output_tokens and chains.tokens[chain] >= 0:
-            chains.tokens[chain] += output_tokens - chains.answer[chain]  # who is told again has not answered again
+            chains.tokens[chain] += output_tokens - chains.answer[chain]  # a second report is not a second answer
             chains.answer[chain] = output_tokens
         self.learning.grew_older(chain, now_s)
         features = self.features[chain]
@@ -297,7 +274,7 @@ class ChainBook:
             features = with_hint(features, hint)
         self.features[chain] = features
         chains.cell[chain] = self.tables.cell(features)  # its rank follows with the next draw,
-        if hint is not None and chains.live[chain]:  # but an engine's word counts at once
+        if hint is not None and chains.live[chain]:  # but an engine's hint counts at once
             chains.base[chain] = self.ranks(np.array([chain]), now_s)[0]
 
     def ranks(self, chains: Ints, now_s: float) -> Floats:
@@ -313,20 +290,8 @@ class ChainBook:
         depths, tail = self.residency.rows.depth, chains.tail[chain]
         depth = depths[row] if row >= 0 else chains.length[chain] - 1
         is_whole = tail < 0 or depth + 1 >= depths[tail]
-        if is_whole or depth >= chains.due_depth[chain] or not self.due_rank(chain, 0, now_s):
+        if is_whole or depth >= chains.due_depth[chain] or not chains.due_rank(chain, 0, now_s):
             chains.due_s[chain], chains.due_depth[chain] = due_s, depth
-
-    def due_rank(self, chain: int, depth: int, now_s: float) -> float:
-        """One use, after so long, of the chain's block in that depth; a last block may be partial. 0: none is queued.
-        A request that does not come when it was due is forgotten.
-        """
-        chains = self.chains
-        due_s = chains.due_s[chain]
-        if due_s and now_s >= due_s + _LATE_S:
-            due_s = chains.due_s[chain] = 0.0
-        if not due_s or depth > chains.due_depth[chain] + 1:
-            return 0.0
-        return 1.0 / max(due_s - now_s, 1.0)
 
     def is_promised(self, chain: int) -> bool:
         """Whether blocks that the chain's last request missed may be stored yet."""
@@ -399,19 +364,8 @@ class ChainBook:
         chains.marks[slot] = 1
         chains.base[slot] = self.tables.rank_of_new(cell)
 
-    def _mark_shared(self, rows: Sequence[int], now_s: float) -> None:
-        if len(rows) <= _FEW:
-            for row in rows:
-                left = self.shared[row] * math.exp((self.shared_s[row] - now_s) / SHARED_TAU_S)
-                self.shared[row], self.shared_s[row] = left + 1.0, now_s
-            return
-        at = np.array(rows)
-        shared, since = np.frombuffer(self.shared, np.float64), np.frombuffer(self.shared_s, np.float64)
-        shared[at] = shared[at] * np.exp((since[at] - now_s) / SHARED_TAU_S) + 1.0
-        since[at] = now_s
-
     def came_unused(self, row: int, tenant: int, order: int) -> int:
-        """`row` has come into the tier without being used (demoted, promoted): its chain, as of its last use."""
+        """`row` was stored in the tier without being used (demoted, promoted): its chain, as of its last use."""
         residency, chains = self.residency, self.chains
         parent, depth = residency.rows.parent[row], residency.rows.depth[row]
         used_s = residency.rows.last_access_ns[row] * NS
@@ -422,7 +376,7 @@ class ChainBook:
                 chains.tail[chain] = row
                 chains.blocked[chain] = 0
             return chain
-        above = self.owner[parent] if 0 <= parent < len(self.owner) else NOBODY
+        above = self.owner[parent] if 0 <= parent < len(self.owner) else UNOWNED
         if above >= 0 and chains.length[above] == depth:
             chains.tail[above], chains.length[above], chains.blocked[above] = row, depth + 1, 0
             self.owner[row] = above

@@ -1,4 +1,4 @@
-"""Which chain's tail goes next: the lowest worth first, for one tenant.
+"""Which chain's tail is evicted next: the lowest worth first, for one tenant.
 
 Worth is uses to be had a second of holding one more block: the rank of the chain, times the chance that its next
 request goes as far as this block, plus the touches that others give it. Rows age all the time, so the order is made
@@ -18,16 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.chains.book import SHARED_TAU_S, ChainBook
-from kvstored.store.policies.chains.learning import CELL_US, MAKING_US
+from kvstored.store.policies.chains.book import ChainBook
+from kvstored.store.policies.chains.learner import CELL_US, MAKING_US
+from kvstored.store.policies.chains.touches import TAU_S
 
-_TWICE_DEPTH = 3000.0  # a block so far down its prompt counts twice: attention makes it dearer; more of it costs hits
+_TWICE_DEPTH = (
+    3000.0  # a block so far down its prompt counts twice: attention makes it more expensive; more weight costs hits
+)
 _LEFTOVER = 1e-9  # what is left of a chain that another one has continued
 _LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of all
 _STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as many as an eighth of all chains,
 _STALE_S, _STALE_MAX_S, _STALE_CHAINS = 1.0, 30.0, 64  # and after a second for so many chains, that being at least one
 _STALE_ASKED = 256  # and so many blocks asked for, which share what a draw costs
-_LATE_ASKED, _LOOKS_SOON = 256, 24  # later than that nobody waits for a request that can bear it
+_LATE_ASKED, _LOOKS_SOON = 256, 24  # later than that it does not wait for a request that can bear it
 _LIGHT = 4.0  # a request that can bear so many times what a draw takes gets one in any case
 _DRAW_US, _CHAINS_A_US = 35.0, 40.0  # what a draw takes, about
 _MADE_MIN = 4  # ranks that are made anew with it, where there is time
@@ -55,11 +58,11 @@ class Candidates:
         self._stale_s = _NEVER_S  # when the draw is stale, if not before:
         self._stale_asked = 0
         self._looks_left = 0  # after so many more looks
-        self._is_wanted = False  # somebody has asked since the last draw
+        self._is_wanted = False  # a victim was asked for since the last draw
         self._hand = 0  # the next draw begins with this chain
 
     def first(self, now_s: float, exclude: Container[int]) -> int:
-        """The row that goes first, or -1 when none of the chains' tails may leave and is not excluded."""
+        """The row that is evicted first, or -1 when none of the chains' tails may be evicted and is not excluded."""
         book = self._book
         is_late = now_s >= self._stale_s and book.asked >= self._stale_asked + _LATE_ASKED
         if is_late or self._looks_left <= -_LOOKS_SOON:
@@ -85,7 +88,7 @@ class Candidates:
             row = tails[chain]
             if entry[chain] != top[3] or row < 0:
                 heappop(heap)
-            elif not self._residency.may_leave(row, self._tier):
+            elif not self._residency.is_evictable(row, self._tier):
                 heappop(heap)
                 chains.blocked[chain] = 1
             elif row in exclude:
@@ -121,10 +124,10 @@ class Candidates:
         distance = max(0, chains.length[chain] - depth - 1)
         base = chains.base[chain]
         if chains.due_s[chain]:
-            base = max(base, book.due_rank(chain, depth, now_s))
+            base = max(base, chains.due_rank(chain, depth, now_s))
         worth = base * book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
         worth *= 1.0 + depth / _TWICE_DEPTH
-        return worth + book.shared_rate(row, now_s) if book.shared[row] else worth
+        return worth + book.touches.rate(row, now_s) if book.shared[row] else worth
 
     def worth_of_new(self, chain: int, depth: int) -> float:
         """Of a block of the chain's that is not here, in that depth."""
@@ -136,7 +139,7 @@ class Candidates:
 
     def look_at(self, chain: int, now_s: float, looks: int = 1) -> None:
         """The chain's tail or rank is another one. A put counts no `looks`: in how many parts it comes is chance, and
-        what is decided should not hang on it.
+        what is decided should not depend on it.
         """
         book = self._book
         worth = self.worth(chain, now_s)
@@ -150,7 +153,7 @@ class Candidates:
                 heapreplace(heap, entry)
             else:
                 heappush(heap, entry)
-                if len(heap) > 4 * book.chains.in_use + _SLACK:  # nobody has asked for long
+                if len(heap) > 4 * book.chains.in_use + _SLACK:  # no victim was asked for in a long time
                     heap.clear()
                     self._ceiling, self._looks_left = -1.0, 0
 
@@ -163,7 +166,7 @@ class Candidates:
         tails, entry = chains.ints(chains.tail), chains.longs(chains.entry)[begin:end]
         eligible = tails[begin:end] >= 0
         eligible &= ~chains.flags(chains.blocked)[begin:end]
-        if book.tenants > 1:
+        if len(book.ghosts) > 1:
             eligible &= chains.ints(chains.tenant)[begin:end] == self._tenant
         slots = np.flatnonzero(eligible)
         slots += begin
@@ -202,7 +205,7 @@ class Candidates:
         chains.floats(chains.base)[slots] = base
         depth = np.frombuffer(book.residency.rows.depth, np.int32)[rows]
         for at in np.flatnonzero(chains.floats(chains.due_s)[slots]).tolist():  # few
-            base[at] = max(base[at], book.due_rank(int(slots[at]), int(depth[at]), now_s))
+            base[at] = max(base[at], chains.due_rank(int(slots[at]), int(depth[at]), now_s))
         distance = chains.ints(chains.length)[slots] - depth
         distance -= 1
         np.maximum(distance, 0, out=distance)
@@ -213,6 +216,6 @@ class Candidates:
         if shared.any():
             touched = np.flatnonzero(shared)
             since = np.frombuffer(book.shared_s, np.float64)[rows[touched]]
-            worth[touched] += shared[touched] * np.exp((since - now_s) / SHARED_TAU_S) / book.shared_span_s
+            worth[touched] += shared[touched] * np.exp((since - now_s) / TAU_S) / book.touches.span_s
         found: npt.NDArray[np.float64] = worth
         return found

@@ -1,10 +1,10 @@
 """Frees the chains that no block names, here or in a ghost: mark and sweep, a bounded step at a time.
 
 Marks are set from the rows first, then from the ghosts' shards. In between, a chain's name moves from a row to a ghost
-(the block leaves), where it is found later, or from a ghost to a row (it comes back), while the ghost keeps it; what a
-ghost forgets meanwhile is marked as it goes, and so is every chain that is used, taken or inherited.
+(the block is evicted), where it is found later, or from a ghost to a row (it is stored again), while the ghost keeps
+it; what a ghost forgets meanwhile is marked as it goes, and so is every chain that is used, taken or inherited.
 
-Owns the marks and the hand. Never decides what leaves.
+Owns the marks and the hand. Never decides what is evicted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is known of a chain when it is used, as small numbers: the classes that hazard tables are kept for.
 
 Some come from the structure alone (lengths in blocks, turns, gaps), which every daemon sees; some from what an engine
-tells of a request (tokens of prompt and answer). What is not known is bucket 0 of its own; an answer is AWAITED.
+reports of a request (tokens of prompt and answer). What is not known is bucket 0 of its own; an answer is AWAITED.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _ANSWER_TOKENS = (30, 100, 250, 500)
 _GAP_S = tuple(1.5 * 1.6**step for step in range(11))
 _TEXT_TOKENS = tuple(16 * 2**step for step in range(11))
 AWAITED = -1  # may be known later: as long as it is not, the step above stands for it
-CHANCES, NEXT_STEPS = 5, 4  # how many a hint tells apart
+CHANCES, NEXT_STEPS = 5, 4  # how many values a hint has
 
 
 class Features(NamedTuple):
     """Of one use of a chain. `kind`: 0 new, 1 continued, 2 new but for two blocks or more of others. `chance` and
-    `next_step`: what an engine expects, a chance to go on by fifths and the wire's NextStep; 0 is not told.
+    `next_step`: what an engine expects, a chance to go on by fifths and the wire's NextStep; 0 is not said.
     """
 
     kind: int
@@ -52,7 +52,7 @@ def features_of(
     is_branch: bool = False,
 ) -> Features:
     """`gap_s`: since the chain was used before; `pace_s`: such gaps, averaged over its turns; `text_tokens`: what the
-    user added. The answer is not known yet, and never will be where no engine tells of it.
+    user added. The answer is not known yet, and never will be where no engine reports it.
     """
     return Features(
         1 if is_continued else 2 if is_branch else 0,
@@ -77,7 +77,7 @@ def with_answer(features: Features, output_tokens: int) -> Features:
 
 
 def with_hint(features: Features, hint: ChainHint) -> Features:
-    """What is not told stays as it was told before."""
+    """What a hint leaves out stays as it was."""
     chance, next_step = features.chance, features.next_step
     if hint.will_continue is not None:
         chance = 1 + min(int(hint.will_continue * CHANCES), CHANCES - 1)

@@ -1,4 +1,4 @@
-"""Which chain a block belonged to that is gone: so that a session which returns after its eviction is known, and
+"""Which chain a removed block belonged to: so that a session which returns after its eviction is known, and
 teaches.
 
 Two generations of keys: what is remembered goes to the young one; when that is full it becomes the old one, and the
@@ -46,7 +46,8 @@ class Shard:
 
 
 class ChainGhost:
-    """One for each tenant. `limit` may be set anew at any time; `forgetting` is told the chains of what goes."""
+    """One for each tenant. `limit` may be set anew at any time; `forgetting` is called with the chains of what is
+    forgotten."""
 
     __slots__ = ("_forgetting", "limit", "shards", "touched")
 
@@ -68,8 +69,8 @@ class ChainGhost:
             shard.old, shard.young = young, {}
 
     def remember_touches(self, key: bytes, touches: float, as_of_s: float) -> None:
-        """Without them a shared prefix that has left would have to be proven anew each time it comes back, and be the
-        first to leave each time.
+        """Without them a shared prefix that was evicted would have to prove its worth anew each time it is stored, and
+        be the first victim each time.
         """
         touched = self.touched
         touched.pop(key, None)
@@ -114,11 +115,6 @@ class ChainGhost:
     def owner_of(self, key: bytes) -> int:
         """The chain of a block that is not in the tier, as far as is known, or -1."""
         return self.packed(key) >> FAN_BITS
-
-    def recall(self, key: bytes) -> tuple[int, int]:
-        """Chain and fan-out, or (-1, 0)."""
-        packed = self.packed(key)
-        return (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (NOTHING, 0)
 
     def forget(self, key: bytes) -> None:
         shard = self.shards[key[-1] & SHARD_MASK]

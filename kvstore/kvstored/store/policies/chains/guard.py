@@ -47,7 +47,7 @@ class LruGuard:
         ]  # fmt: skip
 
     def shadow(self) -> list[tuple[int, bytes]]:
-        """Tenants and keys that LRU would hold, of the sample, the next to leave first."""
+        """Tenants and keys that LRU would hold, of the sample, the next victim first."""
         return list(self._held)
 
     def restore(self, numbers: Sequence[float], shadow: Iterable[tuple[int, bytes]]) -> None:

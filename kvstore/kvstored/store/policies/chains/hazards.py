@@ -3,14 +3,14 @@
 A class is a path of features, coarse to fine; each step of the path has counts of its own for each age bin: how many
 chains got through the bin or returned in it (exposed), and how many returned (events). The estimate of a step is its
 own counts shrunk towards the step above: rare classes borrow from common ones. Counts decay, so that a workload that
-changes is followed: what comes counts ever more, which spares a pass over what has come.
+changes is followed: what is new counts ever more, which spares a pass over what is known.
 
 What is seen is gathered by cell and bin first; `fold` puts a slice of it into the counts, `make` makes the ranks of
-some cells anew. Until then a cell that is new has those of a coarser one, unless an engine has told something of it.
+some cells anew. Until then a cell that is new has those of a coarser one, unless an engine gave a hint about it.
 
 Owns cells (distinct features), their counts and ranks. Never knows rows or time. Bounded: of `_CELLS_MAX` cells those
-that no chain is of any more are given to others; while all are taken, new ones are told apart by their coarse features
-only. A call takes no longer the more cells there are.
+that no chain is of any more are given to others; while all are taken, new ones are distinguished by their coarse
+features only. A call takes no longer the more cells there are.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import numpy.typing as npt
 from kvstored.store.policies.base import Piece, State
 from kvstored.store.policies.chains.features import AWAITED, Features
 from kvstored.store.policies.chains.gittins import BINS, EDGES_S, WIDTHS_S, Floats, Ints, fading, places_of, ranks
-from kvstored.store.policies.chains.hinting import CHANCE_MEANS, NEXT_STEP_MEANS, Word
+from kvstored.store.policies.chains.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
 
 _CELLS_MAX = 16384
 _STEPS_MAX = 6  # of a ladder: the root and five features
 _SHRINK_FIRST, _SHRINK = 15.0, 30.0  # how many exposures of its own a step needs to weigh as much as the one above
 _WEIGHTS: Final[Floats] = np.array([_SHRINK_FIRST] + [_SHRINK] * (_STEPS_MAX - 1))[:, None, None, None]  # by step
 _LEAST, _MOST = 1e-7, 0.999
-_TRUST = 0.05  # how sharply likelihood tells ladders apart; cells are not independent of each other
+_TRUST = 0.05  # how sharply likelihood separates ladders; cells are not independent of each other
 _EVIDENCE_DECAY = 2.0
 _FOLDED, _MADE = 48, 64  # cells a call
 _NODES_FIRST = 1 << 14  # memory that is not touched costs nothing, and a growing array is copied
@@ -91,11 +91,11 @@ class HazardTables:
         # By cell, the nodes of each ladder and its hazards as of the same time as the ranks. What no cell has touched
         # costs no memory.
         self._paths: Ints = np.zeros((_CELLS_MAX, len(ladders), _STEPS_MAX), dtype=np.int64)
-        self._told: Floats = np.zeros((_CELLS_MAX, len(ladders), BINS))
+        self._estimates: Floats = np.zeros((_CELLS_MAX, len(ladders), BINS))
         self._mixed: Floats = np.zeros((_CELLS_MAX, BINS))  # of all ladders, before what a hint adds
         self._ranks: Floats = np.zeros((_CELLS_MAX, BINS))
-        self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step, as told
-        self._words = (Word(CHANCE_MEANS), Word(NEXT_STEP_MEANS))
+        self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step
+        self._hint_factors = (HintFactors(CHANCE_MEANS), HintFactors(NEXT_STEP_MEANS))
         self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
         for ladder in ladders:
             self._learn_by(ladder)
@@ -136,8 +136,8 @@ class HazardTables:
             part["seen"] = self._late[part["cell"]]
             yield "late", part
         yield "evidence", self.evidence.copy()
-        for number, word in enumerate(self._words):
-            yield f"word{number}", word.numbers()
+        for number, factors in enumerate(self._hint_factors):
+            yield f"factors{number}", factors.numbers()
 
     def restore(self, state: State, numbers: Ints) -> None:
         """Go on from what `copied` gave beside the steps, which the ladders were made of; `numbers`: what cells were
@@ -146,8 +146,8 @@ class HazardTables:
         if state["evidence"].shape != self.evidence.shape:
             raise ValueError("other ladders")
         self.evidence = state["evidence"].copy()
-        for number, word in enumerate(self._words):
-            word.restore(state[f"word{number}"])
+        for number, factors in enumerate(self._hint_factors):
+            factors.restore(state[f"factors{number}"])
         late = state.get("late", np.empty(0, LATE))
         cells = numbers[late["cell"]]
         np.add.at(self._late, cells, late["seen"])
@@ -180,13 +180,13 @@ class HazardTables:
             like = cells.get(coarse(features))
         if like is None or like == found:
             like = cells[_ROOT._replace(kind=features.kind)]
-        for column in (self._told, self._mixed, self._ranks):
+        for column in (self._estimates, self._mixed, self._ranks):
             column[found] = column[like]
         self._ask(found, features)
         return found
 
     def _ask(self, cell: int, features: Features) -> None:
-        """The cell's ranks are to be made anew; at once where an engine has told something, which otherwise comes too
+        """The cell's ranks are to be made anew; at once where an engine gave a hint, which otherwise comes too
         late. That is once an epoch.
         """
         self._epoch_of[cell] = self._epoch
@@ -262,15 +262,15 @@ class HazardTables:
         at, bins = np.nonzero(late.any(axis=1))
         through, returns = late[at, 0, bins], late[at, 1, bins]
         cells = cells[at]
-        told, either = self._told[cells, :, bins], through + returns
-        self.evidence += through @ np.log1p(-told) + returns @ np.log(told)
+        estimate, either = self._estimates[cells, :, bins], through + returns
+        self.evidence += through @ np.log1p(-estimate) + returns @ np.log(estimate)
         hints = self._hints[:, cells]
         if hints.any():
-            foretold = self._mixed[cells, bins] * either
-            for number, word in enumerate(self._words):
+            predicted = self._mixed[cells, bins] * either
+            for number, factors in enumerate(self._hint_factors):
                 other = 1 - number  # what that has said already is not to be said twice
-                by_other = foretold * self._words[other].factors()[hints[other], bins]
-                word.happened(hints[number], bins, by_other, returns)
+                by_other = predicted * self._hint_factors[other].factors()[hints[other], bins]
+                factors.happened(hints[number], bins, by_other, returns)
         places = self._paths[cells].reshape(len(cells), -1) * (2 * BINS) + bins[:, None]
         counts = self._counts.reshape(-1)
         np.add.at(counts, places, (either * self._gain)[:, None])
@@ -282,8 +282,8 @@ class HazardTables:
         """Decay the counts; the ranks are to be made anew."""
         self._epoch += 1
         self.evidence *= factor**_EVIDENCE_DECAY
-        for word in self._words:
-            word.decay(factor)
+        for factors in self._hint_factors:
+            factors.decay(factor)
         if len(self._cells) > _CELLS_MAX // 2:
             self._free_unused()
         self._gain /= factor
@@ -300,7 +300,7 @@ class HazardTables:
         unused &= (is_late | is_wanted) == 0
         for cell in (np.flatnonzero(unused)[:_FREED] + _KINDS).tolist():
             del self._cells[self._features[cell]]
-            self._used_in[cell] = 0  # of nobody
+            self._used_in[cell] = 0  # of no chain
             self._free.append(cell)
 
     def make(self, most: int = _MADE) -> int:
@@ -331,17 +331,17 @@ class HazardTables:
         """Whether it is worth a call of `make`."""
         return len(self._asked) >= _MADE // 4
 
-    # Telling
+    # Answers
 
     def weights(self) -> Floats:
-        """What each ladder's estimate counts, by how well it foretold what came."""
+        """What each ladder's estimate counts, by how well it predicted what came."""
         odds = np.exp(_TRUST * (self.evidence - self.evidence.max()))
         weights: Floats = odds / odds.sum()
         return weights
 
     def hint_factors(self) -> tuple[Floats, Floats]:
         """By chance and by next step, and age bin."""
-        chance, next_step = (word.factors() for word in self._words)
+        chance, next_step = (factors.factors() for factors in self._hint_factors)
         return chance, next_step
 
     @property
@@ -350,7 +350,7 @@ class HazardTables:
         return list(self._orders)
 
     def takes(self, feature: str) -> bool:
-        """Whether any ladder tells chains apart by it."""
+        """Whether any ladder distinguishes chains by it."""
         return any(feature in order for order in self._orders)
 
     def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:
@@ -374,12 +374,12 @@ class HazardTables:
         own += weights
         above = weights / own
         np.divide(events, own, out=own)
-        told = own[0] + above[0] * FLAT
+        estimate = own[0] + above[0] * FLAT
         for step in range(1, _STEPS_MAX):
-            told *= above[step]
-            told += own[step]
-        self._told[cells] = told = np.minimum(np.maximum(told, _LEAST), _MOST)
-        self._mixed[cells] = mixed = np.matmul(self.weights(), told)
+            estimate *= above[step]
+            estimate += own[step]
+        self._estimates[cells] = estimate = np.minimum(np.maximum(estimate, _LEAST), _MOST)
+        self._mixed[cells] = mixed = np.matmul(self.weights(), estimate)
         hints = self._hints[:, cells]
         if hints.any():
             chance, next_step = self.hint_factors()

@@ -1,4 +1,4 @@
-"""Where a request's blocks lie, and what was known of them before it came. Changes nothing."""
+"""The path of a request's blocks, and what was known of them before it came. Changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvstored.store.blocks.rows import Rows
 from kvstored.store.policies.chains.ghost import FAN_BITS, FAN_MAX, ChainGhost
 
-_NOBODY = -1
+_UNOWNED = -1
 _GAP_MAX = 64  # blocks that are not in the tier
 
 
@@ -44,7 +44,7 @@ def path_of(
         lost = ghost.recall_run(missing)
         before += [packed >> FAN_BITS for packed in lost]
         lost = [packed & FAN_MAX if packed >= 0 else 0 for packed in lost]
-    known = before.index(_NOBODY) if _NOBODY in before else len(before)
+    known = before.index(_UNOWNED) if _UNOWNED in before else len(before)
     if here:
         first, parent = columns.depth[rows[0]], columns.parent[rows[0]]
     else:
@@ -68,7 +68,7 @@ def next_above(row: int, chain: int, columns: Rows, owner: array[int]) -> int:
     for _ in range(_GAP_MAX):
         if row < 0 or row >= known:
             return -1
-        if owner[row] != _NOBODY:
+        if owner[row] != _UNOWNED:
             return row if owner[row] == chain else -1
         row = parents[row]
     return -1

@@ -1,7 +1,7 @@
 """What ships with the policy: counts of hazard tables that were learnt on recorded traces, and their card.
 
 A JSON file, read once. Each table starts from such counts and goes on learning; which one is believed is decided by
-how well it foretells what comes, so a prior of another workload loses its say within some hundred returns. Made by
+how well it predicts what follows, so a prior of another workload loses its say within some hundred returns. Made by
 `benchmarks/fit_chain_hazard.py`.
 """
 

@@ -1,4 +1,4 @@
-"""What chain-hazard has learned, as arrays that a later process can go on from.
+"""What chain-hazard has learned, as arrays that a later process can continue from.
 
 Chains are named by the blocks that they own, blocks by key and tenant. Blocks that are in the tier again get their
 chain back; the others are remembered by the ghost, as if they had left. Not kept: requests under way, what is queued,
@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.policies.base import Array, Origin, Piece, State
-from kvstored.store.policies.chains.book import NOBODY, NS, UNKNOWN, ChainBook
+from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
 from kvstored.store.policies.chains.features import Features
-from kvstored.store.policies.chains.following import ChainFollower
+from kvstored.store.policies.chains.follower import ChainFollower
 from kvstored.store.policies.chains.ghost import FAN_BITS
 from kvstored.store.policies.chains.gittins import BINS, EDGES_S, Ints, passed_by
 from kvstored.store.policies.chains.hazards import LATE, STEP, Ladder, ladders_of
@@ -65,13 +65,14 @@ def pieces(follower: ChainFollower) -> Iterator[Piece]:
 
 
 def signature(orders: Sequence[Sequence[str]]) -> Array:
-    """What must be the same in who goes on from a state: its meaning hangs on it."""
+    """What must be the same in a policy that continues from a state: its meaning depends on it."""
     meaning = {"format": FORMAT, "edges_s": EDGES_S.round(6).tolist(), "features": Features._fields, "orders": orders}
     return np.frombuffer(json.dumps(meaning).encode(), np.uint8)
 
 
 def ladders(state: State, orders: Sequence[Sequence[str]]) -> list[Ladder]:
-    """The tables to go on from, where tables of `orders` can. Raises ValueError for a state of others, or of none."""
+    """The tables to continue from, where tables of `orders` can. Raises ValueError for a state of others, or of
+    none."""
     if not np.array_equal(state.get("signature", np.empty(0)), signature(orders)):
         raise ValueError("it is of another version or learned by other features")
     for name, dtype in _EXPECTED.items():
@@ -111,7 +112,7 @@ def restore(follower: ChainFollower, state: State, origin: Origin) -> None:
     old = state.get("chains", np.empty(0, CHAIN))
     blocks = {name: _blocks(book, state, name, origin, len(old)) for name in ("rows", "young", "old")}
     used = np.unique(np.concatenate([each.chains for each in blocks.values()]))
-    numbers = np.full(len(old), NOBODY, np.int64)
+    numbers = np.full(len(old), UNOWNED, np.int64)
     numbers[used] = np.arange(len(used))
     then_s, was_full = state["follower"].tolist()
     book.restore(state["book"].tolist(), later_s, follower.lru.rows)
@@ -119,7 +120,7 @@ def restore(follower: ChainFollower, state: State, origin: Origin) -> None:
     chains = old[used]
     chains["tenant"] = origin.tenants[chains["tenant"]]
     chains["used_s"] += later_s
-    chains["order"] = np.argsort(np.argsort(chains["order"])) - len(chains)  # older than whatever comes
+    chains["order"] = np.argsort(np.argsort(chains["order"])) - len(chains)  # older than all later uses
     # While there was no daemon there could be no return.
     passed = passed_by(origin.now_ns * NS - chains["used_s"]) - passed_by(then_s + later_s - chains["used_s"])
     chains["bin"] = np.clip(chains["bin"] + np.maximum(passed, 0), 0, BINS)
@@ -159,7 +160,7 @@ def _restore_blocks(follower: ChainFollower, blocks: dict[str, _Blocks], numbers
         is_here = (each.rows >= 0) & (each.rows < len(owner))
         is_here[is_here] = owner[each.rows[is_here]] == UNKNOWN
         here, gone = each.at(is_here), each.at(~is_here)
-        if name != "rows":  # the ghost of a block that has come again
+        if name != "rows":  # the ghost of a block that was stored again
             gone = gone.at(~_is_in(book, gone.rows))
         order = np.argsort(depth[here.rows], kind="stable")
         here = here.at(order)
@@ -189,10 +190,10 @@ def _are_on_paths(book: ChainBook, blocks: _Blocks) -> npt.NDArray[np.bool_]:
 
 
 def _is_in(book: ChainBook, rows: Rows) -> npt.NDArray[np.bool_]:
-    """Which of `rows` (-1: none) are in the tier, whoever owns them."""
+    """Which of `rows` (-1: none) are in the tier, owned or not."""
     owner = np.frombuffer(book.owner, np.int32)
     found: npt.NDArray[np.bool_] = (rows >= 0) & (rows < len(owner))
-    found[found] = owner[rows[found]] != NOBODY
+    found[found] = owner[rows[found]] != UNOWNED
     return found
 
 
@@ -228,8 +229,8 @@ def _shared_rows(book: ChainBook, first: int) -> Array:
 
 
 def _of_rows(book: ChainBook, dtype: np.dtype[np.void], rows: Rows, **columns: Array) -> Array:
-    keys, cold_key = book.residency.rows.keys, book.residency.rows.cold_key
-    packed_keys = b"".join([keys[row] or cold_key(row) for row in rows.tolist()])
+    keys, bulk_key = book.residency.rows.keys, book.residency.rows.bulk_key
+    packed_keys = b"".join([keys[row] or bulk_key(row) for row in rows.tolist()])
     tenants = book.residency.tenants_of(rows) if len(rows) else 0
     return _table(dtype, np.frombuffer(packed_keys, "V16"), tenants, **columns)
 

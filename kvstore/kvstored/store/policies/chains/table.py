@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 _GROWTH_MIN, _GROWTH_MAX = 256, 4096
+_LATE_S = 30.0
 _STEP = 4096  # chains copied between two pauses: 0.2 ms
 CHAIN = np.dtype(
     [
@@ -24,8 +25,8 @@ _KEPT: tuple[str, ...] = CHAIN.names or ()
 
 
 class ChainTable:
-    """`tail`: the deepest row of the chain that is in the tier and may perhaps leave, or -1. `blocked`: it may not.
-    `live`: a return is awaited; once continued by another chain, it is not.
+    """`tail`: the deepest row of the chain that is in the tier and may perhaps be evicted, or -1. `blocked`: it may
+    not. `live`: a return is awaited; once continued by another chain, it is not.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class ChainTable:
         self.base = array("d")  # its rank when it was last looked at
         self.blocked = bytearray()
         self.live = bytearray()
-        self.marks = bytearray()  # the collector's: somebody names it
+        self.marks = bytearray()  # the collector's: it is named
         self._is_free = bytearray()
         self.slots = 0  # ever used: the others are free or beyond
         self._free: list[int] = []
@@ -96,7 +97,7 @@ class ChainTable:
         return self.slots - len(self._free)
 
     def free_unmarked(self, first: int, last: int) -> None:
-        """Free the slots from `first` up to `last` that nobody has marked."""
+        """Free the slots from `first` up to `last` that are not marked."""
         last = min(last, self.slots)
         marks, is_free = (np.frombuffer(flags, np.uint8) for flags in (self.marks, self._is_free))
         free = first + np.flatnonzero((marks[first:last] | is_free[first:last]) == 0)
@@ -104,6 +105,17 @@ class ChainTable:
         np.frombuffer(self.live, np.uint8)[free] = 0
         np.frombuffer(self.tail, np.int32)[free] = -1
         self._free += free[::-1].tolist()
+
+    def due_rank(self, chain: int, depth: int, now_s: float) -> float:
+        """One use, when the queued request is due, of the chain's block in that depth; a last block may be partial. 0:
+        none is queued. A request that does not come when it was due is forgotten.
+        """
+        due_s = self.due_s[chain]
+        if due_s and now_s >= due_s + _LATE_S:
+            due_s = self.due_s[chain] = 0.0
+        if not due_s or depth > self.due_depth[chain] + 1:
+            return 0.0
+        return 1.0 / max(due_s - now_s, 1.0)
 
     def ints(self, column: array[int]) -> npt.NDArray[np.int32]:
         """A view of the slots in use. Let go of it before the next `take`."""

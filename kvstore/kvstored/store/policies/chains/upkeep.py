@@ -1,4 +1,4 @@
-"""When the work is done that nobody waits for: learning and collecting, a bounded step at a time.
+"""When the work is done that no request waits for: learning and collecting, a bounded step at a time.
 
 What a request may take for it grows with its blocks, so that it is little for each of them: long requests bear most of
 it. Where none is long, one request in some dozens bears a step. Owns no data but when the last step was.
@@ -7,7 +7,7 @@ it. Where none is long, one request in some dozens bears a step. Owns no data bu
 from __future__ import annotations
 
 from kvstored.store.policies.chains.collector import Collector
-from kvstored.store.policies.chains.learning import Learning
+from kvstored.store.policies.chains.learner import Learner
 
 US_A_BLOCK = 2.0  # what a request may take for it, about
 _US_MAX = 500.0
@@ -16,9 +16,9 @@ _COLLECTING_US = 100.0
 
 
 class Upkeep:
-    """Tell it of every request."""
+    """Call `requested` for every request."""
 
-    def __init__(self, learning: Learning, collector: Collector) -> None:
+    def __init__(self, learning: Learner, collector: Collector) -> None:
         self._learning = learning
         self._collector = collector
         self._waited = 0  # requests since the last step

@@ -1,14 +1,13 @@
-"""The keys of blocks that were taken over in bulk and that nothing has changed since: cold rows.
+"""The keys of blocks that were taken over in bulk and have not changed since: bulk rows.
 
-A dictionary entry with its key and its number takes some 150 bytes. A cold row's key lies in one byte string beside all
-others, and is found by open addressing over row numbers: 24 bytes a block, three times the time of a dictionary. What
-changes a cold row wakes it first: its key moves to the tenant's dictionary, and all else is as if it had always been
-there.
+A dictionary entry with its key and its number takes some 150 bytes. A bulk row's key is in one byte string beside all
+others, and is found by open addressing over row numbers: 24 bytes a block, three times the time of a dictionary. Before
+a bulk row changes, its key moves to the tenant's dictionary, and all else is as if it had always been there.
 
 Owns the table of one tenant (`KeyTable` is the bare one, of positions in a column of keys). Entries are never taken
-out: a row that is awake, or gone, or another block's is no longer
-cold, and the table looks at that. The hash is multiply-shift under a random odd multiplier, over key bytes that are
-themselves a digest; a tenant who forges keys makes its own lookups slower, nobody else's.
+out: a row whose key has moved, or that is free or another block's, is no longer a bulk row, and the table looks at
+that. The hash is multiply-shift under a random odd multiplier, over key bytes that are
+themselves a digest; a tenant who forges keys makes only its own lookups slower.
 """
 
 from __future__ import annotations
@@ -104,8 +103,8 @@ class KeyTable:
         return table
 
 
-class ColdKeys:
-    """The cold rows of one tenant, to be found by key: those in `table`, whose positions are rows."""
+class BulkKeys:
+    """The bulk rows of one tenant, to be found by key: those in `table`, whose positions are rows."""
 
     __slots__ = ("_all", "_multiplier", "_rows", "_shift", "_table")
 
@@ -120,19 +119,19 @@ class ColdKeys:
         return found
 
     def get(self, key: bytes) -> int:
-        """The cold row of `key`, or -1."""
+        """The bulk row of `key`, or -1."""
         rows, table = self._rows, self._table
-        keys, mask, awake = rows.cold_keys, rows.mask, rows.keys
+        keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) >> self._shift
         while (row := table[place]) >= 0:
-            if keys[row << 4 : (row << 4) + KEY_BYTES] == key and mask[row] and awake[row] is None:
+            if keys[row << 4 : (row << 4) + KEY_BYTES] == key and mask[row] and moved[row] is None:
                 return row
             place += 1
         return -1
 
     def has_place(self, key: bytes, row: int) -> bool:
-        """Whether `row` would be found under `key` if it were cold."""
-        keys, table = self._rows.cold_keys, self._table
+        """Whether `row` would be found under `key` if it were a bulk row."""
+        keys, table = self._rows.bulk_keys, self._table
         if keys[row << 4 : (row << 4) + KEY_BYTES] != key:
             return False
         place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) >> self._shift
@@ -143,9 +142,9 @@ class ColdKeys:
         return False
 
     def find_run(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
-        """Rows of the leading run of `keys` that are `hot` or cold: `get`, without a call for each."""
+        """Rows of the leading run of `keys` that are `hot` or bulk rows: `get`, without a call for each."""
         rows, table = self._rows, self._table
-        cold_keys, mask, awake = rows.cold_keys, rows.mask, rows.keys
+        bulk_keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         heads = np.frombuffer(b"".join(keys), "<u4")[::_HEADS_A_KEY] * np.uint32(self._multiplier)
         found: list[int] = []
         for key, home in zip(keys, (heads >> np.uint32(self._shift)).tolist(), strict=True):
@@ -154,7 +153,7 @@ class ColdKeys:
             if at is None:
                 place = home
                 while (row := table[place]) >= 0:
-                    if cold_keys[row << 4 : (row << 4) + KEY_BYTES] == key and mask[row] and awake[row] is None:
+                    if bulk_keys[row << 4 : (row << 4) + KEY_BYTES] == key and mask[row] and moved[row] is None:
                         break
                     place += 1
                 if row < 0:
@@ -163,10 +162,10 @@ class ColdKeys:
         return found
 
     def find_each(self, keys: Column) -> Column:
-        """The cold row, or -1, of each of `keys` (shape (n, 2), little-endian words)."""
-        mask, awake = self._rows.mask, self._rows.keys
+        """The bulk row, or -1, of each of `keys` (shape (n, 2), little-endian words)."""
+        mask, moved = self._rows.mask, self._rows.keys
 
-        def is_cold(rows: Column) -> list[bool]:
-            return [bool(mask[row]) and awake[row] is None for row in rows.tolist()]
+        def is_bulk(rows: Column) -> list[bool]:
+            return [bool(mask[row]) and moved[row] is None for row in rows.tolist()]
 
-        return self._all.find_each(np.frombuffer(self._rows.cold_keys, "<u8").reshape(-1, 2), keys, is_cold)
+        return self._all.find_each(np.frombuffer(self._rows.bulk_keys, "<u8").reshape(-1, 2), keys, is_bulk)

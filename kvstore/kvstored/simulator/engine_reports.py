@@ -1,5 +1,5 @@
-"""What an engine could tell the policy while a trace is replayed: of each request its prompt, when it ends its answer,
-and hints that are made up. What engines did tell a daemon is `retelling`'s.
+"""What an engine could report to the policy while a trace is replayed: of each request its prompt, when it ends its
+answer, and hints that are made up. Hints that a daemon recorded are in `recorded_hints`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from heapq import heappop, heappush
 from kvstored.simulator.hints import Hints, made_up
 from kvstored.simulator.trace import Op, Trace
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies import ChainHint, Policy, RequestContext, tell
+from kvstored.store.policies import ChainHint, Policy, RequestContext, deliver_hint
 
 FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
 ANSWER_TOKEN_NS = 20_000_000
 
 
-class Telling:
+class EngineReports:
     """`tenants`: the residency's number of each of the trace's."""
 
     def __init__(
@@ -32,22 +32,22 @@ class Telling:
         self._queued = 0  # requests up to here have been seen in the queue
 
     def ended(self, now_ns: int) -> None:
-        """What an engine could tell of requests that have ended."""
+        """Report the requests that have ended."""
         running = self._running
         while running and running[0][0] <= now_ns:
             end_ns, number, tokens = heappop(running)
             self._policy.answered(number, tokens, end_ns, self._hints[number])
 
     def begins(self, at: int, now_ns: int) -> None:
-        """What an engine could tell: of request `at` its prompt, of earlier ones that have ended their answers."""
+        """Report the prompt of request `at`, and the answers of earlier ones that have ended."""
         trace, running, policy = self._trace, self._running, self._policy
         self.ended(now_ns)
         if self._queue_s:
-            self._tell_queue(at, now_ns)
+            self._report_queue(at, now_ns)
         if trace.ops[at] != Op.REQUEST:
             return
         asked, tokens = int(trace.input_tokens[at]), int(trace.output_tokens[at])
-        if not tokens:  # a recording, say: its hints tell of answers
+        if not tokens:  # a recording, say: its hints have the answers
             if asked:
                 policy.expect(RequestContext(at, asked))
             return
@@ -55,7 +55,7 @@ class Telling:
         policy.expect(RequestContext(at, asked, kind, is_answered_later=True))
         heappush(running, (now_ns + FIRST_TOKEN_NS + tokens * ANSWER_TOKEN_NS, at, tokens))
 
-    def _tell_queue(self, at: int, now_ns: int) -> None:
+    def _report_queue(self, at: int, now_ns: int) -> None:
         """Of requests that will be looked up soon, where their chains are here."""
         trace = self._trace
         due_ns = now_ns + round(self._queue_s * 1e9)
@@ -70,4 +70,4 @@ class Telling:
             tenant, keys = self._tenants[int(trace.tenants[later])], [trace.key(block) for block in blocks]
             rows = self._residency.find_keys(tenant, keys)
             if rows:
-                tell((self._policy,), self._residency, tenant, keys[-1], rows, ChainHint(due_ns=its_ns), now_ns)
+                deliver_hint((self._policy,), self._residency, tenant, keys[-1], rows, ChainHint(due_ns=its_ns), now_ns)

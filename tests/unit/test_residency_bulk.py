@@ -1,4 +1,4 @@
-"""The table of cold keys finds what is in it and nothing else, however alike keys are, and whoever owns them."""
+"""The table of bulk keys finds what is in it and nothing else, however alike keys are, and whoever owns them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.recovered import as_columns, as_words
 from kvstored.store.blocks import Kind, Residency, adopt, check
-from kvstored.store.blocks.cold import KeyTable
+from kvstored.store.blocks.bulk_keys import KeyTable
 
 NVME = 1
 ALIKE = st.builds(  # few first words, fewer low halves of them

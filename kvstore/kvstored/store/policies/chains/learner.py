@@ -1,8 +1,8 @@
-"""What the chains' uses teach, and when it comes to count: a bounded step at a time.
+"""What is learned from the uses of chains, and when it begins to count: a bounded step at a time.
 
 Chains age all the time, and what each has got through without a return is counted now and then. Once so many requests
 more have been seen, a renewal begins: all chains' ages are counted, what was seen is folded into the counts, the ranks
-are made anew. Each of these goes slice by slice, so that nobody waits for a whole one.
+are made anew. Each of these goes slice by slice, so that no request waits for a whole one.
 
 Owns the tables and the chances by distance from the end. Never knows rows.
 """
@@ -28,7 +28,7 @@ _FEWEST = 4  # cells
 _IDLE, _AGEING, _FOLDING, _MAKING = range(4)
 
 
-class Learning:
+class Learner:
     """`step` it while `is_due`."""
 
     def __init__(self, chains: ChainTable, ladders: Sequence[Ladder], *, forgets: bool) -> None:
@@ -44,7 +44,7 @@ class Learning:
         self.renewed, self._renew_at = 0, _RENEW_MIN  # at which request
 
     def numbers(self) -> list[float]:
-        """What is known beside the tables. A renewal under way begins anew in who goes on from it."""
+        """What is known beside the tables. A renewal under way begins anew in the policy that continues from it."""
         renew_at = self._renew_at if self._phase == _IDLE else self.requests
         ends = [value for counts in self._end_counts for value in counts]
         return [self.requests, self.returns, self.renewed, renew_at, *ends]

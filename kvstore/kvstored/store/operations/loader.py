@@ -16,7 +16,7 @@ from kvstored.store.blocks import Residency
 from kvstored.store.operations.discovery import Discovery
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.dram_check import DramCheck
-from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.promote import Promoter
 
 

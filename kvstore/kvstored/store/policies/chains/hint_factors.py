@@ -1,9 +1,9 @@
-"""What an engine's word is worth: how many times as often chains that it was said of return as was foretold without it.
+"""What an engine's hint is worth: how many times as often its chains return as was predicted without it.
 
-One table for each thing that can be said. It begins with what the words mean, as far as that is known, and learns from
-what comes; multiplying keeps what is known of the chain itself, which tables by word would have to learn again.
+One table for each kind of hint. It begins with what the values mean, as far as that is known, and learns from
+what follows; multiplying keeps what is known of the chain itself, which tables by value would have to learn again.
 
-Owns what was seen by word and age bin. Never knows chains.
+Owns what was seen by value and age bin. Never knows chains.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ CHANCE_MEANS = tuple(min(float(np.exp(_STEP * (step - (CHANCES - 1) / 2))), _MOS
 NEXT_STEP_MEANS = (1.0,) * (NEXT_STEPS - 1)
 
 
-class Word:
-    """Values are 0 (not told) and up; `means` are the factors of 1 and up before anything was seen."""
+class HintFactors:
+    """Values are 0 (not said) and up; `means` are the factors of 1 and up before anything was seen."""
 
     def __init__(self, means: Sequence[float]) -> None:
         self._means: Floats = np.array([1.0, *means])
-        self._foretold, self._seen = np.zeros((2, len(self._means), BINS))
+        self._predicted, self._seen = np.zeros((2, len(self._means), BINS))
         self._factors: Floats | None = None
 
-    def happened(self, values: Ints, bins: Ints, foretold: Floats, returns: Floats) -> None:
-        """Of chains of which `values` were said, so many returns in `bins`, and as many as were foretold without it."""
-        np.add.at(self._foretold, (values, bins), foretold)
+    def happened(self, values: Ints, bins: Ints, predicted: Floats, returns: Floats) -> None:
+        """Of chains with hints `values`, so many returns in `bins`, and as many as were predicted without them."""
+        np.add.at(self._predicted, (values, bins), predicted)
         np.add.at(self._seen, (values, bins), returns)
         self._factors = None
 
     def numbers(self) -> Floats:
-        """What was foretold and what was seen, by value and age bin."""
-        return np.stack([self._foretold, self._seen])
+        """What was predicted and what was seen, by value and age bin."""
+        return np.stack([self._predicted, self._seen])
 
     def restore(self, numbers: Floats) -> None:
         """Go on from what `numbers` gave. Raises ValueError for another number of values or bins."""
         if numbers.shape != (2, *self._seen.shape):
-            raise ValueError(f"words of another kind: {numbers.shape}")
-        self._foretold, self._seen = numbers
+            raise ValueError(f"hints of another kind: {numbers.shape}")
+        self._predicted, self._seen = numbers
         self._factors = None
 
     def decay(self, factor: float) -> None:
-        self._foretold *= factor
+        self._predicted *= factor
         self._seen *= factor
         self._factors = None
 
     def factors(self) -> Floats:
         """By value and age bin."""
         if self._factors is None:
-            seen, foretold = self._seen.sum(axis=1), self._foretold.sum(axis=1)
-            whole = (_WEIGHT * self._means + seen) / (_WEIGHT + foretold)
-            self._factors = (_BIN_WEIGHT * whole[:, None] + self._seen) / (_BIN_WEIGHT + self._foretold)
+            seen, predicted = self._seen.sum(axis=1), self._predicted.sum(axis=1)
+            whole = (_WEIGHT * self._means + seen) / (_WEIGHT + predicted)
+            self._factors = (_BIN_WEIGHT * whole[:, None] + self._seen) / (_BIN_WEIGHT + self._predicted)
             self._factors[0] = 1.0
         return self._factors

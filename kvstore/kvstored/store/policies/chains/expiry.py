@@ -1,10 +1,11 @@
-"""Time to live by worth: which chains bring less than their place costs, whether or not somebody needs the place.
+"""Time to live by worth: which chains bring less than their place costs, whether or not the place is needed.
 
 A chain's worth is its rank (uses to be had for each second it is held, the best over all horizons), or what a queued
 request makes of it, and what others' touches bring to a shared block. A look at all chains now and then lists those
 that have fallen below; what has been used, shared or hinted at since is judged again before it is named.
 
-Owns the list. Never changes residency. A chain is named by its tail: when that has gone, the block above is its tail.
+Owns the list. Never changes residency. A chain is named by its tail: when that was removed, the block above is its
+tail.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Poor(NamedTuple):
     rank: float
 
 
-class Keeping:
+class WorthExpiry:
     """`least`: what holding a block has to bring, in uses a second."""
 
     def __init__(self, residency: ResidencyView, tier: int, book: ChainBook, least: float) -> None:
@@ -42,12 +43,12 @@ class Keeping:
         self._book = book
         self._least = least
         self._poor: list[_Poor] = []  # the least worth last
-        self._held: dict[int, _Poor] = {}  # by chain: poor, but its tail may not leave
+        self._held: dict[int, _Poor] = {}  # by chain: poor, but its tail may not be evicted
         self._look_s = _NEVER_S  # when to look at all chains again
         self._is_cut = False  # there were more
 
     def expired(self, now_s: float, limit: int, taken: Container[int] = ()) -> list[int]:
-        """Up to `limit` tails that may leave and are not `taken`, of chains that are worth too little."""
+        """Up to `limit` tails that may be evicted and are not `taken`, of chains that are worth too little."""
         if now_s >= self._look_s:
             self._held.clear()
             self._look(now_s)
@@ -66,7 +67,7 @@ class Keeping:
             if not self._is_poor(poor, now_s):
                 continue
             row = tails[poor.chain]
-            if not self._residency.may_leave(row, self._tier):
+            if not self._residency.is_evictable(row, self._tier):
                 self._held[poor.chain] = poor
                 continue
             still_poor.append(poor)
@@ -76,7 +77,7 @@ class Keeping:
         return found
 
     def released(self, chain: int) -> None:
-        """A block of the chain's may perhaps leave now."""
+        """A block of the chain's may perhaps be evicted now."""
         if self._held and (poor := self._held.pop(chain, None)) is not None:
             self._poor.append(poor)
 
@@ -85,9 +86,9 @@ class Keeping:
         row = chains.tail[chain]
         if row < 0 or chains.order[chain] != poor.order:
             return False
-        if chains.due_s[chain] or chains.cell[chain] != poor.cell:  # a hint has come
+        if chains.due_s[chain] or chains.cell[chain] != poor.cell:  # there was a hint
             return worth_of(self._book, chain, row, now_s) < self._least
-        return not self._book.shared[row] or poor.rank + self._book.shared_rate(row, now_s) < self._least
+        return not self._book.shared[row] or poor.rank + self._book.touches.rate(row, now_s) < self._least
 
     def _look(self, now_s: float) -> None:
         book, chains = self._book, self._book.chains
@@ -121,5 +122,5 @@ def worth_of(book: ChainBook, chain: int, row: int, now_s: float) -> float:
     if chains.live[chain]:
         worth = float(book.ranks(np.array([chain]), now_s)[0])
     if chains.due_s[chain]:
-        worth = max(worth, book.due_rank(chain, book.residency.rows.depth[row], now_s))
-    return worth + book.shared_rate(row, now_s) if book.shared[row] else worth
+        worth = max(worth, book.chains.due_rank(chain, book.residency.rows.depth[row], now_s))
+    return worth + book.touches.rate(row, now_s) if book.shared[row] else worth

@@ -19,7 +19,7 @@ from kvstored.config import Config
 from kvstored.config.tiers import TierSection
 from kvstored.simulator.machine import MediumSpec
 from kvstored.simulator.media import Medium, SimulatedLane
-from kvstored.simulator.retelling import retell, told_before
+from kvstored.simulator.recorded_hints import hints_before, replay_hint
 from kvstored.simulator.simulated_client import client_of, offer_of
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.trace import Op, Trace
@@ -72,9 +72,11 @@ class _RecordedStore:
         clients = {number: client_of(self._store.residency, number) for number in set(trace.tenants.tolist())}
         hits = []
         for at in range(trace.requests):
-            for told in told_before(trace, at):
-                now_ns = clock.set_ns(max(clock.monotonic_ns(), start_ns + told.time_ns))
-                retell(told, trace, clients[told.tenant].tenant_id, self._store.residency, self._store.policies, now_ns)
+            for hint in hints_before(trace, at):
+                now_ns = clock.set_ns(max(clock.monotonic_ns(), start_ns + hint.time_ns))
+                replay_hint(
+                    hint, trace, clients[hint.tenant].tenant_id, self._store.residency, self._store.policies, now_ns
+                )
             clock.set_ns(max(clock.monotonic_ns(), start_ns + int(trace.times_ns[at])))
             keys = [trace.key(block) for block in trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist()]
             client = clients[int(trace.tenants[at])]

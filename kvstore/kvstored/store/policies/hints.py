@@ -1,4 +1,4 @@
-"""How policies hear of an engine's hint: in one way, from a daemon's clients and from a recording."""
+"""How an engine's hint reaches the policies: in one way, from a daemon's clients and from a recording."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstored.store.policies.base import ChainHint, Policy
 _NOTHING = ChainHint()
 
 
-def tell(
+def deliver_hint(
     policies: Sequence[Policy],
     residency: ResidencyView,
     tenant: int,
@@ -27,7 +27,7 @@ def tell(
     if of_the_end != _NOTHING:
         row = residency.find(tenant, key)
         for policy in policies:
-            policy.told(tenant, row, key, of_the_end, now_ns)
+            policy.on_hint(tenant, row, key, of_the_end, now_ns)
     if hint.due_ns is not None and rows:
         for policy in policies:
-            policy.told(tenant, rows[-1], residency.key(rows[-1]), ChainHint(due_ns=hint.due_ns), now_ns)
+            policy.on_hint(tenant, rows[-1], residency.key(rows[-1]), ChainHint(due_ns=hint.due_ns), now_ns)

@@ -1,9 +1,10 @@
-"""Which blocks leave a tier before the policy is asked: orphans, which nobody can reach as things are.
+"""Which blocks are evicted from a tier before the policy is asked: orphans, which no client can reach as things are.
 
 Owns the lists as they were last found (residency/orphans.py), the deepest first, so that a chain is never left with a
 hole. They may be as long as the index, so they stay arrays: a number is made of an entry when it is looked at.
-Precedence is that of a policy: a lease, a child that stays and a tenant's minimum keep an orphan where it is. An orphan
-that became reachable since is one no more; until the next finding it may still be named, which costs a cached block.
+Precedence is that of a policy: a lease, a child that is kept and a tenant's minimum keep an orphan where it is. An
+orphan that became reachable since is one no more; until the next finding it may still be named, which costs a cached
+block.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from kvstored.store.blocks import Residency
 from kvstored.store.blocks.orphans import Tokens
 from kvstored.store.policies import Policy
 
-MAX_LOOKS = 64  # at entries that may not leave, for one question
+MAX_LOOKS = 64  # at entries that may not be evicted, for one question
 
 
 class _Round:
-    """One tier's list, gone through again and again. What has left is dropped on the way: entries that stay are moved
-    up to `kept`."""
+    """One tier's list, gone through again and again. Entries that are gone are dropped on the way, the others
+    are moved up to `kept`."""
 
     __slots__ = ("_at", "_kept", "_tokens")
 
@@ -47,7 +48,7 @@ class _Round:
         self._at += 1
 
 
-class CutOff:
+class OrphanQueue:
     """One for all tiers. Blocks are kept as tokens: a row number may be used again."""
 
     def __init__(self, residency: Residency) -> None:
@@ -59,13 +60,13 @@ class CutOff:
         self._rounds = [_Round(tokens) for tokens in by_tier]
 
     def next(self, policy: Policy, exclude: Container[int], tenant: int | None) -> int:
-        """An orphan whose copy may leave the policy's tier now, or -1. With `tenant`, one of its own."""
+        """An orphan whose copy may be evicted from the policy's tier now, or -1. With `tenant`, one of its own."""
         residency, orphans = self._residency, self._rounds[policy.tier]
         for _ in range(min(len(orphans), MAX_LOOKS)):
             row = residency.current(orphans.look())
             if row < 0 or not residency.has(row, policy.tier):
                 orphans.drop()
-            elif row in exclude or not residency.may_leave(row, policy.tier) or not self._fits(policy, row, tenant):
+            elif row in exclude or not residency.is_evictable(row, policy.tier) or not self._fits(policy, row, tenant):
                 orphans.keep()
             else:
                 return row

@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, PolicySettings, RequestContext
-from kvstored.store.policies.chains.book import NOBODY, NS, UNKNOWN, ChainBook
+from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
 from kvstored.store.policies.chains.candidates import Candidates
+from kvstored.store.policies.chains.expiry import WorthExpiry
 from kvstored.store.policies.chains.guard import LruGuard
 from kvstored.store.policies.chains.hazards import Ladder
-from kvstored.store.policies.chains.keeping import Keeping
 from kvstored.store.policies.chains.prior import shipped
 from kvstored.store.policies.chains.upkeep import US_A_BLOCK
 from kvstored.store.policies.lru import Lru
@@ -29,17 +29,17 @@ _BY_SHAPE = ("kind", "new_blocks", "length", "turn", "answer")
 _BY_TEXT = ("kind", "text", "length", "answer")
 _BY_PACE = ("kind", "pace", "gap", "new_blocks", "answer")
 _BY_GAP = ("kind", "gap", "pace", "text", "answer")
-COLD_ORDERS: tuple[tuple[str, ...], ...] = (_BY_SHAPE,)
+UNTRAINED_ORDERS: tuple[tuple[str, ...], ...] = (_BY_SHAPE,)
 PRIOR_ORDERS = {"chat": (_BY_SHAPE, _BY_TEXT), "agent": (_BY_PACE, _BY_GAP)}
 HOUR_S = 3600.0
-APART = 1  # so many blocks at the end of a chain leave each for itself: less is known of their return
+APART = 1  # so many blocks at the end of a chain are evicted one by one: less is known of their return
 _FRESH_MAX, _FRESH_SETTLED = 512, 64  # blocks that wait for their first use, as promoted ones may for long
 
 
 def starting_tables() -> list[Ladder]:
-    """Those that ship, by workload, and empty ones; what comes decides which are believed."""
+    """Those that ship, by workload, and empty ones; what follows decides which are believed."""
     known = [Ladder(prior.order, prior.counts) for prior in shipped()]
-    return known + [Ladder(order) for order in COLD_ORDERS]
+    return known + [Ladder(order) for order in UNTRAINED_ORDERS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,11 @@ class ChainFollower:
         self.is_plain = False
         self.named_worth = -1.0  # once it has been asked for
         self.named = self.next = -1
-        self.keeping: Keeping | None = None
+        self.expiry: WorthExpiry | None = None
         self._context: RequestContext | None = None
         self._kids = residency.copies[tier].kids
         if settings.keep_worth:
-            self.keeping = Keeping(residency, tier, self.book, settings.keep_worth / HOUR_S)
+            self.expiry = WorthExpiry(residency, tier, self.book, settings.keep_worth / HOUR_S)
             self.was_full = True  # the guard compares with an LRU of as many blocks as are held
 
     @property
@@ -157,12 +157,12 @@ class ChainFollower:
             owner = book.owner
             for row in rows:
                 if owner[row] == UNKNOWN:
-                    owner[row] = NOBODY
+                    owner[row] = UNOWNED
                     self.unknown -= 1
         if self.learning.is_guarded:
             if self.lru.rows - missed > self.guard.capacity:
                 self.guard.resize(self.lru.rows - missed, is_full=self.was_full)
-            if self.keeping is not None:
+            if self.expiry is not None:
                 self.guard.held_by_choice = self.lru.rows - missed
             self.guard.used(tenant, self.residency.rows.keys, rows, missed, missing)
         context, self._context = self._context, None
@@ -198,7 +198,7 @@ class ChainFollower:
         if hint is not None and chain >= 0 and self.book.chains.tail[chain] >= 0:
             self._look_at(chain)
 
-    def told(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
+    def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
         self.know_tenant(tenant)
         book = self.book
         chain = book.owner[row] if 0 <= row < len(book.owner) else -1
@@ -253,7 +253,7 @@ class ChainFollower:
             self._left((row,), chain)
         elif chain == UNKNOWN:
             self.unknown -= 1
-            self.book.owner[row] = NOBODY
+            self.book.owner[row] = UNOWNED
 
     def removed_run(self, rows: Sequence[int]) -> None:
         owner = self.book.owner
@@ -307,22 +307,22 @@ class ChainFollower:
             return  # what holds it will say so in its turn
         chains, chain, is_parked = self.book.chains, self.book.owner[row], self.lru.where[row] == PARKED
         is_known = chain < 0 or (chains.tail[chain] == row and not chains.blocked[chain])
-        if is_known and not is_parked and self.keeping is None:
-            return  # whether it may leave or not: as a rule its child has just left, and it is the tail already
-        if not self.residency.may_leave(row, self.tier):
+        if is_known and not is_parked and self.expiry is None:
+            return  # whether it may be evicted or not: as a rule its child was just evicted, and it is the tail already
+        if not self.residency.is_evictable(row, self.tier):
             return
         if is_parked:
             self.lru.released(row)
         if chain < 0:
             return
-        if self.keeping is not None:
-            self.keeping.released(chain)
+        if self.expiry is not None:
+            self.expiry.released(chain)
         if is_known:
             return
         tail = chains.tail[chain]
         if 0 <= tail != row:
             depth = self.residency.rows.depth
-            if depth[row] < depth[tail] and self.residency.may_leave(tail, self.tier):
+            if depth[row] < depth[tail] and self.residency.is_evictable(tail, self.tier):
                 return
         chains.tail[chain] = row
         chains.blocked[chain] = 0
