@@ -194,13 +194,13 @@ def test_a_swapped_sequences_state_comes_back_bit_by_bit(loaded: Loaded) -> None
     outcome = Outcome()
     while len(outcome.tokens["one", 0]) < 20:
         outcome.take(engine.step())
-    (sequence,) = engine.parts.roster.running
+    (sequence,) = engine.parts.run_queue.running
     saved = [np.copy(pool.planes[:, block]) for block in sequence.held.blocks]
     swapped = swap_out(space, host, [(sequence.held, sequence.computed)])
     other = loaded.prompt(8, 64 * 16)
     space.release(space.claim("", np.array(other, np.int32)))  # every cached block is given up
     pool.planes[:, pool.free_flags] = 0xFF
-    ((sequence.holding, copied),) = swap_in(space, host, swapped, [sequence.tokens[: sequence.length]])
+    ((sequence.block_table, copied),) = swap_in(space, host, swapped, [sequence.tokens[: sequence.length]])
     assert copied == len(saved)
     for block, bits in zip(sequence.held.blocks, saved, strict=True):
         rows = slice(None)

@@ -95,7 +95,7 @@ def run(
 
 def check(engine: BatchEngine) -> None:
     """Every block is accounted for, unless puts hold some."""
-    roster = engine.parts.roster
-    assert all(sequence.holding is None for sequence in roster.waiting)
+    run_queue = engine.parts.run_queue
+    assert all(sequence.block_table is None for sequence in run_queue.waiting)
     if not engine.parts.storer.outstanding:
-        engine.parts.space.check([sequence.held for sequence in roster.running])
+        engine.parts.space.check([sequence.held for sequence in run_queue.running])

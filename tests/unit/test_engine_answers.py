@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvstore_engine.batching import Finished, Observer, RequestSettings, Token
 from kvstore_engine.batching.answer import Answer
-from kvstore_engine.batching.choosing import log_probabilities
 from kvstore_engine.batching.stops import StopStrings
+from kvstore_engine.batching.token_choice import log_probabilities
 from kvstore_engine.errors import UsageError
 from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 from tests.reference.batch_runs import Outcome, check, request, run, twin_engine
@@ -310,7 +310,7 @@ def test_a_swapped_request_may_be_cancelled() -> None:
     outcome = Outcome()
     while not engine.parts.host.used_blocks:
         outcome.take(engine.step())
-    (swapped,) = [sequence for sequence in engine.parts.roster.waiting if sequence.swapped is not None]
+    (swapped,) = [sequence for sequence in engine.parts.run_queue.waiting if sequence.swapped is not None]
     engine.cancel(swapped.request.id)
     assert engine.parts.host.used_blocks == 0
     run(engine, outcome)

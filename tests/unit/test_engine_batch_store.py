@@ -136,7 +136,7 @@ def test_of_what_is_told_there_is_one_for_a_prompt_and_none_for_what_is_not_stor
 
 
 def test_who_has_to_wait_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore_engine.batching.engine._WORTH_TELLING_S", 1e-9)  # the twin answers quickly
+    monkeypatch.setattr("kvstore_engine.batching.engine._LEAST_HINT_S", 1e-9)  # the twin answers quickly
     session = _session()
     engine = _engine(session, max_running=1, max_queue_s=1e9)
     engine.add(request("alone", _prompt(0, 100), 20))
@@ -155,14 +155,14 @@ def test_who_has_to_wait_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_waits_for_blocks_is_told_of_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore_engine.batching.engine._WORTH_TELLING_S", 1e-9)
+    monkeypatch.setattr("kvstore_engine.batching.engine._LEAST_HINT_S", 1e-9)
     session = _session()
     engine = _engine(session, blocks=30, max_queue_s=1e9)
     engine.add(request("first", _prompt(0, 100), 20))
     run(engine)
     for n in range(1, 4):
         engine.add(request(str(n), _prompt(n, 320), 60))
-    assert engine.parts.roster.free_places > 3
+    assert engine.parts.run_queue.free_places > 3
     run(engine)
     _stored(engine)
     assert session.due and {blocks for blocks, _ in session.due} == {5}

@@ -82,7 +82,7 @@ def test_beams_share_what_they_have_in_common() -> None:
     while engine.has_work:
         outcome.take(engine.step())
         check(engine)
-        running = engine.parts.roster.running
+        running = engine.parts.run_queue.running
         if len(running) < width:
             continue
         texts = [sequence.tokens[: sequence.computed].tolist() for sequence in running]
@@ -109,8 +109,8 @@ def test_a_preempted_group_comes_back_as_it_was(swap_blocks: int) -> None:
         outcome.take(engine.step())
         check(engine)
         steps += 1
-        running = {id(sequence) for sequence in engine.parts.roster.running}
-        for sequence in engine.parts.roster.running:
+        running = {id(sequence) for sequence in engine.parts.run_queue.running}
+        for sequence in engine.parts.run_queue.running:
             assert all(id(beam) in running for beam in sequence.unit), "a group is torn apart"
         assert steps < 3000
     for each in searches:
@@ -134,18 +134,18 @@ def test_a_swapped_group_is_copied_once_and_shares_its_blocks_again() -> None:
     engine = _swapping(64)
     wanted = beams("b", prompt_of(1, 100), 40, 5, ignore_end=True)
     engine.add(wanted)
-    outcome, roster, space = Outcome(), engine.parts.roster, engine.parts.space
-    while len(roster.running) < 5 or roster.running[0].generated < 20:
+    outcome, run_queue, space = Outcome(), engine.parts.run_queue, engine.parts.space
+    while len(run_queue.running) < 5 or run_queue.running[0].generated < 20:
         outcome.take(engine.step())
-    held = [sequence.held.blocks[: -(-sequence.computed // 16)] for sequence in roster.running]
+    held = [sequence.held.blocks[: -(-sequence.computed // 16)] for sequence in run_queue.running]
     distinct = {block for blocks in held for block in blocks}
-    roster._preempt(roster.running[0])
-    assert not roster.running
+    run_queue._preempt(run_queue.running[0])
+    assert not run_queue.running
     assert engine.parts.host.used_blocks == len(distinct) < sum(map(len, held))
     space.release(space.claim("", np.zeros(64 * 16, np.int32)))  # all that the trie had kept is given up
     engine.pool.planes[:, engine.pool.free_flags] = 0xFF
     outcome.take(engine.step())
-    assert len({block for sequence in roster.running for block in sequence.held.blocks}) <= len(distinct) + 5
+    assert len({block for sequence in run_queue.running for block in sequence.held.blocks}) <= len(distinct) + 5
     run(engine, outcome, each_step=check)
     assert_plain(outcome, wanted)
     assert outcome.finished["b", 0].usage.swaps == 1
@@ -157,15 +157,15 @@ def test_beams_of_which_one_finds_no_block_wait_for_it_together() -> None:
     engine = twin_engine(64, end_ids=ENDS)
     wanted = beams("b", prompt_of(1, 100), 30, 5, ignore_end=True)
     engine.add(wanted)
-    outcome, roster, space = Outcome(), engine.parts.roster, engine.parts.space
+    outcome, run_queue, space = Outcome(), engine.parts.run_queue, engine.parts.space
     waits = 0
     while engine.has_work:
-        if len(roster.running) == 5:
-            lengths = {sequence.length for sequence in roster.running}
+        if len(run_queue.running) == 5:
+            lengths = {sequence.length for sequence in run_queue.running}
             assert len(lengths) == 1
             taken = space.allocate(space.available_blocks - 1)
             outcome.take(engine.step())
-            waits += {sequence.length for sequence in roster.running} == lengths
+            waits += {sequence.length for sequence in run_queue.running} == lengths
             space.references.release(taken)
         outcome.take(engine.step())
         check(engine)

@@ -19,7 +19,7 @@ from kvstore_engine.kernels.layout import Product
 from kvstore_engine.kernels.native import NativeKernels
 from kvstore_engine.kernels.reference import quantised_product
 from kvstore_engine.model import Linear
-from kvstore_engine.model.interleaving import (
+from kvstore_engine.model.interleaved_layout import (
     ROWS_TOGETHER,
     interleave_q4_0,
     interleave_q8_0,

@@ -76,10 +76,10 @@ def test_what_others_use_of_a_failed_ones_blocks_stays_theirs() -> None:
     engine = twin_engine()
     space = engine.parts.space
     common, tail = list(range(32)), [7] * 20
-    holding = space.claim("", np.array(common + tail, np.int32))
+    block_table = space.claim("", np.array(common + tail, np.int32))
     other = space.claim("", np.array([*common, 9], np.int32))
-    space.seal(holding, np.array(common + tail, np.int32), 0, 48)
-    space.discard(holding)
+    space.seal(block_table, np.array(common + tail, np.int32), 0, 48)
+    space.discard(block_table)
     space.check([other])
     assert space.trie.nodes == 2 and all(node.is_attached for node in other.nodes)
     below = space.claim("", np.array(common + [8] * 16, np.int32))

@@ -5,21 +5,21 @@ Owns which part gets which other and the sizes that tie them. It never runs anyt
 
 from collections.abc import Callable
 
+from kvstore_engine.batching.batch_planner import BatchPlanner
 from kvstore_engine.batching.observer import Observer
-from kvstore_engine.batching.planning import StepPlanner
 from kvstore_engine.batching.preemption import Preemption
-from kvstore_engine.batching.restoring import Restorer
-from kvstore_engine.batching.roster import Roster
+from kvstore_engine.batching.restorer import Restorer
+from kvstore_engine.batching.run_queue import RunQueue
+from kvstore_engine.batching.scheduling_statistics import SchedulingStatistics
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import EngineSettings
-from kvstore_engine.batching.standings import Standings
-from kvstore_engine.batching.storing import Storer
+from kvstore_engine.batching.storer import Storer
 from kvstore_engine.blocks import BlockSpace, Compactor, HostPool, TransferCosts
 from kvstore_engine.graph.step import StepLimits
+from kvstore_engine.policies import Admission, StepBudget, choose_policy
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore import CostModel
-from kvstore_engine.restore.fetching import Fetcher
-from kvstore_engine.scheduler import Admission, StepBudget, choose_policy
+from kvstore_engine.restore.fetcher import Fetcher
 
 
 class EngineParts:
@@ -46,7 +46,7 @@ class EngineParts:
         self.transfers = TransferCosts()
         self.compactor = Compactor(self.space, self.transfers, clock)
         self.admission = Admission(settings.max_queued, settings.max_queue_s)
-        self.standings = Standings(costs, most_tokens, predicts=settings.policy == "shortest")
+        self.statistics = SchedulingStatistics(costs, most_tokens, predicts=settings.policy == "shortest")
         self.budget = StepBudget(
             costs,
             stretch=settings.step_stretch,
@@ -67,18 +67,18 @@ class EngineParts:
             observer=observer,
             clock=clock,
         )
-        self.roster = Roster(
+        self.run_queue = RunQueue(
             self.space,
             choose_policy(settings.policy, ageing=settings.ageing, level_s=settings.level_s),
-            self.standings,
+            self.statistics,
             self.preemption,
             self.restorer,
             places=min(settings.max_running, limits.max_sequences),
             admitted=admitted,
             clock=clock,
         )
-        self.planner = StepPlanner(
-            self.space, self.budget, most_tokens=limits.max_tokens, make_room=self.roster.make_room, found=found
+        self.planner = BatchPlanner(
+            self.space, self.budget, most_tokens=limits.max_tokens, make_room=self.run_queue.make_room, found=found
         )
 
     def close(self) -> None:

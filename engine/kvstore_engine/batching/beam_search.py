@@ -23,8 +23,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.batching.choosing import UNSOUND, log_of_sum
 from kvstore_engine.batching.request import BeamSettings
+from kvstore_engine.batching.token_choice import UNSOUND, log_of_sum
 
 Floats = npt.NDArray[np.float32]
 
@@ -91,7 +91,7 @@ class BeamSearch:
     def advance(self, rows: Floats) -> list[Branch]:
         """Go on by one token. `rows`: logits float32 [beams, vocabulary], in the order of the last call's branches.
 
-        The beams that go on, the likeliest first; none once the search is done. UnsoundLogits if there is no telling.
+        The beams that go on, the likeliest first; none once the search is done. UnsoundLogits if no beam can go on.
         """
         assert len(rows) == len(self._beams) and not self.is_done
         self._length += 1

@@ -1,6 +1,6 @@
 """The beams of a request: sequences that fork at each step, and the answers that come of them.
 
-Owns what a search's decisions mean for blocks, the roster and the events. What it decides is `beam_search`'s.
+Owns what a search's decisions mean for blocks, the run queue and the events. What it decides is `beam_search`'s.
 
 A beam that goes on in several ways is forked: the children share all of its blocks, by reference, and whoever first
 writes into the last, partly filled one gets a copy of that one. A beam that nothing goes on from gives its blocks back.
@@ -64,7 +64,7 @@ class Beams:
             beam.generated += 1
         accounts = leader.accounts
         accounts.first_s, accounts.last_s = now if accounts.first_s is None else accounts.first_s, now
-        self._parts.standings.tenants.charge(leader.request.tenant, output_tokens=len(unit))
+        self._parts.statistics.tenants.charge(leader.request.tenant, output_tokens=len(unit))
         self._observer.token(leader.request.id, leader.index, now)
         if search.is_done:
             return self._answer(unit, search)
@@ -84,20 +84,20 @@ class Beams:
 
     def _branch(self, unit: list[Sequence], branches: Series[Branch]) -> None:
         """`unit` becomes the beams of `branches`, in that order."""
-        space, running = self._parts.space, self._parts.roster.running
+        space, running = self._parts.space, self._parts.run_queue.running
         heirs: dict[int, int] = {}  # of each parent the first child goes on with its blocks as they are
         for number, branch in enumerate(branches):
             heirs.setdefault(branch.parent, number)
         spare = [beam for parent, beam in enumerate(unit) if parent not in heirs]
         for beam in spare:
             space.release(beam.held)
-            beam.holding = None
+            beam.block_table = None
         beams = []
         for number, branch in enumerate(branches):
             beam = parent = unit[branch.parent]
             if heirs[branch.parent] != number:
                 beam = spare.pop() if spare else self._another(parent)
-                beam.holding = space.fork(parent.held)
+                beam.block_table = space.fork(parent.held)
                 beam.tokens[: parent.length] = parent.tokens[: parent.length]
                 beam.length, beam.computed, beam.furthest = parent.length, parent.computed, parent.furthest
             beams.append(beam)
@@ -111,14 +111,14 @@ class Beams:
 
     def _another(self, parent: Sequence) -> Sequence:
         """One more beam beside `parent`, without blocks, which runs from now on. Beams have one account."""
-        beam = replace(parent, tokens=np.empty_like(parent.tokens), holding=None)
-        self._parts.roster.run(beam)
+        beam = replace(parent, tokens=np.empty_like(parent.tokens), block_table=None)
+        self._parts.run_queue.run(beam)
         return beam
 
     def _answer(self, unit: list[Sequence], search: BeamSearch) -> list[Event]:
         """The search is done: tell what it has found."""
         now, leader = self._clock(), unit[0]
-        self._parts.standings.ended(leader, now)
+        self._parts.statistics.ended(leader, now)
         self._parts.preemption.ended(leader)
         self._leave(unit)
         events: list[Event] = []
@@ -152,10 +152,10 @@ class Beams:
 
     def _leave(self, unit: list[Sequence], *, is_sound: bool = True) -> None:
         leader = unit[0]
-        if leader.holding is not None and is_sound:
+        if leader.block_table is not None and is_sound:
             self._parts.storer.offer(leader)
         for sequence in unit:
-            self._parts.roster.leave(sequence, is_sound=is_sound)
+            self._parts.run_queue.leave(sequence, is_sound=is_sound)
         self._under_way.leave(leader)
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from kvstore_engine.batching.acceptance import check_request
 from kvstore_engine.batching.answer import TextSource
 from kvstore_engine.batching.assembly import EngineParts
+from kvstore_engine.batching.batch_planner import Batch
 from kvstore_engine.batching.compute import Compute
 from kvstore_engine.batching.events import Event
 from kvstore_engine.batching.guarding import guarded
 from kvstore_engine.batching.observer import Observer, StepRecord
-from kvstore_engine.batching.planning import StepPlan
-from kvstore_engine.batching.progress import Progress, SessionOf
+from kvstore_engine.batching.output_processor import OutputProcessor, SessionOf
 from kvstore_engine.batching.request import Request
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import EngineSettings
@@ -30,7 +30,7 @@ _PATIENCE_S = 0.01  # for the daemon, beside running answers
 _QUICK_ANSWER_S = 0.002
 _ALONE_S = 1.0  # copying without a pause, while nobody is waiting for a token
 _TIDY_STEPS = 8
-_WORTH_TELLING_S = 1.0  # of a wait, to the daemon
+_LEAST_HINT_S = 1.0  # of a wait, to the daemon
 _IDLE_WAIT_S = 0.05  # for the daemon, with nothing else to do
 
 
@@ -71,7 +71,7 @@ class BatchEngine:
             found=self._found,
             admitted=self._admitted,
         )
-        self._progress = Progress(
+        self._outputs = OutputProcessor(
             self._work, tokenizer, context=self.context, sessions=sessions, observer=self.observer, clock=clock
         )
         self._steps = 0
@@ -82,18 +82,18 @@ class BatchEngine:
     @property
     def has_work(self) -> bool:
         """`step` has something to do or to tell."""
-        roster = self._work.roster
-        return bool(self._pending or roster.waiting or roster.running)
+        run_queue = self._work.run_queue
+        return bool(self._pending or run_queue.waiting or run_queue.running)
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for a place or for blocks."""
-        return len(self._work.roster.waiting)
+        return len(self._work.run_queue.waiting)
 
     @property
     def running(self) -> int:
         """Sequences that hold blocks."""
-        return len(self._work.roster.running)
+        return len(self._work.run_queue.running)
 
     @property
     def parts(self) -> EngineParts:
@@ -104,28 +104,28 @@ class BatchEngine:
         """Take `request` in. UsageError if it can never be answered, Overloaded if too many wait already."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        roster, standings = self._work.roster, self._work.standings
+        run_queue, statistics = self._work.run_queue, self._work.statistics
         check_request(
             request,
             context=self.context,
             vocabulary=self.compute.limits.vocabulary,
-            places=roster.places,
+            places=run_queue.places,
             space=self._work.space,
         )
-        if request.id in self._progress.under_way or any(event.request_id == request.id for event in self._pending):
+        if request.id in self._outputs.under_way or any(event.request_id == request.id for event in self._pending):
             raise UsageError(f"a request {request.id!r} is under way already")
-        ahead = roster.ahead(request.tenant)
-        self._work.admission.check(ahead, 1, standings.wait_s(ahead, roster.places))
-        sequence = self._progress.new_sequence(request, 0, self._clock())
-        self._progress.under_way.enter(sequence)
-        roster.wait(sequence)
+        ahead = run_queue.ahead(request.tenant)
+        self._work.admission.check(ahead, 1, statistics.wait_s(ahead, run_queue.places))
+        sequence = self._outputs.new_sequence(request, 0, self._clock())
+        self._outputs.under_way.enter(sequence)
+        run_queue.wait(sequence)
         self._new.append(sequence)
         self.observer.queued(request.id, sequence.arrived_s)
 
     def cancel(self, request_id: str) -> None:
         """End all answers of a request, wherever they are; the next `step` tells. Unknown ids are ignored."""
-        for sequence in self._work.roster.of(request_id):
-            self._pending += self._progress.end_request(sequence, "cancelled")
+        for sequence in self._work.run_queue.of(request_id):
+            self._pending += self._outputs.end_request(sequence, "cancelled")
 
     def step(self) -> list[Event]:
         """One step: let in, restore, compute, choose, store. Returns at once but for computing; while nothing can be
@@ -134,10 +134,10 @@ class BatchEngine:
         work = self._work
         begin = self._clock()
         work.storer.settle(0.0)
-        work.roster.admit()
-        self._tell_of_waiting()
+        work.run_queue.admit()
+        self._hint_waiting()
         self._restore()
-        plan = work.planner.plan(work.roster.decoding(), work.roster.prompts())
+        plan = work.planner.plan(work.run_queue.decoding(), work.run_queue.prompts())
         events, self._pending = self._pending, []
         if not plan.parts:
             self._idle(events)
@@ -156,9 +156,9 @@ class BatchEngine:
             work.planner.release_borrowed(plan)
         if failure is not None:
             blamed = dict.fromkeys(plan.parts[index].sequence.unit[0] for index in failure.slices)
-            return events + [end for one in blamed for end in self._progress.end_request(one, "failed", str(failure))]
+            return events + [end for one in blamed for end in self._outputs.end_request(one, "failed", str(failure))]
         self._learn(plan, compute_s)
-        events += self._progress.apply(plan, logits)
+        events += self._outputs.apply(plan, logits)
         self._store(plan)
         self._steps += 1
         if self._steps % _TIDY_STEPS == 0:
@@ -182,8 +182,8 @@ class BatchEngine:
         """Cancel what is under way and stop the threads. Compute object, pool and sessions are their makers'."""
         if not self._is_closed:
             self._is_closed = True
-            for sequence in self._work.roster.leaders():
-                self._progress.end_request(sequence, "cancelled")
+            for sequence in self._work.run_queue.leaders():
+                self._outputs.end_request(sequence, "cancelled")
             self._work.close()
 
     def _admitted(self, sequence: Sequence, now: float) -> None:
@@ -195,15 +195,15 @@ class BatchEngine:
         if tokens:
             self.observer.restored(sequence.request.id, sequence.index, "local", tokens, self._clock())
 
-    def _tell_of_waiting(self) -> None:
+    def _hint_waiting(self) -> None:
         """The daemon might give up the blocks of those that have come and were not let in."""
         new, self._new = self._new, []
-        roster = self._work.roster
-        waiting = [sequence for sequence in new if sequence in roster.waiting] if roster.waiting else []
-        for place, sequence in enumerate(waiting, len(roster.waiting) - len(waiting) + 1):
-            wait_s = self._work.standings.wait_s(place, max(1, len(roster.running)))
-            if wait_s >= _WORTH_TELLING_S:
-                self._work.storer.tell_due(sequence, wait_s)
+        run_queue = self._work.run_queue
+        waiting = [sequence for sequence in new if sequence in run_queue.waiting] if run_queue.waiting else []
+        for place, sequence in enumerate(waiting, len(run_queue.waiting) - len(waiting) + 1):
+            wait_s = self._work.statistics.wait_s(place, max(1, len(run_queue.running)))
+            if wait_s >= _LEAST_HINT_S:
+                self._work.storer.hint_due(sequence, wait_s)
 
     def _restore(self) -> None:
         """Ask the daemon for those that are about to compute a prompt, and go on with those that have asked."""
@@ -212,17 +212,17 @@ class BatchEngine:
         work = self._work
         self._ask()
         if work.restorer.is_busy:
-            is_decoding = any(sequence.is_decoding for sequence in work.roster.running)
+            is_decoding = any(sequence.is_decoding for sequence in work.run_queue.running)
             # A question for what lies in DRAM is answered in less than a millisecond: rather than in the next step.
             work.restorer.wait(_QUICK_ANSWER_S if is_decoding else 0.0, is_quick=True)
-            beside_s = (self.settings.step_stretch - 1) * work.standings.step_s
+            beside_s = (self.settings.step_stretch - 1) * work.statistics.step_s
             for sequence, report in work.restorer.advance(beside_s if is_decoding else _ALONE_S):
                 self._restored(sequence, report)
             self._ask()  # those that waited for blocks that have just come, for what follows them
 
     def _ask(self) -> None:
         work = self._work
-        for sequence in work.roster.running:
+        for sequence in work.run_queue.running:
             if sequence.asked_daemon or sequence.is_decoding:
                 continue
             work.planner.skip_ready(sequence)
@@ -240,7 +240,7 @@ class BatchEngine:
         """Nothing can be computed now: wait for what is under way, unless there is something to tell."""
         work = self._work
         work.storer.settle(0.0, everything=True)
-        if not work.roster.running and not work.roster.waiting:
+        if not work.run_queue.running and not work.run_queue.waiting:
             work.host.trim()
             return
         if events:
@@ -250,18 +250,18 @@ class BatchEngine:
         elif work.storer.outstanding:
             work.storer.wait(_IDLE_WAIT_S)
 
-    def _learn(self, plan: StepPlan, seconds: float) -> None:
+    def _learn(self, plan: Batch, seconds: float) -> None:
         work = self._work
         self.costs.observe_batch([(part.end - part.begin, part.begin) for part in plan.parts], seconds)
         work.budget.observe(plan.decodes, plan.prefill_tokens, seconds)
-        work.standings.stepped(seconds, len(plan.decodes))
+        work.statistics.stepped(seconds, len(plan.decodes))
 
-    def _store(self, plan: StepPlan) -> None:
+    def _store(self, plan: Batch) -> None:
         """Offer new blocks, from the step after their sequence's first token on: storing must not delay that."""
         work = self._work
         for part in plan.parts:
             sequence = part.sequence
-            if sequence.holding is not None and sequence.generated > 1 and sequence.leads:
+            if sequence.block_table is not None and sequence.generated > 1 and sequence.leads:
                 work.storer.offer(sequence)
         if self.has_work:
             work.storer.settle(_PATIENCE_S)
@@ -273,11 +273,11 @@ class BatchEngine:
         being swapped as others were makes that pay.
         """
         self._work.host.look()
-        sequence = self._work.roster.next_to_yield() if self.settings.compaction else None
+        sequence = self._work.run_queue.next_to_yield() if self.settings.compaction else None
         if sequence is not None and not sequence.is_restoring:
             self._work.compactor.compact(sequence.held, self._work.preemption.expected_transfers)
 
-    def _report(self, plan: StepPlan, begin: float, compute_s: float) -> None:
+    def _report(self, plan: Batch, begin: float, compute_s: float) -> None:
         statistics = self._work.space.statistics()
         record = StepRecord(
             number=self._steps,

@@ -16,7 +16,7 @@ def guarded(observer: Observer) -> Observer:
     """Tells `observer` all that it is told, until `observer` raises."""
     guard = Observer()
 
-    def telling(tell: Callable[..., None]) -> Callable[..., None]:
+    def forwarding(tell: Callable[..., None]) -> Callable[..., None]:
         def told(*event: object, **more: object) -> None:
             try:
                 tell(*event, **more)
@@ -27,5 +27,5 @@ def guarded(observer: Observer) -> Observer:
         return told
 
     for name in _TOLD:
-        setattr(guard, name, telling(getattr(observer, name)))
+        setattr(guard, name, forwarding(getattr(observer, name)))
     return guard

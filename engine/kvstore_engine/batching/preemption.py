@@ -75,7 +75,7 @@ class Preemption:
                 self._space.release(sequence.held)
                 sequence.computed = 0
         for sequence in unit:
-            sequence.holding = None
+            sequence.block_table = None
             sequence.asked_daemon = False
         self._observer.preempted(leader.request.id, leader.index, how, self._clock())
         return how
@@ -93,11 +93,11 @@ class Preemption:
                 tokens = sequence.tokens[: sequence.prefill_end]
                 claimed.append(self._space.claim(sequence.request.tenant, tokens))
         except PoolExhausted:
-            for holding in claimed:
-                self._space.release(holding)
+            for block_table in claimed:
+                self._space.release(block_table)
             raise
-        for sequence, holding in zip(unit, claimed, strict=True):
-            sequence.holding = holding
+        for sequence, block_table in zip(unit, claimed, strict=True):
+            sequence.block_table = block_table
 
     def price(self, unit: Series[Sequence]) -> int:
         """By how much `resume` would lower the blocks that are to be had."""
@@ -130,10 +130,10 @@ class Preemption:
         back = swap_in(self._space, self._host, swapped, [sequence.tokens[: sequence.length] for sequence in unit])
         end = self._clock()
         nbytes = runs = 0
-        for sequence, blocks, (holding, copied) in zip(unit, swapped, back, strict=True):
-            sequence.holding, sequence.swapped, sequence.computed = holding, None, blocks.computed
+        for sequence, blocks, (block_table, copied) in zip(unit, swapped, back, strict=True):
+            sequence.block_table, sequence.swapped, sequence.computed = block_table, None, blocks.computed
             filled = blocks.shared + len(blocks.places)
-            runs += count_runs(holding.table[filled - copied : filled])
+            runs += count_runs(block_table.ids[filled - copied : filled])
             nbytes += copied * self._host.block_bytes
         leader.accounts.swaps += 1
         self._transfers.observe(nbytes, runs, end - begin)

@@ -1,9 +1,9 @@
 """One answer under way: its tokens, what of them is computed, which blocks it holds.
 
 Owns the state that the parts of the engine work on, and its accounts. It never acts.
-The beams of one search are a unit: they are let in, preempted and ended together, and step together.
-Invariants: `tokens[:length]` are known, and K/V of [0, computed) are in the blocks of `holding`; computed < length but
-for a moment within a step; a sequence without a holding waits, with what it had in `swapped`, or nothing.
+The beams of one search are a unit: they are admitted, preempted and ended together, and step together.
+Invariants: `tokens[:length]` are known, and K/V of [0, computed) are in the blocks of `block_table`. computed < length,
+except for a moment within a step. A sequence without a block table waits; `swapped` is its K/V on the host, if any.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from kvstore_engine.batching.answer import Answer
 from kvstore_engine.batching.beam_search import BeamSearch
 from kvstore_engine.batching.events import Usage
 from kvstore_engine.batching.request import Request
-from kvstore_engine.blocks import Holding, SwappedBlocks
+from kvstore_engine.blocks import BlockTable, SwappedBlocks
 from kvstore_engine.restore.session import KvSession
 
 
@@ -36,7 +36,7 @@ class Sequence:
     session: KvSession | None = None
     computed: int = 0
     generated: int = 0
-    holding: Holding | None = None
+    block_table: BlockTable | None = None
     swapped: SwappedBlocks | None = None
     since_s: float = 0.0
     level: float = 0.0
@@ -87,10 +87,10 @@ class Sequence:
         return self.generated > 0 and self.left == 1
 
     @property
-    def held(self) -> Holding:
+    def held(self) -> BlockTable:
         """The blocks of a sequence that runs."""
-        assert self.holding is not None, "the sequence holds no blocks"
-        return self.holding
+        assert self.block_table is not None, "the sequence holds no blocks"
+        return self.block_table
 
     def reach(self, end: int, source: str) -> int:
         """K/V up to `end` are there now, by "local", "daemon" or "computed"; how many prompt tokens are new by it."""

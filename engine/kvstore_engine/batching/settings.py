@@ -14,7 +14,7 @@ POLICIES: tuple[PolicyName, ...] = ("fcfs", "shortest", "priority")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """policy: who goes first (kvstore_engine.scheduler).
+    """policy: who goes first (kvstore_engine.policies).
     max_running:     sequences in a step, at most; the compute object's own limit holds as well.
     prefill_tokens:  prompt tokens in a step beside no decodes.
     step_stretch:    with decodes running, a step may take this many times as long as without any prompt in it, or as

@@ -6,7 +6,7 @@ Owns one count for each request: of its units that have not ended.
 from collections import Counter
 
 from kvstore_engine.batching.sequence import Sequence
-from kvstore_engine.scheduler import VirtualTokens
+from kvstore_engine.policies import VirtualTokens
 
 
 class UnderWay:

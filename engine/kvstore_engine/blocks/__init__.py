@@ -1,5 +1,6 @@
 """Who holds which engine blocks: reference counts, tables, copy-on-write, the prefix trie, swapping, compaction."""
 
+from kvstore_engine.blocks.block_table import BlockTable
 from kvstore_engine.blocks.compaction import Compaction, Compactor
 from kvstore_engine.blocks.host_pool import HostPool, HostPoolFull
 from kvstore_engine.blocks.references import BlockReferences
@@ -7,8 +8,7 @@ from kvstore_engine.blocks.runs import count_runs
 from kvstore_engine.blocks.slabs import BlockClass, SlabPool
 from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.blocks.statistics import SpaceStatistics
-from kvstore_engine.blocks.swapping import SwappedBlocks, own_parts, swap_in, swap_out
-from kvstore_engine.blocks.table import Holding
+from kvstore_engine.blocks.swap import SwappedBlocks, own_parts, swap_in, swap_out
 from kvstore_engine.blocks.transfer_costs import TransferCosts
 from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
 
@@ -18,7 +18,7 @@ __all__ = [
     "BlockSpace",
     "Compaction",
     "Compactor",
-    "Holding",
+    "BlockTable",
     "HostPool",
     "HostPoolFull",
     "PrefixTrie",

@@ -2,8 +2,8 @@
 
 Owns which holding and which trie node refer to which block. It never computes K/V and never preempts: where the cached
 prefixes are not enough it raises PoolExhausted and has changed nothing.
-Invariants (`check` walks them): a block's count is the number of holdings, nodes and pins that name it; a block that
-two holdings name outside the trie is written only after it was copied; a node's block is written only until it is
+Invariants (`check` walks them): a block's count is the number of tables, nodes and pins that name it; a block that
+two tables name outside the trie is written only after it was copied; a node's block is written only until it is
 ready.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.blocks.block_table import BlockTable
 from kvstore_engine.blocks.references import BlockReferences
 from kvstore_engine.blocks.statistics import SpaceStatistics
-from kvstore_engine.blocks.table import Holding
 from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
 from kvstore_engine.pool import BlockPool, PoolExhausted
 
@@ -67,13 +67,13 @@ class BlockSpace:
         kept = sum(1 for node in path[shared:] if node.users and node.is_attached)
         return self.blocks_for(tokens) - shared - kept
 
-    def claim(self, tenant: str, tokens: Int32Array) -> Holding:
+    def claim(self, tenant: str, tokens: Int32Array) -> BlockTable:
         """Blocks for `tokens`: those of the longest known prefix, and new ones. PoolExhausted, then nothing changed.
 
         The whole blocks are shared with whoever comes later, from now on: the caller computes those that are not
         `ready`, or waits for another sequence that does.
         """
-        holding = Holding(tenant)
+        table = BlockTable(tenant)
         keys = self.keys(tokens) if self.is_sharing else []
         matched = self.trie.match(tenant, keys)
         for node in matched:
@@ -83,83 +83,83 @@ class BlockSpace:
         except PoolExhausted:
             self.references.release([*self.trie.leave(matched), *(node.block for node in matched)])
             raise
-        holding.nodes = matched
-        holding.append([node.block for node in matched])
+        table.nodes = matched
+        table.append([node.block for node in matched])
         for key, block in zip(keys[len(matched) :], blocks, strict=False):
-            holding.nodes.append(self.trie.add(tenant, holding.nodes[-1] if holding.nodes else None, key, block))
+            table.nodes.append(self.trie.add(tenant, table.nodes[-1] if table.nodes else None, key, block))
             self.references.share(block)
-        holding.append(blocks)
-        return holding
+        table.append(blocks)
+        return table
 
     def reclaim(
-        self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int, begun: Holding | None = None
-    ) -> tuple[Holding, int]:
-        """Blocks for `tokens` again, for a sequence that held `path` before: a holding, and how many leading blocks of
+        self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int, begun: BlockTable | None = None
+    ) -> tuple[BlockTable, int]:
+        """Blocks for `tokens` again, for a sequence that held `path` before: a table, and how many leading blocks of
         it are those of `begun`, a `branch` that becomes the caller's, and then the very ones of `path`. The others are
         new; those of [0, computed) are for the caller to fill, and whole ones of them are shared. PoolExhausted as
         `claim`; `begun` is released then.
         """
-        holding = begun or Holding(tenant)
-        shared = holding.count
-        is_gapless = len(holding.nodes) == shared
+        table = begun or BlockTable(tenant)
+        shared = table.count
+        is_gapless = len(table.nodes) == shared
         for node in path[shared:] if is_gapless else ():
             if not node.is_attached:
                 break
             self._use(node)
-            holding.nodes.append(node)
-            holding.append([node.block])
-        kept = holding.count
+            table.nodes.append(node)
+            table.append([node.block])
+        kept = table.count
         try:
-            blocks = self.allocate(self.blocks_for(len(tokens)) - kept, int(holding.table[-1]) if kept else None)
+            blocks = self.allocate(self.blocks_for(len(tokens)) - kept, int(table.ids[-1]) if kept else None)
         except PoolExhausted:
-            self.release(holding)
+            self.release(table)
             raise
         for key, block in zip(self.keys(tokens[:computed])[kept:] if is_gapless else (), blocks, strict=False):
-            parent = holding.nodes[-1] if holding.nodes else None
+            parent = table.nodes[-1] if table.nodes else None
             if not self.is_sharing or self.trie.child(tenant, parent, key) is not None:
                 break  # somebody else's block stands there: ours stay our own
-            holding.nodes.append(self.trie.add(tenant, parent, key, block))
+            table.nodes.append(self.trie.add(tenant, parent, key, block))
             self.references.share(block)
-        holding.append(blocks)
-        return holding, kept
+        table.append(blocks)
+        return table, kept
 
-    def extend(self, holding: Holding, tokens: int) -> None:
+    def extend(self, table: BlockTable, tokens: int) -> None:
         """Make room for `tokens` tokens in all. PoolExhausted, and then nothing changed."""
-        missing = self.blocks_for(tokens) - holding.count
+        missing = self.blocks_for(tokens) - table.count
         if missing > 0:
-            after = int(holding.table[-1]) if holding.count else None
-            holding.append(self.allocate(missing, after))
+            after = int(table.ids[-1]) if table.count else None
+            table.append(self.allocate(missing, after))
 
-    def ready_tokens(self, holding: Holding, computed: int) -> int:
+    def ready_tokens(self, table: BlockTable, computed: int) -> int:
         """Positions whose K/V are there, given that [0, computed) are: others may have put in what follows."""
         if computed % self.block_tokens:
             return computed
         index = computed // self.block_tokens
-        while index < len(holding.nodes) and holding.nodes[index].ready:
+        while index < len(table.nodes) and table.nodes[index].ready:
             index += 1
         return index * self.block_tokens
 
-    def seal(self, holding: Holding, tokens: Int32Array, begin: int, end: int) -> None:
+    def seal(self, table: BlockTable, tokens: Int32Array, begin: int, end: int) -> None:
         """Positions [begin, end) of `tokens` have been computed: the blocks that are now whole are shared."""
         if not self.is_sharing:
             return
         for index in range(begin // self.block_tokens, end // self.block_tokens):
-            if index < len(holding.nodes):
-                holding.nodes[index].ready = True
-            elif index == len(holding.nodes):
-                self._attach(holding, tokens, index)
+            if index < len(table.nodes):
+                table.nodes[index].ready = True
+            elif index == len(table.nodes):
+                self._attach(table, tokens, index)
 
-    def make_writable(self, holding: Holding, position: int) -> None:
-        """Before `position` is written: copy its block if another holding has it, too. PoolExhausted as `extend`.
+    def make_writable(self, table: BlockTable, position: int) -> None:
+        """Before `position` is written: copy its block if another table has it, too. PoolExhausted as `extend`.
 
         Only for blocks outside the trie; to compute into a block that is ready, take `borrow_copy`.
         """
         index = position // self.block_tokens
-        assert index >= len(holding.nodes), "a shared prefix is not written again"
-        block = int(holding.table[index])
+        assert index >= len(table.nodes), "a shared prefix is not written again"
+        block = int(table.ids[index])
         if self.references.count(block) > 1:
             copy = self.borrow_copy(block)
-            holding.replace(index, copy)
+            table.replace(index, copy)
             self.references.release([block])
 
     def borrow_copy(self, block: int) -> int:
@@ -169,33 +169,33 @@ class BlockSpace:
         self._copied += 1
         return copy
 
-    def fork(self, holding: Holding) -> Holding:
-        """Another holding of the same blocks; whichever writes first gets a copy."""
-        return self.branch(holding, holding.count)
+    def fork(self, table: BlockTable) -> BlockTable:
+        """Another table of the same blocks; whichever writes first gets a copy."""
+        return self.branch(table, table.count)
 
-    def branch(self, holding: Holding, count: int) -> Holding:
-        """Another holding of the first `count` blocks."""
-        child = Holding(holding.tenant)
-        child.nodes = holding.nodes[:count]
+    def branch(self, table: BlockTable, count: int) -> BlockTable:
+        """Another table of the first `count` blocks."""
+        child = BlockTable(table.tenant)
+        child.nodes = table.nodes[:count]
         for node in child.nodes:
             self.trie.use(node)
-        child.append(holding.blocks[:count])
+        child.append(table.blocks[:count])
         self.pin(child.blocks)
         return child
 
-    def release(self, holding: Holding) -> None:
+    def release(self, table: BlockTable) -> None:
         """Give the blocks back; whole ones that were computed stay in the trie until their room is needed."""
-        blocks = holding.blocks
-        dropped = self.trie.leave(holding.nodes)
-        holding.clear()
+        blocks = table.blocks
+        dropped = self.trie.leave(table.nodes)
+        table.clear()
         self.references.release([*blocks, *dropped])
 
-    def discard(self, holding: Holding) -> None:
+    def discard(self, table: BlockTable) -> None:
         """`release`, but what nobody else uses of it leaves the trie, with all that was computed after it: its K/V are
         not to be trusted. What others use at the moment is theirs to judge.
         """
-        own = next((node for node in holding.nodes if node.users == 1), None)
-        self.release(holding)
+        own = next((node for node in table.nodes if node.users == 1), None)
+        self.release(table)
         if own is not None and own.is_attached:
             self.references.release(self.trie.prune(own))
 
@@ -219,21 +219,21 @@ class BlockSpace:
             self.references.release([block])
         return self.references.allocate(count, after)
 
-    def relocate(self, holding: Holding, index: int, block: int) -> None:
+    def relocate(self, table: BlockTable, index: int, block: int) -> None:
         """Block `index`, which has no other holder but its own node, has been copied to `block`, which is ours."""
-        old = int(holding.table[index])
-        if index < len(holding.nodes):
-            holding.nodes[index].block = block
+        old = int(table.ids[index])
+        if index < len(table.nodes):
+            table.nodes[index].block = block
             self.references.share(block)
             self.references.release([old])
-        holding.replace(index, block)
+        table.replace(index, block)
         self.references.release([old])
 
-    def is_alone(self, holding: Holding, index: int) -> bool:
-        """Nobody else names block `index` of `holding`."""
-        if index < len(holding.nodes):
-            return holding.nodes[index].users == 1 and self.references.count(int(holding.table[index])) == 2
-        return self.references.count(int(holding.table[index])) == 1
+    def is_alone(self, table: BlockTable, index: int) -> bool:
+        """Nobody else names block `index` of `table`."""
+        if index < len(table.nodes):
+            return table.nodes[index].users == 1 and self.references.count(int(table.ids[index])) == 2
+        return self.references.count(int(table.ids[index])) == 1
 
     def statistics(self) -> SpaceStatistics:
         free, cached = self.references.free_blocks, self.trie.unused
@@ -247,15 +247,15 @@ class BlockSpace:
             deduplicated=self._deduplicated,
         )
 
-    def check(self, holdings: Iterable[Holding], pinned: Iterable[int] = ()) -> None:
-        """Walk the invariants, given all holdings and pins. AssertionError says which is broken."""
+    def check(self, tables: Iterable[BlockTable], pinned: Iterable[int] = ()) -> None:
+        """Walk the invariants, given all tables and pins. AssertionError says which is broken."""
         wanted, users = Counter(pinned), Counter[int]()
-        for holding in holdings:
-            wanted.update(holding.blocks)
-            users.update(map(id, holding.nodes))
+        for table in tables:
+            wanted.update(table.blocks)
+            users.update(map(id, table.nodes))
             parent: TrieNode | None = None
-            for index, node in enumerate(holding.nodes):
-                assert node.block == holding.table[index], "a holding names another block than its node"
+            for index, node in enumerate(table.nodes):
+                assert node.block == table.ids[index], "a table names another block than its node"
                 assert node.is_attached and (parent is None or node.parent is parent), "a path with a gap"
                 parent = node
         nodes = [node for _, node in self.trie]
@@ -276,24 +276,24 @@ class BlockSpace:
         self.trie.use(node)
         self.references.share(node.block)
 
-    def _attach(self, holding: Holding, tokens: Int32Array, index: int) -> None:
+    def _attach(self, table: BlockTable, tokens: Int32Array, index: int) -> None:
         """Block `index` is whole and the first outside the trie: add it, or take the one that is there."""
         first = index * self.block_tokens
         key = np.ascontiguousarray(tokens[first : first + self.block_tokens], np.int32).tobytes()
-        parent = holding.nodes[-1] if holding.nodes else None
-        block = int(holding.table[index])
-        known = self.trie.child(holding.tenant, parent, key)
+        parent = table.nodes[-1] if table.nodes else None
+        block = int(table.ids[index])
+        known = self.trie.child(table.tenant, parent, key)
         if known is None:
-            node = self.trie.add(holding.tenant, parent, key, block)
+            node = self.trie.add(table.tenant, parent, key, block)
             self.references.share(block)
             node.ready = True
-            holding.nodes.append(node)
+            table.nodes.append(node)
         elif known.loader is None:
             if not known.ready:  # others wait for it: let them have ours
                 self.pool.copy_blocks([block], [known.block])
                 known.ready = True
             self._use(known)
-            holding.nodes.append(known)
-            holding.replace(index, known.block)
+            table.nodes.append(known)
+            table.replace(index, known.block)
             self.references.release([block])
             self._deduplicated += 1

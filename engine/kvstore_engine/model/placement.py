@@ -6,7 +6,7 @@ Owns the rules that others than the loader need: whose products they are, and ho
 from kvstore_engine.gguf import GGUFFile, TensorInfo
 from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
 from kvstore_engine.kernels import select_kernels
-from kvstore_engine.model.interleaving import ROWS_TOGETHER
+from kvstore_engine.model.interleaved_layout import ROWS_TOGETHER
 
 _BY_COLUMNS = "q8_0-by-columns"
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"

@@ -23,7 +23,7 @@ from kvstore_engine.gguf import GGUFFile, TensorInfo
 from kvstore_engine.gguf.tensor_types import Q4_0
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.model.config import ModelConfig
-from kvstore_engine.model.interleaving import ROWS_TOGETHER, interleave_q8_0, is_interleaved_q4_0
+from kvstore_engine.model.interleaved_layout import ROWS_TOGETHER, interleave_q8_0, is_interleaved_q4_0
 from kvstore_engine.model.placement import goes_by_eights, interleaves_q8_0
 from kvstore_engine.model.quantisation import check_quantisation
 from kvstore_engine.model.tensors import check_tensors, layer_parts

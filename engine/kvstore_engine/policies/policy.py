@@ -14,7 +14,7 @@ Rank = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Candidate:
     """What a policy knows of a sequence.
 
     order:       number of its arrival.
@@ -36,18 +36,18 @@ class Standing:
 class Policy(Protocol):
     """An order of sequences. Smaller ranks first."""
 
-    def turn(self, standing: Standing, now_s: float) -> Rank:
+    def turn(self, candidate: Candidate, now_s: float) -> Rank:
         """For those that wait: for admission, or for prompt tokens in a step."""
         ...
 
-    def yields(self, standing: Standing, now_s: float) -> Rank:
+    def yields(self, candidate: Candidate, now_s: float) -> Rank:
         """For those that run: where memory is short, the largest rank yields first."""
         ...
 
-    def level(self, standing: Standing, now_s: float) -> float:
+    def level(self, candidate: Candidate, now_s: float) -> float:
         """The level at which a sequence that is admitted now goes on."""
         ...
 
-    def displaces(self, waiting: Standing, running: Standing, now_s: float) -> bool:
+    def displaces(self, waiting: Candidate, running: Candidate, now_s: float) -> bool:
         """Whether `waiting` is to run instead of `running`, where not both can."""
         ...

@@ -24,14 +24,14 @@ from kvstore_engine.batching.observer import SequencePart
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace, TrieNode
 from kvstore_engine.graph import SequenceSlice
+from kvstore_engine.policies import StepBudget
 from kvstore_engine.pool import PoolExhausted
-from kvstore_engine.scheduler import StepBudget
 
 _ROW_GROUP = 4  # see above
 
 
 @dataclass(slots=True)
-class Part:
+class BatchPart:
     """One sequence's rows in a step: [begin, end) of its tokens; `borrowed` replaces the block of `begin`."""
 
     sequence: Sequence
@@ -47,7 +47,7 @@ class Part:
 
     def slice(self, block_tokens: int) -> SequenceSlice:
         """As the compute object wants it."""
-        table = self.sequence.held.table
+        table = self.sequence.held.ids
         if self.borrowed is not None:
             table = table.copy()
             table[self.begin // block_tokens] = self.borrowed
@@ -56,10 +56,10 @@ class Part:
 
 
 @dataclass(slots=True)
-class StepPlan:
+class Batch:
     """The parts of a step, in the order of its rows."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[BatchPart] = field(default_factory=list)
     budget_tokens: int = 0
 
     @property
@@ -82,7 +82,7 @@ class StepPlan:
         return tuple(found.values())
 
 
-class StepPlanner:
+class BatchPlanner:
     """Plans steps over one space. `make_room(sequence)` preempts somebody, maybe `sequence` itself; False if nobody is
     left to.
     """
@@ -117,7 +117,7 @@ class StepPlanner:
         node = self._next_node(sequence)
         return node is not None and node.asked
 
-    def plan(self, decoding: Series[Sequence], prompts: Series[Sequence]) -> StepPlan:
+    def plan(self, decoding: Series[Sequence], prompts: Series[Sequence]) -> Batch:
         """The next step: `decoding` in the order in which they keep their blocks, `prompts` by whose turn it is."""
         planned = {sequence: part for sequence in decoding if (part := self._decode(sequence)) is not None}
         # Beams go on together: those of a unit of which one has no block left wait with it.
@@ -129,8 +129,8 @@ class StepPlanner:
             budget = min(self._budget.tokens(pieces, waiting), self._most_tokens - len(decodes))
         left = budget
         is_alone = len(prompts) == 1 and not decodes
-        whole: list[Part] = []
-        ends: list[Part] = []
+        whole: list[BatchPart] = []
+        ends: list[BatchPart] = []
         busy: set[TrieNode] = set()
         for sequence in prompts:
             if left <= 0:
@@ -141,33 +141,33 @@ class StepPlanner:
                 left -= part.end - part.begin
         parts = []
         for part in (*whole, *ends, *decodes):
-            if part.sequence.holding is not None:
+            if part.sequence.block_table is not None:
                 parts.append(part)
             elif part.borrowed is not None:  # making room for a later one has preempted it
                 self._space.references.release([part.borrowed])
-        return StepPlan(parts, budget)
+        return Batch(parts, budget)
 
-    def release_borrowed(self, plan: StepPlan) -> None:
+    def release_borrowed(self, plan: Batch) -> None:
         """The step is over."""
         for part in plan.parts:
             if part.borrowed is not None:
                 self._space.references.release([part.borrowed])
                 part.borrowed = None
 
-    def _decode(self, sequence: Sequence) -> Part | None:
-        while sequence.holding is not None:
+    def _decode(self, sequence: Sequence) -> BatchPart | None:
+        while sequence.block_table is not None:
             try:
-                self._space.extend(sequence.holding, sequence.computed + 1)
-                self._space.make_writable(sequence.holding, sequence.computed)
+                self._space.extend(sequence.block_table, sequence.computed + 1)
+                self._space.make_writable(sequence.block_table, sequence.computed)
             except PoolExhausted:
                 if not self._make_room(sequence):
                     return None
             else:
-                return Part(sequence, sequence.computed, sequence.length, is_decode=True)
+                return BatchPart(sequence, sequence.computed, sequence.length, is_decode=True)
         return None
 
-    def _prompt(self, sequence: Sequence, most: int, busy: set[TrieNode], *, is_alone: bool) -> Part | None:
-        if sequence.holding is None or sequence.is_restoring:
+    def _prompt(self, sequence: Sequence, most: int, busy: set[TrieNode], *, is_alone: bool) -> BatchPart | None:
+        if sequence.block_table is None or sequence.is_restoring:
             return None
         self.skip_ready(sequence)
         node, size = self._next_node(sequence), self._space.block_tokens
@@ -187,22 +187,22 @@ class StepPlanner:
                 end = sequence.held.nodes.index(node) * size
                 break
             busy.add(node)
-        return Part(sequence, begin, end, is_decode=False) if end > begin else None
+        return BatchPart(sequence, begin, end, is_decode=False) if end > begin else None
 
-    def _borrowing(self, sequence: Sequence) -> Part | None:
+    def _borrowing(self, sequence: Sequence) -> BatchPart | None:
         """All blocks are there: compute the last rows into a copy."""
         index = sequence.computed // self._space.block_tokens
-        while sequence.holding is not None:
+        while sequence.block_table is not None:
             borrowed = None
             try:
-                borrowed = self._space.borrow_copy(int(sequence.held.table[index]))
+                borrowed = self._space.borrow_copy(int(sequence.held.ids[index]))
             except PoolExhausted:
                 if self._make_room(sequence):
                     continue
                 # Alone, with every block in use: nobody else reads the block, and the rows become what they are.
                 if sequence.held.nodes[index].users > 1:
                     return None
-            return Part(sequence, sequence.computed, sequence.length, is_decode=False, borrowed=borrowed)
+            return BatchPart(sequence, sequence.computed, sequence.length, is_decode=False, borrowed=borrowed)
         return None
 
     def _next_node(self, sequence: Sequence) -> TrieNode | None:

@@ -5,7 +5,7 @@ Each second of waiting counts as `ageing` seconds less to go, so that a long req
 end: one of r seconds is behind nobody that arrives r / ageing seconds after it.
 """
 
-from kvstore_engine.scheduler.policy import Rank, Standing
+from kvstore_engine.policies.policy import Candidate, Rank
 
 _AHEAD = 0.25
 
@@ -18,18 +18,18 @@ class ShortestRemaining:
     def __init__(self, ageing: float) -> None:
         self._ageing = ageing
 
-    def turn(self, standing: Standing, now_s: float) -> Rank:
-        return standing.served, self._aged_s(standing, now_s), standing.order
+    def turn(self, candidate: Candidate, now_s: float) -> Rank:
+        return candidate.served, self._aged_s(candidate, now_s), candidate.order
 
-    def yields(self, standing: Standing, now_s: float) -> Rank:
-        return self._aged_s(standing, now_s), standing.order
+    def yields(self, candidate: Candidate, now_s: float) -> Rank:
+        return self._aged_s(candidate, now_s), candidate.order
 
-    def level(self, standing: Standing, now_s: float) -> float:
-        return standing.priority
+    def level(self, candidate: Candidate, now_s: float) -> float:
+        return candidate.priority
 
-    def displaces(self, waiting: Standing, running: Standing, now_s: float) -> bool:
+    def displaces(self, waiting: Candidate, running: Candidate, now_s: float) -> bool:
         gain_s = self._aged_s(running, now_s) - self._aged_s(waiting, now_s)
         return gain_s > _AHEAD * running.remaining_s and waiting.remaining_s < running.remaining_s
 
-    def _aged_s(self, standing: Standing, now_s: float) -> float:
-        return standing.remaining_s - self._ageing * (now_s - standing.arrived_s)
+    def _aged_s(self, candidate: Candidate, now_s: float) -> float:
+        return candidate.remaining_s - self._ageing * (now_s - candidate.arrived_s)

@@ -1,7 +1,7 @@
 """Turns what a step has computed into tokens, further answers and ends.
 
 Owns the requests' life from their first token on, and the events that tell of it, but for those of beams, which `beams`
-owns. It never schedules: a sequence that ends, or whose siblings begin, is told to the roster.
+owns. It never schedules: a sequence that ends, or whose siblings begin, is told to the run queue.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from kvstore_engine.batching.answer import Answer, TextSource
 from kvstore_engine.batching.assembly import EngineParts
+from kvstore_engine.batching.batch_planner import Batch
 from kvstore_engine.batching.beams import Beams, search_of
-from kvstore_engine.batching.choosing import Choice, choose, log_probabilities
 from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
 from kvstore_engine.batching.observer import Observer
-from kvstore_engine.batching.planning import StepPlan
 from kvstore_engine.batching.request import Request
 from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.batching.token_choice import Choice, choose, log_probabilities
 from kvstore_engine.batching.under_way import UnderWay
 from kvstore_engine.restore import KvSession
 
@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float32]
 SessionOf = Callable[[str], KvSession | None]
 
 
-class Progress:
+class OutputProcessor:
     """The answers of one engine."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Progress:
         self._observer = observer
         self._clock = clock
         self._order = 0
-        self.under_way = UnderWay(parts.standings.tenants)
+        self.under_way = UnderWay(parts.statistics.tenants)
         self._beams = Beams(parts, tokenizer, self.under_way, observer=observer, clock=clock)
 
     def new_sequence(self, request: Request, index: int, arrived_s: float) -> Sequence:
@@ -68,10 +68,10 @@ class Progress:
             search=search_of(request, room, self._tokenizer.end_ids),
         )
 
-    def apply(self, plan: StepPlan, logits: Floats) -> list[Event]:
+    def apply(self, plan: Batch, logits: Floats) -> list[Event]:
         """Account for what was computed and choose the next tokens."""
         events: list[Event] = []
-        tenants = self._parts.standings.tenants
+        tenants = self._parts.statistics.tenants
         for part in plan.parts:
             sequence = part.sequence
             new = sequence.reach(part.end, "computed")
@@ -120,12 +120,12 @@ class Progress:
             sibling.asked_daemon, sibling.offered_blocks = True, sequence.offered_blocks
             siblings.append(sibling)
             self.under_way.enter(sibling)
-            if self._parts.roster.free_places > 0:
-                sibling.holding = self._parts.space.fork(sequence.held)
+            if self._parts.run_queue.free_places > 0:
+                sibling.block_table = self._parts.space.fork(sequence.held)
                 sibling.computed = sibling.length
-                self._parts.roster.run(sibling)
+                self._parts.run_queue.run(sibling)
             else:
-                self._parts.roster.wait(sibling)
+                self._parts.run_queue.wait(sibling)
         return siblings, failed
 
     def _take(self, sequence: Sequence, choice: Choice, row: Floats, now: float) -> list[Event]:
@@ -143,7 +143,7 @@ class Progress:
         except Exception as error:  # of a constraint, say: it concerns no other answer
             return [self.finish(sequence, "failed", f"token {token} cannot follow: {error or type(error).__name__}")]
         sequence.generated += 1
-        self._parts.standings.tenants.charge(request.tenant, output_tokens=1)
+        self._parts.statistics.tenants.charge(request.tenant, output_tokens=1)
         self._observer.token(request.id, sequence.index, now)
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
@@ -187,13 +187,15 @@ class Progress:
         work, request = self._parts, sequence.request
         is_whole = reason in ("end", "length", "context", "stop")
         if is_whole:
-            work.standings.ended(sequence, now)
+            work.statistics.ended(sequence, now)
             work.preemption.ended(sequence)
-        if sequence.holding is not None and reason != "failed":  # what led to a failure is not for others to restore
+        if (
+            sequence.block_table is not None and reason != "failed"
+        ):  # what led to a failure is not for others to restore
             work.storer.offer(sequence)
             if is_whole:
-                work.storer.tell_end(sequence)
-        work.roster.leave(sequence, is_sound=is_sound)
+                work.storer.hint_end(sequence)
+        work.run_queue.leave(sequence, is_sound=is_sound)
         self.under_way.leave(sequence)
         usage = sequence.usage(now)
         self._observer.finished(request.id, sequence.index, reason, usage, now)

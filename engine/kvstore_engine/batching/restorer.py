@@ -15,7 +15,7 @@ import numpy as np
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace, TrieNode
 from kvstore_engine.restore.costs import CostModel
-from kvstore_engine.restore.fetching import Fetch, Fetcher
+from kvstore_engine.restore.fetcher import Fetch, Fetcher
 from kvstore_engine.restore.plan import RestorePlan, plan_restore, usable_blocks
 from kvstore_engine.restore.report import RestoreReport
 from kvstore_engine.restore.session import KvLease, KvSession, Tokens

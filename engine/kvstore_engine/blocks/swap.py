@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.blocks.block_table import BlockTable
 from kvstore_engine.blocks.host_pool import HostPool, HostPoolFull
 from kvstore_engine.blocks.runs import count_runs
 from kvstore_engine.blocks.space import BlockSpace
-from kvstore_engine.blocks.table import Holding
 from kvstore_engine.blocks.trie import TrieNode
 from kvstore_engine.free_list import PoolExhausted
 
@@ -53,52 +53,52 @@ def own_parts(tables: Sequence[list[int]]) -> list[tuple[int, int]]:
     return parts
 
 
-def swap_out(space: BlockSpace, host: HostPool, held: Sequence[tuple[Holding, int]]) -> list[SwappedBlocks]:
-    """For each holding and number of computed positions: copy these to the host and release the holding.
+def swap_out(space: BlockSpace, host: HostPool, held: Sequence[tuple[BlockTable, int]]) -> list[SwappedBlocks]:
+    """For each holding and number of computed positions: copy these to the host and release the block table.
 
     HostPoolFull: nothing has changed.
     """
-    tables = [holding.blocks[: space.blocks_for(computed)] for holding, computed in held]
+    tables = [block_table.blocks[: space.blocks_for(computed)] for block_table, computed in held]
     parts = own_parts(tables)
     wanted = sum(len(table) - shared for table, (_, shared) in zip(tables, parts, strict=True))
     if wanted > host.free_blocks:
         raise HostPoolFull(f"{wanted} blocks wanted, {host.free_blocks} are free")
     swapped = []
-    for (holding, computed), table, (base, shared) in zip(held, tables, parts, strict=True):
-        own, path = table[shared:], holding.nodes[: computed // space.block_tokens]
+    for (block_table, computed), table, (base, shared) in zip(held, tables, parts, strict=True):
+        own, path = table[shared:], block_table.nodes[: computed // space.block_tokens]
         places, nbytes = host.save(own), len(own) * host.block_bytes
-        swapped.append(SwappedBlocks(holding.tenant, computed, places, path, count_runs(own), nbytes, base, shared))
-    for holding, _ in held:
-        space.release(holding)
+        swapped.append(SwappedBlocks(block_table.tenant, computed, places, path, count_runs(own), nbytes, base, shared))
+    for block_table, _ in held:
+        space.release(block_table)
     return swapped
 
 
 def swap_in(
     space: BlockSpace, host: HostPool, swapped: Sequence[SwappedBlocks], texts: Sequence[Int32Array]
-) -> list[tuple[Holding, int]]:
-    """For all that were swapped together, in that order, with their tokens: a holding with what was swapped in place,
-    and how many blocks were copied for it.
+) -> list[tuple[BlockTable, int]]:
+    """Brings back sequences that were swapped out together, in that order; `texts` are their tokens.
 
-    The host's places are free again. PoolExhausted: nothing has changed.
+    Returns for each its block table, filled up to what was swapped, and the number of blocks copied for it. The host's
+    places are free again. PoolExhausted: nothing has changed.
     """
-    claimed: list[tuple[Holding, int]] = []
+    claimed: list[tuple[BlockTable, int]] = []
     try:
         for each, tokens in zip(swapped, texts, strict=True):
             begun = space.branch(claimed[each.base][0], each.shared) if each.shared else None
             claimed.append(space.reclaim(each.tenant, tokens, each.path, each.computed, begun))
     except PoolExhausted:
-        for holding, _ in claimed:
-            space.release(holding)
+        for block_table, _ in claimed:
+            space.release(block_table)
         raise
     back = []
-    for each, (holding, kept) in zip(swapped, claimed, strict=True):
-        targets = holding.blocks[kept : each.shared + len(each.places)]
+    for each, (block_table, kept) in zip(swapped, claimed, strict=True):
+        targets = block_table.blocks[kept : each.shared + len(each.places)]
         if targets:
             host.load(each.places, kept - each.shared, targets)
         host.free(each.places)
-        for node in holding.nodes[kept:]:
+        for node in block_table.nodes[kept:]:
             node.ready = True
-        back.append((holding, len(targets)))
+        back.append((block_table, len(targets)))
     return back
 
 

@@ -4,14 +4,14 @@ Owns the prediction of how long it still runs, the tenants' accounts, and the sp
 """
 
 from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.policies import Candidate, LengthPredictor, VirtualTokens
 from kvstore_engine.restore.costs import CostModel
-from kvstore_engine.scheduler import LengthPredictor, Standing, VirtualTokens
 
 _SPEED_MEMORY = 0.95
 _REFRESH_TOKENS, _REFRESH_ENDED = 16, 8
 
 
-class Standings:
+class SchedulingStatistics:
     """One for an engine. `costs` predicts computing, what has ended predicts lengths."""
 
     def __init__(self, costs: CostModel, prefill_tokens: int, *, predicts: bool) -> None:
@@ -25,9 +25,9 @@ class Standings:
         self._service_s: float | None = None
         self._ended = 0
 
-    def of(self, sequence: Sequence) -> Standing:
+    def of(self, sequence: Sequence) -> Candidate:
         """Where `sequence` stands now."""
-        return Standing(
+        return Candidate(
             order=sequence.order,
             arrived_s=sequence.arrived_s,
             since_s=sequence.since_s,

@@ -5,7 +5,7 @@ is overtaken by whatever arrives, but not for ever; and who was displaced does n
 waited on.
 """
 
-from kvstore_engine.scheduler.policy import Rank, Standing
+from kvstore_engine.policies.policy import Candidate, Rank
 
 
 class PriorityFirst:
@@ -14,14 +14,14 @@ class PriorityFirst:
     def __init__(self, level_s: float) -> None:
         self._level_s = level_s
 
-    def turn(self, standing: Standing, now_s: float) -> Rank:
-        return -self.level(standing, now_s), standing.served, standing.order
+    def turn(self, candidate: Candidate, now_s: float) -> Rank:
+        return -self.level(candidate, now_s), candidate.served, candidate.order
 
-    def yields(self, standing: Standing, now_s: float) -> Rank:
-        return -standing.level, standing.order
+    def yields(self, candidate: Candidate, now_s: float) -> Rank:
+        return -candidate.level, candidate.order
 
-    def level(self, standing: Standing, now_s: float) -> float:
-        return standing.level + (now_s - standing.since_s) // self._level_s
+    def level(self, candidate: Candidate, now_s: float) -> float:
+        return candidate.level + (now_s - candidate.since_s) // self._level_s
 
-    def displaces(self, waiting: Standing, running: Standing, now_s: float) -> bool:
+    def displaces(self, waiting: Candidate, running: Candidate, now_s: float) -> bool:
         return self.level(waiting, now_s) > running.level

@@ -9,24 +9,24 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvstore_engine.batching.preemption import Preemption
-from kvstore_engine.batching.restoring import Restorer
+from kvstore_engine.batching.restorer import Restorer
+from kvstore_engine.batching.scheduling_statistics import SchedulingStatistics
 from kvstore_engine.batching.sequence import Sequence
-from kvstore_engine.batching.standings import Standings
 from kvstore_engine.blocks import BlockSpace
+from kvstore_engine.policies import Policy
 from kvstore_engine.pool import PoolExhausted
-from kvstore_engine.scheduler import Policy
 
 _LOOK_AGAIN_S = 0.25
 
 
-class Roster:
+class RunQueue:
     """The sequences of one engine, at most `places` of them running. `admitted` is told of each that gets blocks."""
 
     def __init__(
         self,
         space: BlockSpace,
         policy: Policy,
-        standings: Standings,
+        statistics: SchedulingStatistics,
         preemption: Preemption,
         restorer: Restorer,
         *,
@@ -36,7 +36,7 @@ class Roster:
     ) -> None:
         self._space = space
         self._policy = policy
-        self._standings = standings
+        self._statistics = statistics
         self._preemption = preemption
         self._restorer = restorer
         self._clock = clock
@@ -59,14 +59,14 @@ class Roster:
 
     def leave(self, sequence: Sequence, *, is_sound: bool = True) -> None:
         """`sequence` has ended: its blocks are let go. Where the K/V in them are not sound, nobody else gets them."""
-        if sequence.holding is not None:
+        if sequence.block_table is not None:
             self._restorer.drop(sequence)
             self.running.remove(sequence)
             if is_sound:
-                self._space.release(sequence.holding)
+                self._space.release(sequence.block_table)
             else:
-                self._space.discard(sequence.holding)
-            sequence.holding = None
+                self._space.discard(sequence.block_table)
+            sequence.block_table = None
         else:
             self.waiting.remove(sequence)
             self._preemption.forget(sequence)
@@ -77,7 +77,7 @@ class Roster:
         now = self._clock()
         # Whom nothing lets in now is let in when somebody leaves, comes, or, by a displacement, has waited on.
         while self.waiting and (now >= self._look_again_s or not self.running):
-            head = min(self.waiting, key=lambda sequence: self._policy.turn(self._standings.of(sequence), now))
+            head = min(self.waiting, key=lambda sequence: self._policy.turn(self._statistics.of(sequence), now))
             if not self._let_in(head, now):
                 self._look_again_s = now + _LOOK_AGAIN_S
                 return
@@ -104,7 +104,7 @@ class Roster:
         """Running sequences with prompts to compute, by whose turn it is."""
         now = self._clock()
         prompts = [sequence for sequence in self.running if not sequence.is_decoding]
-        return sorted(prompts, key=lambda sequence: self._policy.turn(self._standings.of(sequence), now))
+        return sorted(prompts, key=lambda sequence: self._policy.turn(self._statistics.of(sequence), now))
 
     def ahead(self, tenant: str) -> int:
         """How many of those that wait go before one more of `tenant`: tenants take turns, so that one with a long queue
@@ -130,7 +130,7 @@ class Roster:
         """One sequence for each unit that runs."""
         now = self._clock()
         leaders = (sequence for sequence in self.running if sequence.leads)
-        return sorted(leaders, key=lambda sequence: self._policy.yields(self._standings.of(sequence), now))
+        return sorted(leaders, key=lambda sequence: self._policy.yields(self._statistics.of(sequence), now))
 
     def _let_in(self, head: Sequence, now: float) -> bool:
         displaceable = self._displaceable(head, now)
@@ -145,7 +145,7 @@ class Roster:
             self._preemption.resume(head.unit)
         except PoolExhausted:  # blocks that are kept for the daemon: they come free by themselves
             return False
-        level = self._policy.level(self._standings.of(head), now)
+        level = self._policy.level(self._statistics.of(head), now)
         for sequence in head.unit:
             self.waiting.remove(sequence)
             sequence.level, sequence.since_s = level, now
@@ -158,11 +158,11 @@ class Roster:
 
     def _displaceable(self, head: Sequence, now: float) -> list[Sequence]:
         """Running units whom that of `head` may displace, the first to yield last."""
-        standing = self._standings.of(head)
+        candidate = self._statistics.of(head)
         return [
             sequence
             for sequence in self._yielding_order()
-            if self._policy.displaces(standing, self._standings.of(sequence), now)
+            if self._policy.displaces(candidate, self._statistics.of(sequence), now)
         ]
 
     def _preempt(self, leader: Sequence) -> None:

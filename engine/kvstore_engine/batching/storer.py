@@ -13,7 +13,7 @@ import numpy as np
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace, TrieNode
-from kvstore_engine.restore.putting import MOST_BLOCKS, Put, PutQueue, Telling
+from kvstore_engine.restore.put_queue import MOST_BLOCKS, Hint, Put, PutQueue
 from kvstore_engine.restore.session import KvSession
 
 _GIVEN_UP = -1  # Sequence.offered_blocks: a block was not stored, and later ones would not be found
@@ -54,9 +54,9 @@ class Storer:
         first = sequence.offered_blocks
         if first >= full or session.state != "connected":
             return
-        holding = sequence.held
+        block_table = sequence.held
         per_block = session.block_tokens // self._space.block_tokens
-        nodes, blocks = holding.nodes, holding.blocks
+        nodes, blocks = block_table.nodes, block_table.blocks
         while first < full:
             last_node = _node(nodes, (first + 1) * per_block - 1)
             if last_node is not None and last_node.stored:
@@ -69,13 +69,13 @@ class Storer:
             first = end
         sequence.offered_blocks = first
 
-    def tell_end(self, sequence: Sequence) -> None:
+    def hint_end(self, sequence: Sequence) -> None:
         """The answer has ended, and all of it was offered. What the daemon keeps for how long hangs on its length."""
         is_first = sequence.search is None and not sequence.index  # of several answers to a prompt, one stands for all
         if is_first and sequence.generated and sequence.request.settings.store:
             self._tell(sequence, sequence.storable, answer_tokens=sequence.generated)
 
-    def tell_due(self, sequence: Sequence, wait_s: float) -> None:
+    def hint_due(self, sequence: Sequence, wait_s: float) -> None:
         """The sequence will get its turn in about that time: the daemon keeps what it has of its prompt."""
         self._tell(sequence, sequence.prompt_tokens, due_in_s=wait_s)
 
@@ -83,7 +83,7 @@ class Storer:
         session = sequence.session
         if session is not None and session.state == "connected" and tokens >= session.block_tokens:
             whole = np.array(sequence.tokens[: tokens // session.block_tokens * session.block_tokens], np.int32)
-            self._queue.tell(Telling(session, whole, answer_tokens, due_in_s))
+            self._queue.tell(Hint(session, whole, answer_tokens, due_in_s))
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
         """Let go of what is stored, and hand over the next put."""

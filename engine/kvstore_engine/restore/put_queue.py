@@ -23,7 +23,7 @@ from kvstore_engine.restore.session import Bytes, KvSession, Tokens
 _log = logging.getLogger(__name__)
 MOST_BLOCKS = 4  # storage blocks in a put: large enough to spread the round trip, a few milliseconds long
 _MOST_WAITING = 64
-_MOST_TELLINGS, _MOST_DUE = 256, 64  # that wait beside them; further ones are forgotten
+_MOST_HINTS, _MOST_DUE = 256, 64  # that wait beside them; further ones are forgotten
 
 
 class BlockSender(Protocol):
@@ -67,7 +67,7 @@ class Put:
 
 
 @dataclass(slots=True, eq=False)
-class Telling:
+class Hint:
     """What the daemon is to know of the chain `tokens`, whole blocks: an answer of so many tokens has ended with it, or
     a request that waits will need it in so many seconds.
     """
@@ -84,8 +84,8 @@ class PutQueue:
     def __init__(self, pool: BlockSender, clock: Callable[[], float] = time.perf_counter) -> None:
         self._pool = pool
         self._clock = clock
-        self._waiting: deque[Put | Telling] = deque()
-        self._work: queue.SimpleQueue[Put | Telling | None] = queue.SimpleQueue()  # None ends the worker
+        self._waiting: deque[Put | Hint] = deque()
+        self._work: queue.SimpleQueue[Put | Hint | None] = queue.SimpleQueue()  # None ends the worker
         self._done: queue.SimpleQueue[Put] = queue.SimpleQueue()
         self._puts = 0  # that wait
         self._handed = 0
@@ -110,10 +110,10 @@ class PutQueue:
         self._waiting.append(put)
         self._puts += 1
 
-    def tell(self, telling: Telling) -> None:
+    def tell(self, hint: Hint) -> None:
         """Let the daemon know, once what was offered before is stored: it knows the blocks then."""
-        if len(self._waiting) - self._puts < (_MOST_TELLINGS if telling.due_in_s is None else _MOST_DUE):
-            self._waiting.append(telling)
+        if len(self._waiting) - self._puts < (_MOST_HINTS if hint.due_in_s is None else _MOST_DUE):
+            self._waiting.append(hint)
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
         """Hand over the next put, if the worker is idle, and wait for it no longer than given; or `everything`."""
@@ -186,7 +186,7 @@ class PutQueue:
         put.end_s = self._clock()
         self._done.put(put)
 
-    def _tell(self, each: Telling) -> None:
+    def _tell(self, each: Hint) -> None:
         try:
             each.session.hint(each.tokens, answer_tokens=each.answer_tokens, due_in_s=each.due_in_s)
         except Exception as error:  # as above
