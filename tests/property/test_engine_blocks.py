@@ -30,6 +30,7 @@ from kvstore_engine.blocks import (
     swap_out,
 )
 from kvstore_engine.pool import PoolExhausted
+from tests.reference.block_invariants import check_blocks
 from tests.reference.examples import examples
 from tests.reference.twin_compute import twin_pool
 
@@ -215,7 +216,7 @@ class Blocks(RuleBasedStateMachine):
     @invariant()
     def every_sequence_reads_its_own_rows(self) -> None:
         if hasattr(self, "space"):
-            self.space.check([sequence.block_table for sequence in self.live])
+            check_blocks(self.space, [sequence.block_table for sequence in self.live])
             for sequence in self.live:
                 slots = self._slots(sequence.block_table, 0, sequence.computed)
                 assert self._rows()[slots, 0].tolist() == sequence.rows

@@ -11,6 +11,7 @@ import pytest
 from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings, Observer
 from kvstore_engine.restore import CostModel, KvSession, RestoreReport
 from tests.reference.batch_runs import Outcome, check, request, run
+from tests.reference.block_invariants import check_blocks
 from tests.reference.memory_session import MemorySession
 from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, twin_pool
 
@@ -82,7 +83,7 @@ def _holding(prompt: list[int]) -> MemorySession:
 def _stored(engine: BatchEngine) -> None:
     """Wait until all that was offered is stored."""
     engine.close()
-    engine.parts.space.check([])
+    check_blocks(engine.space, [])
 
 
 def test_what_one_engine_computed_another_restores() -> None:
@@ -162,7 +163,7 @@ def test_who_waits_for_blocks_is_told_of_as_well(monkeypatch: pytest.MonkeyPatch
     run(engine)
     for n in range(1, 4):
         engine.add(request(str(n), _prompt(n, 320), 60))
-    assert engine.parts.run_queue.free_places > 3
+    assert engine.scheduler.run_queue.free_places > 3
     run(engine)
     _stored(engine)
     assert session.due and {blocks for blocks, _ in session.due} == {5}
@@ -383,14 +384,14 @@ def test_what_must_be_promoted_is_waited_for_by_its_own_request_only() -> None:
     warm.add(request("new", _prompt(2, 50), 30))
     outcome = Outcome()
     waits: list[float] = []
-    wait = warm.parts.fetcher.wait
+    wait = warm.restorer.fetcher.wait
 
     def noted(fetches: Any, timeout_s: float) -> None:
         if session.is_promoting:
             waits.append(timeout_s)
         wait(fetches, timeout_s)
 
-    warm.parts.fetcher.wait = noted  # type: ignore[method-assign]
+    warm.restorer.fetcher.wait = noted  # type: ignore[method-assign]
     while ("new", 0) not in outcome.finished:
         outcome.take(warm.step())
     assert ("slow", 0) not in outcome.tokens
@@ -473,7 +474,7 @@ def test_a_daemon_that_hangs_on_a_put_stops_no_answer() -> None:
     outcome = run(engine)
     for n in range(4):
         assert outcome.tokens[str(n), 0] == answer_alone(_prompt(n, 200), 100)
-    assert engine.parts.storer.outstanding > 0
+    assert engine.storer.outstanding > 0
     session.stored.set()
     _stored(engine)
     assert len(session.inner.blocks) == 4 * (299 // 64)

@@ -16,6 +16,7 @@ from kvstore_engine.blocks import (
     swap_out,
 )
 from kvstore_engine.pool import PoolExhausted
+from tests.reference.block_invariants import check_blocks
 from tests.reference.twin_compute import twin_pool
 
 _A, _B, _C = ([letter] * 16 for letter in (1, 2, 3))
@@ -47,7 +48,7 @@ def test_a_used_block_is_never_given_up_and_the_least_recently_used_goes_first()
     assert [node.users for node in space.trie.match("", space.keys(np.array(_B, np.int32)))] == []
     with pytest.raises(PoolExhausted):
         space.claim("", np.array([5] * 48, np.int32))
-    space.check([again, last])
+    check_blocks(space, [again, last])
 
 
 def test_a_sequence_that_generates_what_another_waits_for_gives_it() -> None:
@@ -59,7 +60,7 @@ def test_a_sequence_that_generates_what_another_waits_for_gives_it() -> None:
     assert space.ready_tokens(waiting, 0) == 32
     assert (space.pool.planes[:, waiting.blocks[1]] == 7).all()
     assert first.blocks[1] == waiting.blocks[1]
-    space.check([first, waiting])
+    check_blocks(space, [first, waiting])
 
 
 def test_a_swapped_sequence_gets_its_own_bits_back_although_others_computed_them_anew() -> None:
@@ -77,7 +78,7 @@ def test_a_swapped_sequence_gets_its_own_bits_back_although_others_computed_them
     ((back, copied),) = swap_in(space, host, swapped, [tokens])
     assert copied == 3 and (space.pool.planes[:, back.blocks] == 3).all()
     assert host.used_blocks == 0
-    space.check([back])
+    check_blocks(space, [back])
 
 
 def test_a_block_that_stayed_is_not_copied() -> None:
@@ -87,7 +88,7 @@ def test_a_block_that_stayed_is_not_copied() -> None:
     swapped = swap_out(space, host, [(block_table, 33)])
     ((back, copied),) = swap_in(space, host, swapped, [np.array(_A + _B + [1], np.int32)])
     assert copied == 1
-    space.check([back])
+    check_blocks(space, [back])
 
 
 def test_host_memory_stays_between_swaps_and_goes_back_when_none_come() -> None:
@@ -101,16 +102,16 @@ def test_host_memory_stays_between_swaps_and_goes_back_when_none_come() -> None:
     assert resident >= 8 * one
     host.free(places)
     for _ in range(31):
-        host.look()
+        host.trim_if_unused()
     host.free(host.save([1]))  # somebody needs it still
     for _ in range(31):
-        host.look()
+        host.trim_if_unused()
     assert host.resident_bytes == resident
-    host.look()
+    host.trim_if_unused()
     assert host.resident_bytes == 0
     places = host.save([1])
     for _ in range(100):
-        host.look()
+        host.trim_if_unused()
     assert host.resident_bytes > 0  # it holds somebody's K/V
     host.free(places)
     host.trim()
@@ -125,7 +126,7 @@ def test_sequences_that_grow_side_by_side_share_out_what_is_free() -> None:
             space.extend(block_table, count * 16)
     pieces = [count_runs(block_table.ids) for block_table in block_tables]
     assert max(pieces) <= 4 and sum(pieces) <= 20, pieces
-    space.check(block_tables)
+    check_blocks(space, block_tables)
 
 
 def _scattered(space: BlockSpace, count: int) -> tuple[BlockTable, list[int]]:
@@ -152,7 +153,7 @@ def test_compaction_moves_only_what_pays_and_keeps_every_byte() -> None:
     assert done.runs_before == 16 and done.runs_after == 1 and done.gain_s > 0
     for index, block in enumerate(block_table.blocks):
         assert (space.pool.planes[:, block] == index).all()
-    space.check([block_table])
+    check_blocks(space, [block_table])
 
 
 def test_a_compaction_that_cannot_pay_does_not_look_for_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +193,7 @@ def test_compaction_leaves_shared_blocks_where_they_are() -> None:
     assert Compactor(space, costs).compact(block_table, 1e6).moved_blocks == 0
     space.release(child)
     assert Compactor(space, costs).compact(block_table, 1e6).runs_after == 1
-    space.check([block_table])
+    check_blocks(space, [block_table])
 
 
 def test_the_cost_of_a_move_is_learnt_from_moves_and_forgotten_with_time() -> None:

@@ -1,90 +1,38 @@
-"""Puts a step together: every running answer's next token, and prompt tokens as far as the budget goes.
+"""Puts a batch together: the next token of each running answer, and prompt tokens as far as the budget allows.
 
-Owns the rules by which a prompt is cut, and the borrowed copies of a step. It never computes and never preempts by
-itself: where blocks are short it asks for room.
+Owns the rules by which a prompt is cut, and a step's borrowed copies of blocks. It never computes, and never preempts
+by itself: where blocks are short it calls `make_room`.
 
-Order of the rows: whole pieces of prompts, then the ends of prompts, then decodes. ggml may treat the last `n % 4` rows
-of a step with another kernel (graph.plan), so that all but these few rows are computed alike however a prompt is cut;
-pieces are cut at block boundaries, which are multiples of 4.
+Order of the rows: whole pieces of prompts, then the ends of prompts, then decodes. ggml may compute the last `n % 4`
+rows of a step with another kernel (graph.plan), so that all other rows are computed alike however a prompt is cut.
+Pieces are cut at block boundaries, which are multiples of 4.
 
-A sequence that is alone in its step also computes the end of its prompt, what follows the last whole block before the
-end, in a step of its own: a product of very few rows is of yet another kernel, and with that rule an answer has the
-same bits whether its prompt was computed, shared or restored, as in graph.plan. In company that cannot be had, and a
-prompt is not delayed for it.
+A sequence that is alone in its step computes the end of its prompt, what follows the last whole block before the end,
+in a step of its own: a product of very few rows uses yet another kernel, and with that rule an answer has the same bits
+whether its prompt was computed, shared or restored, as in graph.plan. Beside other sequences this is not possible, and
+a prompt is not delayed for it.
 
-A prompt whose blocks are all there already still needs the logits of its last token. Its last rows are computed into a
-borrowed copy of its last block, so that a shared block is never written again.
+A prompt whose blocks are all ready still needs the logits of its last token. Its last rows are computed into a borrowed
+copy of its last block, so that a shared block is never written again.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Series
-from dataclasses import dataclass, field, replace
 
-from kvstore_engine.batching.observer import SequencePart
+from kvstore_engine.batching.batch import Batch, BatchPart
+from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace, TrieNode
-from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.policies import StepBudget
 from kvstore_engine.pool import PoolExhausted
 
 _ROW_GROUP = 4  # see above
 
 
-@dataclass(slots=True)
-class BatchPart:
-    """One sequence's rows in a step: [begin, end) of its tokens; `borrowed` replaces the block of `begin`."""
-
-    sequence: Sequence
-    begin: int
-    end: int
-    is_decode: bool
-    borrowed: int | None = None
-
-    @property
-    def has_output(self) -> bool:
-        """Its last token's logits are wanted."""
-        return self.end == self.sequence.length
-
-    def slice(self, block_tokens: int) -> SequenceSlice:
-        """As the compute object wants it."""
-        table = self.sequence.held.ids
-        if self.borrowed is not None:
-            table = table.copy()
-            table[self.begin // block_tokens] = self.borrowed
-        tokens = self.sequence.tokens[self.begin : self.end]
-        return SequenceSlice(tokens, self.begin, table, "last" if self.has_output else "none")
-
-
-@dataclass(slots=True)
-class Batch:
-    """The parts of a step, in the order of its rows."""
-
-    parts: list[BatchPart] = field(default_factory=list)
-    budget_tokens: int = 0
-
-    @property
-    def decodes(self) -> list[tuple[int, int]]:
-        return [(1, part.begin) for part in self.parts if part.is_decode]
-
-    @property
-    def prefill_tokens(self) -> int:
-        return sum(part.end - part.begin for part in self.parts if not part.is_decode)
-
-    def record(self) -> tuple[SequencePart, ...]:
-        """For observers: one for each answer. The beams of a search are one, with the rows of all."""
-        found: dict[tuple[str, int], SequencePart] = {}
-        for part in self.parts:
-            key, rows = (part.sequence.request.id, part.sequence.index), part.end - part.begin
-            if (known := found.get(key)) is not None:
-                found[key] = replace(known, tokens=known.tokens + rows)
-            else:
-                found[key] = SequencePart(*key, "decode" if part.is_decode else "prefill", rows, part.begin)
-        return tuple(found.values())
-
-
 class BatchPlanner:
-    """Plans steps over one space. `make_room(sequence)` preempts somebody, maybe `sequence` itself; False if nobody is
-    left to.
+    """Plans batches over one space.
+
+    `make_room(sequence)` preempts a unit, perhaps that of `sequence`, and returns False if no other unit runs.
     """
 
     def __init__(
@@ -94,33 +42,34 @@ class BatchPlanner:
         *,
         most_tokens: int,
         make_room: Callable[[Sequence], bool],
-        found: Callable[[Sequence, int], None],
+        observer: Observer,
+        clock: Callable[[], float],
     ) -> None:
-        """`found(sequence, tokens)` is told of prompt tokens that others have computed."""
         self._space = space
         self._budget = budget
         self._most_tokens = most_tokens
         self._make_room = make_room
-        self._found = found
+        self._observer = observer
+        self._clock = clock
 
     def skip_ready(self, sequence: Sequence) -> None:
-        """Go past what others have put into the sequence's blocks."""
+        """Advance `sequence` past the blocks that other sequences have filled."""
         ready = self._space.ready_tokens(sequence.held, sequence.computed)
         if ready > sequence.computed:
             last = (sequence.length - 1) // _ROW_GROUP * _ROW_GROUP
-            self._found(sequence, sequence.reach(max(sequence.computed, min(ready, last)), "local"))
+            new = sequence.advance_to(max(sequence.computed, min(ready, last)), "local")
+            if new:
+                self._observer.restored(sequence.request.id, sequence.index, "local", new, self._clock())
 
-    def is_asked(self, sequence: Sequence) -> bool:
-        """Somebody has asked the daemon for the next block: it is coming, or has to be computed by one of those that
-        want it.
-        """
+    def is_requested(self, sequence: Sequence) -> bool:
+        """The next block was requested from the daemon already: it is being restored, or has to be computed."""
         node = self._next_node(sequence)
-        return node is not None and node.asked
+        return node is not None and node.requested
 
     def plan(self, decoding: Series[Sequence], prompts: Series[Sequence]) -> Batch:
-        """The next step: `decoding` in the order in which they keep their blocks, `prompts` by whose turn it is."""
+        """The next step. `decoding`: those that yield last first; `prompts`: in the order in which they are served."""
         planned = {sequence: part for sequence in decoding if (part := self._decode(sequence)) is not None}
-        # Beams go on together: those of a unit of which one has no block left wait with it.
+        # Beams step together: if one has no block, all of its unit wait.
         decodes = [part for sequence, part in planned.items() if all(beam in planned for beam in sequence.unit)]
         budget = 0
         if prompts:
@@ -143,13 +92,13 @@ class BatchPlanner:
         for part in (*whole, *ends, *decodes):
             if part.sequence.block_table is not None:
                 parts.append(part)
-            elif part.borrowed is not None:  # making room for a later one has preempted it
+            elif part.borrowed is not None:  # preempted to make room for a later part
                 self._space.references.release([part.borrowed])
         return Batch(parts, budget)
 
-    def release_borrowed(self, plan: Batch) -> None:
-        """The step is over."""
-        for part in plan.parts:
+    def release_borrowed(self, batch: Batch) -> None:
+        """Free the borrowed copies once the step is over."""
+        for part in batch.parts:
             if part.borrowed is not None:
                 self._space.references.release([part.borrowed])
                 part.borrowed = None
@@ -190,7 +139,7 @@ class BatchPlanner:
         return BatchPart(sequence, begin, end, is_decode=False) if end > begin else None
 
     def _borrowing(self, sequence: Sequence) -> BatchPart | None:
-        """All blocks are there: compute the last rows into a copy."""
+        """All blocks are ready: compute the last rows into a copy."""
         index = sequence.computed // self._space.block_tokens
         while sequence.block_table is not None:
             borrowed = None
@@ -199,7 +148,7 @@ class BatchPlanner:
             except PoolExhausted:
                 if self._make_room(sequence):
                     continue
-                # Alone, with every block in use: nobody else reads the block, and the rows become what they are.
+                # Alone, with every block in use: no other sequence reads the block, and the rows get the same values.
                 if sequence.held.nodes[index].users > 1:
                     return None
             return BatchPart(sequence, sequence.computed, sequence.length, is_decode=False, borrowed=borrowed)

@@ -1,9 +1,9 @@
 """One sequence's blocks.
 
-Owns the table and the list of trie nodes that its head is shared through. It never allocates, counts or copies:
-that is `space.BlockSpace`, which alone changes a block table.
-Invariants: block i holds positions [16i, 16i + 16); the first `len(nodes)` blocks are those of the nodes, which form a
-path from the tenant's root; the others are this sequence's own, or shared with its forks.
+Owns the ids and the trie nodes through which its leading blocks are shared. It never allocates, counts or copies: only
+`space.BlockSpace` changes a block table. Invariants: block i holds positions [16i, 16i + 16), with blocks of 16 tokens;
+the first `len(nodes)` blocks are those of the nodes, a path from the tenant's root; the others are this sequence's own,
+or shared with its forks.
 """
 
 import numpy as np
@@ -27,12 +27,12 @@ class BlockTable:
 
     @property
     def ids(self) -> npt.NDArray[np.int32]:
-        """Engine block ids, int32 [count]; a view that the next change of the block table may change."""
+        """Engine block ids, int32 [count]; a view that is valid until the next change of the table."""
         return self._table[: self.count]
 
     @property
     def blocks(self) -> list[int]:
-        """The same as plain numbers."""
+        """The same as a list."""
         ids: list[int] = self.ids.tolist()
         return ids
 
@@ -46,7 +46,7 @@ class BlockTable:
         self.count = needed
 
     def replace(self, index: int, block: int) -> None:
-        """Block `index` is another one from now on."""
+        """Make `block` the block number `index`."""
         self.ids[index] = block
 
     def clear(self) -> None:

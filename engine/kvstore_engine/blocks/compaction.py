@@ -1,10 +1,9 @@
 """Moves a sequence's scattered blocks together when that saves more than it costs.
 
-Owns the decision and the moves. A move is one more copy of its bytes, so it pays only by the transfers that follow it:
-runs saved x measured seconds per run x expected transfers, against the measured seconds of the move. Where it does not
-pay, nothing is moved: that holds for every single move, with a margin for the errors of the measurements. To decline,
-as it mostly does, costs next to nothing.
-Invariants: only blocks without another holder are moved; a move goes to free blocks; tokens keep their order.
+Owns the decision and the moves. A move is one more copy of its bytes, so it pays only through later transfers: runs
+saved x measured seconds per run x expected transfers, against the measured seconds of the move. Every single move must
+pay, with a margin for errors of the measurements. The usual case, that none does, is decided in microseconds.
+Invariants: only blocks with one holder are moved; the targets are free blocks; tokens keep their order.
 """
 
 import math
@@ -22,8 +21,8 @@ from kvstore_engine.blocks.transfer_costs import TransferCosts
 from kvstore_engine.free_list import free_runs
 
 Bools = npt.NDArray[np.bool_]
-_ASKED_ALIKE = 16  # times between two looks at the costs, which change slowly
-_MARGIN = 1.25  # both costs are estimates, and what they are wrong by must not make a move a loss
+_REFRESH_CALLS = 16  # between two looks at the costs, which change slowly
+_MARGIN = 1.25  # both costs are estimates: their errors must not make a move a loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Table entries [first, first + count), `sources` pieces, to the free blocks [target, target + count); the sequence
-    lies in `runs` pieces less then.
+    """Table entries [first, first + count), which are in `sources` pieces, to the free blocks [target, target + count).
+    The sequence has `runs` pieces fewer afterwards.
     """
 
     first: int
@@ -53,14 +52,14 @@ class Move:
 
     @property
     def pieces(self) -> int:
-        """That the move reads and writes."""
+        """Pieces that the move reads and writes."""
         return self.sources + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """What was done for one sequence; `gain_s` is the expected saving less the expected cost of the moves. Runs are
-    counted only where something was moved.
+    """What was moved for one sequence. `gain_s`: expected saving less expected cost. Runs are counted only if blocks
+    were moved.
     """
 
     moved_blocks: int = 0
@@ -81,16 +80,16 @@ class Compactor:
         self._costs = costs
         self._clock = clock
         self._block_bytes = space.pool.payload_bytes(1)
-        self._least_runs = math.inf  # to be saved in all transfers together, to pay for moving a single block
-        self._asked = 0
+        self._least_runs = math.inf  # that all transfers together must save to pay for moving one block
+        self._calls = 0
 
     def compact(self, table: BlockTable, transfers: float) -> Compaction:
-        """Move what pays if the sequence is copied `transfers` more times, as a whole."""
-        if self._asked % _ASKED_ALIKE == 0:
+        """Make the moves that pay if the whole sequence is copied `transfers` more times."""
+        if self._calls % _REFRESH_CALLS == 0:
             run_s = self._costs.run_s
             self._least_runs = self._cost_s(1, 2) / run_s if run_s else math.inf
-        self._asked += 1
-        # The shortest way to decline: of code that runs seldom each line is a cache miss.
+        self._calls += 1
+        # The usual case first: in code that runs rarely each line is a cache miss.
         if max(2, table.count - 1) * transfers <= self._least_runs:
             return _NOTHING
         saved_s = self._costs.run_s * transfers
@@ -104,21 +103,21 @@ class Compactor:
             self._apply(table, move)
             moved, gain_s = moved + move.count, gain_s + gain
             last_s, done_s = done_s, self._clock()
-            # Of small pieces half of a move's time is not copying: finding it, and keeping the books.
+            # Half of the time of a small move is not copying: it is finding the move and updating references.
             self._costs.observe_move(move.count * self._block_bytes, move.pieces, done_s - last_s)
         if not moved:
             return _NOTHING
         return Compaction(moved, before, count_runs(table.ids), gain_s, done_s - began_s)
 
     def _can_pay(self, table: BlockTable, runs: int, saved_s: float) -> bool:
-        """Whether a block that joins two pieces would, or the whole in one place, if it lies in so many runs."""
+        """Whether moving one block that joins two pieces can pay, or moving all of `runs` pieces to one place."""
         return 2 * saved_s > self._cost_s(1, 2) or self._whole_pays(table, runs, saved_s)
 
     def _whole_pays(self, table: BlockTable, runs: int, saved_s: float) -> bool:
         return (runs - 1) * saved_s > self._cost_s(table.count, runs + 1)
 
     def _best(self, table: BlockTable, saved_s: float) -> tuple[float, Move] | None:
-        """The move that gains most, where a run less saves `saved_s`."""
+        """The move that gains most, if one run fewer saves `saved_s`."""
         runs = count_runs(table.ids)
         if not self._can_pay(table, runs, saved_s):
             return None
@@ -136,7 +135,7 @@ class Compactor:
         return best
 
     def _joining(self, table: BlockTable, pieces: list[_Piece], worth: list[int]) -> Iterator[Move]:
-        """Each of the pieces `worth` it to where its neighbour ends or begins."""
+        """Moves of the pieces `worth` moving to where a neighbour ends or begins."""
         free = self._space.pool.free_flags
         for index in worth:
             first, start, count = pieces[index].first, pieces[index].start, pieces[index].count
@@ -148,7 +147,7 @@ class Compactor:
                     yield Move(first, count, 1, target, (target == before) + (target == behind))
 
     def _gathering(self, table: BlockTable, pieces: list[_Piece]) -> Iterator[Move]:
-        """The whole to one place."""
+        """The move of all blocks to one place."""
         starts, lengths = free_runs(self._space.pool.free_flags)
         fitting = np.flatnonzero(lengths >= table.count)
         if fitting.size and all(self._is_movable(table, piece) for piece in pieces):
@@ -156,7 +155,7 @@ class Compactor:
             yield Move(0, table.count, len(pieces), int(starts[smallest]), len(pieces) - 1)
 
     def _cost_s(self, count: int, pieces: int) -> float:
-        """What moving `count` blocks must save, if it reads and writes so many pieces."""
+        """Seconds that moving `count` blocks in `pieces` must save."""
         return _MARGIN * self._costs.move_s(count * self._block_bytes, pieces)
 
     def _is_movable(self, table: BlockTable, piece: _Piece) -> bool:

@@ -1,29 +1,40 @@
-"""The blocks of all sequences: claims, growth, sharing, copy-on-write, and room made by giving up cached prefixes.
+"""The blocks of all sequences: claims, growth, sharing, copy-on-write, and room made by evicting cached prefixes.
 
-Owns which holding and which trie node refer to which block. It never computes K/V and never preempts: where the cached
-prefixes are not enough it raises PoolExhausted and has changed nothing.
-Invariants (`check` walks them): a block's count is the number of tables, nodes and pins that name it; a block that
-two tables name outside the trie is written only after it was copied; a node's block is written only until it is
-ready.
+Owns which block table and which trie node refer to which block. It never computes K/V and never preempts: where the
+cached prefixes are not enough it raises PoolExhausted and has changed nothing. Invariants (`check` walks them): a
+block's count is the number of tables, nodes and pins that name it; a block that two tables name outside the trie is
+written only after it was copied; a node's block is written only until it is ready.
 """
 
-from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.blocks.block_table import BlockTable
 from kvstore_engine.blocks.references import BlockReferences
-from kvstore_engine.blocks.statistics import SpaceStatistics
 from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
 from kvstore_engine.pool import BlockPool, PoolExhausted
 
 Int32Array = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class SpaceStatistics:
+    """Blocks by holder: used (by a sequence), cached (by the trie alone), free. The last three count events."""
+
+    blocks: int
+    used: int
+    cached: int
+    free: int
+    evicted: int
+    copied: int
+    deduplicated: int
+
+
 class BlockSpace:
-    """Hands out the blocks of `pool`. Not for use by two threads."""
+    """Allocates the blocks of `pool`. Not for use by two threads."""
 
     def __init__(self, pool: BlockPool, *, sharing: bool = True) -> None:
         self.pool = pool
@@ -35,7 +46,7 @@ class BlockSpace:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that are free or would be, once all unused prefixes are given up."""
+        """Blocks that are free, or would be if all unused prefixes were evicted."""
         return self.references.free_blocks + self.trie.unused
 
     def blocks_for(self, tokens: int) -> int:
@@ -58,20 +69,20 @@ class BlockSpace:
             for index, key in enumerate(keys):
                 known = len(numbers)
                 above = numbers.setdefault((above, key), known + 1)
-                if above > known:  # none of the texts before has this block
+                if above > known:  # no earlier text has this block
                     price += not (index < len(matched) and matched[index].users)
         return price
 
     def price_again(self, tokens: int, path: list[TrieNode], shared: int = 0) -> int:
-        """By how much `reclaim` would lower `available_blocks`, of whose blocks another has brought `shared` back."""
+        """By how much `reclaim` would lower `available_blocks`, with `shared` blocks of another sequence that is back."""
         kept = sum(1 for node in path[shared:] if node.users and node.is_attached)
         return self.blocks_for(tokens) - shared - kept
 
     def claim(self, tenant: str, tokens: Int32Array) -> BlockTable:
         """Blocks for `tokens`: those of the longest known prefix, and new ones. PoolExhausted, then nothing changed.
 
-        The whole blocks are shared with whoever comes later, from now on: the caller computes those that are not
-        `ready`, or waits for another sequence that does.
+        The whole blocks are shared with later claims from now on: the caller computes those that are not `ready`, or
+        waits for another sequence that does.
         """
         table = BlockTable(tenant)
         keys = self.keys(tokens) if self.is_sharing else []
@@ -81,7 +92,7 @@ class BlockSpace:
         try:
             blocks = self.allocate(self.blocks_for(len(tokens)) - len(matched), matched[-1].block if matched else None)
         except PoolExhausted:
-            self.references.release([*self.trie.leave(matched), *(node.block for node in matched)])
+            self.references.release([*self.trie.release(matched), *(node.block for node in matched)])
             raise
         table.nodes = matched
         table.append([node.block for node in matched])
@@ -117,7 +128,7 @@ class BlockSpace:
         for key, block in zip(self.keys(tokens[:computed])[kept:] if is_gapless else (), blocks, strict=False):
             parent = table.nodes[-1] if table.nodes else None
             if not self.is_sharing or self.trie.child(tenant, parent, key) is not None:
-                break  # somebody else's block stands there: ours stay our own
+                break  # another sequence's block is there: the rest stay unshared
             table.nodes.append(self.trie.add(tenant, parent, key, block))
             self.references.share(block)
         table.append(blocks)
@@ -131,7 +142,7 @@ class BlockSpace:
             table.append(self.allocate(missing, after))
 
     def ready_tokens(self, table: BlockTable, computed: int) -> int:
-        """Positions whose K/V are there, given that [0, computed) are: others may have put in what follows."""
+        """Positions whose K/V are ready, given that [0, computed) are: other sequences may have filled those after."""
         if computed % self.block_tokens:
             return computed
         index = computed // self.block_tokens
@@ -140,7 +151,7 @@ class BlockSpace:
         return index * self.block_tokens
 
     def seal(self, table: BlockTable, tokens: Int32Array, begin: int, end: int) -> None:
-        """Positions [begin, end) of `tokens` have been computed: the blocks that are now whole are shared."""
+        """Share the blocks that are whole now that positions [begin, end) of `tokens` have been computed."""
         if not self.is_sharing:
             return
         for index in range(begin // self.block_tokens, end // self.block_tokens):
@@ -152,7 +163,7 @@ class BlockSpace:
     def make_writable(self, table: BlockTable, position: int) -> None:
         """Before `position` is written: copy its block if another table has it, too. PoolExhausted as `extend`.
 
-        Only for blocks outside the trie; to compute into a block that is ready, take `borrow_copy`.
+        Only for blocks outside the trie; to compute into a ready block, use `borrow_copy`.
         """
         index = position // self.block_tokens
         assert index >= len(table.nodes), "a shared prefix is not written again"
@@ -184,23 +195,21 @@ class BlockSpace:
         return child
 
     def release(self, table: BlockTable) -> None:
-        """Give the blocks back; whole ones that were computed stay in the trie until their room is needed."""
+        """Release the blocks; whole computed ones stay in the trie until their room is needed."""
         blocks = table.blocks
-        dropped = self.trie.leave(table.nodes)
+        dropped = self.trie.release(table.nodes)
         table.clear()
         self.references.release([*blocks, *dropped])
 
     def discard(self, table: BlockTable) -> None:
-        """`release`, but what nobody else uses of it leaves the trie, with all that was computed after it: its K/V are
-        not to be trusted. What others use at the moment is theirs to judge.
-        """
+        """`release` a table whose K/V cannot be trusted: blocks without another user leave the trie, with all below."""
         own = next((node for node in table.nodes if node.users == 1), None)
         self.release(table)
         if own is not None and own.is_attached:
             self.references.release(self.trie.prune(own))
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Keep `blocks` allocated until `unpin`, whoever else lets go of them."""
+        """Keep `blocks` allocated until `unpin`."""
         for block in blocks:
             self.references.share(block)
 
@@ -208,11 +217,11 @@ class BlockSpace:
         self.references.release(blocks)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` blocks with one holder, the caller; gives up cached prefixes for them."""
+        """`count` blocks with one holder, the caller. Evicts cached prefixes for them."""
         if count > self.available_blocks:
-            raise PoolExhausted(f"{count} blocks wanted, {self.available_blocks} of {self.pool.blocks} can be had")
+            raise PoolExhausted(f"{count} blocks wanted, {self.available_blocks} of {self.pool.blocks} are available")
         while self.references.free_blocks < count:
-            block = self.trie.give_up()
+            block = self.trie.evict()
             if block is None:  # an unused node whose block is pinned: it frees nothing
                 raise PoolExhausted(f"{count} blocks wanted, {self.references.free_blocks} are free")
             self._evicted += 1
@@ -220,7 +229,7 @@ class BlockSpace:
         return self.references.allocate(count, after)
 
     def relocate(self, table: BlockTable, index: int, block: int) -> None:
-        """Block `index`, which has no other holder but its own node, has been copied to `block`, which is ours."""
+        """Replace block `index`, which has no holder but this table and its node, by `block`, its copy."""
         old = int(table.ids[index])
         if index < len(table.nodes):
             table.nodes[index].block = block
@@ -230,7 +239,7 @@ class BlockSpace:
         self.references.release([old])
 
     def is_alone(self, table: BlockTable, index: int) -> bool:
-        """Nobody else names block `index` of `table`."""
+        """No other holder names block `index` of `table`."""
         if index < len(table.nodes):
             return table.nodes[index].users == 1 and self.references.count(int(table.ids[index])) == 2
         return self.references.count(int(table.ids[index])) == 1
@@ -247,37 +256,12 @@ class BlockSpace:
             deduplicated=self._deduplicated,
         )
 
-    def check(self, tables: Iterable[BlockTable], pinned: Iterable[int] = ()) -> None:
-        """Walk the invariants, given all tables and pins. AssertionError says which is broken."""
-        wanted, users = Counter(pinned), Counter[int]()
-        for table in tables:
-            wanted.update(table.blocks)
-            users.update(map(id, table.nodes))
-            parent: TrieNode | None = None
-            for index, node in enumerate(table.nodes):
-                assert node.block == table.ids[index], "a table names another block than its node"
-                assert node.is_attached and (parent is None or node.parent is parent), "a path with a gap"
-                parent = node
-        nodes = [node for _, node in self.trie]
-        wanted.update(node.block for node in nodes)
-        assert len(nodes) == self.trie.nodes and sum(not node.users for node in nodes) == self.trie.unused
-        for node in nodes:
-            assert node.users == users[id(node)], "a node's users are miscounted"
-            assert node.users or node.ready, "an unused node without K/V"
-            above = node.parent
-            assert above is not None and (above.parent is None or above.ready or not node.ready), (
-                "ready below not ready"
-            )
-        for block in range(self.pool.blocks):
-            assert self.references.count(block) == wanted[block], f"block {block} is miscounted"
-        assert self.references.free_blocks == self.pool.free_blocks
-
     def _use(self, node: TrieNode) -> None:
         self.trie.use(node)
         self.references.share(node.block)
 
     def _attach(self, table: BlockTable, tokens: Int32Array, index: int) -> None:
-        """Block `index` is whole and the first outside the trie: add it, or take the one that is there."""
+        """Add block `index`, which is whole and the first outside the trie, or use the one that is there."""
         first = index * self.block_tokens
         key = np.ascontiguousarray(tokens[first : first + self.block_tokens], np.int32).tobytes()
         parent = table.nodes[-1] if table.nodes else None
@@ -289,7 +273,7 @@ class BlockSpace:
             node.ready = True
             table.nodes.append(node)
         elif known.loader is None:
-            if not known.ready:  # others wait for it: let them have ours
+            if not known.ready:  # others wait for it: give them a copy
                 self.pool.copy_blocks([block], [known.block])
                 known.ready = True
             self._use(known)

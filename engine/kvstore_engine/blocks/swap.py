@@ -1,11 +1,11 @@
-"""Takes sequences' blocks out of the pool, bytes and all, and brings them back.
+"""Copies sequences' blocks out of the pool to host memory, and back.
 
-Owns what is remembered of a swapped sequence. It never decides whom to swap. What comes back is the same bits: a block
-that stayed in the trie all the while is taken again as it is; one that was given up and computed again by somebody else
-is not, since a recomputed block may differ in its rounding.
+Owns the record of a swapped sequence. It never decides which to swap. The K/V that are swapped in have the same bits: a
+block that stayed in the trie is used again; one that was evicted and computed again by another sequence is not, since
+recomputing may round differently.
 
-Sequences that are swapped together (the beams of one request) come back together. A block that several of them held is
-copied once, and they share it again: each remembers from which of the earlier ones, its base, it has its beginning.
+Sequences that are swapped out together (the beams of one request) are swapped in together. A block that several of them
+held is copied once, and shared again: each records the earlier one, its base, with which it shares its beginning.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SwappedBlocks:
-    """The K/V of positions [0, computed): the first `shared` blocks are those of the sequence number `base` of those
-    that were swapped together, the others are in `places` of the host pool. `path` was the part in the trie.
+    """The K/V of positions [0, computed). The first `shared` blocks are those of sequence number `base` of those
+    swapped together; the others are in `places` of the host pool. `path` was the part in the trie.
     """
 
     tenant: str
@@ -41,9 +41,9 @@ class SwappedBlocks:
 
 
 def own_parts(tables: Sequence[list[int]]) -> list[tuple[int, int]]:
-    """For each of `tables` an earlier one, and how many leading blocks it has in common with that; the most there are.
+    """For each of `tables` the earlier one with most leading blocks in common, and how many they are.
 
-    Sequences have blocks in common only from the first on, so the rest is nobody else's.
+    Sequences share only leading blocks, so no other one has the rest.
     """
     parts = []
     for number, table in enumerate(tables):
@@ -54,7 +54,7 @@ def own_parts(tables: Sequence[list[int]]) -> list[tuple[int, int]]:
 
 
 def swap_out(space: BlockSpace, host: HostPool, held: Sequence[tuple[BlockTable, int]]) -> list[SwappedBlocks]:
-    """For each holding and number of computed positions: copy these to the host and release the block table.
+    """Copy the computed positions of each block table to the host, and release the table. `held`: (table, positions).
 
     HostPoolFull: nothing has changed.
     """

@@ -1,4 +1,4 @@
-"""Who computes when: the order of requests, the tokens of a step, and who has to wait or to yield."""
+"""Pure rules of scheduling: the order of sequences, the prompt tokens of a step, the load that is accepted."""
 
 from kvstore_engine.policies.admission import Admission, Overloaded
 from kvstore_engine.policies.budget import StepBudget

@@ -4,7 +4,7 @@ from kvstore_engine.policies.policy import Candidate, Rank
 
 
 class FirstCome:
-    """Nobody is displaced; where memory is short, the latest yields. The oldest thus always finishes."""
+    """No sequence is displaced; where blocks are short, the latest yields, so the oldest always finishes."""
 
     def turn(self, candidate: Candidate, now_s: float) -> Rank:
         return candidate.served, candidate.order

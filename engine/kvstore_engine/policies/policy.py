@@ -1,10 +1,8 @@
-"""Who goes first, and who has to yield: the contract of a policy.
+"""The contract of a policy: which sequence is served first, and which yields first.
 
-Owns the terms in which a policy sees a sequence. A policy never sees tokens or blocks and acts on nothing.
-
-The implementation MUST be a pure function of its arguments; MUST let every sequence that waits long enough come first
-(no starvation); and MUST NOT let two sequences displace each other in turns: `displaces(a, b)` implies that b does not
-displace a until it has waited on.
+A policy never sees tokens or blocks and acts on nothing. The implementation MUST be a pure function of its arguments;
+MUST rank a sequence that waits long enough first (no starvation); and MUST NOT let two sequences displace each other in
+turns: `displaces(a, b)` implies that b does not displace a until it has waited.
 """
 
 from dataclasses import dataclass
@@ -18,10 +16,10 @@ class Candidate:
     """What a policy knows of a sequence.
 
     order:       number of its arrival.
-    since_s:     since when it waits, this time.
-    level:       its priority when it was admitted last, waiting included; its plain priority before.
-    remaining_s: how long it would still run, as predicted.
-    served:      what its tenant has been given so far (scheduler.fairness).
+    since_s:     when it began to wait, this time.
+    level:       its priority when it was last admitted, raised by waiting; before that, its plain priority.
+    remaining_s: predicted time until it ends, once it runs.
+    served:      what its tenant has been served so far (`fairness`).
     """
 
     order: int
@@ -34,20 +32,20 @@ class Candidate:
 
 
 class Policy(Protocol):
-    """An order of sequences. Smaller ranks first."""
+    """An order of sequences. The smallest rank is first."""
 
     def turn(self, candidate: Candidate, now_s: float) -> Rank:
-        """For those that wait: for admission, or for prompt tokens in a step."""
+        """The order of those that wait for admission, or for prompt tokens in a step."""
         ...
 
     def yields(self, candidate: Candidate, now_s: float) -> Rank:
-        """For those that run: where memory is short, the largest rank yields first."""
+        """The order of those that run: where blocks are short, the largest rank yields first."""
         ...
 
     def level(self, candidate: Candidate, now_s: float) -> float:
-        """The level at which a sequence that is admitted now goes on."""
+        """The level of a sequence that is admitted now."""
         ...
 
     def displaces(self, waiting: Candidate, running: Candidate, now_s: float) -> bool:
-        """Whether `waiting` is to run instead of `running`, where not both can."""
+        """Whether `waiting` is to run instead of `running`, if not both can."""
         ...

@@ -1,15 +1,15 @@
 """By priority, with preemption of running sequences and ageing.
 
-Who waits rises by one level every `level_s` seconds, and keeps the level at which it is admitted. So a lower priority
-is overtaken by whatever arrives, but not for ever; and who was displaced does not displace in turn before having
-waited on.
+A waiting sequence rises by one level every `level_s` seconds, and keeps the level at which it is admitted. So arrivals
+of a higher priority do not overtake it for ever, and a displaced sequence does not displace another before it has
+waited.
 """
 
 from kvstore_engine.policies.policy import Candidate, Rank
 
 
 class PriorityFirst:
-    """A higher level displaces a lower one; of one level the tenants take turns, then the first come."""
+    """A higher level displaces a lower one. Within a level tenants take turns, then the first arrival is first."""
 
     def __init__(self, level_s: float) -> None:
         self._level_s = level_s

@@ -1,8 +1,8 @@
 """Shortest remaining time first, with ageing.
 
 Schrage (1968) proved the rule best for the mean latency of one server; output lengths are predicted here, not known.
-Each second of waiting counts as `ageing` seconds less to go, so that a long request passes younger short ones in the
-end: one of r seconds is behind nobody that arrives r / ageing seconds after it.
+Each second of waiting counts as `ageing` seconds less work, so that a long request eventually passes short ones: one of
+r seconds is ahead of all that arrive r / ageing seconds after it.
 """
 
 from kvstore_engine.policies.policy import Candidate, Rank
@@ -11,8 +11,8 @@ _AHEAD = 0.25
 
 
 class ShortestRemaining:
-    """A running sequence is displaced only by one that is ahead by more than a quarter of what it has left: a
-    displacement costs something, and predictions err.
+    """A running sequence is displaced only by one that is ahead by more than a quarter of its remaining time, since
+    displacing has a cost and predictions have errors.
     """
 
     def __init__(self, ageing: float) -> None:

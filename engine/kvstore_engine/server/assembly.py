@@ -98,7 +98,6 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
             executor,
             pool,
             tokenizer,
-            context=context,
             settings=_settings(options),
             sessions=sessions,
             costs=costs,
