@@ -35,7 +35,7 @@ class UnsoundLogits(RuntimeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """One token of a beam, after those of `before`: beams with a common beginning share it. `top` as in `events.Token`."""
+    """One token of a beam, after those of `before`, which beams share. `top` as in `events.Token`."""
 
     before: "Link | None"
     token: int

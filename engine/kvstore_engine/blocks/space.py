@@ -74,7 +74,7 @@ class BlockSpace:
         return price
 
     def price_again(self, tokens: int, path: list[TrieNode], shared: int = 0) -> int:
-        """By how much `reclaim` would lower `available_blocks`, with `shared` blocks of another sequence that is back."""
+        """By how much `reclaim` would lower `available_blocks`, if `shared` blocks come from another sequence."""
         kept = sum(1 for node in path[shared:] if node.users and node.is_attached)
         return self.blocks_for(tokens) - shared - kept
 
