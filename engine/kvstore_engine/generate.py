@@ -64,7 +64,12 @@ class Generator:
             tokenizer,
             # Requests share blocks through the store alone, so that a report shows what the store provided.
             settings=EngineSettings(
-                max_running=1, prefill_tokens=PREFILL_STEP_TOKENS, prefix_sharing=False, swap_bytes=0, compaction=False
+                context=context,
+                max_running=1,
+                prefill_tokens=PREFILL_STEP_TOKENS,
+                prefix_sharing=False,
+                swap_bytes=0,
+                compaction=False,
             ),
             sessions=(lambda tenant: session) if session is not None else None,
             costs=self.costs,

@@ -109,4 +109,4 @@ def test_requests_of_two_tenants_restore_what_they_stored_and_survive_the_daemon
         for name, prompt in prompts.items():
             for seen in (outcome, last):
                 assert seen.tokens[name, 0] == answer_alone(prompt, 40)
-        check_blocks(hit.parts.space, [])
+        check_blocks(hit.space, [])

@@ -37,7 +37,7 @@ _IDLE_WAIT_S = 0.05  # for the daemon, with nothing to compute
 class BatchEngine:
     """Answers requests over `pool` with `compute`. `sessions(tenant)` is the tenant's session with the daemon, or None.
 
-    A prompt and its answer have at most `context` tokens: what `compute` and the pool allow.
+    A prompt and its answer have at most `context` tokens: what the settings, `compute` and the pool allow.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class BatchEngine:
         self.observer = FanOut(observer) if observer is not None else Observer()
         self.costs = costs or CostModel()
         limits = compute.limits
-        self.context = min(limits.max_context, pool.blocks * pool.block_tokens)
+        context = self.settings.context or limits.max_context
+        self.context = min(context, limits.max_context, pool.blocks * pool.block_tokens)
         self._sessions = sessions
         self._clock = clock
         self.space = BlockSpace(pool, sharing=self.settings.prefix_sharing)

@@ -13,6 +13,7 @@ POLICIES: tuple[PolicyName, ...] = ("fcfs", "shortest", "priority")
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """policy: which sequences are served first (kvstore_engine.policies).
+    context:         most tokens of a prompt and its answer; None: as many as the compute object and the pool allow.
     max_running:     most sequences in a step; the compute object's own limit applies as well.
     prefill_tokens:  most prompt tokens in a step without decodes.
     step_stretch:    with decodes running, a step may take this many times as long as one without prompts, or as the
@@ -29,6 +30,7 @@ class EngineSettings:
     """
 
     policy: PolicyName = "fcfs"
+    context: int | None = None
     max_running: int = 16
     prefill_tokens: int = 256
     step_stretch: float = 1.8
