@@ -16,7 +16,7 @@ from kvstore_client import Fingerprint, LayerGroup
 LAYERS, ROW_BYTES, BLOCK_TOKENS = 2, 2 * 64 * 4, 64  # K and V of 64 float32 for each layer and token
 FINGERPRINT = Fingerprint(
     model_name="tiny-engine",
-    weights_digest="v1",  # whatever changes a K/V byte must change the fingerprint: weights, dtype, layout, rope, LoRA
+    weights_digest="v1",  # all that changes a K/V byte must change the fingerprint: weights, dtype, layout, rope, LoRA
     kv_dtype="f32",
     block_tokens=BLOCK_TOKENS,
     groups=(LayerGroup(0, layers=tuple(range(LAYERS)), bytes_per_token_per_layer=ROW_BYTES),),
@@ -40,7 +40,7 @@ def answer(session: kvstore_client.Session, tokens: np.ndarray) -> tuple[int, in
             rows = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
             for layer in range(LAYERS):
                 cache[layer, rows] = lease.layer(block, layer).view(np.float32).reshape(BLOCK_TOKENS, 128)
-        if lease.valid:  # asked after the copy: only now it is certain that nobody recycled the bytes meanwhile
+        if lease.valid:  # checked after the copy: only now is it certain that the bytes did not change meanwhile
             restored = lease.tokens
     prefill(cache, tokens, restored)
 

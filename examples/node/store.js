@@ -41,7 +41,7 @@ function call(method, request) {
   });
 }
 
-// What the bytes depend on besides the tokens: canonical JSON (sorted keys, no spaces), every field present.
+// What the bytes depend on, apart from the tokens: canonical JSON (sorted keys, no spaces), every field present.
 const BLOCK_TOKENS = 64;
 const BLOCK_BYTES = 2 * 512 * BLOCK_TOKENS; // layers * bytes_per_token_per_layer * block_tokens
 const fingerprint = Buffer.from(

@@ -425,11 +425,30 @@ class Daemon:
         open_to_group(paths["data"], self.config.daemon.socket_group)
         if self.config.unary.enabled:
             await self._listen_unary(paths["unary"], health)
+        if self.config.metrics.listen:
+            self._listen_metrics(self.config.metrics.listen)
         self._handshake.start(listen_seqpacket(paths["handshake"], self.config.daemon.socket_group))
         self._stack.push_async_callback(self._streams.close)
         self._stack.callback(self._handshake.close)
         for path in paths.values():
             self._stack.callback(path.unlink, missing_ok=True)
+
+    def _listen_metrics(self, address: str) -> None:
+        from kvstored.admin.metrics import Snapshot  # 40 ms and 3 MB that only who scrapes needs
+        from kvstored.admin.metrics_endpoint import MetricsEndpoint
+
+        views, flows = self._views, self._store.flows
+
+        def take() -> Snapshot:
+            misses = {cause.name.lower(): blocks for cause, blocks in flows.misses.items()}
+            return Snapshot(views.status(), views.tiers(), views.tenants(), misses, self._latencies.snapshot())
+
+        host, port = address.rsplit(":", 1)
+        try:
+            endpoint = MetricsEndpoint(host, int(port), take)
+        except OSError as error:
+            raise StartupError(f"cannot listen on metrics.listen {address}: {error.strerror or error}") from None
+        self._stack.callback(endpoint.close)
 
     def _make_reload(self) -> Reload:
         store, tokens_file = self._store, self.config.unary.tokens_in_use

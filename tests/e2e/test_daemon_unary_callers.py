@@ -19,19 +19,21 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvstore_proto.v1 import admin_pb2
 from kvstore_proto.v1 import kvstore_pb2 as kv
 from kvstore_proto.v1 import unary_pb2 as pb
-from tests.reference.running_daemon import DaemonDied, RunningDaemon, model, payloads_of, running_daemon, tokens_of
+from tests.reference.running_daemon import (
+    DaemonDied,
+    RunningDaemon,
+    free_port,
+    model,
+    payloads_of,
+    running_daemon,
+    tokens_of,
+)
 from tests.reference.unary_client import by_tokens, names, unary_client
 
 MODEL = model()
 TOKENS = {"alpha": "correct horse", "beta": "battery staple"}
 TENANTS = "".join(f'[[tenant]]\nname = "{name}"\n' for name in TOKENS)
 STRANGERS = [None, "", "wrong", "correct hors", "correct horse2"]
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write_tokens(path: Path) -> Path:

@@ -23,7 +23,7 @@ _AMOUNT = re.compile(r"\d[\d,.:]*(?: (?:[KMGT]?i?B|ns|us|ms|s|min|h|d)(?:/s)?(?!
 _NOTHING = re.compile(r"(?<!\S)-(?!\S)")  # a cell of a table that has no number this time
 _PLURAL = re.compile(r"\b(block|client|lease|sample|slot|warning|ping)s?\b")
 _CLASS = re.compile(r"\b(?:hot|warm|cold)\b")  # what the policy expects of a block: it learns
-_PROGRESS = re.compile(r"kvctl \w+: \w+ \d+ of \d+")  # of a command that takes long; a terminal shows it and wipes it
+_PROGRESS = re.compile(r"kvctl \w+: \w+ \d+(?: of \d+)?")  # of a long command; a terminal wipes it
 _VARYING = (
     (_BARS, ""), (_VERSION, "#"), (_HASH, "#"), (_DURATION, "#"), (_RUN, "#"), (_AMOUNT, "#"), (_NOTHING, "#"),
     (_PLURAL, r"\1s"), (_CLASS, "class"),

@@ -16,7 +16,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,12 @@ def running_daemon(
             yield daemon
             if daemon.process is not None and daemon.process.poll() is None:
                 daemon.stop()
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager

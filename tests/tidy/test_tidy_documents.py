@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -124,11 +124,61 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", list(documents()), ids=relative)
+def test_links_lead_to_a_heading(document: Path) -> None:
+    """`[limits](degraded.md#limits)`: the page has a heading that GitHub gives this anchor."""
+    links = re.findall(r"\]\((?!https?://)([^)#\s]*\.md|)#([^)\s]+)\)", document.read_text())
+    assert [
+        f"{target}#{anchor}"
+        for target, anchor in links
+        if anchor not in _anchors(document.parent / target if target else document)
+    ] == []
+
+
+def _anchors(document: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", list(documents()), ids=relative)
 def test_named_files_exist(document: Path) -> None:
     """`kvstore/kvstored/lifecycle.py` in a document is a file of the tree."""
     roots = "proto|tiers|kvstore|client|engine|tests|benchmarks|demo|docs|deploy"
     named = re.findall(rf"`((?:{roots})/[\w./-]*)`", document.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/measurements.md"])
+def test_files_named_in_short_exist(document: str) -> None:
+    """`verbs/hints.py` or `link.py` in a page that shows the way through the source is the end of a file's path."""
+    files = {f"/{relative(path)}" for path in _tracked() if path.is_file()}
+    named = _named_files((ROOT / document).read_text())
+    assert len(named) > 20
+    assert [name for name in named if not _leads_to(name, files)] == []
+
+
+def test_a_file_that_is_gone_is_found() -> None:
+    named = _named_files("`link.py`, `store/link.py`, `clients/` and `nvme/gone.py`; not `DIR/seal` or `lease.valid`")
+    assert named == ["link.py", "store/link.py", "clients/", "nvme/gone.py"]
+    files = {"/kvstored/store/transfer/link.py", "/kvstored/clients/sessions.py"}
+    assert [name for name in named if not _leads_to(name, files)] == ["store/link.py", "nvme/gone.py"]
+
+
+def _named_files(text: str) -> list[str]:
+    return re.findall(r"`((?:[\w-]+/)*(?:[\w-]+\.(?:py|toml|md|proto|cpp|h|json|sh)|[\w-]+/))`", text)
+
+
+def _leads_to(name: str, files: set[str]) -> bool:
+    if name.endswith("/"):
+        return any(f"/{name}" in path for path in files)
+    return any(path.endswith(f"/{name}") for path in files)
+
+
+def _tracked() -> Iterator[Path]:
+    """The tree without what tools put into it."""
+    for top in ROOT.iterdir():
+        if not top.name.startswith(".") and not top.name.endswith((".egg-info", "build", "dist")):
+            yield from top.rglob("*") if top.is_dir() else [top]
 
 
 def test_one_version() -> None:

@@ -33,6 +33,8 @@ def test_what_is_no_address(address: str) -> None:
     with pytest.raises(ConfigError, match="is no address: write") as caught:
         load_config(None, [*FIXED, f'unary.listen="{address}"', TOKENS])
     assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"metrics\.listen .* is no address: write"):
+        load_config(None, [*FIXED, f'metrics.listen="{address}"'])
 
 
 @pytest.mark.parametrize(

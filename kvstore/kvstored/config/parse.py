@@ -80,11 +80,7 @@ def _check_unary(unary: UnarySection) -> None:
         f"got {show_size(unary.message_bytes)}",
     )
     if unary.listen:
-        address = _LISTEN.match(unary.listen)
-        need(
-            address is not None and 0 < int(address[2]) < 65536,
-            f'unary.listen {unary.listen!r} is no address: write "host:port", for instance "127.0.0.1:7443"',
-        )
+        _check_address("unary.listen", unary.listen, "127.0.0.1:7443")
         need(unary.enabled, "unary.listen is set, but unary.enabled = false: set one of them right")
         need(
             unary.tokens_file is not None,
@@ -97,8 +93,18 @@ def _check_unary(unary: UnarySection) -> None:
     need(unary.tls_cert is None or bool(unary.listen), "unary.tls_cert does nothing without unary.listen")
 
 
+def _check_address(name: str, value: str, example: str) -> None:
+    address = _LISTEN.match(value)
+    need(
+        address is not None and 0 < int(address[2]) < 65536,
+        f'{name} {value!r} is no address: write "host:port", for instance "{example}"',
+    )
+
+
 def _check(config: Config) -> None:
     _check_unary(config.unary)
+    if config.metrics.listen:
+        _check_address("metrics.listen", config.metrics.listen, "127.0.0.1:9464")
     limits = config.limits
     one_of("daemon.log_level", config.daemon.log_level, LOG_LEVELS)
     need(-20 <= config.daemon.nice <= 19, f"daemon.nice must be from -20 to 19, got {config.daemon.nice}")

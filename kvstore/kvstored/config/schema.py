@@ -75,6 +75,13 @@ class IndexSection:
 
 
 @dataclass(frozen=True)
+class MetricsSection:
+    """`listen` is host:port of the HTTP endpoint, "" for none."""
+
+    listen: str
+
+
+@dataclass(frozen=True)
 class UnarySection:
     """`listen` is host:port of the TCP listener, "" for none; a path is None where none is set."""
 
@@ -135,6 +142,7 @@ class Config:
     scrub: ScrubSection
     index: IndexSection
     unary: UnarySection
+    metrics: MetricsSection
     tenant_default: str
     tenants: tuple[TenantSection, ...]
     source: str

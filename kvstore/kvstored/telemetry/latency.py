@@ -12,6 +12,7 @@ from collections.abc import Sequence
 _OCTAVES = 44  # up to five hours, in nanoseconds
 BUCKETS = (_OCTAVES + 1) * 4
 MAX_VERBS = 16
+_FIRST_EDGE_OCTAVE, _LAST_EDGE_OCTAVE = 14, 36  # 16 us, 69 s: the edges that monitoring gets
 _LEAST_NS = 4  # what the first bucket starts from
 
 Counts = tuple[int, ...]
@@ -61,6 +62,19 @@ def quantile_ns(counts: Sequence[int], share: float) -> float | None:
             return low_ns + width_ns * max(0.0, rank - passed) / count
         passed += count
     raise AssertionError("the last bucket takes every rank")
+
+
+def cumulative_s(counts: Sequence[int]) -> tuple[list[tuple[float, int]], float]:
+    """(upper edge in seconds, requests up to it) for each power of two that matters, and the sum of all times, each
+    taken from the middle of its bucket: 20 us to 70 s, beyond which all count in the last."""
+    edges, passed, sum_ns = [], 0, 0.0
+    for bucket, count in enumerate(counts):
+        passed += count
+        low_ns, width_ns = _bounds(bucket)
+        sum_ns += count * (low_ns + width_ns / 2)
+        if bucket & 3 == 3 and _FIRST_EDGE_OCTAVE <= bucket >> 2 <= _LAST_EDGE_OCTAVE:
+            edges.append(((low_ns + width_ns) / 1e9, passed))
+    return edges, sum_ns / 1e9
 
 
 def _bounds(bucket: int) -> tuple[int, int]:

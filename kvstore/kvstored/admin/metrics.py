@@ -1,0 +1,152 @@
+"""What monitoring reads: counters, levels and request times as Prometheus metric families.
+
+Makes families of the replies that operators get; keeps nothing. Invariant: the number of series does not grow with the
+number of tenants: the first `NAMED_TENANTS` have their own, the others are summed up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.admin.sampling import NAMED_TENANTS, OTHER_TENANTS
+from kvstored.telemetry.counters import COUNTERS
+from kvstored.telemetry.latency import Counts, cumulative_s
+
+NS_PER_S = 1e9
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One moment. `misses`: blocks missed by cause; `latencies`: a histogram of request times by verb."""
+
+    status: pb.StatusReply
+    tiers: pb.TiersReply
+    tenants: pb.TenantsReply
+    misses: dict[str, int]
+    latencies: dict[str, Counts]
+
+
+def families(snapshot: Snapshot) -> Iterator[Metric]:
+    yield from _daemon(snapshot.status)
+    yield from _tiers(snapshot.tiers.tiers)
+    yield from _lanes(snapshot.status.lanes)
+    yield from _tenants(snapshot.tenants.tenants)
+    missed = CounterMetricFamily("kvstored_missed_blocks", "blocks asked for in vain, by cause", labels=["cause"])
+    for cause, blocks in sorted(snapshot.misses.items()):
+        missed.add_metric([cause], blocks)
+    yield missed
+    yield _requests(snapshot.latencies)
+
+
+def _daemon(status: pb.StatusReply) -> Iterator[Metric]:
+    yield InfoMetricFamily("kvstored", "the running daemon", {"version": status.version})
+    for name, about, value in (
+        ("up_seconds", "since the daemon started", status.uptime_s),
+        ("ready_seconds", "from the start of the process to serving", status.ready_after_s),
+        ("serving", "1 while requests are served", float(status.state == "serving")),
+        ("resident_memory_bytes", "the process without arena pages", status.rss_bytes),
+        ("clients", "sessions that are connected", status.clients),
+        ("blocks", "blocks in any tier", status.blocks),
+        ("leases", "leases that are held", status.leases),
+        ("limbo_bytes", "slots of evicted blocks that a client may still read", status.limbo_bytes),
+        ("prefault_bytes", "DRAM that prefault has touched", status.prefault_done_bytes),
+        ("orphaned_blocks_now", "blocks stored whose parent is not", status.orphaned_blocks),
+        ("endurance_left_bytes", "what may be written to NVMe now", status.endurance.left_bytes),
+        ("endurance_bytes_per_day", "the budget of writes to NVMe; 0 is no limit", status.endurance.bytes_per_day),
+    ):
+        yield GaugeMetricFamily(f"kvstored_{name}", about, value)
+    degraded = GaugeMetricFamily("kvstored_degraded", "1 for each part in a degraded mode", labels=["part", "mode"])
+    for item in status.degraded:
+        degraded.add_metric([item.part, item.mode], 1)
+    yield degraded
+    for name, value in sorted(status.counters.items()):
+        yield CounterMetricFamily(f"kvstored_{name}", COUNTERS[name], value)
+
+
+def _tiers(tiers: Iterable[pb.TierStatus]) -> Iterator[Metric]:
+    tiers = list(tiers)
+    for field, about in (
+        ("capacity_bytes", "the tier's capacity"),
+        ("used_bytes", "all that counts against the capacity"),
+        ("blocks", "blocks with a copy in the tier"),
+        ("quarantined_blocks", "slots out of use because they were damaged"),
+    ):
+        gauge = GaugeMetricFamily(f"kvstored_tier_{field}", about, labels=["tier", "kind"])
+        for tier in tiers:
+            gauge.add_metric([tier.name, tier.kind], getattr(tier, field))
+        yield gauge
+    healthy = GaugeMetricFamily("kvstored_tier_ok", "1 while the tier does all of its work", labels=["tier", "kind"])
+    for tier in tiers:
+        healthy.add_metric([tier.name, tier.kind], float(tier.state == "ok"))
+    yield healthy
+    for field, name, about in (
+        ("hits", "hits", "blocks that lookups and gets found in the tier"),
+        ("bytes_read", "read_bytes", "bytes read from the medium"),
+        ("bytes_written", "written_bytes", "bytes written to the medium"),
+        ("evicted_blocks", "evicted_blocks", "blocks evicted from the tier"),
+        ("promoted_blocks", "promoted_blocks", "blocks moved up from the tier"),
+        ("demoted_blocks", "demoted_blocks", "blocks moved down from the tier"),
+        ("errors", "errors", "reads and writes that the medium refused"),
+    ):
+        counter = CounterMetricFamily(f"kvstored_tier_{name}", about, labels=["tier", "kind"])
+        for tier in tiers:
+            counter.add_metric([tier.name, tier.kind], getattr(tier, field))
+        yield counter
+
+
+def _lanes(lanes: Iterable[pb.LaneStatus]) -> Iterator[Metric]:
+    queued = GaugeMetricFamily("kvstored_lane_queued_blocks", "blocks that wait or are moved now", labels=["lane"])
+    moved = CounterMetricFamily("kvstored_lane_moved_blocks", "blocks moved", labels=["lane"])
+    moved_bytes = CounterMetricFamily("kvstored_lane_moved_bytes", "bytes moved", labels=["lane"])
+    refused = CounterMetricFamily("kvstored_lane_refused_blocks", "blocks that found the queue full", labels=["lane"])
+    for lane in lanes:
+        queued.add_metric([lane.name], lane.queued + lane.in_flight)
+        moved.add_metric([lane.name], lane.moved_blocks)
+        moved_bytes.add_metric([lane.name], lane.moved_bytes)
+        refused.add_metric([lane.name], lane.refused)
+    yield from (queued, moved, moved_bytes, refused)
+
+
+_TENANT_LEVELS = {
+    "blocks": "blocks of the tenant",
+    "host_bytes": "its slots in DRAM",
+    "nvme_bytes": "its slots on NVMe",
+    "clients": "its sessions",
+}
+_TENANT_TOTALS = {
+    "lookups": "its lookups",
+    "hit_blocks": "blocks handed out to it under leases",
+    "missed_blocks": "blocks that it asked for and did not get",
+}
+
+
+def _tenants(tenants: Iterable[pb.TenantStatus]) -> Iterator[Metric]:
+    summed: dict[str, dict[str, int]] = {}
+    for number, tenant in enumerate(tenants):
+        values = summed.setdefault(tenant.name if number < NAMED_TENANTS else OTHER_TENANTS, {})
+        for field in (*_TENANT_LEVELS, *_TENANT_TOTALS):
+            values[field] = values.get(field, 0) + getattr(tenant, field)
+    for kind, fields in ((GaugeMetricFamily, _TENANT_LEVELS), (CounterMetricFamily, _TENANT_TOTALS)):
+        for field, about in fields.items():
+            family = kind(f"kvstored_tenant_{field}", about, labels=["tenant"])
+            for name, values in summed.items():
+                family.add_metric([name], values[field])
+            yield family
+
+
+def _requests(latencies: dict[str, Counts]) -> Metric:
+    family = HistogramMetricFamily("kvstored_request_seconds", "from a request to its answer, by verb", labels=["verb"])
+    for verb, counts in sorted(latencies.items()):
+        buckets, sum_s = cumulative_s(counts)
+        family.add_metric([verb], [(f"{edge:.6g}", count) for edge, count in buckets] + [("+Inf", sum(counts))], sum_s)
+    return family
