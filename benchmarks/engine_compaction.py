@@ -39,7 +39,7 @@ from support.engine import model_path
 from support.report import Row, main
 from support.timing import median
 
-from kvstore_engine.blocks import BlockSpace, Compactor, Holding, HostPool, TransferCosts, swap_in, swap_out
+from kvstore_engine.blocks import BlockSpace, BlockTable, Compactor, HostPool, TransferCosts, swap_in, swap_out
 from kvstore_engine.blocks.runs import count_runs
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model.config import ModelConfig
@@ -74,7 +74,7 @@ class Layout:
 
     space: BlockSpace
     host: HostPool
-    holdings: list[Holding]
+    block_tables: list[BlockTable]
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,12 @@ def _grown(shape: Shape) -> Both:
     layouts = _empty(shape), _empty(shape)
     size = shape.block_tokens
     for layout in layouts:
-        layout.holdings = [layout.space.claim("", np.zeros(size, np.int32)) for _ in range(SEQUENCES)]
+        layout.block_tables = [layout.space.claim("", np.zeros(size, np.int32)) for _ in range(SEQUENCES)]
     for count in range(2, shape.blocks_each + 1):
-        for fitting, placed in zip(*(layout.holdings for layout in layouts), strict=True):
+        for fitting, placed in zip(*(layout.block_tables for layout in layouts), strict=True):
             fitting.append(layouts[0].space.allocate(1))
             layouts[1].space.extend(placed, count * size)
-    pairs = zip(*(layout.holdings for layout in layouts), strict=True)
+    pairs = zip(*(layout.block_tables for layout in layouts), strict=True)
     plain, better = zip(*(_copied(layouts, pair, 1) for pair in pairs), strict=True)
     return list(plain), list(better)
 
@@ -144,7 +144,7 @@ def _transfers(shape: Shape, costs: TransferCosts, times: int) -> Turn:
         layouts = _scattered(shape), _scattered(shape)
         both: Both = ([], [])
         compactor = Compactor(layouts[1].space, costs, clock)
-        for as_they_lie, compacted in zip(*(layout.holdings for layout in layouts), strict=True):
+        for as_they_lie, compacted in zip(*(layout.block_tables for layout in layouts), strict=True):
             begin = clock()
             compactor.compact(compacted, times)
             prepared_s = clock() - begin
@@ -163,7 +163,7 @@ def _swaps(shape: Shape, costs: TransferCosts) -> Turn:
         layouts = _scattered(shape), _scattered(shape)
         both: Both = ([], [])
         compactor = Compactor(layouts[1].space, costs, clock)
-        for pair in zip(*(layout.holdings for layout in layouts), strict=True):
+        for pair in zip(*(layout.block_tables for layout in layouts), strict=True):
             held, seconds, runs = list(pair), [0.0, 0.0], [0, 0]
             for swap in range(2 * SWAPS):
                 way = swap % 2
@@ -193,29 +193,31 @@ def _scattered(shape: Shape) -> Layout:
     """Every block alone: what was between them has left, and half of the pool is free as one run."""
     layout = _empty(shape)
     space, size = layout.space, layout.space.block_tokens
-    gaps, holdings = [], [space.claim("", np.zeros(size, np.int32)) for _ in range(SEQUENCES)]
+    gaps, block_tables = [], [space.claim("", np.zeros(size, np.int32)) for _ in range(SEQUENCES)]
     for _ in range(2, shape.blocks_each + 1):
-        for holding in holdings:
+        for block_table in block_tables:
             gaps += space.allocate(1)
-            holding.append(space.allocate(1))
+            block_table.append(space.allocate(1))
     space.references.release(gaps)
-    layout.holdings = holdings
+    layout.block_tables = block_tables
     return layout
 
 
-def _copied(layouts: tuple[Layout, Layout], holdings: tuple[Holding, Holding], times: int) -> tuple[Spent, Spent]:
+def _copied(
+    layouts: tuple[Layout, Layout], block_tables: tuple[BlockTable, BlockTable], times: int
+) -> tuple[Spent, Spent]:
     """One sequence in the two layouts, copied in turns."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(max(times, LEAST_COPIES)):
-        for layout, holding, found in zip(layouts, holdings, seconds, strict=True):
+        for layout, block_table, found in zip(layouts, block_tables, seconds, strict=True):
             begin = clock()
-            places = layout.host.save(holding.blocks)
+            places = layout.host.save(block_table.blocks)
             found.append(clock() - begin)
             layout.host.free(places)
     # The median of the copies for all of them: one that was interrupted says nothing of how blocks lie.
     first, second = (
-        Spent(times * median(found), count_runs(holding.table))
-        for holding, found in zip(holdings, seconds, strict=True)
+        Spent(times * median(found), count_runs(block_table.ids))
+        for block_table, found in zip(block_tables, seconds, strict=True)
     )
     return first, second
 
@@ -224,9 +226,9 @@ def _learn(layout: Layout, costs: TransferCosts) -> None:
     """Transfers of parts of all sizes, as an engine sees them."""
     random = np.random.Generator(np.random.PCG64(1))
     for _ in range(LEARNING):
-        holding = layout.holdings[int(random.integers(len(layout.holdings)))]
-        first = int(random.integers(holding.count - 1))
-        blocks = holding.blocks[first : first + int(random.integers(1, holding.count - first))]
+        block_table = layout.block_tables[int(random.integers(len(layout.block_tables)))]
+        first = int(random.integers(block_table.count - 1))
+        blocks = block_table.blocks[first : first + int(random.integers(1, block_table.count - first))]
         if random.random() < 0.5:
             # As many bytes in one piece, from anywhere: what is read again and again lies in a cache.
             start = int(random.integers(layout.space.pool.blocks - len(blocks)))

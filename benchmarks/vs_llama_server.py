@@ -99,7 +99,7 @@ def _ours(socket_dir: Path) -> Any:
     from kvstore_engine.batching import RequestSettings
     from kvstore_engine.generation import Prompt
     from kvstore_engine.kernels import build, selection
-    from kvstore_engine.loading import LoadOptions, open_model
+    from kvstore_engine.loaded_model import LoadOptions, open_model
     from kvstore_engine.models.locate import locate
 
     selection.build_kernels = partial(build.build_kernels, cpu="x86-64-v3")

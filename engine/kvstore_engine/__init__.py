@@ -1,6 +1,6 @@
-"""A llama.cpp/ggml-based inference engine whose KV state lives in kvstored.
+"""A llama.cpp/ggml-based inference engine whose KV state is in kvstored.
 
-This is the package's door: it imports nothing heavy until a name is used.
+The package imports nothing heavy until a name is used.
 """
 
 from importlib import import_module

@@ -57,13 +57,13 @@ class Grammar:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """GrammarError if answers cannot be constrained by `grammar`, or it takes too much to find that out."""
+    """GrammarError if answers cannot be constrained by `grammar`, or if checking it takes too long."""
     begin_s = time.thread_time()
     error = _library().LLMatcher.validate_grammar(_compiled(grammar))
     if error and not error.startswith("WARNING"):
         raise GrammarError(f"the {_NAMES[grammar.kind]} cannot be used: {_one_line(error)}")
     if time.thread_time() - begin_s > _MOST_COMPILING_S:
-        raise GrammarError(f"the {_NAMES[grammar.kind]} is too complex: it would hold up other answers")
+        raise GrammarError(f"the {_NAMES[grammar.kind]} is too complex: it would delay other answers")
 
 
 class Constrainer:
@@ -74,7 +74,7 @@ class Constrainer:
         self._compile = lru_cache(_KEPT_GRAMMARS)(self._fresh)
 
     def prepare(self) -> None:
-        """Read the vocabulary now, in whatever thread this is, and not in the first constrained request."""
+        """Read the vocabulary now, in the calling thread, and not in the first constrained request."""
         _ = self._vocabulary
 
     def constraint(self, grammar: Grammar) -> Callable[[], Constraint]:

@@ -1,19 +1,18 @@
-"""Runs steps on the CPU: fills a graph's inputs, computes it, hands out logits.
+"""Computes steps on the CPU: fills a graph's inputs, computes it, returns logits. Implements `batching.Compute`.
 
-Owns the compute buffer, the cached graphs and the step's memory. It never samples, schedules or decides what
-to evict; callers own sequences, block tables and the order of steps.
-Invariants: at most `_MAX_GRAPHS` graphs are kept; all share one buffer, reserved for the largest step at
-creation, so a kept graph's addresses stay valid. One step at a time: an executor is not thread-safe.
+Owns the compute buffer, the cached graphs and the step's memory. It never samples or schedules; callers own sequences,
+block tables and the order of steps. Invariants: at most `_MAX_GRAPHS` graphs are cached; all share one buffer, reserved
+for the largest step at creation, so a cached graph's addresses stay valid. One step at a time: an executor is not
+thread-safe.
 
-The GIL is released while ggml computes. ggml's threads spin at their barriers: leave cores for the daemon
-and for copies, since a step on an oversubscribed machine takes many times as long.
+The GIL is released while ggml computes. ggml's threads spin at their barriers: leave cores for the daemon and for
+copies, since a step on an oversubscribed machine takes many times as long.
 """
 
 import ctypes as ct
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy.typing as npt
 
 from kvstore_engine.ggml import Library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
-from kvstore_engine.graph import SequenceSlice, StepGraph, StepInputs, build_graph, chunk_plan, plan_step
+from kvstore_engine.graph import GraphBuilder, SequenceSlice, StepGraph, StepInputs, chunk_plan, plan_step
 from kvstore_engine.graph.decoder import AttentionOperation, PoolTensors
 from kvstore_engine.graph.plan import BLOCK_TOKENS, CHUNK_TOKENS
 from kvstore_engine.graph.products import ProductOperations
@@ -113,7 +112,7 @@ class Executor:
 
     @property
     def threads(self) -> int:
-        """Compute threads; may be changed between steps."""
+        """Compute threads; may change between steps."""
         return self._threads
 
     @threads.setter
@@ -167,7 +166,7 @@ class Executor:
         return logits
 
     def close(self) -> None:
-        """Free graphs and compute memory; model and pool stay."""
+        """Free graphs and compute memory; model and pool stay open."""
         if self._backend:
             self._drop_graphs()
             self._ggml.gallocr_free(self._allocator)
@@ -178,13 +177,12 @@ class Executor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _build(self, tokens: int, outputs: int) -> StepGraph:
-        return build_graph(self.model, self._cache.tensors, self._attention, tokens, outputs, self._products)
+        parts = self.model, self._cache.tensors, self._attention, self._products
+        return GraphBuilder(*parts, tokens=tokens, outputs=outputs).build()
 
     def _reserve(self, tokens: int, outputs: int) -> None:
         graph = self._build(tokens, outputs)
@@ -194,7 +192,7 @@ class Executor:
             raise RuntimeError(f"cannot reserve compute memory for {tokens} tokens")
 
     def _graph(self, tokens: int, outputs: int) -> _ReadyGraph:
-        """A graph for these counts, kept or new."""
+        """A graph for these counts, cached or new."""
         key = (tokens, outputs)
         if ready := self._graphs.get(key):
             self._graphs.move_to_end(key)
@@ -207,7 +205,7 @@ class Executor:
         if not self._ggml.gallocr_alloc_graph(self._allocator, graph.graph):
             raise RuntimeError(f"cannot allocate compute memory for {tokens} tokens")
         if self._ggml.gallocr_get_buffer_size(self._allocator, 0) != before:
-            # More outputs than reserved: the buffer moved, and kept graphs point to the old one.
+            # More outputs than reserved: the buffer moved, and cached graphs point to the old one.
             self._drop_graphs()
         ready = self._graphs[key] = _ready(graph, self.limits.vocabulary)
         return ready
@@ -233,7 +231,7 @@ class Executor:
 
 
 class _PoolView:
-    """The pool's planes as ggml tensors, for the writes."""
+    """The pool's planes as ggml tensors, which the graph writes to."""
 
     def __init__(self, ggml: Library, pool: BlockPool) -> None:
         self._ggml = ggml

@@ -1,7 +1,7 @@
-"""Which of a number of equal places are free, and which to give out next.
+"""Which of a number of equal places are free, and which to allocate next.
 
-Owns one flag for each place. It knows nothing of what lies in them.
-Invariant: a place is free or given out, never both; freeing a free place is a broken invariant and raises.
+Owns one flag for each place, and does not know what is stored there.
+Invariant: a place is free or allocated, never both; freeing a free place is a broken invariant and raises.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class PoolExhausted(RuntimeError):
-    """More places were asked for than are free. Ask `count` first where that is an ordinary event."""
+    """More places were requested than are free. Check `count` first where that is normal."""
 
 
 class FreeList:
@@ -30,14 +30,14 @@ class FreeList:
         return self._free
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` places, neighbours where possible. Raises PoolExhausted, and then gives out nothing.
+        """`count` places, neighbours where possible. Raises PoolExhausted, and then allocates nothing.
 
-        Those that follow `after`, if they are free; else the smallest free run that holds them all, else the
-        largest runs first: neighbours copy in one memcpy, and small requests leave the large runs whole.
+        Those that follow `after`, if they are free; else the smallest free run that holds them all, else the largest
+        runs first: neighbours are copied in one memcpy, and small requests leave the large runs whole.
 
-        What goes on behind `after` and finds that taken will go on further. It gets its places in the midst of the
-        largest run: holes would cut it into single places, and at the run's beginning it would stand in the way of
-        whoever goes on from before it. So those that grow side by side share out what is free among them.
+        A sequence that grows and finds the places behind `after` taken will grow further. It gets places in the middle
+        of the largest run: small holes would scatter it, and the run's beginning is where the sequence before it grows.
+        So sequences that grow side by side divide the free places among them.
         """
         if count <= 0:
             return []
@@ -68,7 +68,7 @@ class FreeList:
         return taken
 
     def free(self, places: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Give places back. RuntimeError if one is out of range, free already, or named twice."""
+        """Free places. RuntimeError if one is out of range, free already, or named twice."""
         if not len(places):
             return
         ids = np.asarray(places, np.int64)

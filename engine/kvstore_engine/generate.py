@@ -1,7 +1,7 @@
-"""Answers one prompt in text: the engine of many sequences with one request.
+"""Answers one prompt in text: the batch engine with a single request.
 
-Owns the text's way to tokens, the timings of an answer and their report. Scheduling, restoring and storing are
-`batching`'s. When `generate` returns, all that the answer stored is stored or given up, and its pool blocks are free.
+Owns the tokenising of the prompt, the timings of an answer and their report. Scheduling, restoring and storing are
+`batching`'s. When `generate` returns, the answer's blocks are stored or given up, and its pool blocks are free.
 """
 
 import time
@@ -29,6 +29,7 @@ from kvstore_engine.tokenizer import Tokenizer
 OnText = Callable[[str], None]
 PREFILL_STEP_TOKENS = 512
 _REQUEST = "prompt"
+_BLOCK_RESULTS = ("stored", "present", "throttled", "failed")
 _CHEAP_STEP_S = 0.1
 _WARM_UP_TOKENS = 64
 
@@ -61,10 +62,14 @@ class Generator:
             executor,
             pool,
             tokenizer,
-            context=context,
-            # What a request computed is shared by way of the store alone: a report says what the store gave.
+            # Requests share blocks through the store alone, so that a report shows what the store provided.
             settings=EngineSettings(
-                max_running=1, prefill_tokens=PREFILL_STEP_TOKENS, prefix_sharing=False, swap_bytes=0, compaction=False
+                context=context,
+                max_running=1,
+                prefill_tokens=PREFILL_STEP_TOKENS,
+                prefix_sharing=False,
+                swap_bytes=0,
+                compaction=False,
             ),
             sessions=(lambda tenant: session) if session is not None else None,
             costs=self.costs,
@@ -72,7 +77,7 @@ class Generator:
         )
 
     def warm_up(self) -> None:
-        """Run a few tokens through the model, so that no request pays for page faults and first-time set-up.
+        """Compute a few tokens, so that no request pays for page faults and first-time set-up.
 
         The steps are timed and seed the cost model.
         """
@@ -91,21 +96,21 @@ class Generator:
             self.pool.free(blocks)
 
     def generate(self, prompt: Prompt, settings: RequestSettings, on_text: OnText | None = None) -> Generation:
-        """Answer `prompt`; `on_text` gets the text as it comes, never half a character.
+        """Answer `prompt`; `on_text` receives the text as it is generated, never half a character.
 
         UsageError if the prompt is empty or does not fit the context, and for more than one answer. OperationError if
         the model computes no answer.
         """
         begin_s = time.perf_counter()
         if settings.n != 1 or settings.beams is not None:
-            raise UsageError("one prompt is answered once here: ask for one answer, without a beam search")
+            raise UsageError("a prompt has one answer here: ask for n = 1, without a beam search")
         if self._session is not None:
             self._session.wake()
         ids = self.tokenizer.encode(prompt.text, add_special=not prompt.rendered, parse_special=prompt.rendered)
         tokenize_s = time.perf_counter() - begin_s
         engine, watch = self._engine, self._watch
         watch.begin(self._expected())
-        counts = engine.parts.storer.counts.copy()
+        counts = engine.storer.counts.copy()
         tokens: list[int] = []
         texts: list[str] = []
         finished: Finished | None = None
@@ -126,7 +131,8 @@ class Generator:
             engine.drain()
         if finished.reason == "failed":
             raise OperationError(f"the answer failed: {finished.message}")
-        usage, stored = finished.usage, engine.parts.storer.counts - counts
+        usage = finished.usage
+        stored = {name: engine.storer.counts[name] - counts[name] for name in _BLOCK_RESULTS}
         return Generation(
             text="".join(texts),
             tokens=tokens,
@@ -144,22 +150,15 @@ class Generator:
                 flush_s=time.perf_counter() - ended_s,
             ),
             restore=watch.restore,
-            store=StoreReport(
-                stored=stored["stored"],
-                present=stored["present"],
-                throttled=stored["throttled"],
-                failed=stored["failed"],
-                store_s=watch.store_s,
-                reason=watch.store_reason,
-            ),
+            store=StoreReport(**stored, store_s=watch.store_s, reason=watch.store_reason),
         )
 
     def close(self) -> None:
-        """Stop the engine's threads. Pool, executor and session belong to their makers."""
+        """Stop the engine's threads. Pool, executor and session stay open."""
         self._engine.close()
 
     def _expected(self) -> RestoreReport:
-        """The report of a prompt for which the store is not asked."""
+        """The report of a prompt for which nothing is requested from the store."""
         if self._session is None:
             return RestoreReport()
         if self._session.state != "connected":
@@ -175,7 +174,7 @@ class Generator:
 
 
 class _Watch(Observer):
-    """Collects what one answer took."""
+    """Collects the costs of one answer."""
 
     def __init__(self) -> None:
         self.begin(RestoreReport())

@@ -20,7 +20,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall seconds. `ttft_s`: from the prompt's text in hand, model loaded, to the first token handed out.
+    """Wall seconds. `ttft_s`: from receiving the prompt's text, with the model loaded, to returning the first token.
 
     It contains `tokenize_s`, `lookup_s`, `restore_s` and `prefill_s`. `decode_s` is from the first token to
     the last, `tpot_s` that per further token (0 if there was none). `store_s` ran beside the decode, except

@@ -1,13 +1,13 @@
-"""The paged K/V cache in this process: memory, free blocks, and copies in and out of it.
+"""The paged K/V cache in this process: memory, free blocks, and copies in and out.
 
-Owns the planes (K and V of each layer) and the list of free engine blocks. It never knows which sequence
-holds a block, what a block's key is, or what should be evicted: callers own block tables.
-Invariants: a block is free or allocated, never both; freeing a free block is a broken invariant and raises.
+Owns the planes (K and V of each layer) and the list of free engine blocks. It does not know sequences, keys or
+eviction: callers own block tables. Invariants: a block is free or allocated, never both; freeing a free block is a
+broken invariant and raises.
 
-Memory is one map, touched at creation: a first write to an untouched page costs five times the copy. It is
-anonymous unless the caller brings its own, such as one that another process maps too.
-A storage block's payload is layer-major: for each layer K [tokens, kv_heads * head_dim], then V, rows in
-token order, which is this pool's own layout, so that copies are memcpy.
+Memory is one map, touched at creation: a first write to an untouched page costs five times the copy. It is anonymous
+unless the caller provides it, such as a map shared with another process.
+A storage block's payload is layer-major: for each layer K [tokens, kv_heads * head_dim], then V, rows in token order.
+That is this pool's own layout, so that copies are memcpy.
 """
 
 import mmap
@@ -61,7 +61,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Engine blocks that `allocate` could still give out."""
+        """Engine blocks that can still be allocated."""
         return self._free.count
 
     @property
@@ -87,7 +87,7 @@ class BlockPool:
         return self._free.take(ids)
 
     def free(self, ids: BlockIds) -> None:
-        """Give blocks back. RuntimeError if one is out of range, free already, or named twice."""
+        """Free blocks. RuntimeError if one is out of range, free already, or named twice."""
         self._free.free(ids)
 
     def gather_block(self, block_ids: BlockIds, dest: Bytes) -> None:
@@ -103,7 +103,7 @@ class BlockPool:
         self._copy(sources, tables, into_pool=True, threads=threads)
 
     def scatter_part(self, source: Bytes, skip: int, block_ids: BlockIds) -> None:
-        """Read a payload, but for its first `skip` engine blocks, into `block_ids`; what follows them is left, too."""
+        """Read len(block_ids) engine blocks of a payload, from number `skip` on, into `block_ids`."""
         count = source.size // self.payload_bytes(1)
         if source.size != self.payload_bytes(count) or not 0 <= skip <= count - len(block_ids):
             raise ValueError(f"{len(block_ids)} blocks from {skip} on are not in a payload of {source.size} bytes")
@@ -114,14 +114,14 @@ class BlockPool:
         self.planes[:, np.asarray(block_ids, np.int64)] = parts[:, skip : skip + len(block_ids)]
 
     def copy_blocks(self, sources: BlockIds, targets: BlockIds) -> None:
-        """Copy blocks within the pool, each of `sources` to its place in `targets`; the two share no block."""
+        """Copy block sources[i] over block targets[i], within the pool; the two lists share no block."""
         ids = np.array([sources, targets], np.int64)  # ValueError if they differ in length
         if ids.size and (ids.min() < 0 or ids.max() >= self.blocks or np.intersect1d(ids[0], ids[1]).size):
             raise ValueError(f"blocks to copy must be in 0..{self.blocks - 1}, and no source a target")
         self.kernels.move_blocks(self.planes, *ids.astype(np.int32))
 
     def _copy(self, payloads: Sequence[Bytes], tables: Sequence[BlockIds], *, into_pool: bool, threads: int) -> None:
-        """Check everything the kernels take on trust, then copy."""
+        """Check what the kernels do not check, then copy."""
         if len(payloads) != len(tables):
             raise ValueError(f"{len(payloads)} payloads for {len(tables)} block tables")
         if not payloads:
@@ -140,7 +140,7 @@ class BlockPool:
 
 
 def kv_row_bytes(config: ModelConfig, kv_dtype: str) -> int:
-    """Bytes of one token's K (or V) in one layer, kept as `kv_dtype`. ValueError if that cannot be."""
+    """Bytes of one token's K (or V) in one layer, stored as `kv_dtype`. ValueError if that type does not fit."""
     if kv_dtype not in KV_TYPES:
         raise ValueError(f"K/V type {kv_dtype!r} is not supported; supported: {', '.join(KV_TYPES)}")
     kind = TENSOR_TYPES[KV_TYPES[kv_dtype]]

@@ -20,9 +20,7 @@ from kvstore_engine.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How to choose. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 leave all tokens in; `seed` None is
-    random.
-    """
+    """How to choose. `temperature` 0: greedy; `top_k` 0, `top_p` 1: all tokens; `seed` None: random."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -35,7 +33,7 @@ class SamplingSettings:
         if self.top_k < 0:
             raise UsageError(f"top_k must be 0 (off) or more, got {self.top_k}")
         if not 0 <= self.top_p <= 1:
-            raise UsageError(f"top_p must lie between 0 and 1 (off), got {self.top_p}")
+            raise UsageError(f"top_p must be between 0 and 1 (off), got {self.top_p}")
         if self.seed is not None and self.seed < 0:
             raise UsageError(f"the seed must be 0 or more, got {self.seed}")
 
@@ -48,9 +46,7 @@ class Sampler:
         self._random = Generator(PCG64(settings.seed))
 
     def choose(self, logits: npt.NDArray[np.float32]) -> int:
-        """The id chosen from `logits` (float32, 1-d). RuntimeError if they hold NaN or nothing finite to
-        choose.
-        """
+        """The id chosen from `logits` (float32, 1-d). RuntimeError if the largest is not finite."""
         best = int(logits.argmax())  # numpy's argmax stops at the first NaN, so a NaN anywhere ends up here
         if not math.isfinite(logits[best]):
             raise RuntimeError(f"the model produced logits that cannot be sampled: the largest is {logits[best]}")

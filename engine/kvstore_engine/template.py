@@ -62,7 +62,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages` ({"role", "content"} each), ready for the assistant's turn.
 
-        `tools` (OpenAI's form) reach the template, which says what the model is told of them, if anything.
+        `tools` (OpenAI's form) are passed to the template, which may show them to the model.
         `variables` are those of one family's templates, such as Qwen3's `enable_thinking`. An assistant's
         message may have `tool_calls` instead of a text.
         """

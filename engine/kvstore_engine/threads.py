@@ -1,12 +1,9 @@
-"""How many compute threads to use when nobody said.
+"""The default number of compute threads: one for each physical core that this process may use, less one of four or
+more.
 
-Owns one rule: one thread for each physical core that this process may use, less one where there are at least
-four.
-
-ggml's threads spin at every barrier, so a thread too many costs far more than a thread too few: hyperthreads
-share the vector units, and a step whose thread is descheduled waits for it. The core left over is for the
-daemon, the copies in and out of the pool, and the rest of the machine. A container's CPU quota counts as
-cores.
+ggml's threads spin at every barrier, so a thread too many costs far more than a thread too few: hyperthreads share the
+vector units, and a step waits for a descheduled thread. The spare core is for the daemon, copies in and out of the
+pool, and the rest of the machine. A container's CPU quota counts as cores.
 """
 
 import contextlib
@@ -29,9 +26,7 @@ def default_threads() -> int:
 
 
 def physical_cores(cpus: set[int], topology: Path) -> int:
-    """How many cores the logical `cpus` belong to, by the kernel's `topology` folder; each its own if
-    unknown.
-    """
+    """Physical cores of the logical `cpus`, by the kernel's `topology` folder; one each if unknown."""
     cores = set()
     for cpu in cpus:
         siblings = str(cpu)
@@ -42,9 +37,7 @@ def physical_cores(cpus: set[int], topology: Path) -> int:
 
 
 def cpu_quota(path: Path) -> float | None:
-    """The control group's quota in cores (cgroup v2 `cpu.max`: "quota period" or "max period"); None if
-    unlimited.
-    """
+    """The control group's quota in cores (cgroup v2 `cpu.max`: "quota period" or "max period"), or None."""
     try:
         quota, period = path.read_text().split()
         return None if quota == "max" else int(quota) / int(period)

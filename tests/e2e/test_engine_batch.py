@@ -187,20 +187,20 @@ def test_a_preemption_storm_of_500_requests_changes_no_answer_of_a_real_model(re
 
 def test_a_swapped_sequences_state_comes_back_bit_by_bit(loaded: Loaded) -> None:
     engine = loaded.engine(64)
-    space, pool = engine.parts.space, engine.pool
+    space, pool = engine.space, engine.pool
     host = HostPool(pool, 16 * pool.payload_bytes(1))
     prompt = loaded.prompt(7, 100)
     engine.add(request("one", prompt, 40))
     outcome = Outcome()
     while len(outcome.tokens["one", 0]) < 20:
         outcome.take(engine.step())
-    (sequence,) = engine.parts.roster.running
+    (sequence,) = engine.scheduler.run_queue.running
     saved = [np.copy(pool.planes[:, block]) for block in sequence.held.blocks]
     swapped = swap_out(space, host, [(sequence.held, sequence.computed)])
     other = loaded.prompt(8, 64 * 16)
     space.release(space.claim("", np.array(other, np.int32)))  # every cached block is given up
     pool.planes[:, pool.free_flags] = 0xFF
-    ((sequence.holding, copied),) = swap_in(space, host, swapped, [sequence.tokens[: sequence.length]])
+    ((sequence.block_table, copied),) = swap_in(space, host, swapped, [sequence.tokens[: sequence.length]])
     assert copied == len(saved)
     for block, bits in zip(sequence.held.blocks, saved, strict=True):
         rows = slice(None)
@@ -252,7 +252,7 @@ def test_a_beam_search_finds_what_a_plain_one_finds(loaded: Loaded, width: int, 
     assert [outcome.tokens["b", index] for index in range(width)] == [tokens for tokens, _ in plain]
     scores = [outcome.finished["b", index].score for index in range(width)]
     assert scores == pytest.approx([score for _, score in plain], abs=most_tokens * 2 * loaded.noise())
-    assert engine.parts.space.statistics().used == 0
+    assert engine.space.statistics().used == 0
 
 
 @pytest.mark.parametrize("shared", [0.5, 0.9])

@@ -15,6 +15,7 @@ from kvstore_engine.batching import BatchEngine, EngineSettings
 from kvstore_engine.restore import CostModel
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from tests.reference.batch_runs import Outcome, request, run
+from tests.reference.block_invariants import check_blocks
 from tests.reference.running_daemon import running_daemon
 from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, twin_pool
 
@@ -84,7 +85,7 @@ def test_requests_of_two_tenants_restore_what_they_stored_and_survive_the_daemon
         _add(cold, prompts)
         run(cold)
         cold.close()
-        stored = cold.parts.storer.counts
+        stored = cold.storer.counts
         assert stored["stored"] > 12 and set(stored) <= {"stored", "present"}
         for _attempt in range(20):  # a lookup that a busy machine answers too late is a miss
             warm = _engine(sessions)
@@ -108,4 +109,4 @@ def test_requests_of_two_tenants_restore_what_they_stored_and_survive_the_daemon
         for name, prompt in prompts.items():
             for seen in (outcome, last):
                 assert seen.tokens[name, 0] == answer_alone(prompt, 40)
-        hit.parts.space.check([])
+        check_blocks(hit.space, [])

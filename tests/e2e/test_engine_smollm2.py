@@ -7,7 +7,7 @@ import pytest
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.generation import Prompt
 from kvstore_engine.ggml import GGMLError, load_library
-from kvstore_engine.loading import LoadOptions, open_model
+from kvstore_engine.loaded_model import LoadOptions, open_model
 from kvstore_engine.models import KNOWN_MODELS, locate
 from kvstore_engine.models.cache import cache_root
 

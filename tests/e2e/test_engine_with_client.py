@@ -8,7 +8,7 @@ from kvstore_engine import loading
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.ggml import GGMLError, load_library
-from kvstore_engine.loading import LoadOptions, open_model
+from kvstore_engine.loaded_model import LoadOptions, open_model
 from tests.reference.fake_daemon import FakeDaemon
 from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
 

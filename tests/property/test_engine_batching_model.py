@@ -12,6 +12,7 @@ from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings
 from kvstore_engine.errors import UsageError
 from kvstore_engine.restore import CostModel
 from tests.reference.batch_runs import Outcome, check, request, run
+from tests.reference.block_invariants import check_blocks
 from tests.reference.examples import examples
 from tests.reference.memory_session import MemorySession
 from tests.reference.plain_beam_search import search
@@ -121,8 +122,8 @@ def test_every_answer_is_what_its_request_alone_would_have_got(
             usage = finished.usage
             assert usage.local_tokens + usage.daemon_tokens + usage.computed_tokens == usage.prompt_tokens
     engine.close()
-    engine.parts.space.check([])
-    assert engine.parts.host.used_blocks == 0
+    check_blocks(engine.space, [])
+    assert engine.scheduler.host.used_blocks == 0
     assert all(lease.released for lease in session.leases)
 
 

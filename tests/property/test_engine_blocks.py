@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 
 from kvstore_engine.blocks import (
     BlockSpace,
+    BlockTable,
     Compactor,
-    Holding,
     HostPool,
     HostPoolFull,
     SwappedBlocks,
@@ -30,6 +30,7 @@ from kvstore_engine.blocks import (
     swap_out,
 )
 from kvstore_engine.pool import PoolExhausted
+from tests.reference.block_invariants import check_blocks
 from tests.reference.examples import examples
 from tests.reference.twin_compute import twin_pool
 
@@ -39,8 +40,8 @@ _BLOCKS, _TOKENS = 20, 8
 class _Sequence:
     """A sequence and the plain model of it: its tokens, how many are computed, and the row of each position."""
 
-    def __init__(self, tenant: str, tokens: list[int], holding: Holding) -> None:
-        self.tenant, self.tokens, self.holding = tenant, tokens, holding
+    def __init__(self, tenant: str, tokens: list[int], block_table: BlockTable) -> None:
+        self.tenant, self.tokens, self.block_table = tenant, tokens, block_table
         self.computed = 0
         self.rows: list[int] = []
         self.swapped: SwappedBlocks | None = None
@@ -63,9 +64,9 @@ class Blocks(RuleBasedStateMachine):
         self.live: list[_Sequence] = []
         self.serial = 0
 
-    def _slots(self, holding: Holding, begin: int, end: int) -> npt.NDArray[np.int64]:
+    def _slots(self, block_table: BlockTable, begin: int, end: int) -> npt.NDArray[np.int64]:
         positions = np.arange(begin, end)
-        return holding.table[positions // _TOKENS].astype(np.int64) * _TOKENS + positions % _TOKENS
+        return block_table.ids[positions // _TOKENS].astype(np.int64) * _TOKENS + positions % _TOKENS
 
     def _rows(self) -> npt.NDArray[np.uint64]:
         rows: npt.NDArray[np.uint64] = self.pool.planes[0].reshape(-1, 16).view(np.uint64)
@@ -84,22 +85,22 @@ class Blocks(RuleBasedStateMachine):
         array = np.array(tokens, np.int32)
         before, price = self.space.available_blocks, self.space.price(tenant, array)
         try:
-            holding = self.space.claim(tenant, array)
+            block_table = self.space.claim(tenant, array)
         except PoolExhausted:
             assert price > before == self.space.available_blocks
             return multiple()
         assert self.space.available_blocks == before - price
-        sequence = _Sequence(tenant, tokens, holding)
+        sequence = _Sequence(tenant, tokens, block_table)
         self.live.append(sequence)
         return sequence
 
     @rule(sequence=sequences, most=st.integers(1, 12))
     def compute(self, sequence: _Sequence, most: int) -> None:
         """Skip what is there, then compute some tokens, cut at blocks as the engine cuts."""
-        if sequence.holding.count == 0:
+        if sequence.block_table.count == 0:
             return
-        ready = min(self.space.ready_tokens(sequence.holding, sequence.computed), len(sequence.tokens))
-        taken = self._rows()[self._slots(sequence.holding, sequence.computed, ready), 0]
+        ready = min(self.space.ready_tokens(sequence.block_table, sequence.computed), len(sequence.tokens))
+        taken = self._rows()[self._slots(sequence.block_table, sequence.computed, ready), 0]
         for position, row in enumerate(taken.tolist(), sequence.computed):
             assert row // 2**32 == position * 4 + sequence.tokens[position], "a row of another token or place"
             sequence.rows.append(row)
@@ -112,12 +113,12 @@ class Blocks(RuleBasedStateMachine):
     @rule(sequence=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10))
     def decode(self, sequence: _Sequence, tokens: list[int]) -> None:
         self.compute(sequence, len(sequence.tokens))
-        if sequence.holding.count == 0:
+        if sequence.block_table.count == 0:
             return
         for token in tokens:
             try:
-                self.space.extend(sequence.holding, len(sequence.tokens) + 1)
-                self.space.make_writable(sequence.holding, len(sequence.tokens))
+                self.space.extend(sequence.block_table, len(sequence.tokens) + 1)
+                self.space.make_writable(sequence.block_table, len(sequence.tokens))
             except PoolExhausted:
                 return
             sequence.tokens = [*sequence.tokens, token]
@@ -129,23 +130,23 @@ class Blocks(RuleBasedStateMachine):
             return
         self.serial += 1
         rows = [(position * 4 + sequence.tokens[position]) * 2**32 + self.serial for position in range(begin, end)]
-        self._rows()[self._slots(sequence.holding, begin, end), 0] = rows
+        self._rows()[self._slots(sequence.block_table, begin, end), 0] = rows
         sequence.rows += rows
         sequence.computed = end
-        before = sequence.holding.blocks
-        self.space.seal(sequence.holding, np.array(sequence.tokens, np.int32), begin, end)
-        for index, (old, new) in enumerate(zip(before, sequence.holding.blocks, strict=True)):
+        before = sequence.block_table.blocks
+        self.space.seal(sequence.block_table, np.array(sequence.tokens, np.int32), begin, end)
+        for index, (old, new) in enumerate(zip(before, sequence.block_table.blocks, strict=True)):
             if old != new:  # an equal block was there already: from now on the sequence reads that one
                 first = index * _TOKENS
-                slots = self._slots(sequence.holding, first, first + _TOKENS)
+                slots = self._slots(sequence.block_table, first, first + _TOKENS)
                 sequence.rows[first : first + _TOKENS] = self._rows()[slots, 0].tolist()
 
     @rule(target=sequences, sequence=sequences)
     def fork(self, sequence: _Sequence) -> object:
         self.compute(sequence, len(sequence.tokens))
-        if sequence.holding.count == 0:
+        if sequence.block_table.count == 0:
             return multiple()
-        child = _Sequence(sequence.tenant, list(sequence.tokens), self.space.fork(sequence.holding))
+        child = _Sequence(sequence.tenant, list(sequence.tokens), self.space.fork(sequence.block_table))
         child.computed, child.rows = sequence.computed, list(sequence.rows)
         self.live.append(child)
         return child
@@ -154,7 +155,7 @@ class Blocks(RuleBasedStateMachine):
     def release(self, sequence: _Sequence) -> None:
         if sequence in self.live:
             self.live.remove(sequence)
-            self.space.release(sequence.holding)
+            self.space.release(sequence.block_table)
 
     @rule(target=yielded, sequence=consumes(sequences), most=st.integers(1, 4))
     def swap_out(self, sequence: _Sequence, most: int) -> object:
@@ -163,14 +164,14 @@ class Blocks(RuleBasedStateMachine):
             return multiple()
         others = [each for each in self.live if each is not sequence and each.tenant == sequence.tenant]
         unit = [sequence, *others[: most - 1]]
-        held = [(each.holding, each.computed) for each in unit]
-        distinct = {block for holding, computed in held for block in holding.blocks[: -(-computed // _TOKENS)]}
+        held = [(each.block_table, each.computed) for each in unit]
+        distinct = {block for block_table, computed in held for block in block_table.blocks[: -(-computed // _TOKENS)]}
         before = self.host.used_blocks
         try:
             swapped = swap_out(self.space, self.host, held)
         except HostPoolFull:
             assert self.host.used_blocks == before
-            self.space.release(sequence.holding)
+            self.space.release(sequence.block_table)
             self.live.remove(sequence)
             return multiple()
         assert self.host.used_blocks - before == len(distinct)
@@ -195,8 +196,8 @@ class Blocks(RuleBasedStateMachine):
                 self.host.free(blocks.places)
             return multiple()
         assert self.space.available_blocks == before - price
-        for each, (holding, _) in zip(unit, back, strict=True):
-            each.holding = holding
+        for each, (block_table, _) in zip(unit, back, strict=True):
+            each.block_table = block_table
         self.live += unit
         return multiple(*unit)
 
@@ -204,9 +205,9 @@ class Blocks(RuleBasedStateMachine):
     @rule(data=st.data(), transfers=st.sampled_from([0.0, 1.0, 1e4]))
     def compact(self, data: st.DataObject, transfers: float) -> None:
         sequence = data.draw(st.sampled_from(self.live))
-        before = count_runs(sequence.holding.table)
-        done = Compactor(self.space, self.costs).compact(sequence.holding, transfers)
-        after = count_runs(sequence.holding.table)
+        before = count_runs(sequence.block_table.ids)
+        done = Compactor(self.space, self.costs).compact(sequence.block_table, transfers)
+        after = count_runs(sequence.block_table.ids)
         assert (done.runs_before, done.runs_after) == ((before, after) if done.moved_blocks else (0, 0))
         assert before >= after
         assert (done.gain_s > 0.0) == (done.moved_blocks > 0)
@@ -215,9 +216,9 @@ class Blocks(RuleBasedStateMachine):
     @invariant()
     def every_sequence_reads_its_own_rows(self) -> None:
         if hasattr(self, "space"):
-            self.space.check([sequence.holding for sequence in self.live])
+            check_blocks(self.space, [sequence.block_table for sequence in self.live])
             for sequence in self.live:
-                slots = self._slots(sequence.holding, 0, sequence.computed)
+                slots = self._slots(sequence.block_table, 0, sequence.computed)
                 assert self._rows()[slots, 0].tolist() == sequence.rows
 
 

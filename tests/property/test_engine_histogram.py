@@ -38,15 +38,6 @@ def test_quantiles_never_fall(values: list[float], one: float, other: float) -> 
     assert histogram.quantile(min(one, other)) <= histogram.quantile(max(one, other))
 
 
-@given(DURATIONS, DURATIONS, SHARES)
-def test_merged_is_as_if_counted_together(left: list[float], right: list[float], share: float) -> None:
-    merged, together = Histogram(left), Histogram([*left, *right])
-    merged.merge(Histogram(right))
-    assert merged.quantile(share) == together.quantile(share)
-    assert (merged.count, merged.least, merged.greatest) == (together.count, together.least, together.greatest)
-    assert merged.sum == pytest.approx(together.sum)
-
-
 @given(DURATIONS)
 def test_the_curve_rises_to_one(values: list[float]) -> None:
     points = Histogram(values).cumulative()

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
 from kvstore_engine.kernels import Kernels, select_kernels
 from kvstore_engine.kernels.layout import Product
-from kvstore_engine.kernels.reference import quantised_product
 from tests.reference.examples import examples
 from tests.reference.product_graph import ProductGraph, random_matrix
+from tests.reference.quantised_product import quantised_product
 
 
 def _address(kernels: Kernels, matrix_type: int) -> int:

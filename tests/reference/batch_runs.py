@@ -19,6 +19,7 @@ from kvstore_engine.batching import (
     RequestSettings,
     Token,
 )
+from tests.reference.block_invariants import check_blocks
 from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, twin_pool
 
 Key = tuple[str, int]
@@ -95,7 +96,7 @@ def run(
 
 def check(engine: BatchEngine) -> None:
     """Every block is accounted for, unless puts hold some."""
-    roster = engine.parts.roster
-    assert all(sequence.holding is None for sequence in roster.waiting)
-    if not engine.parts.storer.outstanding:
-        engine.parts.space.check([sequence.held for sequence in roster.running])
+    run_queue = engine.scheduler.run_queue
+    assert all(sequence.block_table is None for sequence in run_queue.waiting)
+    if not engine.storer.outstanding:
+        check_blocks(engine.space, [sequence.held for sequence in run_queue.running])

@@ -15,7 +15,7 @@ from kvstore_client.testing import EngineSetting, Restored
 from kvstore_engine import loading
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.generation import Generation, Prompt
-from kvstore_engine.loading import LoadOptions, open_model
+from kvstore_engine.loaded_model import LoadOptions, open_model
 from tests.reference.tiny_llama import write_tiny_llama
 
 _ROPE_BASES = {"first": 1e4, "second": 5e5}

@@ -11,7 +11,7 @@ from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.gguf.tensor_types import F32, Q4_0, Q8_0, TENSOR_TYPES
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import Product
-from kvstore_engine.model.interleaving import ROWS_TOGETHER, interleave_q8_0
+from kvstore_engine.model.interleaved_layout import ROWS_TOGETHER, interleave_q8_0
 
 FloatArray = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.batching import Finished, Observer, RequestSettings, Token
-from kvstore_engine.batching.answer import Answer
-from kvstore_engine.batching.choosing import log_probabilities
-from kvstore_engine.batching.stops import StopStrings
+from kvstore_engine.batching.answer import Answer, StopStrings
+from kvstore_engine.batching.token_choice import log_probabilities
 from kvstore_engine.errors import UsageError
 from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 from tests.reference.batch_runs import Outcome, check, request, run, twin_engine
+from tests.reference.block_invariants import check_blocks
 from tests.reference.twin_compute import answer_alone, text_of
 
 _PROMPT = list(range(40))
@@ -262,7 +262,7 @@ def test_an_observer_that_raises_costs_no_token(caplog: pytest.LogCaptureFixture
     outcome = run(engine)
     assert [outcome.tokens[name, 0] for name in ("first", "second")] == [answer_alone(_PROMPT, 5)] * 2
     assert observer.told == 3
-    assert [record.message for record in caplog.records] == ["the observer _FullDisk raised: it is told nothing more"]
+    assert [record.message for record in caplog.records] == ["observer _FullDisk raised and is notified no longer"]
 
 
 def test_a_constraint_that_cannot_be_made_refuses_the_request() -> None:
@@ -299,8 +299,8 @@ def test_a_request_may_be_cancelled_at_any_time(steps: int) -> None:
             tokens, finished = outcome.tokens[str(n), index], outcome.finished[str(n), index]
             assert tokens == answer_alone(prompt, len(tokens))
             assert finished.reason == ("length" if n % 2 else "cancelled") and (len(tokens) == 70 or n % 2 == 0)
-    assert engine.parts.host.used_blocks == 0 and engine.running == engine.waiting == 0
-    engine.parts.space.check([])
+    assert engine.scheduler.host.used_blocks == 0 and engine.running == engine.waiting == 0
+    check_blocks(engine.space, [])
 
 
 def test_a_swapped_request_may_be_cancelled() -> None:
@@ -308,11 +308,11 @@ def test_a_swapped_request_may_be_cancelled() -> None:
     for n in range(8):
         engine.add(request(str(n), [(7 * n + k) % 64 for k in range(60)], 90))
     outcome = Outcome()
-    while not engine.parts.host.used_blocks:
+    while not engine.scheduler.host.used_blocks:
         outcome.take(engine.step())
-    (swapped,) = [sequence for sequence in engine.parts.roster.waiting if sequence.swapped is not None]
+    (swapped,) = [sequence for sequence in engine.scheduler.run_queue.waiting if sequence.swapped is not None]
     engine.cancel(swapped.request.id)
-    assert engine.parts.host.used_blocks == 0
+    assert engine.scheduler.host.used_blocks == 0
     run(engine, outcome)
     assert outcome.finished[swapped.request.id, 0].usage.preemptions >= 1
 

@@ -11,6 +11,7 @@ import pytest
 from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings, Observer
 from kvstore_engine.restore import CostModel, KvSession, RestoreReport
 from tests.reference.batch_runs import Outcome, check, request, run
+from tests.reference.block_invariants import check_blocks
 from tests.reference.memory_session import MemorySession
 from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, twin_pool
 
@@ -82,7 +83,7 @@ def _holding(prompt: list[int]) -> MemorySession:
 def _stored(engine: BatchEngine) -> None:
     """Wait until all that was offered is stored."""
     engine.close()
-    engine.parts.space.check([])
+    check_blocks(engine.space, [])
 
 
 def test_what_one_engine_computed_another_restores() -> None:
@@ -136,7 +137,7 @@ def test_of_what_is_told_there_is_one_for_a_prompt_and_none_for_what_is_not_stor
 
 
 def test_who_has_to_wait_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore_engine.batching.engine._WORTH_TELLING_S", 1e-9)  # the twin answers quickly
+    monkeypatch.setattr("kvstore_engine.batching.engine._LEAST_HINT_S", 1e-9)  # the twin answers quickly
     session = _session()
     engine = _engine(session, max_running=1, max_queue_s=1e9)
     engine.add(request("alone", _prompt(0, 100), 20))
@@ -155,14 +156,14 @@ def test_who_has_to_wait_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_waits_for_blocks_is_told_of_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore_engine.batching.engine._WORTH_TELLING_S", 1e-9)
+    monkeypatch.setattr("kvstore_engine.batching.engine._LEAST_HINT_S", 1e-9)
     session = _session()
     engine = _engine(session, blocks=30, max_queue_s=1e9)
     engine.add(request("first", _prompt(0, 100), 20))
     run(engine)
     for n in range(1, 4):
         engine.add(request(str(n), _prompt(n, 320), 60))
-    assert engine.parts.roster.free_places > 3
+    assert engine.scheduler.run_queue.free_places > 3
     run(engine)
     _stored(engine)
     assert session.due and {blocks for blocks, _ in session.due} == {5}
@@ -383,14 +384,14 @@ def test_what_must_be_promoted_is_waited_for_by_its_own_request_only() -> None:
     warm.add(request("new", _prompt(2, 50), 30))
     outcome = Outcome()
     waits: list[float] = []
-    wait = warm.parts.fetcher.wait
+    wait = warm.restorer.fetcher.wait
 
     def noted(fetches: Any, timeout_s: float) -> None:
         if session.is_promoting:
             waits.append(timeout_s)
         wait(fetches, timeout_s)
 
-    warm.parts.fetcher.wait = noted  # type: ignore[method-assign]
+    warm.restorer.fetcher.wait = noted  # type: ignore[method-assign]
     while ("new", 0) not in outcome.finished:
         outcome.take(warm.step())
     assert ("slow", 0) not in outcome.tokens
@@ -473,7 +474,7 @@ def test_a_daemon_that_hangs_on_a_put_stops_no_answer() -> None:
     outcome = run(engine)
     for n in range(4):
         assert outcome.tokens[str(n), 0] == answer_alone(_prompt(n, 200), 100)
-    assert engine.parts.storer.outstanding > 0
+    assert engine.storer.outstanding > 0
     session.stored.set()
     _stored(engine)
     assert len(session.inner.blocks) == 4 * (299 // 64)

@@ -10,6 +10,7 @@ import pytest
 from kvstore_engine.batching import Finished, Overloaded
 from kvstore_engine.errors import UsageError
 from tests.reference.batch_runs import Outcome, request, run, twin_engine
+from tests.reference.block_invariants import check_blocks
 from tests.reference.twin_compute import TwinCompute, answer_alone, text_of
 
 
@@ -178,9 +179,9 @@ def test_a_preemption_storm_loses_no_token(policy: str, swap_bytes: int, count: 
     usages = [finished.usage for finished in outcome.finished.values()]
     assert sum(usage.preemptions for usage in usages) > 10
     assert (sum(usage.swaps for usage in usages) > 0) == (swap_bytes > 0)
-    assert engine.parts.host.used_blocks == 0
-    assert engine.parts.host.resident_bytes == 0  # nobody is left who could want it
-    assert engine.parts.preemption.expected_transfers <= 1  # what was swapped lies elsewhere afterwards
+    assert engine.scheduler.host.used_blocks == 0
+    assert engine.scheduler.host.resident_bytes == 0  # nobody is left who could want it
+    assert engine.scheduler.preemption.expected_transfers <= 1  # what was swapped lies elsewhere afterwards
 
 
 def test_a_failing_step_counts_for_nothing_and_is_taken_again() -> None:
@@ -208,7 +209,7 @@ def test_a_failing_step_counts_for_nothing_and_is_taken_again() -> None:
     compute.on_step = on_step
     assert outcome.tokens["same", 0] == outcome.tokens["same", 1] == answer_alone(prompt, 5)
     assert outcome.tokens["other", 0] == answer_alone(_prompt(2, 100), 5)
-    engine.parts.space.check([])
+    check_blocks(engine.space, [])
 
 
 def test_what_cannot_be_is_refused_and_leaves_nothing() -> None:
@@ -274,4 +275,4 @@ def test_closing_ends_everything() -> None:
         engine.step()
     engine.close()
     assert not engine.has_work
-    engine.parts.space.check([])
+    check_blocks(engine.space, [])

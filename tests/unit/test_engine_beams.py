@@ -11,6 +11,7 @@ from kvstore_engine.batching import BatchEngine, Token
 from kvstore_engine.errors import UsageError
 from tests.reference.batch_runs import Outcome, check, request, run, twin_engine
 from tests.reference.beam_requests import ENDS, assert_plain, beams, prompt_of
+from tests.reference.block_invariants import check_blocks
 from tests.reference.memory_session import MemorySession
 from tests.reference.twin_compute import TwinCompute, answer_alone, twin_pool
 
@@ -32,8 +33,8 @@ def test_the_hypotheses_are_those_of_a_plain_search(
     for each in wanted:
         assert_plain(outcome, each)
     engine.close()
-    engine.parts.space.check([])
-    assert engine.parts.space.statistics().used == 0
+    check_blocks(engine.space, [])
+    assert engine.space.statistics().used == 0
 
 
 def test_one_beam_is_the_greedy_answer() -> None:
@@ -82,13 +83,13 @@ def test_beams_share_what_they_have_in_common() -> None:
     while engine.has_work:
         outcome.take(engine.step())
         check(engine)
-        running = engine.parts.roster.running
+        running = engine.scheduler.run_queue.running
         if len(running) < width:
             continue
         texts = [sequence.tokens[: sequence.computed].tolist() for sequence in running]
         distinct = {tuple(text[: 16 * end]) for text in texts for end in range(1, len(text) // 16 + 1)}
         partial = {sequence.held.blocks[-1] for sequence in running if sequence.computed % 16}
-        used = engine.parts.space.statistics().used
+        used = engine.space.statistics().used
         assert used == len(distinct) + len(partial), "blocks that no beam needs"
         assert used == len({block for sequence in running for block in sequence.held.blocks})
         most = max(most, used)
@@ -109,8 +110,8 @@ def test_a_preempted_group_comes_back_as_it_was(swap_blocks: int) -> None:
         outcome.take(engine.step())
         check(engine)
         steps += 1
-        running = {id(sequence) for sequence in engine.parts.roster.running}
-        for sequence in engine.parts.roster.running:
+        running = {id(sequence) for sequence in engine.scheduler.run_queue.running}
+        for sequence in engine.scheduler.run_queue.running:
             assert all(id(beam) in running for beam in sequence.unit), "a group is torn apart"
         assert steps < 3000
     for each in searches:
@@ -119,8 +120,8 @@ def test_a_preempted_group_comes_back_as_it_was(swap_blocks: int) -> None:
     assert sum(usage.preemptions for usage in usages) > 0
     assert (sum(usage.swaps for usage in usages) > 0) == bool(swap_blocks)
     engine.close()
-    engine.parts.space.check([])
-    assert engine.parts.host.used_blocks == 0
+    check_blocks(engine.space, [])
+    assert engine.scheduler.host.used_blocks == 0
 
 
 def _swapping(blocks: int, **settings: Any) -> BatchEngine:
@@ -134,22 +135,22 @@ def test_a_swapped_group_is_copied_once_and_shares_its_blocks_again() -> None:
     engine = _swapping(64)
     wanted = beams("b", prompt_of(1, 100), 40, 5, ignore_end=True)
     engine.add(wanted)
-    outcome, roster, space = Outcome(), engine.parts.roster, engine.parts.space
-    while len(roster.running) < 5 or roster.running[0].generated < 20:
+    outcome, run_queue, space = Outcome(), engine.scheduler.run_queue, engine.space
+    while len(run_queue.running) < 5 or run_queue.running[0].generated < 20:
         outcome.take(engine.step())
-    held = [sequence.held.blocks[: -(-sequence.computed // 16)] for sequence in roster.running]
+    held = [sequence.held.blocks[: -(-sequence.computed // 16)] for sequence in run_queue.running]
     distinct = {block for blocks in held for block in blocks}
-    roster._preempt(roster.running[0])
-    assert not roster.running
-    assert engine.parts.host.used_blocks == len(distinct) < sum(map(len, held))
+    run_queue._preempt(run_queue.running[0])
+    assert not run_queue.running
+    assert engine.scheduler.host.used_blocks == len(distinct) < sum(map(len, held))
     space.release(space.claim("", np.zeros(64 * 16, np.int32)))  # all that the trie had kept is given up
     engine.pool.planes[:, engine.pool.free_flags] = 0xFF
     outcome.take(engine.step())
-    assert len({block for sequence in roster.running for block in sequence.held.blocks}) <= len(distinct) + 5
+    assert len({block for sequence in run_queue.running for block in sequence.held.blocks}) <= len(distinct) + 5
     run(engine, outcome, each_step=check)
     assert_plain(outcome, wanted)
     assert outcome.finished["b", 0].usage.swaps == 1
-    assert engine.parts.host.used_blocks == 0
+    assert engine.scheduler.host.used_blocks == 0
 
 
 def test_beams_of_which_one_finds_no_block_wait_for_it_together() -> None:
@@ -157,15 +158,15 @@ def test_beams_of_which_one_finds_no_block_wait_for_it_together() -> None:
     engine = twin_engine(64, end_ids=ENDS)
     wanted = beams("b", prompt_of(1, 100), 30, 5, ignore_end=True)
     engine.add(wanted)
-    outcome, roster, space = Outcome(), engine.parts.roster, engine.parts.space
+    outcome, run_queue, space = Outcome(), engine.scheduler.run_queue, engine.space
     waits = 0
     while engine.has_work:
-        if len(roster.running) == 5:
-            lengths = {sequence.length for sequence in roster.running}
+        if len(run_queue.running) == 5:
+            lengths = {sequence.length for sequence in run_queue.running}
             assert len(lengths) == 1
             taken = space.allocate(space.available_blocks - 1)
             outcome.take(engine.step())
-            waits += {sequence.length for sequence in roster.running} == lengths
+            waits += {sequence.length for sequence in run_queue.running} == lengths
             space.references.release(taken)
         outcome.take(engine.step())
         check(engine)
@@ -185,7 +186,7 @@ def test_cancelling_ends_allbeams(generated: int) -> None:
     run(engine, outcome)
     assert [outcome.finished["b", index].reason for index in range(3)] == ["cancelled"] * 3
     assert outcome.tokens["other", 0] == answer_alone(prompt_of(2, 30), 30)
-    assert engine.parts.space.statistics().used == 0
+    assert engine.space.statistics().used == 0
     engine.add(beams("b", prompt_of(1, 30), 4, 4))  # the name is free again
     run(engine)
 
@@ -219,8 +220,8 @@ def test_a_storm_with_beams_in_it_changes_no_answer() -> None:
     usages = [outcome.finished[each.id, 0].usage for each in searches]
     assert 0 < sum(usage.swaps for usage in usages) < sum(usage.preemptions for usage in usages), "both ways are taken"
     engine.close()
-    engine.parts.space.check([])
-    assert engine.parts.host.used_blocks == 0
+    check_blocks(engine.space, [])
+    assert engine.scheduler.host.used_blocks == 0
 
 
 def test_the_prompts_blocks_are_stored_and_no_others() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from kvstore_engine.blocks import (
     BlockSpace,
+    BlockTable,
     Compactor,
-    Holding,
     HostPool,
     TransferCosts,
     count_runs,
@@ -16,6 +16,7 @@ from kvstore_engine.blocks import (
     swap_out,
 )
 from kvstore_engine.pool import PoolExhausted
+from tests.reference.block_invariants import check_blocks
 from tests.reference.twin_compute import twin_pool
 
 _A, _B, _C = ([letter] * 16 for letter in (1, 2, 3))
@@ -25,15 +26,15 @@ def _space(blocks: int) -> BlockSpace:
     return BlockSpace(twin_pool(blocks))
 
 
-def _claim(space: BlockSpace, tokens: list[int], *, filled: int | None = None, tenant: str = "") -> Holding:
-    """A holding whose blocks are computed, each plane full of `filled`."""
+def _claim(space: BlockSpace, tokens: list[int], *, filled: int | None = None, tenant: str = "") -> BlockTable:
+    """A block_table whose blocks are computed, each plane full of `filled`."""
     array = np.array(tokens, np.int32)
-    holding = space.claim(tenant, array)
+    block_table = space.claim(tenant, array)
     if filled is not None:
-        new = [block for block, node in zip(holding.blocks, holding.nodes, strict=False) if not node.ready]
-        space.pool.planes[:, [*new, *holding.blocks[len(holding.nodes) :]]] = filled
-        space.seal(holding, array, 0, len(tokens))
-    return holding
+        new = [block for block, node in zip(block_table.blocks, block_table.nodes, strict=False) if not node.ready]
+        space.pool.planes[:, [*new, *block_table.blocks[len(block_table.nodes) :]]] = filled
+        space.seal(block_table, array, 0, len(tokens))
+    return block_table
 
 
 def test_a_used_block_is_never_given_up_and_the_least_recently_used_goes_first() -> None:
@@ -47,7 +48,7 @@ def test_a_used_block_is_never_given_up_and_the_least_recently_used_goes_first()
     assert [node.users for node in space.trie.match("", space.keys(np.array(_B, np.int32)))] == []
     with pytest.raises(PoolExhausted):
         space.claim("", np.array([5] * 48, np.int32))
-    space.check([again, last])
+    check_blocks(space, [again, last])
 
 
 def test_a_sequence_that_generates_what_another_waits_for_gives_it() -> None:
@@ -59,14 +60,14 @@ def test_a_sequence_that_generates_what_another_waits_for_gives_it() -> None:
     assert space.ready_tokens(waiting, 0) == 32
     assert (space.pool.planes[:, waiting.blocks[1]] == 7).all()
     assert first.blocks[1] == waiting.blocks[1]
-    space.check([first, waiting])
+    check_blocks(space, [first, waiting])
 
 
 def test_a_swapped_sequence_gets_its_own_bits_back_although_others_computed_them_anew() -> None:
     space = _space(4)
     host = HostPool(space.pool, 4 * space.pool.payload_bytes(1))
-    holding = _claim(space, _A + _B + [1], filled=3)
-    swapped = swap_out(space, host, [(holding, 33)])
+    block_table = _claim(space, _A + _B + [1], filled=3)
+    swapped = swap_out(space, host, [(block_table, 33)])
     space.release(_claim(space, _C * 4, filled=8))  # all that was cached is given up
     other = _claim(space, [*_A, 5], filled=4)
     tokens = np.array(_A + _B + [1, 2], np.int32)
@@ -77,17 +78,17 @@ def test_a_swapped_sequence_gets_its_own_bits_back_although_others_computed_them
     ((back, copied),) = swap_in(space, host, swapped, [tokens])
     assert copied == 3 and (space.pool.planes[:, back.blocks] == 3).all()
     assert host.used_blocks == 0
-    space.check([back])
+    check_blocks(space, [back])
 
 
 def test_a_block_that_stayed_is_not_copied() -> None:
     space = _space(8)
     host = HostPool(space.pool, 8 * space.pool.payload_bytes(1))
-    holding = _claim(space, _A + _B + [1], filled=3)
-    swapped = swap_out(space, host, [(holding, 33)])
+    block_table = _claim(space, _A + _B + [1], filled=3)
+    swapped = swap_out(space, host, [(block_table, 33)])
     ((back, copied),) = swap_in(space, host, swapped, [np.array(_A + _B + [1], np.int32)])
     assert copied == 1
-    space.check([back])
+    check_blocks(space, [back])
 
 
 def test_host_memory_stays_between_swaps_and_goes_back_when_none_come() -> None:
@@ -101,16 +102,16 @@ def test_host_memory_stays_between_swaps_and_goes_back_when_none_come() -> None:
     assert resident >= 8 * one
     host.free(places)
     for _ in range(31):
-        host.look()
+        host.trim_if_unused()
     host.free(host.save([1]))  # somebody needs it still
     for _ in range(31):
-        host.look()
+        host.trim_if_unused()
     assert host.resident_bytes == resident
-    host.look()
+    host.trim_if_unused()
     assert host.resident_bytes == 0
     places = host.save([1])
     for _ in range(100):
-        host.look()
+        host.trim_if_unused()
     assert host.resident_bytes > 0  # it holds somebody's K/V
     host.free(places)
     host.trim()
@@ -119,46 +120,46 @@ def test_host_memory_stays_between_swaps_and_goes_back_when_none_come() -> None:
 
 def test_sequences_that_grow_side_by_side_share_out_what_is_free() -> None:
     space = _space(1024)
-    holdings = [space.claim("", np.full(16, n, np.int32)) for n in range(8)]
+    block_tables = [space.claim("", np.full(16, n, np.int32)) for n in range(8)]
     for count in range(2, 33):
-        for holding in holdings:
-            space.extend(holding, count * 16)
-    pieces = [count_runs(holding.table) for holding in holdings]
+        for block_table in block_tables:
+            space.extend(block_table, count * 16)
+    pieces = [count_runs(block_table.ids) for block_table in block_tables]
     assert max(pieces) <= 4 and sum(pieces) <= 20, pieces
-    space.check(holdings)
+    check_blocks(space, block_tables)
 
 
-def _scattered(space: BlockSpace, count: int) -> tuple[Holding, list[int]]:
-    """A holding of `count` blocks, every other one of the pool, each full of its number; the others are free."""
+def _scattered(space: BlockSpace, count: int) -> tuple[BlockTable, list[int]]:
+    """A block_table of `count` blocks, every other one of the pool, each full of its number; the others are free."""
     array = np.arange(count * 16, dtype=np.int32) % 50
     gaps = []
-    holding = space.claim("", array[:16])
+    block_table = space.claim("", array[:16])
     for index in range(1, count):
-        gaps += space.allocate(1, int(holding.table[-1]))
-        space.extend(holding, (index + 1) * 16)
-    for index, block in enumerate(holding.blocks):
+        gaps += space.allocate(1, int(block_table.ids[-1]))
+        space.extend(block_table, (index + 1) * 16)
+    for index, block in enumerate(block_table.blocks):
         space.pool.planes[:, block] = index
     space.references.release(gaps)
-    return holding, gaps
+    return block_table, gaps
 
 
 def test_compaction_moves_only_what_pays_and_keeps_every_byte() -> None:
     space, costs = _space(64), TransferCosts()
-    holding, _ = _scattered(space, 16)
-    assert count_runs(holding.table) == 16
+    block_table, _ = _scattered(space, 16)
+    assert count_runs(block_table.ids) == 16
     compactor = Compactor(space, costs)
-    assert compactor.compact(holding, 0.0).moved_blocks == 0
-    done = compactor.compact(holding, 1e6)
+    assert compactor.compact(block_table, 0.0).moved_blocks == 0
+    done = compactor.compact(block_table, 1e6)
     assert done.runs_before == 16 and done.runs_after == 1 and done.gain_s > 0
-    for index, block in enumerate(holding.blocks):
+    for index, block in enumerate(block_table.blocks):
         assert (space.pool.planes[:, block] == index).all()
-    space.check([holding])
+    check_blocks(space, [block_table])
 
 
 def test_a_compaction_that_cannot_pay_does_not_look_for_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked every few steps, and would else cost more than it ever saves."""
     space, costs = _space(64), TransferCosts()
-    holding, _ = _scattered(space, 16)
+    block_table, _ = _scattered(space, 16)
     even = costs.move_s(16 * space.pool.payload_bytes(1), 17) / (15 * costs.run_s)  # transfers that pay for a move
 
     def fail(blocks: list[int]) -> None:
@@ -166,33 +167,33 @@ def test_a_compaction_that_cannot_pay_does_not_look_for_places(monkeypatch: pyte
 
     monkeypatch.setattr("kvstore_engine.blocks.compaction.split_runs", fail)
     for transfers in (0.0, 0.1 * even, 0.4 * even):
-        assert Compactor(space, costs).compact(holding, transfers).moved_blocks == 0
+        assert Compactor(space, costs).compact(block_table, transfers).moved_blocks == 0
     with pytest.raises(AssertionError, match="looked"):
-        Compactor(space, costs).compact(holding, 2 * even)
+        Compactor(space, costs).compact(block_table, 2 * even)
 
 
 def test_compaction_follows_costs_that_change() -> None:
     """Its shortest way to decline is of costs as they were; not for long."""
     space, costs = _space(64), TransferCosts()
-    holding, _ = _scattered(space, 16)
+    block_table, _ = _scattered(space, 16)
     compactor, nbytes = Compactor(space, costs), 16 * space.pool.payload_bytes(1)
     for runs in (1, 16) * 200:
         costs.observe(nbytes, runs, 0.001)  # pieces cost nothing
-    assert not compactor.compact(holding, 30.0).moved_blocks
+    assert not compactor.compact(block_table, 30.0).moved_blocks
     for runs in (1, 16) * 200:
         costs.observe(nbytes, runs, 0.001 * runs)
-    asked = next((at for at in range(32) if compactor.compact(holding, 30.0).moved_blocks), None)
-    assert asked is not None and asked <= 16 and count_runs(holding.table) == 1
+    asked = next((at for at in range(32) if compactor.compact(block_table, 30.0).moved_blocks), None)
+    assert asked is not None and asked <= 16 and count_runs(block_table.ids) == 1
 
 
 def test_compaction_leaves_shared_blocks_where_they_are() -> None:
     space, costs = _space(64), TransferCosts()
-    holding, _ = _scattered(space, 6)
-    child = space.fork(holding)
-    assert Compactor(space, costs).compact(holding, 1e6).moved_blocks == 0
+    block_table, _ = _scattered(space, 6)
+    child = space.fork(block_table)
+    assert Compactor(space, costs).compact(block_table, 1e6).moved_blocks == 0
     space.release(child)
-    assert Compactor(space, costs).compact(holding, 1e6).runs_after == 1
-    space.check([holding])
+    assert Compactor(space, costs).compact(block_table, 1e6).runs_after == 1
+    check_blocks(space, [block_table])
 
 
 def test_the_cost_of_a_move_is_learnt_from_moves_and_forgotten_with_time() -> None:

@@ -17,15 +17,15 @@ from kvstore_engine.kernels.build import build_kernels
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import Product
 from kvstore_engine.kernels.native import NativeKernels
-from kvstore_engine.kernels.reference import quantised_product
 from kvstore_engine.model import Linear
-from kvstore_engine.model.interleaving import (
+from kvstore_engine.model.interleaved_layout import (
     ROWS_TOGETHER,
     interleave_q4_0,
     interleave_q8_0,
     is_interleaved_q4_0,
 )
 from tests.reference.product_graph import Bytes, FloatArray, ProductGraph, product_in_order, random_matrix
+from tests.reference.quantised_product import quantised_product
 
 _TIMEOUT_S = 900
 _LIBRARY = build_kernels()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvstore_engine.restore.putting import Put, PutQueue, Telling
+from kvstore_engine.restore.put_queue import Hint, Put, PutQueue
 from tests.reference.memory_session import Bytes, MemorySession
 
 ENGINE_TOKENS, BLOCK_TOKENS, BYTES_PER_TOKEN = 16, 64, 4
@@ -37,7 +37,7 @@ def test_one_put_is_handed_over_at_a_time_with_what_is_told_around_it(session: M
     queue = PutQueue(PlainPool())
     for block in range(3):
         tokens = _tokens(64 * (block + 1))
-        queue.tell(Telling(session, tokens, answer_tokens=block + 1))
+        queue.hint(Hint(session, tokens, answer_tokens=block + 1))
         queue.offer(Put(session, tokens, block, [[4 * block, 4 * block + 1, 4 * block + 2, 4 * block + 3]]))
     assert (queue.outstanding, session.puts, session.told) == (3, [], [])
     queue.settle(60.0)
@@ -46,17 +46,17 @@ def test_one_put_is_handed_over_at_a_time_with_what_is_told_around_it(session: M
     assert (session.puts, [tokens for _, tokens in session.told]) == ([(0, 1), (1, 1)], [1, 2, 3])
     assert (len(queue.finished()), queue.outstanding) == (2, 1)
     (rest,) = queue.close()
-    assert (rest.first_block, rest.is_stored, rest.reason[:8]) == (2, False, "given up")
+    assert (rest.first_block, rest.reason[:8]) == (2, "given up")
     assert queue.outstanding == 0
 
 
 def test_what_is_told_takes_no_place_of_what_is_stored(session: MemorySession) -> None:
     queue, tokens = PutQueue(PlainPool()), _tokens(64)
     for _ in range(300):
-        queue.tell(Telling(session, tokens, due_in_s=3.0))
+        queue.hint(Hint(session, tokens, due_in_s=3.0))
     assert not queue.is_full and queue.outstanding == 0
     for answer in range(300):
-        queue.tell(Telling(session, tokens, answer_tokens=1 + answer))
+        queue.hint(Hint(session, tokens, answer_tokens=1 + answer))
     queue.settle(60.0, everything=True)
     assert queue.close() == []
     assert (len(session.due), len(session.told)) == (64, 256 - 64)

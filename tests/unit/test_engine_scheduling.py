@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvstore_engine.policies import Candidate, LengthPredictor, StepBudget, VirtualTokens, choose_policy
 from kvstore_engine.restore import CostModel
-from kvstore_engine.scheduler import LengthPredictor, Standing, StepBudget, VirtualTokens, choose_policy
 from tests.reference.batch_runs import Outcome, request, run, twin_engine
 from tests.reference.open_loop import Arrival, mixed_load, run_load
 from tests.reference.twin_compute import TwinCompute, answer_alone
@@ -133,7 +133,7 @@ def test_no_two_sequences_displace_each_other(name: str) -> None:
     randoms = np.random.default_rng(1)
     for _ in range(2000):
         one, two = (
-            Standing(
+            Candidate(
                 order=n,
                 arrived_s=(arrived := float(randoms.uniform(0, 50))),
                 since_s=arrived,

@@ -10,6 +10,7 @@ import pytest
 from kvstore_engine.batching import BeamSettings
 from kvstore_engine.sampler import SamplingSettings
 from tests.reference.batch_runs import request, run, twin_engine
+from tests.reference.block_invariants import check_blocks
 from tests.reference.twin_compute import TwinCompute, answer_alone
 
 _PROMPT = list(range(40))
@@ -61,10 +62,10 @@ def test_what_led_to_logits_that_are_no_numbers_is_nobody_elses(
     outcome = run(engine)
     assert outcome.finished["bad", 0].reason == "failed"
     assert "cannot be sampled" in outcome.finished["bad", 0].message
-    keys = engine.parts.space.keys(np.array(own, np.int32))
-    assert engine.parts.space.trie.match("", keys) == []
-    assert engine.parts.space.trie.nodes == 2, "what others have computed stays"
-    engine.parts.space.check([])
+    keys = engine.space.keys(np.array(own, np.int32))
+    assert engine.space.trie.match("", keys) == []
+    assert engine.space.trie.nodes == 2, "what others have computed stays"
+    check_blocks(engine.space, [])
     compute.threads = 1
     engine.add(request("again", own, 5))
     again = run(engine)
@@ -74,18 +75,18 @@ def test_what_led_to_logits_that_are_no_numbers_is_nobody_elses(
 
 def test_what_others_use_of_a_failed_ones_blocks_stays_theirs() -> None:
     engine = twin_engine()
-    space = engine.parts.space
+    space = engine.space
     common, tail = list(range(32)), [7] * 20
-    holding = space.claim("", np.array(common + tail, np.int32))
+    block_table = space.claim("", np.array(common + tail, np.int32))
     other = space.claim("", np.array([*common, 9], np.int32))
-    space.seal(holding, np.array(common + tail, np.int32), 0, 48)
-    space.discard(holding)
-    space.check([other])
+    space.seal(block_table, np.array(common + tail, np.int32), 0, 48)
+    space.discard(block_table)
+    check_blocks(space, [other])
     assert space.trie.nodes == 2 and all(node.is_attached for node in other.nodes)
     below = space.claim("", np.array(common + [8] * 16, np.int32))
     space.seal(below, np.array(common + [8] * 16, np.int32), 32, 48)
     space.release(below)
     space.discard(other)  # nobody else uses the common part now: what was computed after it goes, too
     assert space.trie.nodes == 0
-    space.check([])
+    check_blocks(space, [])
     assert space.references.free_blocks == space.pool.blocks

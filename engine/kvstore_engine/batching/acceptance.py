@@ -1,7 +1,4 @@
-"""Whether a request can be answered at all.
-
-Pure. UsageError says what is wrong and what to do. Whether there is room for it now is `scheduler.Admission`'s.
-"""
+"""Whether a request can be answered at all. Pure. `policies.Admission` checks the load."""
 
 from kvstore_engine.batching.request import Request
 from kvstore_engine.blocks import BlockSpace
@@ -28,7 +25,7 @@ def _check_beams(request: Request, width: int, *, context: int, places: int, spa
     if width > places:
         raise UsageError(f"a beam search of {width} beams does not fit the {places} sequences that run at a time")
     if not space.is_sharing:
-        raise UsageError("a beam search needs prefix sharing, by which preempted beams come back to common blocks")
+        raise UsageError("a beam search needs prefix sharing, by which preempted beams share blocks again")
     # At worst all answers differ from their first token on; the last token of each is never computed.
     count = len(request.tokens)
     prompt = count // space.block_tokens

@@ -1,6 +1,6 @@
-"""One growing answer: its random numbers, its constraint, its text.
+"""One growing answer: its random numbers, its constraint, its text and stop strings.
 
-Owns what is individual to an answer beside its tokens' K/V. It never computes.
+Owns all of an answer except the K/V of its tokens. It never computes.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,6 @@ import numpy as np
 
 from kvstore_engine.batching.constraint import Constraint
 from kvstore_engine.batching.request import RequestSettings
-from kvstore_engine.batching.stops import StopStrings
 from kvstore_engine.errors import UsageError
 from kvstore_engine.sampler import Sampler, SamplingSettings
 from kvstore_engine.tokenizer.stream import StreamingDetokenizer
@@ -23,6 +22,42 @@ class TextSource(Protocol):
     @property
     def end_ids(self) -> frozenset[int]: ...
     def stream(self, special: bool = False, continues: bool = False) -> StreamingDetokenizer: ...
+
+
+class StopStrings:
+    """The stop strings of one answer. The first complete one ends it; of several complete at once the longest.
+
+    Owns the text that could still become one. What `push` returns contains no stop string and does not end in the
+    beginning of one, however the text was cut into pieces.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that can be shown after `text`, and whether a stop string is complete."""
+        if not self._stops:
+            return text, False
+        buffer = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return buffer[: min(found)[1]], True
+        keep = max(self._overlap(buffer, stop) for stop in self._stops)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep], False
+
+    def finish(self) -> str:
+        """The text that was held back, once the answer has ended."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that begins `stop`."""
+        most = min(len(text), len(stop) - 1)
+        return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Answer:
@@ -57,12 +92,12 @@ class Answer:
 def _made(make: Callable[[], Constraint]) -> Constraint:
     try:
         return make()
-    except Exception as error:  # whatever it is, a grammar that nothing can follow, say: it is the caller's constraint
+    except Exception as error:  # of any kind, since the caller made it
         raise UsageError(f"the constraint cannot be made: {error or type(error).__name__}") from error
 
 
 def _own_seed(sampling: SamplingSettings, index: int) -> SamplingSettings:
-    """The first answer draws as a request with n = 1 would; the others independently of it and of each other."""
+    """The first answer is drawn as with n = 1; the others independently of it and of each other."""
     if index == 0 or sampling.seed is None:
         return sampling
     return replace(sampling, seed=int(np.random.SeedSequence([sampling.seed, index]).generate_state(1, np.uint64)[0]))

@@ -1,17 +1,17 @@
-"""Beam search over one request's answers: which beams go on, which have ended, and when nothing better can come.
+"""Beam search over one request's answers: which beams go on, which have ended, and when the search is done.
 
 Pure: log probabilities in, branches out. It never sees blocks or texts.
 
 At each step the likeliest continuations of all beams, by the sum of their log probabilities, are looked at in order.
 One by an end token makes a finished hypothesis if it is among the first `width`; of the others the first `width` go on.
-Enough are looked at, `(1 + end tokens) * width` and at least `2 * width`, that there are always `width` to go on with.
+Enough are looked at, `(1 + end tokens) * width` and at least `2 * width`, that `width` always remain.
 Hypotheses are ranked by  sum of log probabilities / length ** length_penalty  and the best `width` are kept; length
 counts the generated tokens, the end token among them. This is Hugging Face's definition (transformers,
 `BeamHypotheses` and `BeamSearchScorer`), and so are the three ways to stop early, which vLLM took over for its
 `use_beam_search`; vLLM's later rewrite never stops early and counts the prompt in the length. The penalty is a plainer
 form of that of Wu et al., "Google's Neural Machine Translation System" (2016).
 
-It is bad at open-ended text, which it makes repeat itself (Holtzman et al., "The Curious Case of Neural Text
+Open-ended text becomes repetitive (Holtzman et al., "The Curious Case of Neural Text
 Degeneration", 2020).
 """
 
@@ -23,19 +23,19 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.batching.choosing import UNSOUND, log_of_sum
 from kvstore_engine.batching.request import BeamSettings
+from kvstore_engine.batching.token_choice import UNSOUND, log_of_sum
 
 Floats = npt.NDArray[np.float32]
 
 
 class UnsoundLogits(RuntimeError):
-    """The model produced logits that no beam can go on from."""
+    """The model produced logits from which no beam can go on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """One token of a beam, after those of `before`: beams with a common past share it. `top` as in `events.Token`."""
+    """One token of a beam, after those of `before`, which beams share. `top` as in `events.Token`."""
 
     before: "Link | None"
     token: int
@@ -54,7 +54,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A beam after a step: `parent` is the number of the one that it goes on from, `logprob` the sum so far."""
+    """A beam after a step: `parent` is the number of the beam it continues, `logprob` the sum so far."""
 
     parent: int
     logprob: float
@@ -89,9 +89,10 @@ class BeamSearch:
         self.is_done = False
 
     def advance(self, rows: Floats) -> list[Branch]:
-        """Go on by one token. `rows`: logits float32 [beams, vocabulary], in the order of the last call's branches.
+        """Continue by one token. `rows`: logits float32 [beams, vocabulary], in the order of the last call's branches.
 
-        The beams that go on, the likeliest first; none once the search is done. UnsoundLogits if there is no telling.
+        Returns the remaining beams, the likeliest first; none once the search is done. UnsoundLogits if no beam can go
+        on.
         """
         assert len(rows) == len(self._beams) and not self.is_done
         self._length += 1
@@ -106,7 +107,7 @@ class BeamSearch:
                     self._finish(logprob, link.before, "end")
             elif len(going) < self.width:
                 going.append(Branch(parent, logprob, link))
-        if not going or self._nothing_better_can_come(going[0].logprob):
+        if not going or self._is_decided(going[0].logprob):
             self.is_done = True
         elif self._length == self._most_tokens:
             for branch in going:
@@ -133,8 +134,8 @@ class BeamSearch:
         scale: float = float(length) ** self._settings.length_penalty
         return logprob / scale
 
-    def _nothing_better_can_come(self, best: float) -> bool:
-        """By `early_stopping`; `best` is the sum of the likeliest beam that goes on."""
+    def _is_decided(self, best: float) -> bool:
+        """By `early_stopping`; `best` is the sum of the likeliest remaining beam."""
         if len(self.hypotheses) < self.width:
             return False
         stopping = self._settings.early_stopping
@@ -146,7 +147,7 @@ class BeamSearch:
 
 
 def _likeliest(row: Floats, count: int) -> list[tuple[int, float]]:
-    """The `count` likeliest tokens that are possible at all, with their log probabilities; ties by id."""
+    """The `count` likeliest possible tokens, with their log probabilities; ties by id."""
     total = log_of_sum(row)
     if not math.isfinite(total):
         raise UnsoundLogits(UNSOUND.format(total))

@@ -1,6 +1,6 @@
-"""What the engine needs of whatever computes its steps: the executor in this process, or one in another.
+"""The contract of what computes a step: the executor in this process, or one in a worker process.
 
-Owns the contract. Between two calls nothing touches the pool's planes but the engine.
+Between two calls only the engine touches the pool's planes.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from kvstore_engine.graph.step import StepLimits
 
 class Compute(Protocol):
     """The caller guarantees that the K/V before each slice is in the pool, and that no two slices write to the same
-    place. The implementation MUST have written the slices' K/V to the pool when `forward` returns. It MAY be called
-    again with the same slices after it raised: nothing of the failed call counts.
+    place. The implementation MUST have written the slices' K/V to the pool when `forward` returns. After `forward` has
+    raised, the engine MAY call it again with the same slices: nothing of the failed call counts.
     """
 
     @property
@@ -25,6 +25,6 @@ class Compute(Protocol):
     def forward(self, slices: Sequence[SequenceSlice], /) -> npt.NDArray[np.float32]:
         """Logits [outputs, vocabulary] of the wanted tokens, in the order of `slices`, for use before the next call.
 
-        `worker.StepFailed` names slices that cannot be computed; the others can be tried again.
+        StepFailed names slices that cannot be computed; the others can be tried again.
         """
         ...

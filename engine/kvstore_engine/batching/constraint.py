@@ -1,7 +1,6 @@
-"""What a grammar, a JSON schema or a tool's arguments may say of the next token.
+"""The contract of a constraint: which tokens a grammar or a schema allows next.
 
-Owns the contract between the engine and a constraint's implementation, and no implementation. One constraint belongs
-to one sequence: the engine calls it from one thread, in the order of the tokens.
+One constraint belongs to one sequence. The engine calls it from one thread, in the order of the tokens.
 """
 
 from typing import Protocol
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 
 class Constraint(Protocol):
-    """The implementation MUST allow at least one token while it is not `finished`. What it raises fails its own answer.
+    """The implementation MUST allow at least one token while it is not `finished`. An exception fails its answer alone.
 
     The engine calls `mask` before it chooses a token, and `accept` exactly once for each token that it chose; never
     `accept` for a token that ended the answer.
@@ -19,7 +18,7 @@ class Constraint(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Nothing may follow: the answer ends here."""
+        """No token may follow: the answer ends here."""
         ...
 
     def mask(self) -> npt.NDArray[np.uint32] | None:

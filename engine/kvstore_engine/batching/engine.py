@@ -1,9 +1,8 @@
-"""The engine's loop: lets sequences in, computes a step of all that run, chooses their tokens, stores what is new.
+"""The engine's loop: admits sequences, computes a step of all that run, chooses their tokens, stores new blocks.
 
-Owns the order of a step and the requests under way. Scheduling, blocks, restoring and storing are parts of their own
-that it drives. One thread drives it: nothing here is safe for two.
-Invariants: an answer's tokens do not depend on when it was scheduled, but for the rounding of sums (see `planning`); a
-step whose computing fails has no effect and can be taken again; a store that fails costs nothing but its savings.
+Owns the order of a step and the unfinished requests. One thread drives it: nothing here is safe for two. Invariants: an
+answer's tokens do not depend on when it was scheduled, except for the rounding of sums (`batch_planner`); a step whose
+computing fails has no effect and can be tried again; a store that fails costs nothing but its savings.
 """
 
 import time
@@ -11,33 +10,34 @@ from collections.abc import Callable
 
 from kvstore_engine.batching.acceptance import check_request
 from kvstore_engine.batching.answer import TextSource
-from kvstore_engine.batching.assembly import EngineParts
+from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.compute import Compute
 from kvstore_engine.batching.events import Event
-from kvstore_engine.batching.guarding import guarded
-from kvstore_engine.batching.observer import Observer, StepRecord
-from kvstore_engine.batching.planning import StepPlan
-from kvstore_engine.batching.progress import Progress, SessionOf
+from kvstore_engine.batching.observer import FanOut, Observer, StepRecord
+from kvstore_engine.batching.output_processor import OutputProcessor, SessionOf
 from kvstore_engine.batching.request import Request
+from kvstore_engine.batching.restorer import Restorer
+from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import EngineSettings
+from kvstore_engine.batching.storer import Storer
+from kvstore_engine.blocks import BlockSpace
 from kvstore_engine.errors import UsageError
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.restore import CostModel, RestoreReport
+from kvstore_engine.restore import CostModel
 from kvstore_engine.worker.failure import StepFailed
 
 _PATIENCE_S = 0.01  # for the daemon, beside running answers
 _QUICK_ANSWER_S = 0.002
-_ALONE_S = 1.0  # copying without a pause, while nobody is waiting for a token
-_TIDY_STEPS = 8
-_WORTH_TELLING_S = 1.0  # of a wait, to the daemon
-_IDLE_WAIT_S = 0.05  # for the daemon, with nothing else to do
+_ALONE_S = 1.0  # copying without a pause, while no sequence decodes
+_LEAST_HINT_S = 1.0  # a shorter wait is no hint to the daemon
+_IDLE_WAIT_S = 0.05  # for the daemon, with nothing to compute
 
 
 class BatchEngine:
-    """Answers requests over `pool` with `compute`; `sessions(tenant)` is the tenant's daemon session, if there is one.
+    """Answers requests over `pool` with `compute`. `sessions(tenant)` is the tenant's session with the daemon, or None.
 
-    `context` is the most tokens of a prompt and its answer.
+    A prompt and its answer have at most `context` tokens: what the settings, `compute` and the pool allow.
     """
 
     def __init__(
@@ -46,7 +46,6 @@ class BatchEngine:
         pool: BlockPool,
         tokenizer: TextSource,
         *,
-        context: int | None = None,
         settings: EngineSettings | None = None,
         sessions: SessionOf | None = None,
         costs: CostModel | None = None,
@@ -55,25 +54,29 @@ class BatchEngine:
     ) -> None:
         self.compute, self.pool, self.tokenizer = compute, pool, tokenizer
         self.settings = settings or EngineSettings()
-        self.observer = guarded(observer) if observer is not None else Observer()
+        self.observer = FanOut(observer) if observer is not None else Observer()
         self.costs = costs or CostModel()
         limits = compute.limits
-        self.context = min(context or limits.max_context, limits.max_context, pool.blocks * pool.block_tokens)
+        context = self.settings.context or limits.max_context
+        self.context = min(context, limits.max_context, pool.blocks * pool.block_tokens)
         self._sessions = sessions
         self._clock = clock
-        self._work = EngineParts(
-            pool,
-            limits,
-            self.settings,
-            costs=self.costs,
+        self.space = BlockSpace(pool, sharing=self.settings.prefix_sharing)
+        self.restorer = Restorer(self.space, self.costs, step_tokens=self.settings.step_tokens(limits), clock=clock)
+        self.storer = Storer(self.space, self.observer, clock)
+        self.scheduler = Scheduler(
+            self.space, self.restorer, limits, self.settings, costs=self.costs, observer=self.observer, clock=clock
+        )
+        self._outputs = OutputProcessor(
+            self.scheduler,
+            self.storer,
+            tokenizer,
+            context=self.context,
+            sessions=sessions,
             observer=self.observer,
             clock=clock,
-            found=self._found,
-            admitted=self._admitted,
         )
-        self._progress = Progress(
-            self._work, tokenizer, context=self.context, sessions=sessions, observer=self.observer, clock=clock
-        )
+        self._run_queue = self.scheduler.run_queue
         self._steps = 0
         self._pending: list[Event] = []
         self._new: list[Sequence] = []  # since the last step
@@ -81,71 +84,62 @@ class BatchEngine:
 
     @property
     def has_work(self) -> bool:
-        """`step` has something to do or to tell."""
-        roster = self._work.roster
-        return bool(self._pending or roster.waiting or roster.running)
+        """`step` has something to compute or to report."""
+        return bool(self._pending) or self._run_queue.has_sequences
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for a place or for blocks."""
-        return len(self._work.roster.waiting)
+        return len(self._run_queue.waiting)
 
     @property
     def running(self) -> int:
         """Sequences that hold blocks."""
-        return len(self._work.roster.running)
-
-    @property
-    def parts(self) -> EngineParts:
-        """What the engine drives, for whoever reports on it."""
-        return self._work
+        return len(self._run_queue.running)
 
     def add(self, request: Request) -> None:
-        """Take `request` in. UsageError if it can never be answered, Overloaded if too many wait already."""
+        """Accept `request`. UsageError if it can never be answered, Overloaded if too many wait."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        roster, standings = self._work.roster, self._work.standings
         check_request(
             request,
             context=self.context,
             vocabulary=self.compute.limits.vocabulary,
-            places=roster.places,
-            space=self._work.space,
+            places=self._run_queue.places,
+            space=self.space,
         )
-        if request.id in self._progress.under_way or any(event.request_id == request.id for event in self._pending):
+        if self._run_queue.of(request.id) or any(event.request_id == request.id for event in self._pending):
             raise UsageError(f"a request {request.id!r} is under way already")
-        ahead = roster.ahead(request.tenant)
-        self._work.admission.check(ahead, 1, standings.wait_s(ahead, roster.places))
-        sequence = self._progress.new_sequence(request, 0, self._clock())
-        self._progress.under_way.enter(sequence)
-        roster.wait(sequence)
+        self.scheduler.check_load(request.tenant)
+        sequence = self._outputs.new_sequence(request, 0, self._clock())
+        self._run_queue.enter(sequence)
+        self._run_queue.wait(sequence)
         self._new.append(sequence)
         self.observer.queued(request.id, sequence.arrived_s)
 
     def cancel(self, request_id: str) -> None:
-        """End all answers of a request, wherever they are; the next `step` tells. Unknown ids are ignored."""
-        for sequence in self._work.roster.of(request_id):
-            self._pending += self._progress.end_request(sequence, "cancelled")
+        """End all answers of a request; the next `step` reports their ends. Unknown ids are ignored."""
+        for sequence in self._run_queue.of(request_id):
+            self._pending += self._outputs.end_request(sequence, "cancelled")
 
     def step(self) -> list[Event]:
-        """One step: let in, restore, compute, choose, store. Returns at once but for computing; while nothing can be
-        computed because all wait for the daemon, it waits for that, a little.
+        """One step: admit, restore, compute, choose, store. If all sequences wait for the daemon and nothing can be
+        computed, this waits for it a little.
         """
-        work = self._work
         begin = self._clock()
-        work.storer.settle(0.0)
-        work.roster.admit()
-        self._tell_of_waiting()
+        self.storer.settle(0.0)
+        self._run_queue.admit()
+        self._hint_waiting()
         self._restore()
-        plan = work.planner.plan(work.roster.decoding(), work.roster.prompts())
+        batch = self.scheduler.next_batch()
         events, self._pending = self._pending, []
-        if not plan.parts:
+        if not batch.parts:
             self._idle(events)
             return events
         failure: StepFailed | None = None
         try:
             computing = self._clock()
-            logits = self.compute.forward([part.slice(self.pool.block_tokens) for part in plan.parts])
+            logits = self.compute.forward([part.slice(self.pool.block_tokens) for part in batch.parts])
             compute_s = self._clock() - computing
         except StepFailed as error:
             failure = error
@@ -153,132 +147,98 @@ class BatchEngine:
             self._pending = events + self._pending
             raise
         finally:
-            work.planner.release_borrowed(plan)
+            self.scheduler.planner.release_borrowed(batch)
         if failure is not None:
-            blamed = dict.fromkeys(plan.parts[index].sequence.unit[0] for index in failure.slices)
-            return events + [end for one in blamed for end in self._progress.end_request(one, "failed", str(failure))]
-        self._learn(plan, compute_s)
-        events += self._progress.apply(plan, logits)
-        self._store(plan)
+            blamed = dict.fromkeys(batch.parts[index].sequence.unit[0] for index in failure.slices)
+            return events + [end for one in blamed for end in self._outputs.end_request(one, "failed", str(failure))]
+        self.scheduler.observe(batch, compute_s)
+        events += self._outputs.apply(batch, logits)
+        self._store(batch)
         self._steps += 1
-        if self._steps % _TIDY_STEPS == 0:
-            self._tidy()
-        if not self.has_work:
-            work.host.trim()
-        self._report(plan, begin, compute_s)
+        self.scheduler.tidy(self._steps)
+        self._report(batch, begin, compute_s)
         return events
 
     def drain(self) -> None:
-        """Answer what is under way, then wait until all that was offered is stored, or given up. Each put has a
+        """Answer all accepted requests, then wait until all that was offered is stored or given up. Each put has a
         deadline.
         """
         while self.has_work:
             self.step()
-        while self._work.storer.outstanding:
-            self._work.storer.settle(0.0, everything=True)
-            self._work.storer.wait(_IDLE_WAIT_S)
+        while self.storer.outstanding:
+            self.storer.settle(0.0, everything=True)
+            self.storer.wait(_IDLE_WAIT_S)
 
     def close(self) -> None:
-        """Cancel what is under way and stop the threads. Compute object, pool and sessions are their makers'."""
+        """Cancel all requests, store what was offered, stop the threads. Pool and sessions stay open."""
         if not self._is_closed:
             self._is_closed = True
-            for sequence in self._work.roster.leaders():
-                self._progress.end_request(sequence, "cancelled")
-            self._work.close()
+            for sequence in self._run_queue.leaders():
+                self._outputs.end_request(sequence, "cancelled")
+            self.storer.close()
+            self.restorer.close()
 
-    def _admitted(self, sequence: Sequence, now: float) -> None:
-        if sequence.accounts.admitted_s is None:
-            sequence.accounts.admitted_s = now
-        self.observer.admitted(sequence.request.id, sequence.index, now)
-
-    def _found(self, sequence: Sequence, tokens: int) -> None:
-        if tokens:
-            self.observer.restored(sequence.request.id, sequence.index, "local", tokens, self._clock())
-
-    def _tell_of_waiting(self) -> None:
-        """The daemon might give up the blocks of those that have come and were not let in."""
+    def _hint_waiting(self) -> None:
+        """Hint new requests that were not admitted to the daemon, which might evict their blocks."""
         new, self._new = self._new, []
-        roster = self._work.roster
-        waiting = [sequence for sequence in new if sequence in roster.waiting] if roster.waiting else []
-        for place, sequence in enumerate(waiting, len(roster.waiting) - len(waiting) + 1):
-            wait_s = self._work.standings.wait_s(place, max(1, len(roster.running)))
-            if wait_s >= _WORTH_TELLING_S:
-                self._work.storer.tell_due(sequence, wait_s)
+        queue = self._run_queue
+        waiting = [sequence for sequence in new if sequence in queue.waiting] if queue.waiting else []
+        for place, sequence in enumerate(waiting, len(queue.waiting) - len(waiting) + 1):
+            wait_s = self.scheduler.statistics.wait_s(place, max(1, len(queue.running)))
+            if wait_s >= _LEAST_HINT_S:
+                self.storer.hint_due(sequence, wait_s)
 
     def _restore(self) -> None:
-        """Ask the daemon for those that are about to compute a prompt, and go on with those that have asked."""
+        """Request stored blocks for prompts that are about to be computed, and continue restorations under way."""
         if self._sessions is None:
             return
-        work = self._work
-        self._ask()
-        if work.restorer.is_busy:
-            is_decoding = any(sequence.is_decoding for sequence in work.roster.running)
-            # A question for what lies in DRAM is answered in less than a millisecond: rather than in the next step.
-            work.restorer.wait(_QUICK_ANSWER_S if is_decoding else 0.0, is_quick=True)
-            beside_s = (self.settings.step_stretch - 1) * work.standings.step_s
-            for sequence, report in work.restorer.advance(beside_s if is_decoding else _ALONE_S):
-                self._restored(sequence, report)
-            self._ask()  # those that waited for blocks that have just come, for what follows them
+        self._request_blocks()
+        if self.restorer.is_busy:
+            is_decoding = any(sequence.is_decoding for sequence in self._run_queue.running)
+            # A request for what is in DRAM is answered in less than a millisecond: better now than in the next step.
+            self.restorer.wait(_QUICK_ANSWER_S if is_decoding else 0.0, is_quick=True)
+            beside_s = (self.settings.step_stretch - 1) * self.scheduler.statistics.step_s
+            for sequence, report in self.restorer.advance(beside_s if is_decoding else _ALONE_S):
+                request_id, now = sequence.request.id, self._clock()
+                if report.tokens:
+                    self.observer.restored(request_id, sequence.index, "daemon", report.tokens, now)
+                self.observer.store_answered(request_id, sequence.index, report, now)
+            self._request_blocks()  # sequences that waited for blocks just restored request those that follow
 
-    def _ask(self) -> None:
-        work = self._work
-        for sequence in work.roster.running:
-            if sequence.asked_daemon or sequence.is_decoding:
+    def _request_blocks(self) -> None:
+        planner = self.scheduler.planner
+        for sequence in self._run_queue.running:
+            if sequence.is_requested or sequence.is_decoding:
                 continue
-            work.planner.skip_ready(sequence)
-            if not work.planner.is_asked(sequence):
-                sequence.asked_daemon = True
-                work.restorer.begin(sequence)
-
-    def _restored(self, sequence: Sequence, report: RestoreReport) -> None:
-        request_id, now = sequence.request.id, self._clock()
-        if report.tokens:
-            self.observer.restored(request_id, sequence.index, "daemon", report.tokens, now)
-        self.observer.store_answered(request_id, sequence.index, report, now)
+            planner.skip_ready(sequence)
+            if not planner.is_requested(sequence):
+                sequence.is_requested = True
+                self.restorer.begin(sequence)
 
     def _idle(self, events: list[Event]) -> None:
-        """Nothing can be computed now: wait for what is under way, unless there is something to tell."""
-        work = self._work
-        work.storer.settle(0.0, everything=True)
-        if not work.roster.running and not work.roster.waiting:
-            work.host.trim()
-            return
-        if events:
-            return
-        if work.restorer.is_busy:
-            work.restorer.wait(_IDLE_WAIT_S)
-        elif work.storer.outstanding:
-            work.storer.wait(_IDLE_WAIT_S)
+        """Nothing can be computed now: wait for what is under way, unless there are events to report."""
+        self.storer.settle(0.0, everything=True)
+        if not self._run_queue.has_sequences:
+            self.scheduler.host.trim()
+        elif not events:
+            if self.restorer.is_busy:
+                self.restorer.wait(_IDLE_WAIT_S)
+            elif self.storer.outstanding:
+                self.storer.wait(_IDLE_WAIT_S)
 
-    def _learn(self, plan: StepPlan, seconds: float) -> None:
-        work = self._work
-        self.costs.observe_batch([(part.end - part.begin, part.begin) for part in plan.parts], seconds)
-        work.budget.observe(plan.decodes, plan.prefill_tokens, seconds)
-        work.standings.stepped(seconds, len(plan.decodes))
-
-    def _store(self, plan: StepPlan) -> None:
-        """Offer new blocks, from the step after their sequence's first token on: storing must not delay that."""
-        work = self._work
-        for part in plan.parts:
+    def _store(self, batch: Batch) -> None:
+        """Offer new blocks from the step after a sequence's first token on: storing must not delay that token."""
+        for part in batch.parts:
             sequence = part.sequence
-            if sequence.holding is not None and sequence.generated > 1 and sequence.leads:
-                work.storer.offer(sequence)
+            if sequence.block_table is not None and sequence.generated > 1 and sequence.leads:
+                self.storer.offer(sequence)
         if self.has_work:
-            work.storer.settle(_PATIENCE_S)
+            self.storer.settle(_PATIENCE_S)
         else:
-            work.storer.settle(0.0, everything=True)
+            self.storer.settle(0.0, everything=True)
 
-    def _tidy(self) -> None:
-        """Give back memory that swapped sequences have left, and move the blocks of the next to yield together, if
-        being swapped as others were makes that pay.
-        """
-        self._work.host.look()
-        sequence = self._work.roster.next_to_yield() if self.settings.compaction else None
-        if sequence is not None and not sequence.is_restoring:
-            self._work.compactor.compact(sequence.held, self._work.preemption.expected_transfers)
-
-    def _report(self, plan: StepPlan, begin: float, compute_s: float) -> None:
-        statistics = self._work.space.statistics()
+    def _report(self, batch: Batch, begin: float, compute_s: float) -> None:
+        statistics = self.space.statistics()
         record = StepRecord(
             number=self._steps,
             begin_s=begin,
@@ -286,12 +246,12 @@ class BatchEngine:
             compute_s=compute_s,
             running=self.running,
             waiting=self.waiting,
-            prefill_tokens=plan.prefill_tokens,
-            decode_tokens=len(plan.decodes),
-            budget_tokens=plan.budget_tokens,
+            prefill_tokens=batch.prefill_tokens,
+            decode_tokens=len(batch.decodes),
+            budget_tokens=batch.budget_tokens,
             pool_blocks=statistics.blocks,
             used_blocks=statistics.used,
             cached_blocks=statistics.cached,
-            parts=plan.record(),
+            parts=batch.record(),
         )
         self.observer.step(record)

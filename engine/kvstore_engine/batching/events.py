@@ -12,14 +12,14 @@ Reason = Literal["end", "length", "context", "stop", "cancelled", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one answer took. Tokens of the prompt are counted by where their K/V came from.
+    """What one answer cost. Prompt tokens are counted by where their K/V came from.
 
-    local_tokens:    from blocks that another request of this engine computed (also while it still ran).
+    local_tokens:    in blocks that another request of this engine computed, perhaps while it still ran.
     daemon_tokens:   restored from the daemon.
-    computed_tokens: computed for this answer, of the prompt; each prompt token is counted in one of the three, and the
-                     further answers of a request with n > 1 count all of the prompt as local.
-    recomputed_tokens: computed again because the sequence had been preempted.
-    generated_tokens: with those that ended the answer without being shown (stop strings), without the end token.
+    computed_tokens: computed for this answer. Each prompt token is counted in one of the three; the further answers of
+                     a request with n > 1 count all of the prompt as local.
+    recomputed_tokens: computed again after a preemption.
+    generated_tokens: with those of a stop string, which are not shown, and without the end token.
     queued_s, ttft_s: from `add` to admission, and to the first token. tpot_s: per further token.
     """
 
@@ -39,9 +39,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Answer `index` of a request goes on by `token`; `text` is what can be shown now: whole characters only, and
-    nothing that could still become a stop string. `logprob` and `top` (id, log probability; likeliest first) where
-    asked for.
+    """The next token of answer `index`. `text` is what can be shown now: whole characters, and nothing that could still
+    become a stop string. `logprob` and `top` (id, log probability; likeliest first) if the request asks for them.
     """
 
     request_id: str
@@ -54,10 +53,10 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Answer `index` of a request has ended. `text` is the rest of it, which had been held back (mostly empty).
+    """Answer `index` has ended. `text` is the rest of it that had been held back, mostly empty.
 
-    reason: the model ended ("end"), `max_tokens` are reached ("length"), the context is full ("context"), a stop
-    string or a constraint's end was met ("stop"), "cancelled", or "failed", which `message` explains.
+    reason: the model ended it ("end"), `max_tokens` ("length"), the context is full ("context"), a stop string or the
+    constraint ended it ("stop"), "cancelled", or "failed", which `message` explains.
     score: of a beam search: the answer's log probability over length ** length_penalty.
     """
 

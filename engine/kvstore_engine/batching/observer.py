@@ -1,20 +1,24 @@
-"""What the engine tells whoever measures it.
+"""What the engine reports to observers: the contract, with a base that does nothing, and `FanOut`.
 
-Owns the contract, with an observer that does nothing as its base. Times are those of the engine's clock, in seconds.
-An observer is called from the engine's thread between steps: the implementation MUST return at once and MUST NOT
-raise or call the engine; one that raises is told nothing more.
+Times are those of the engine's clock, in seconds. The engine's thread calls an observer between steps: the
+implementation MUST return at once and MUST NOT raise or call the engine. The engine drops an observer that raises: a
+full disk under a trace must not fail an answer.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from kvstore_engine.batching.events import Reason, Usage
 from kvstore_engine.restore.report import RestoreReport
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
-    """One sequence's share of a step: `tokens` rows from `position` on; `kind` says whether of its prompt."""
+    """One sequence's rows of a step: `tokens` of them from `position` on. `kind` "prefill": they are of its prompt."""
 
     request_id: str
     index: int
@@ -25,11 +29,11 @@ class SequencePart:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step. `begin_s` to `end_s` is all of it, `compute_s` the forward pass alone.
+    """One step. `begin_s` to `end_s` is the whole step, `compute_s` the forward pass alone.
 
     used_blocks:   engine blocks that running sequences hold (shared ones once).
     cached_blocks: further blocks that only the prefix trie holds.
-    budget_tokens: how many prompt tokens the step might have computed beside the decodes.
+    budget_tokens: prompt tokens that the step had room for beside the decodes.
     """
 
     number: int
@@ -48,19 +52,19 @@ class StepRecord:
 
 
 class Observer:
-    """Does nothing: override what is wanted."""
+    """Does nothing. Override the methods of interest."""
 
     def queued(self, request_id: str, t: float) -> None:
-        """`add` took a request in."""
+        """`add` accepted a request."""
 
     def admitted(self, request_id: str, index: int, t: float) -> None:
         """A sequence got its blocks, for the first time or after a preemption."""
 
     def restored(self, request_id: str, index: int, source: Literal["local", "daemon"], tokens: int, t: float) -> None:
-        """`tokens` of the prompt need not be computed; local ones are told at admission and when others complete."""
+        """`tokens` of the prompt need not be computed. Local: at admission, or when another sequence computes them."""
 
     def store_answered(self, request_id: str, index: int, report: RestoreReport, t: float) -> None:
-        """What the daemon had of a prompt, and what of it was restored; once for each time that it was asked."""
+        """What the daemon had of a prompt and what was restored, once for each request to the daemon."""
 
     def step(self, record: StepRecord) -> None:
         """A step has been done."""
@@ -72,13 +76,51 @@ class Observer:
         """A victim's blocks were copied to the host pool, in `runs` contiguous pieces."""
 
     def swapped_in(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
-        """They are back."""
+        """A swapped sequence's blocks were copied back to the pool."""
 
     def stored(self, request_id: str, index: int, tokens: int, reason: str, begin_s: float, end_s: float) -> None:
-        """A put of `tokens` has ended: they are in the daemon now, or `reason` says why not. One put at a time."""
+        """A put of `tokens` has ended. Empty `reason`: the daemon has them; else why it does not. One put at a time."""
 
     def token(self, request_id: str, index: int, t: float) -> None:
         """A token was chosen."""
 
     def finished(self, request_id: str, index: int, reason: Reason, usage: Usage, t: float) -> None:
         """An answer has ended."""
+
+
+def _forwarded(name: str) -> Callable[..., None]:
+    def forward(self: "FanOut", *event: object, **named: object) -> None:
+        self._notify(name, event, named)
+
+    return forward
+
+
+class FanOut(Observer):
+    """Notifies each of `observers`, in this order. One that raises is logged and dropped."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def replace(self, old: Observer, new: Observer) -> None:
+        """From the next event on `new` gets what `old` got."""
+        self._observers = tuple(new if observer is old else observer for observer in self._observers)
+
+    queued = _forwarded("queued")
+    admitted = _forwarded("admitted")
+    restored = _forwarded("restored")
+    store_answered = _forwarded("store_answered")
+    step = _forwarded("step")
+    preempted = _forwarded("preempted")
+    swapped_out = _forwarded("swapped_out")
+    swapped_in = _forwarded("swapped_in")
+    stored = _forwarded("stored")
+    token = _forwarded("token")
+    finished = _forwarded("finished")
+
+    def _notify(self, name: str, event: tuple[object, ...], named: dict[str, object]) -> None:
+        for observer in self._observers:
+            try:
+                getattr(observer, name)(*event, **named)
+            except Exception:
+                _log.exception("observer %s raised and is notified no longer", type(observer).__name__)
+                self._observers = tuple(other for other in self._observers if other is not observer)

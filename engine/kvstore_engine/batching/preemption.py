@@ -1,8 +1,7 @@
-"""Takes a running unit's blocks away, in the way that costs least to undo, and gives it blocks again.
+"""Takes a running unit's blocks, in the way that costs least to undo, and gives it blocks again.
 
 Owns the choice between swapping (copy out now, copy in later) and recomputing (drop, then share, restore or compute
-again), by the cost models. It never chooses the victim. No token is lost either way: what is known of a sequence is its
-tokens, and they stay.
+again), by the cost models. It never chooses the victim. No token is lost either way.
 """
 
 from collections import Counter
@@ -37,7 +36,6 @@ class Preemption:
         host: HostPool,
         *,
         costs: CostModel,
-        transfers: TransferCosts,
         step_tokens: int,
         observer: Observer,
         clock: Callable[[], float],
@@ -45,7 +43,7 @@ class Preemption:
         self._space = space
         self._host = host
         self._costs = costs
-        self._transfers = transfers
+        self.transfers = TransferCosts()
         self._step_tokens = step_tokens
         self._observer = observer
         self._clock = clock
@@ -53,13 +51,13 @@ class Preemption:
 
     @property
     def expected_transfers(self) -> float:
-        """How often a sequence's blocks will still be copied as they lie now, going by those that have ended: once, if
-        it is swapped. What comes back lies elsewhere, together where there is room.
+        """How often a sequence's blocks will be copied from where they are now, judging by ended sequences: at most
+        once, when it is swapped. Swapped in, they get new places, together where there is room.
         """
         return min(self._swaps_a_sequence, 1.0)
 
     def ended(self, sequence: Sequence) -> None:
-        """A sequence has ended: that is how often it was swapped."""
+        """Learn from a sequence that has ended how often one is swapped."""
         self._swaps_a_sequence += _MEMORY * (sequence.accounts.swaps - self._swaps_a_sequence)
 
     def preempt(self, unit: Series[Sequence]) -> Literal["swap", "recompute"]:
@@ -75,15 +73,13 @@ class Preemption:
                 self._space.release(sequence.held)
                 sequence.computed = 0
         for sequence in unit:
-            sequence.holding = None
-            sequence.asked_daemon = False
+            sequence.block_table = None
+            sequence.is_requested = False
         self._observer.preempted(leader.request.id, leader.index, how, self._clock())
         return how
 
     def resume(self, unit: Series[Sequence]) -> None:
-        """Give the sequences of a preempted or new unit blocks, and swapped ones theirs. PoolExhausted: nothing has
-        changed.
-        """
+        """Give a new or preempted unit its blocks; a swapped one's are copied back. PoolExhausted: nothing changed."""
         if any(sequence.swapped is not None for sequence in unit):
             self._swap_in(unit)
             return
@@ -93,14 +89,14 @@ class Preemption:
                 tokens = sequence.tokens[: sequence.prefill_end]
                 claimed.append(self._space.claim(sequence.request.tenant, tokens))
         except PoolExhausted:
-            for holding in claimed:
-                self._space.release(holding)
+            for block_table in claimed:
+                self._space.release(block_table)
             raise
-        for sequence, holding in zip(unit, claimed, strict=True):
-            sequence.holding = holding
+        for sequence, block_table in zip(unit, claimed, strict=True):
+            sequence.block_table = block_table
 
     def price(self, unit: Series[Sequence]) -> int:
-        """By how much `resume` would lower the blocks that are to be had."""
+        """By how much `resume` would lower the available blocks."""
         swapped = [(sequence.length, sequence.swapped) for sequence in unit if sequence.swapped is not None]
         if swapped:
             return sum(self._space.price_again(length, blocks.path, blocks.shared) for length, blocks in swapped)
@@ -108,7 +104,7 @@ class Preemption:
         return self._space.price(unit[0].request.tenant, *texts)
 
     def forget(self, sequence: Sequence) -> None:
-        """A swapped sequence has ended."""
+        """Free the host memory of a swapped sequence that has ended."""
         if sequence.swapped is not None:
             self._host.free(sequence.swapped.places)
             sequence.swapped = None
@@ -120,7 +116,7 @@ class Preemption:
         for sequence, blocks in zip(unit, swapped, strict=True):
             sequence.swapped = blocks
         nbytes, runs = sum(blocks.nbytes for blocks in swapped), sum(blocks.runs for blocks in swapped)
-        self._transfers.observe(nbytes, runs, end - begin)
+        self.transfers.observe(nbytes, runs, end - begin)
         self._observer.swapped_out(leader.request.id, leader.index, nbytes, runs, begin, end)
 
     def _swap_in(self, unit: Series[Sequence]) -> None:
@@ -130,17 +126,17 @@ class Preemption:
         back = swap_in(self._space, self._host, swapped, [sequence.tokens[: sequence.length] for sequence in unit])
         end = self._clock()
         nbytes = runs = 0
-        for sequence, blocks, (holding, copied) in zip(unit, swapped, back, strict=True):
-            sequence.holding, sequence.swapped, sequence.computed = holding, None, blocks.computed
+        for sequence, blocks, (block_table, copied) in zip(unit, swapped, back, strict=True):
+            sequence.block_table, sequence.swapped, sequence.computed = block_table, None, blocks.computed
             filled = blocks.shared + len(blocks.places)
-            runs += count_runs(holding.table[filled - copied : filled])
+            runs += count_runs(block_table.ids[filled - copied : filled])
             nbytes += copied * self._host.block_bytes
         leader.accounts.swaps += 1
-        self._transfers.observe(nbytes, runs, end - begin)
+        self.transfers.observe(nbytes, runs, end - begin)
         self._observer.swapped_in(leader.request.id, leader.index, nbytes, runs, begin, end)
 
     def _swap_pays(self, unit: Series[Sequence]) -> bool:
-        """Whether copying out and in is expected to be quicker than getting the K/V back in any other way."""
+        """Whether copying out and in is estimated to take less time than any other way to get the K/V back."""
         tables = [sequence.held.blocks[: self._space.blocks_for(sequence.computed)] for sequence in unit]
         parts = own_parts(tables)
         own = [table[shared:] for table, (_, shared) in zip(tables, parts, strict=True)]
@@ -152,11 +148,11 @@ class Preemption:
             self._again_s(sequence, shared * self._space.block_tokens, users)
             for sequence, (_, shared) in zip(unit, parts, strict=True)
         )
-        return 2 * self._transfers.copy_s(blocks * self._host.block_bytes, runs) < again_s
+        return 2 * self.transfers.copy_s(blocks * self._host.block_bytes, runs) < again_s
 
     def _again_s(self, sequence: Sequence, shared: int, users: Counter[TrieNode]) -> float:
-        """Seconds to have [shared, computed) again: shared as far as others than its unit, which uses nodes as `users`
-        says, keep it, loaded as far as stored, computed.
+        """Seconds to get [shared, computed) again. What sequences outside its unit keep is shared, what the daemon has
+        is loaded, the rest is computed. `users`: how many of the unit use each node.
         """
         nodes = sequence.held.nodes
         kept = next((index for index, node in enumerate(nodes) if node.users <= users[node]), len(nodes))

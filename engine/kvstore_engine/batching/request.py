@@ -1,7 +1,4 @@
-"""What is asked of the engine: a prompt in token ids and how to answer it.
-
-Owns plain values and the checks that need no model. It never runs anything.
-"""
+"""A request: a prompt in token ids and how to answer it. Plain values, and the checks that need no model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,9 +21,9 @@ MAX_LENGTH_PENALTY = 10.0
 class BeamSettings:
     """Search the likeliest answers with `width` beams (see `beam_search`).
 
-    length_penalty: answers are ranked by their log probability over length ** length_penalty: over 0 favours long ones.
-    early_stopping: True: as soon as `width` answers have ended. False: when no beam, at its present length, could still
-                    be ranked among them. "never": when none could at its greatest length, if long ones are favoured.
+    length_penalty: answers are ranked by log probability / length ** length_penalty; a value over 0 favours long ones.
+    early_stopping: True: stop as soon as `width` answers have ended. False: when no beam, at its present length, could
+                    rank among them. "never": when none could at its greatest length, if long ones are favoured.
     """
 
     width: int
@@ -46,16 +43,16 @@ class BeamSettings:
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """How to answer. `max_tokens` holds for each of the `n` answers, which differ by their random numbers only.
+    """How to answer. `max_tokens` applies to each of the `n` answers, which differ only by their random numbers.
 
-    stop:       strings that end an answer; neither they nor a part of them is ever shown.
-    ignore_end: generate on after the end-of-text token, for measurements of a fixed length.
+    stop:       strings that end an answer; no part of them is ever shown.
+    ignore_end: do not stop at an end-of-text token; for measurements of a fixed length.
     logprobs:   None for none; k for the chosen token's and the k likeliest tokens' log probabilities, of the
                 distribution as the model gave it (before temperature, top-k, top-p and constraint).
-    store:      put computed blocks into the daemon, where there is one.
+    store:      put computed blocks into the daemon, if there is one.
     constraint: makes one constraint for each answer.
-    beams:      None to sample; else the `n` best answers that a beam search finds, the best first. They come all at
-                once, at its end. Not with a stop string, a constraint or sampling: beams are not drawn.
+    beams:      None to sample; else the answers are the `n` best of a beam search, the best first, all at its end. Not
+                together with stop strings, a constraint or sampling.
     """
 
     max_tokens: int = 256

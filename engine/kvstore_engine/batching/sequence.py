@@ -1,9 +1,9 @@
 """One answer under way: its tokens, what of them is computed, which blocks it holds.
 
 Owns the state that the parts of the engine work on, and its accounts. It never acts.
-The beams of one search are a unit: they are let in, preempted and ended together, and step together.
-Invariants: `tokens[:length]` are known, and K/V of [0, computed) are in the blocks of `holding`; computed < length but
-for a moment within a step; a sequence without a holding waits, with what it had in `swapped`, or nothing.
+The beams of one search are a unit: they are admitted, preempted and ended together, and step together.
+Invariants: `tokens[:length]` are known, and K/V of [0, computed) are in the blocks of `block_table`. computed < length,
+except for a moment within a step. A sequence without a block table waits; `swapped` is its K/V on the host, if any.
 """
 
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ from kvstore_engine.batching.answer import Answer
 from kvstore_engine.batching.beam_search import BeamSearch
 from kvstore_engine.batching.events import Usage
 from kvstore_engine.batching.request import Request
-from kvstore_engine.blocks import Holding, SwappedBlocks
+from kvstore_engine.blocks import BlockTable, SwappedBlocks
 from kvstore_engine.restore.session import KvSession
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Answer `index` of `request`. `order` numbers arrivals. `search`: it is a beam, and `unit` lists all of them in
-    the search's order, one list for all; else it is a unit by itself.
+    """Answer `index` of `request`. `order` numbers arrivals. With a `search` it is a beam: `unit` is one list of all
+    its beams, in the search's order, shared by them. Else it is a unit by itself.
     """
 
     request: Request
@@ -36,11 +36,11 @@ class Sequence:
     session: KvSession | None = None
     computed: int = 0
     generated: int = 0
-    holding: Holding | None = None
+    block_table: BlockTable | None = None
     swapped: SwappedBlocks | None = None
     since_s: float = 0.0
     level: float = 0.0
-    asked_daemon: bool = False
+    is_requested: bool = False
     is_restoring: bool = False
     offered_blocks: int = 0
     is_forked: bool = False
@@ -58,22 +58,22 @@ class Sequence:
 
     @property
     def leads(self) -> bool:
-        """It stands for its unit."""
+        """It is the first of its unit, and stands for it."""
         return self.unit[0] is self
 
     @property
     def places(self) -> int:
-        """Sequences of a step that its unit may have: a search has its beams' from the beginning."""
+        """Places of its unit in a step. A search has those of all its beams from the beginning."""
         return self.search.width if self.search is not None else 1
 
     @property
     def prefill_end(self) -> int:
-        """So far its tokens are computed whenever there is room; beams compute their last one all in one step."""
+        """Its tokens up to here are computed whenever there is room. Beams compute their last ones in one step."""
         return self.length if self.search is None or not self.generated else self.length - 1
 
     @property
     def storable(self) -> int:
-        """Tokens whose K/V may be offered to the daemon. Of beams the prompt's: most of what follows is given up."""
+        """Tokens whose K/V may be stored. Of beams the prompt's: most later tokens are discarded."""
         return self.computed if self.search is None else min(self.computed, self.prompt_tokens)
 
     @property
@@ -87,13 +87,13 @@ class Sequence:
         return self.generated > 0 and self.left == 1
 
     @property
-    def held(self) -> Holding:
-        """The blocks of a sequence that runs."""
-        assert self.holding is not None, "the sequence holds no blocks"
-        return self.holding
+    def held(self) -> BlockTable:
+        """The block table of a running sequence."""
+        assert self.block_table is not None, "the sequence holds no blocks"
+        return self.block_table
 
-    def reach(self, end: int, source: str) -> int:
-        """K/V up to `end` are there now, by "local", "daemon" or "computed"; how many prompt tokens are new by it."""
+    def advance_to(self, end: int, source: str) -> int:
+        """K/V up to `end` are ready, from "local", "daemon" or "computed". Returns how many prompt tokens are new."""
         accounts = self.accounts
         new = max(0, min(end, self.prompt_tokens) - max(self.computed, min(self.furthest, self.prompt_tokens)))
         if source == "local":
@@ -108,7 +108,7 @@ class Sequence:
         return new
 
     def usage(self, now_s: float) -> Usage:
-        """The accounts as of now."""
+        """The accounts as of `now_s`."""
         accounts = self.accounts
         first_s, last_s = accounts.first_s, accounts.last_s
         return Usage(

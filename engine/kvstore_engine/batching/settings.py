@@ -1,12 +1,10 @@
-"""The engine's limits and choices, with their defaults.
-
-Owns plain values. Every list, queue and pool of the engine has its limit here.
-"""
+"""The engine's limits and choices, with their defaults. Every list, queue and pool of the engine has its limit here."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from kvstore_engine.errors import UsageError
+from kvstore_engine.graph.step import StepLimits
 
 PolicyName = Literal["fcfs", "shortest", "priority"]
 POLICIES: tuple[PolicyName, ...] = ("fcfs", "shortest", "priority")
@@ -14,23 +12,25 @@ POLICIES: tuple[PolicyName, ...] = ("fcfs", "shortest", "priority")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """policy: who goes first (kvstore_engine.scheduler).
-    max_running:     sequences in a step, at most; the compute object's own limit holds as well.
-    prefill_tokens:  prompt tokens in a step beside no decodes.
-    step_stretch:    with decodes running, a step may take this many times as long as without any prompt in it, or as
-                     the steps before it,
-    step_most_stretch: but never so many times as long as one in which all that run decode;
+    """policy: which sequences are served first (kvstore_engine.policies).
+    context:         most tokens of a prompt and its answer; None: as many as the compute object and the pool allow.
+    max_running:     most sequences in a step; the compute object's own limit applies as well.
+    prefill_tokens:  most prompt tokens in a step without decodes.
+    step_stretch:    with decodes running, a step may take this many times as long as one without prompts, or as the
+                     steps before it,
+    step_most_stretch: but at most this many times as long as one in which all running sequences decode;
     step_floor_s:    or this long, if that is more.
-    max_queued:      requests that wait; one more is Overloaded. Of several tenants each has its share for certain.
-    max_queue_s:     Overloaded, too, when the wait is expected to be longer than this.
-    swap_bytes:      memory of the host pool for swapped sequences; 0 always recomputes.
-    ageing:          "shortest": seconds of remaining work that a second of waiting is worth.
-    level_s:         "priority": seconds of waiting that are worth one level.
+    max_queued:      most requests that wait; one more is Overloaded. Each tenant is sure of its share.
+    max_queue_s:     a request is Overloaded, too, if its expected wait is longer than this.
+    swap_bytes:      memory of the host pool for swapped sequences; 0: always recompute.
+    ageing:          "shortest": seconds of remaining work that a second of waiting counts for.
+    level_s:         "priority": seconds of waiting that count for one level.
     compaction:      move a sequence's scattered blocks together where that pays.
     prefix_sharing:  share blocks among the requests of a tenant.
     """
 
     policy: PolicyName = "fcfs"
+    context: int | None = None
     max_running: int = 16
     prefill_tokens: int = 256
     step_stretch: float = 1.8
@@ -60,3 +60,10 @@ class EngineSettings:
             raise UsageError(f"step_stretch must be over 1, got {self.step_stretch}")
         if self.step_most_stretch < self.step_stretch:
             raise UsageError(f"step_most_stretch must be at least step_stretch, got {self.step_most_stretch}")
+
+    def step_tokens(self, limits: StepLimits) -> int:
+        """Most prompt tokens in a step, in whole blocks. ValueError if `limits` leave too few for one block."""
+        tokens = min(self.prefill_tokens, limits.max_tokens) // limits.block_tokens * limits.block_tokens
+        if not tokens:
+            raise ValueError(f"a step takes {limits.max_tokens} tokens: too few for one block of {limits.block_tokens}")
+        return tokens

@@ -64,9 +64,7 @@ def opened(wanted: BenchEngine, observer: Observer | None = None) -> Iterator[Ba
                 max_context=wanted.context,
             )
         )
-        engine = BatchEngine(
-            executor, pool, tokenizer, context=wanted.context, settings=wanted.settings, observer=observer
-        )
+        engine = BatchEngine(executor, pool, tokenizer, settings=wanted.settings, observer=observer)
         stack.callback(engine.close)
         yield engine
 

@@ -1,10 +1,9 @@
 """Moves a sequence's scattered blocks together when that saves more than it costs.
 
-Owns the decision and the moves. A move is one more copy of its bytes, so it pays only by the transfers that follow it:
-runs saved x measured seconds per run x expected transfers, against the measured seconds of the move. Where it does not
-pay, nothing is moved: that holds for every single move, with a margin for the errors of the measurements. To decline,
-as it mostly does, costs next to nothing.
-Invariants: only blocks without another holder are moved; a move goes to free blocks; tokens keep their order.
+Owns the decision and the moves. A move is one more copy of its bytes, so it pays only through later transfers: runs
+saved x measured seconds per run x expected transfers, against the measured seconds of the move. Every single move must
+pay, with a margin for errors of the measurements. The usual case, that none does, is decided in microseconds.
+Invariants: only blocks with one holder are moved; the targets are free blocks; tokens keep their order.
 """
 
 import math
@@ -15,15 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.blocks.block_table import BlockTable
 from kvstore_engine.blocks.runs import count_runs, split_runs
 from kvstore_engine.blocks.space import BlockSpace
-from kvstore_engine.blocks.table import Holding
 from kvstore_engine.blocks.transfer_costs import TransferCosts
 from kvstore_engine.free_list import free_runs
 
 Bools = npt.NDArray[np.bool_]
-_ASKED_ALIKE = 16  # times between two looks at the costs, which change slowly
-_MARGIN = 1.25  # both costs are estimates, and what they are wrong by must not make a move a loss
+_REFRESH_CALLS = 16  # between two looks at the costs, which change slowly
+_MARGIN = 1.25  # both costs are estimates: their errors must not make a move a loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Table entries [first, first + count), `sources` pieces, to the free blocks [target, target + count); the sequence
-    lies in `runs` pieces less then.
+    """Table entries [first, first + count), which are in `sources` pieces, to the free blocks [target, target + count).
+    The sequence has `runs` pieces fewer afterwards.
     """
 
     first: int
@@ -53,14 +52,14 @@ class Move:
 
     @property
     def pieces(self) -> int:
-        """That the move reads and writes."""
+        """Pieces that the move reads and writes."""
         return self.sources + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """What was done for one sequence; `gain_s` is the expected saving less the expected cost of the moves. Runs are
-    counted only where something was moved.
+    """What was moved for one sequence. `gain_s`: expected saving less expected cost. Runs are counted only if blocks
+    were moved.
     """
 
     moved_blocks: int = 0
@@ -74,69 +73,69 @@ _NOTHING = Compaction()
 
 
 class Compactor:
-    """Compacts holdings of one space."""
+    """Compacts tables of one space."""
 
     def __init__(self, space: BlockSpace, costs: TransferCosts, clock: Callable[[], float] = time.perf_counter) -> None:
         self._space = space
         self._costs = costs
         self._clock = clock
         self._block_bytes = space.pool.payload_bytes(1)
-        self._least_runs = math.inf  # to be saved in all transfers together, to pay for moving a single block
-        self._asked = 0
+        self._least_runs = math.inf  # that all transfers together must save to pay for moving one block
+        self._calls = 0
 
-    def compact(self, holding: Holding, transfers: float) -> Compaction:
-        """Move what pays if the sequence is copied `transfers` more times, as a whole."""
-        if self._asked % _ASKED_ALIKE == 0:
+    def compact(self, table: BlockTable, transfers: float) -> Compaction:
+        """Make the moves that pay if the whole sequence is copied `transfers` more times."""
+        if self._calls % _REFRESH_CALLS == 0:
             run_s = self._costs.run_s
             self._least_runs = self._cost_s(1, 2) / run_s if run_s else math.inf
-        self._asked += 1
-        # The shortest way to decline: of code that runs seldom each line is a cache miss.
-        if max(2, holding.count - 1) * transfers <= self._least_runs:
+        self._calls += 1
+        # The usual case first: in code that runs rarely each line is a cache miss.
+        if max(2, table.count - 1) * transfers <= self._least_runs:
             return _NOTHING
         saved_s = self._costs.run_s * transfers
-        if not self._can_pay(holding, holding.count, saved_s):
+        if not self._can_pay(table, table.count, saved_s):
             return _NOTHING
-        before = count_runs(holding.table)
+        before = count_runs(table.ids)
         moved, gain_s, began_s = 0, 0.0, self._clock()
         done_s = began_s
-        while (best := self._best(holding, saved_s)) is not None:
+        while (best := self._best(table, saved_s)) is not None:
             gain, move = best
-            self._apply(holding, move)
+            self._apply(table, move)
             moved, gain_s = moved + move.count, gain_s + gain
             last_s, done_s = done_s, self._clock()
-            # Of small pieces half of a move's time is not copying: finding it, and keeping the books.
+            # Half of the time of a small move is not copying: it is finding the move and updating references.
             self._costs.observe_move(move.count * self._block_bytes, move.pieces, done_s - last_s)
         if not moved:
             return _NOTHING
-        return Compaction(moved, before, count_runs(holding.table), gain_s, done_s - began_s)
+        return Compaction(moved, before, count_runs(table.ids), gain_s, done_s - began_s)
 
-    def _can_pay(self, holding: Holding, runs: int, saved_s: float) -> bool:
-        """Whether a block that joins two pieces would, or the whole in one place, if it lies in so many runs."""
-        return 2 * saved_s > self._cost_s(1, 2) or self._whole_pays(holding, runs, saved_s)
+    def _can_pay(self, table: BlockTable, runs: int, saved_s: float) -> bool:
+        """Whether moving one block that joins two pieces can pay, or moving all of `runs` pieces to one place."""
+        return 2 * saved_s > self._cost_s(1, 2) or self._whole_pays(table, runs, saved_s)
 
-    def _whole_pays(self, holding: Holding, runs: int, saved_s: float) -> bool:
-        return (runs - 1) * saved_s > self._cost_s(holding.count, runs + 1)
+    def _whole_pays(self, table: BlockTable, runs: int, saved_s: float) -> bool:
+        return (runs - 1) * saved_s > self._cost_s(table.count, runs + 1)
 
-    def _best(self, holding: Holding, saved_s: float) -> tuple[float, Move] | None:
-        """The move that gains most, where a run less saves `saved_s`."""
-        runs = count_runs(holding.table)
-        if not self._can_pay(holding, runs, saved_s):
+    def _best(self, table: BlockTable, saved_s: float) -> tuple[float, Move] | None:
+        """The move that gains most, if one run fewer saves `saved_s`."""
+        runs = count_runs(table.ids)
+        if not self._can_pay(table, runs, saved_s):
             return None
-        pieces = _pieces(holding.blocks)
+        pieces = _pieces(table.blocks)
         cost_s = {count: self._cost_s(count, 2) for count in {each.count for each in pieces}}
         worth = [index for index, each in enumerate(pieces) if 2 * saved_s > cost_s[each.count]]
         best: tuple[float, Move] | None = None
-        moves = [*self._joining(holding, pieces, worth)]
-        if self._whole_pays(holding, runs, saved_s):
-            moves += self._gathering(holding, pieces)
+        moves = [*self._joining(table, pieces, worth)]
+        if self._whole_pays(table, runs, saved_s):
+            moves += self._gathering(table, pieces)
         for move in moves:
             gain = move.runs * saved_s - self._cost_s(move.count, move.pieces)
             if gain > 0.0 and (best is None or gain > best[0]):
                 best = gain, move
         return best
 
-    def _joining(self, holding: Holding, pieces: list[_Piece], worth: list[int]) -> Iterator[Move]:
-        """Each of the pieces `worth` it to where its neighbour ends or begins."""
+    def _joining(self, table: BlockTable, pieces: list[_Piece], worth: list[int]) -> Iterator[Move]:
+        """Moves of the pieces `worth` moving to where a neighbour ends or begins."""
         free = self._space.pool.free_flags
         for index in worth:
             first, start, count = pieces[index].first, pieces[index].start, pieces[index].count
@@ -144,31 +143,31 @@ class Compactor:
             behind = pieces[index + 1].start - count if index + 1 < len(pieces) else None
             for target in {before, behind} - {None, start}:
                 assert target is not None
-                if _is_free(free, target, count) and self._is_movable(holding, pieces[index]):
+                if _is_free(free, target, count) and self._is_movable(table, pieces[index]):
                     yield Move(first, count, 1, target, (target == before) + (target == behind))
 
-    def _gathering(self, holding: Holding, pieces: list[_Piece]) -> Iterator[Move]:
-        """The whole to one place."""
+    def _gathering(self, table: BlockTable, pieces: list[_Piece]) -> Iterator[Move]:
+        """The move of all blocks to one place."""
         starts, lengths = free_runs(self._space.pool.free_flags)
-        fitting = np.flatnonzero(lengths >= holding.count)
-        if fitting.size and all(self._is_movable(holding, piece) for piece in pieces):
+        fitting = np.flatnonzero(lengths >= table.count)
+        if fitting.size and all(self._is_movable(table, piece) for piece in pieces):
             smallest = fitting[np.argmin(lengths[fitting])]
-            yield Move(0, holding.count, len(pieces), int(starts[smallest]), len(pieces) - 1)
+            yield Move(0, table.count, len(pieces), int(starts[smallest]), len(pieces) - 1)
 
     def _cost_s(self, count: int, pieces: int) -> float:
-        """What moving `count` blocks must save, if it reads and writes so many pieces."""
+        """Seconds that moving `count` blocks in `pieces` must save."""
         return _MARGIN * self._costs.move_s(count * self._block_bytes, pieces)
 
-    def _is_movable(self, holding: Holding, piece: _Piece) -> bool:
-        return all(self._space.is_alone(holding, piece.first + offset) for offset in range(piece.count))
+    def _is_movable(self, table: BlockTable, piece: _Piece) -> bool:
+        return all(self._space.is_alone(table, piece.first + offset) for offset in range(piece.count))
 
-    def _apply(self, holding: Holding, move: Move) -> None:
+    def _apply(self, table: BlockTable, move: Move) -> None:
         space = self._space
-        sources = holding.blocks[move.first : move.first + move.count]
+        sources = table.blocks[move.first : move.first + move.count]
         targets = space.references.take(range(move.target, move.target + move.count))
         space.pool.copy_blocks(sources, targets)
         for offset, block in enumerate(targets):
-            space.relocate(holding, move.first + offset, block)
+            space.relocate(table, move.first + offset, block)
 
 
 def _is_free(free: Bools, first: int, count: int) -> bool:

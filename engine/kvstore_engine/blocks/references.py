@@ -1,6 +1,6 @@
-"""How many hold each engine block.
+"""Reference counts of engine blocks.
 
-Owns the counts; the pool owns the memory and the free list. It never knows who the holders are.
+Owns the counts; the pool owns the memory and the free list. It does not know the holders.
 Invariant: a block is free in the pool exactly while its count is 0.
 """
 
@@ -21,7 +21,7 @@ class BlockReferences:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks without a holder."""
         return self._free
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
@@ -43,13 +43,13 @@ class BlockReferences:
         return int(self._counts[block])
 
     def share(self, block: int) -> None:
-        """One more holder of an allocated block."""
+        """Add a holder of an allocated block."""
         if self._counts[block] < 1:
             raise RuntimeError(f"share: block {block} is free")
         self._counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder less of each; a block without holders is free again. RuntimeError if one was free already."""
+        """Remove one holder of each; a block without holders becomes free. RuntimeError if one is free already."""
         freed = []
         for block in blocks:
             left = int(self._counts[block]) - 1

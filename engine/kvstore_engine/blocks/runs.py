@@ -1,7 +1,7 @@
-"""The measure of fragmentation: into how many contiguous pieces a transfer falls.
+"""The measure of fragmentation: the number of contiguous pieces of a transfer.
 
-Pure. Free blocks that lie apart hurt nobody as such; what costs is a sequence whose blocks lie apart, since each piece
-of it is a copy of its own in every plane whenever it is stored, swapped or restored.
+Pure. Scattered free blocks cost nothing; scattered blocks of a sequence do, since each piece is a separate copy in
+every plane whenever the sequence is stored, swapped or restored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 def count_runs(blocks: Sequence[int] | npt.NDArray[np.int32]) -> int:
-    """Pieces of `blocks`, in the order of the transfer, that lie one behind another: 1 is best, len(blocks) worst."""
+    """Contiguous pieces of `blocks`, in the order of the transfer: 1 is best, len(blocks) worst."""
     ids = np.asarray(blocks, np.int64)
     return int(np.count_nonzero(np.diff(ids) != 1)) + 1 if len(ids) else 0
 

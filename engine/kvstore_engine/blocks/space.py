@@ -1,29 +1,40 @@
-"""The blocks of all sequences: claims, growth, sharing, copy-on-write, and room made by giving up cached prefixes.
+"""The blocks of all sequences: claims, growth, sharing, copy-on-write, and room made by evicting cached prefixes.
 
-Owns which holding and which trie node refer to which block. It never computes K/V and never preempts: where the cached
-prefixes are not enough it raises PoolExhausted and has changed nothing.
-Invariants (`check` walks them): a block's count is the number of holdings, nodes and pins that name it; a block that
-two holdings name outside the trie is written only after it was copied; a node's block is written only until it is
-ready.
+Owns which block table and which trie node refer to which block. It never computes K/V and never preempts: where the
+cached prefixes are not enough it raises PoolExhausted and has changed nothing. Invariants (`check` walks them): a
+block's count is the number of tables, nodes and pins that name it; a block that two tables name outside the trie is
+written only after it was copied; a node's block is written only until it is ready.
 """
 
-from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.blocks.block_table import BlockTable
 from kvstore_engine.blocks.references import BlockReferences
-from kvstore_engine.blocks.statistics import SpaceStatistics
-from kvstore_engine.blocks.table import Holding
 from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
 from kvstore_engine.pool import BlockPool, PoolExhausted
 
 Int32Array = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class SpaceStatistics:
+    """Blocks by holder: used (by a sequence), cached (by the trie alone), free. The last three count events."""
+
+    blocks: int
+    used: int
+    cached: int
+    free: int
+    evicted: int
+    copied: int
+    deduplicated: int
+
+
 class BlockSpace:
-    """Hands out the blocks of `pool`. Not for use by two threads."""
+    """Allocates the blocks of `pool`. Not for use by two threads."""
 
     def __init__(self, pool: BlockPool, *, sharing: bool = True) -> None:
         self.pool = pool
@@ -35,7 +46,7 @@ class BlockSpace:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that are free or would be, once all unused prefixes are given up."""
+        """Blocks that are free, or would be if all unused prefixes were evicted."""
         return self.references.free_blocks + self.trie.unused
 
     def blocks_for(self, tokens: int) -> int:
@@ -58,22 +69,22 @@ class BlockSpace:
             for index, key in enumerate(keys):
                 known = len(numbers)
                 above = numbers.setdefault((above, key), known + 1)
-                if above > known:  # none of the texts before has this block
+                if above > known:  # no earlier text has this block
                     price += not (index < len(matched) and matched[index].users)
         return price
 
     def price_again(self, tokens: int, path: list[TrieNode], shared: int = 0) -> int:
-        """By how much `reclaim` would lower `available_blocks`, of whose blocks another has brought `shared` back."""
+        """By how much `reclaim` would lower `available_blocks`, if `shared` blocks come from another sequence."""
         kept = sum(1 for node in path[shared:] if node.users and node.is_attached)
         return self.blocks_for(tokens) - shared - kept
 
-    def claim(self, tenant: str, tokens: Int32Array) -> Holding:
+    def claim(self, tenant: str, tokens: Int32Array) -> BlockTable:
         """Blocks for `tokens`: those of the longest known prefix, and new ones. PoolExhausted, then nothing changed.
 
-        The whole blocks are shared with whoever comes later, from now on: the caller computes those that are not
-        `ready`, or waits for another sequence that does.
+        The whole blocks are shared with later claims from now on: the caller computes those that are not `ready`, or
+        waits for another sequence that does.
         """
-        holding = Holding(tenant)
+        table = BlockTable(tenant)
         keys = self.keys(tokens) if self.is_sharing else []
         matched = self.trie.match(tenant, keys)
         for node in matched:
@@ -81,85 +92,85 @@ class BlockSpace:
         try:
             blocks = self.allocate(self.blocks_for(len(tokens)) - len(matched), matched[-1].block if matched else None)
         except PoolExhausted:
-            self.references.release([*self.trie.leave(matched), *(node.block for node in matched)])
+            self.references.release([*self.trie.release(matched), *(node.block for node in matched)])
             raise
-        holding.nodes = matched
-        holding.append([node.block for node in matched])
+        table.nodes = matched
+        table.append([node.block for node in matched])
         for key, block in zip(keys[len(matched) :], blocks, strict=False):
-            holding.nodes.append(self.trie.add(tenant, holding.nodes[-1] if holding.nodes else None, key, block))
+            table.nodes.append(self.trie.add(tenant, table.nodes[-1] if table.nodes else None, key, block))
             self.references.share(block)
-        holding.append(blocks)
-        return holding
+        table.append(blocks)
+        return table
 
     def reclaim(
-        self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int, begun: Holding | None = None
-    ) -> tuple[Holding, int]:
-        """Blocks for `tokens` again, for a sequence that held `path` before: a holding, and how many leading blocks of
+        self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int, begun: BlockTable | None = None
+    ) -> tuple[BlockTable, int]:
+        """Blocks for `tokens` again, for a sequence that held `path` before: a table, and how many leading blocks of
         it are those of `begun`, a `branch` that becomes the caller's, and then the very ones of `path`. The others are
         new; those of [0, computed) are for the caller to fill, and whole ones of them are shared. PoolExhausted as
         `claim`; `begun` is released then.
         """
-        holding = begun or Holding(tenant)
-        shared = holding.count
-        is_gapless = len(holding.nodes) == shared
+        table = begun or BlockTable(tenant)
+        shared = table.count
+        is_gapless = len(table.nodes) == shared
         for node in path[shared:] if is_gapless else ():
             if not node.is_attached:
                 break
             self._use(node)
-            holding.nodes.append(node)
-            holding.append([node.block])
-        kept = holding.count
+            table.nodes.append(node)
+            table.append([node.block])
+        kept = table.count
         try:
-            blocks = self.allocate(self.blocks_for(len(tokens)) - kept, int(holding.table[-1]) if kept else None)
+            blocks = self.allocate(self.blocks_for(len(tokens)) - kept, int(table.ids[-1]) if kept else None)
         except PoolExhausted:
-            self.release(holding)
+            self.release(table)
             raise
         for key, block in zip(self.keys(tokens[:computed])[kept:] if is_gapless else (), blocks, strict=False):
-            parent = holding.nodes[-1] if holding.nodes else None
+            parent = table.nodes[-1] if table.nodes else None
             if not self.is_sharing or self.trie.child(tenant, parent, key) is not None:
-                break  # somebody else's block stands there: ours stay our own
-            holding.nodes.append(self.trie.add(tenant, parent, key, block))
+                break  # another sequence's block is there: the rest stay unshared
+            table.nodes.append(self.trie.add(tenant, parent, key, block))
             self.references.share(block)
-        holding.append(blocks)
-        return holding, kept
+        table.append(blocks)
+        return table, kept
 
-    def extend(self, holding: Holding, tokens: int) -> None:
+    def extend(self, table: BlockTable, tokens: int) -> None:
         """Make room for `tokens` tokens in all. PoolExhausted, and then nothing changed."""
-        missing = self.blocks_for(tokens) - holding.count
+        missing = self.blocks_for(tokens) - table.count
         if missing > 0:
-            after = int(holding.table[-1]) if holding.count else None
-            holding.append(self.allocate(missing, after))
+            after = int(table.ids[-1]) if table.count else None
+            table.append(self.allocate(missing, after))
 
-    def ready_tokens(self, holding: Holding, computed: int) -> int:
-        """Positions whose K/V are there, given that [0, computed) are: others may have put in what follows."""
+    def ready_tokens(self, table: BlockTable, computed: int) -> int:
+        """Positions whose K/V are ready, given that [0, computed) are: other sequences may have filled those after."""
         if computed % self.block_tokens:
             return computed
         index = computed // self.block_tokens
-        while index < len(holding.nodes) and holding.nodes[index].ready:
+        while index < len(table.nodes) and table.nodes[index].ready:
             index += 1
         return index * self.block_tokens
 
-    def seal(self, holding: Holding, tokens: Int32Array, begin: int, end: int) -> None:
-        """Positions [begin, end) of `tokens` have been computed: the blocks that are now whole are shared."""
+    def seal(self, table: BlockTable, tokens: Int32Array, begin: int, end: int) -> None:
+        """Share the blocks that are whole now that positions [begin, end) of `tokens` have been computed."""
         if not self.is_sharing:
             return
         for index in range(begin // self.block_tokens, end // self.block_tokens):
-            if index < len(holding.nodes):
-                holding.nodes[index].ready = True
-            elif index == len(holding.nodes):
-                self._attach(holding, tokens, index)
+            if index < len(table.nodes):
+                table.nodes[index].ready = True
+            elif index == len(table.nodes):
+                self._attach(table, tokens, index)
 
-    def make_writable(self, holding: Holding, position: int) -> None:
-        """Before `position` is written: copy its block if another holding has it, too. PoolExhausted as `extend`.
+    def make_writable(self, table: BlockTable, position: int) -> None:
+        """Before `position` is written: copy its block if another table has it, too. PoolExhausted as `extend`.
 
-        Only for blocks outside the trie; to compute into a block that is ready, take `borrow_copy`.
+        Only for blocks outside the trie; to compute into a ready block, use `borrow_copy`.
         """
         index = position // self.block_tokens
-        assert index >= len(holding.nodes), "a shared prefix is not written again"
-        block = int(holding.table[index])
+        assert index >= len(table.nodes), "a shared prefix is not written again"
+        block = int(table.ids[index])
         if self.references.count(block) > 1:
             copy = self.borrow_copy(block)
-            holding.replace(index, copy)
+            table.replace(index, copy)
             self.references.release([block])
 
     def borrow_copy(self, block: int) -> int:
@@ -169,38 +180,36 @@ class BlockSpace:
         self._copied += 1
         return copy
 
-    def fork(self, holding: Holding) -> Holding:
-        """Another holding of the same blocks; whichever writes first gets a copy."""
-        return self.branch(holding, holding.count)
+    def fork(self, table: BlockTable) -> BlockTable:
+        """Another table of the same blocks; whichever writes first gets a copy."""
+        return self.branch(table, table.count)
 
-    def branch(self, holding: Holding, count: int) -> Holding:
-        """Another holding of the first `count` blocks."""
-        child = Holding(holding.tenant)
-        child.nodes = holding.nodes[:count]
+    def branch(self, table: BlockTable, count: int) -> BlockTable:
+        """Another table of the first `count` blocks."""
+        child = BlockTable(table.tenant)
+        child.nodes = table.nodes[:count]
         for node in child.nodes:
             self.trie.use(node)
-        child.append(holding.blocks[:count])
+        child.append(table.blocks[:count])
         self.pin(child.blocks)
         return child
 
-    def release(self, holding: Holding) -> None:
-        """Give the blocks back; whole ones that were computed stay in the trie until their room is needed."""
-        blocks = holding.blocks
-        dropped = self.trie.leave(holding.nodes)
-        holding.clear()
+    def release(self, table: BlockTable) -> None:
+        """Release the blocks; whole computed ones stay in the trie until their room is needed."""
+        blocks = table.blocks
+        dropped = self.trie.release(table.nodes)
+        table.clear()
         self.references.release([*blocks, *dropped])
 
-    def discard(self, holding: Holding) -> None:
-        """`release`, but what nobody else uses of it leaves the trie, with all that was computed after it: its K/V are
-        not to be trusted. What others use at the moment is theirs to judge.
-        """
-        own = next((node for node in holding.nodes if node.users == 1), None)
-        self.release(holding)
+    def discard(self, table: BlockTable) -> None:
+        """`release` a table whose K/V cannot be trusted: blocks without another user leave the trie, with all below."""
+        own = next((node for node in table.nodes if node.users == 1), None)
+        self.release(table)
         if own is not None and own.is_attached:
             self.references.release(self.trie.prune(own))
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Keep `blocks` allocated until `unpin`, whoever else lets go of them."""
+        """Keep `blocks` allocated until `unpin`."""
         for block in blocks:
             self.references.share(block)
 
@@ -208,32 +217,32 @@ class BlockSpace:
         self.references.release(blocks)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` blocks with one holder, the caller; gives up cached prefixes for them."""
+        """`count` blocks with one holder, the caller. Evicts cached prefixes for them."""
         if count > self.available_blocks:
-            raise PoolExhausted(f"{count} blocks wanted, {self.available_blocks} of {self.pool.blocks} can be had")
+            raise PoolExhausted(f"{count} blocks wanted, {self.available_blocks} of {self.pool.blocks} are available")
         while self.references.free_blocks < count:
-            block = self.trie.give_up()
+            block = self.trie.evict()
             if block is None:  # an unused node whose block is pinned: it frees nothing
                 raise PoolExhausted(f"{count} blocks wanted, {self.references.free_blocks} are free")
             self._evicted += 1
             self.references.release([block])
         return self.references.allocate(count, after)
 
-    def relocate(self, holding: Holding, index: int, block: int) -> None:
-        """Block `index`, which has no other holder but its own node, has been copied to `block`, which is ours."""
-        old = int(holding.table[index])
-        if index < len(holding.nodes):
-            holding.nodes[index].block = block
+    def relocate(self, table: BlockTable, index: int, block: int) -> None:
+        """Replace block `index`, which has no holder but this table and its node, by `block`, its copy."""
+        old = int(table.ids[index])
+        if index < len(table.nodes):
+            table.nodes[index].block = block
             self.references.share(block)
             self.references.release([old])
-        holding.replace(index, block)
+        table.replace(index, block)
         self.references.release([old])
 
-    def is_alone(self, holding: Holding, index: int) -> bool:
-        """Nobody else names block `index` of `holding`."""
-        if index < len(holding.nodes):
-            return holding.nodes[index].users == 1 and self.references.count(int(holding.table[index])) == 2
-        return self.references.count(int(holding.table[index])) == 1
+    def is_alone(self, table: BlockTable, index: int) -> bool:
+        """No other holder names block `index` of `table`."""
+        if index < len(table.nodes):
+            return table.nodes[index].users == 1 and self.references.count(int(table.ids[index])) == 2
+        return self.references.count(int(table.ids[index])) == 1
 
     def statistics(self) -> SpaceStatistics:
         free, cached = self.references.free_blocks, self.trie.unused
@@ -247,53 +256,28 @@ class BlockSpace:
             deduplicated=self._deduplicated,
         )
 
-    def check(self, holdings: Iterable[Holding], pinned: Iterable[int] = ()) -> None:
-        """Walk the invariants, given all holdings and pins. AssertionError says which is broken."""
-        wanted, users = Counter(pinned), Counter[int]()
-        for holding in holdings:
-            wanted.update(holding.blocks)
-            users.update(map(id, holding.nodes))
-            parent: TrieNode | None = None
-            for index, node in enumerate(holding.nodes):
-                assert node.block == holding.table[index], "a holding names another block than its node"
-                assert node.is_attached and (parent is None or node.parent is parent), "a path with a gap"
-                parent = node
-        nodes = [node for _, node in self.trie]
-        wanted.update(node.block for node in nodes)
-        assert len(nodes) == self.trie.nodes and sum(not node.users for node in nodes) == self.trie.unused
-        for node in nodes:
-            assert node.users == users[id(node)], "a node's users are miscounted"
-            assert node.users or node.ready, "an unused node without K/V"
-            above = node.parent
-            assert above is not None and (above.parent is None or above.ready or not node.ready), (
-                "ready below not ready"
-            )
-        for block in range(self.pool.blocks):
-            assert self.references.count(block) == wanted[block], f"block {block} is miscounted"
-        assert self.references.free_blocks == self.pool.free_blocks
-
     def _use(self, node: TrieNode) -> None:
         self.trie.use(node)
         self.references.share(node.block)
 
-    def _attach(self, holding: Holding, tokens: Int32Array, index: int) -> None:
-        """Block `index` is whole and the first outside the trie: add it, or take the one that is there."""
+    def _attach(self, table: BlockTable, tokens: Int32Array, index: int) -> None:
+        """Add block `index`, which is whole and the first outside the trie, or use the one that is there."""
         first = index * self.block_tokens
         key = np.ascontiguousarray(tokens[first : first + self.block_tokens], np.int32).tobytes()
-        parent = holding.nodes[-1] if holding.nodes else None
-        block = int(holding.table[index])
-        known = self.trie.child(holding.tenant, parent, key)
+        parent = table.nodes[-1] if table.nodes else None
+        block = int(table.ids[index])
+        known = self.trie.child(table.tenant, parent, key)
         if known is None:
-            node = self.trie.add(holding.tenant, parent, key, block)
+            node = self.trie.add(table.tenant, parent, key, block)
             self.references.share(block)
             node.ready = True
-            holding.nodes.append(node)
+            table.nodes.append(node)
         elif known.loader is None:
-            if not known.ready:  # others wait for it: let them have ours
+            if not known.ready:  # others wait for it: give them a copy
                 self.pool.copy_blocks([block], [known.block])
                 known.ready = True
             self._use(known)
-            holding.nodes.append(known)
-            holding.replace(index, known.block)
+            table.nodes.append(known)
+            table.replace(index, known.block)
             self.references.release([block])
             self._deduplicated += 1

@@ -1,8 +1,7 @@
-"""What it costs here to copy blocks, by bytes and by pieces; refitted with every transfer.
+"""What it costs on this machine to copy blocks, by bytes and by pieces; refitted with every transfer.
 
 Owns one linear model and nothing that acts on it:  copying takes  f + bytes/B + r * runs  seconds. A move within the
-pool takes longer by a factor: it writes where nobody wrote lately, so memory is fetched that a transfer may find in a
-cache, and it has to be found and entered in the books.
+pool takes longer by a factor: its target is not in a cache, and it must be found and entered in tables and counts.
 """
 
 import math
@@ -12,9 +11,9 @@ from kvstore_engine.restore.regression import RecursiveLeastSquares
 # Scaled to be of one order of magnitude: seconds per transfer, per 16 MiB, per 100 pieces.
 _BYTES, _RUNS = 16.0 * 1024 * 1024, 100.0
 _PRIOR = (2e-5, 0.003, 0.0005)
-_MOVE_PRIOR, _MOST_FACTOR = 4.0, 16.0  # on the dear side: the first moves, too, must be no loss
+_MOVE_PRIOR, _MOST_FACTOR = 4.0, 16.0  # a high estimate: the first moves, too, must not be a loss
 _LEARN = 0.5  # at once: a wrong factor is a loss with every move
-_FORGET = 1e-3  # with each transfer: what was seen once, perhaps of an interrupted move, is tried again some time
+_FORGET = 1e-3  # with each transfer: a factor learnt from an interrupted move fades
 
 
 class TransferCosts:

@@ -1,15 +1,14 @@
 """Which prefixes have blocks: a trie over engine blocks of tokens, per tenant.
 
-Owns nodes, how many sequences use each, and the order in which unused ones are given up. It never allocates or frees a
-block: it names the block of a node that it drops, and `space.BlockSpace` releases it.
+Owns nodes, how many sequences use each, and the order in which unused ones are evicted. It never allocates or frees a
+block: it returns the block of a node that it drops, and `space.BlockSpace` releases it.
 
-A node stands for one whole block of tokens after all those above it; its K/V are there (`ready`), or some sequence that
-uses it will put them there. That way a prefix is shared from the moment the first request for it is admitted, not only
-when it has been computed. Tokens are compared, not digests, and each tenant has a root of its own, so that no two
-tenants ever share a node.
-Invariants: whoever uses a node uses all above it, so an unused node has only unused ones below; a ready node has only
-ready ones above; an unused node is ready (one that is not is dropped by its last user). So only leaves need be looked
-at to find the least recently used block, and all blocks of unused nodes can be had by giving up one leaf at a time.
+A node is one whole block of tokens after all those above it. Its K/V are `ready`, or some sequence that uses it will
+compute them. So a prefix is shared as soon as the first request for it is admitted, not only once it is computed.
+Tokens are compared, not digests, and each tenant has its own root, so that no two tenants ever share a node.
+Invariants: a sequence that uses a node uses all above it, so an unused node has only unused ones below; a ready node
+has only ready ones above; an unused node is ready (its last user drops one that is not). So the least recently used
+block is always that of a leaf, and evicting one leaf at a time can free the blocks of all unused nodes.
 """
 
 import heapq
@@ -19,11 +18,11 @@ from collections.abc import Iterator, Sequence
 class TrieNode:
     """One block of tokens in its place.
 
-    loader: whoever is bringing its K/V from the daemon, else None. `asked`: somebody has asked the daemon for it.
+    loader: the sequence that restores its K/V from the daemon, or None. requested: a sequence has requested it there.
     stored: the daemon has it, or will.
     """
 
-    __slots__ = ("asked", "block", "children", "key", "last_used", "loader", "parent", "ready", "stored", "users")
+    __slots__ = ("block", "children", "key", "last_used", "loader", "parent", "ready", "requested", "stored", "users")
 
     def __init__(self, parent: "TrieNode | None", key: bytes, block: int) -> None:
         self.parent = parent
@@ -33,13 +32,13 @@ class TrieNode:
         self.users = 0
         self.ready = False
         self.stored = False
-        self.asked = False
+        self.requested = False
         self.loader: object | None = None
         self.last_used = 0
 
     @property
     def is_attached(self) -> bool:
-        """Still in the trie, so that its block has not been given up."""
+        """Still in the trie: its block was not evicted."""
         return self.parent is not None and self.parent.children.get(self.key) is self
 
 
@@ -49,14 +48,14 @@ class PrefixTrie:
     def __init__(self) -> None:
         self._roots: dict[str, TrieNode] = {}
         self._clock = 0
-        # (last use, entry number, node): may name nodes that are used again, gone or no longer leaves.
+        # (last use, entry number, node): some nodes may be in use again, dropped, or no longer leaves.
         self._leaves: list[tuple[int, int, TrieNode]] = []
         self._entries = 0
         self.nodes = 0
         self.unused = 0
 
     def match(self, tenant: str, keys: Sequence[bytes]) -> list[TrieNode]:
-        """The nodes for the longest prefix of `keys`, ready or not. Uses none."""
+        """The nodes of the longest prefix of `keys`, ready or not. Their users do not change."""
         node, path = self._roots.get(tenant), []
         for key in keys:
             node = node.children.get(key) if node is not None else None
@@ -71,7 +70,7 @@ class PrefixTrie:
         return above.children.get(key) if above is not None else None
 
     def use(self, node: TrieNode) -> None:
-        """One more sequence uses `node`; it uses all nodes above it already."""
+        """Add a user of `node`, which uses all nodes above it already."""
         if not node.users:
             self.unused -= 1
         node.users += 1
@@ -85,9 +84,9 @@ class PrefixTrie:
         self.nodes += 1
         return node
 
-    def leave(self, path: Sequence[TrieNode]) -> list[int]:
-        """One user less of each node of `path`, a path from the root. The blocks of nodes that were dropped since
-        nobody is left to compute them.
+    def release(self, path: Sequence[TrieNode]) -> list[int]:
+        """Remove one user of each node of `path`, a path from the root. Returns the blocks of nodes that were dropped
+        because no user is left to compute them.
         """
         dropped = []
         self._clock += 1
@@ -104,8 +103,8 @@ class PrefixTrie:
                 self._offer(node)
         return dropped
 
-    def give_up(self) -> int | None:
-        """Drop the least recently used leaf that nobody uses; its block, or None if every node is used."""
+    def evict(self) -> int | None:
+        """Drop the least recently used leaf without users. Returns its block, or None if every node is used."""
         while self._leaves:
             last_used, _, node = heapq.heappop(self._leaves)
             if node.is_attached and not node.users and not node.children and node.last_used == last_used:
@@ -113,7 +112,7 @@ class PrefixTrie:
         return None
 
     def prune(self, node: TrieNode) -> list[int]:
-        """Drop `node`, which nobody uses, and all below it; their blocks."""
+        """Drop `node`, which has no user, and all below it. Returns their blocks."""
         below = [node]
         for each in below:
             below.extend(each.children.values())

@@ -13,7 +13,7 @@ from kvstore_console.units import human_bytes, human_seconds
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.errors import UsageError
 from kvstore_engine.generation import Generation, Prompt
-from kvstore_engine.loading import LoadedModel, LoadOptions, open_model
+from kvstore_engine.loaded_model import LoadedModel, LoadOptions, open_model
 from kvstore_engine.models import locate
 from kvstore_engine.sampler import SamplingSettings
 

@@ -18,31 +18,21 @@ from kvstore_engine.errors import UsageError
 MAX_STRING_BYTES = 1 << 24  # chat templates reach 20 KiB; a longer string is a damaged length
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS: dict[int, struct.Struct] = {
-    0: struct.Struct("<B"),
-    1: struct.Struct("<b"),
-    2: struct.Struct("<H"),
-    3: struct.Struct("<h"),
-    4: struct.Struct("<I"),
-    5: struct.Struct("<i"),
-    6: struct.Struct("<f"),
-    7: struct.Struct("<B"),
-    10: struct.Struct("<Q"),
-    11: struct.Struct("<q"),
-    12: struct.Struct("<d"),
+# By GGUF's number of the type: its format for struct, and numpy's type of an array of it.
+_NUMBERS = {
+    0: ("<B", "u1"),
+    1: ("<b", "i1"),
+    2: ("<H", "<u2"),
+    3: ("<h", "<i2"),
+    4: ("<I", "<u4"),
+    5: ("<i", "<i4"),
+    6: ("<f", "<f4"),
+    10: ("<Q", "<u8"),
+    11: ("<q", "<i8"),
+    12: ("<d", "<f8"),
 }
-_ARRAY_DTYPES = {
-    0: "u1",
-    1: "i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+_SCALARS = {kind: struct.Struct(layout) for kind, (layout, _) in _NUMBERS.items()} | {_BOOL: struct.Struct("<B")}
+_ARRAY_DTYPES = {kind: dtype for kind, (_, dtype) in _NUMBERS.items()}
 _U64 = struct.Struct("<Q")
 
 

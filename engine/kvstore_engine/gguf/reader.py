@@ -1,8 +1,8 @@
-"""Opens a GGUF file: metadata, tensor table, and the tensors' bytes where they lie.
+"""Opens a GGUF file: metadata, tensor table, and the tensors' bytes in place.
 
-Owns the parsed header and the memory map. It never copies tensor data, never dequantises and never writes.
-Invariants after `open`: every tensor lies wholly inside the file, has a known type, and starts on the file's
-alignment; so whoever holds a `TensorInfo` may use its bytes without another check.
+Owns the parsed header and the memory map. It never copies tensor data, never dequantises and never writes. Invariants
+after `open`: every tensor is wholly inside the file, has a known type, and starts on the file's alignment; so the bytes
+of a `TensorInfo` need no other check.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. We parse
 it ourselves because `gguf.GGUFReader` builds a numpy view per string and takes seconds on large vocabularies.
@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Self
 
 import numpy as np
@@ -41,7 +41,7 @@ _HASH_CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies. `shape` is in ggml's order: the contiguous dimension first."""
+    """The place of one tensor. `shape` is in ggml's order: the contiguous dimension first."""
 
     name: str
     ggml_type: int
@@ -94,11 +94,11 @@ class GGUFFile:
     def weights_digest(self) -> str:
         """32 hex digits over all that K and V depend on.
 
-        That is the architecture, its hyperparameters, the tensor table and the tensors' bytes. Tokenizer and
-        descriptive keys are left out: renaming a model must not orphan its cache. xxh3_128 runs at memory
-        speed, and loading reads the same pages; so nothing is cached beside the file, where it could outlive a
-        changed file. None of it is resident afterwards. It guards against mix-ups, not against forgery: tenants
-        are kept apart by the key's root and not by this digest.
+        These are the architecture, its hyperparameters, the tensor table and the tensors' bytes. Tokenizer and
+        descriptive keys are left out: renaming a model must not orphan its cache. xxh3_128 runs at memory speed, and
+        loading reads the same pages; so nothing is cached next to the file, where it could become stale. None of it is
+        resident afterwards. It guards against mix-ups, not against forgery: tenants are kept apart by the key's root
+        and not by this digest.
         """
         architecture = self.metadata.get("general.architecture", "")
         relevant = {k: _plain(v) for k, v in self.metadata.items() if k.startswith(f"{architecture}.")}
@@ -112,20 +112,18 @@ class GGUFFile:
         return digest.hexdigest()
 
     def release(self) -> None:
-        """Take what was read out of this process's resident memory. It stays mapped, and in the system's cache."""
+        """Drop the file's pages from this process's resident memory. They stay mapped, and in the system's cache."""
         if isinstance(self.data.base, mmap.mmap):
             self.data.base.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Drop our hold on the map. The pages go when the last array that views them goes."""
+        """Release the map. It is unmapped with the last array that views it."""
         self.data = np.empty(0, np.uint8)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

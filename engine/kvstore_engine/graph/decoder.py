@@ -54,27 +54,18 @@ class AttentionOperation:
     layers: tuple[int, ...]
 
 
-def build_graph(
-    model: Model,
-    cache: PoolTensors,
-    attention: AttentionOperation,
-    tokens: int,
-    outputs: int,
-    products: ProductOperations,
-) -> StepGraph:
-    """A new graph in a context of its own, which the caller frees. Its tensors have no memory yet."""
-    return _Builder(model, cache, attention, tokens, outputs, products).build()
+class GraphBuilder:
+    """Builds the graph of a step of `tokens` rows, of which `outputs` get logits."""
 
-
-class _Builder:
     def __init__(
         self,
         model: Model,
         cache: PoolTensors,
         attention: AttentionOperation,
+        products: ProductOperations,
+        *,
         tokens: int,
         outputs: int,
-        products: ProductOperations,
     ) -> None:
         self.model, self.cache, self.attention, self.products = model, cache, attention, products
         self.tokens, self.outputs = tokens, outputs
@@ -87,6 +78,7 @@ class _Builder:
         self.slots = self._input(I64, tokens)
 
     def build(self) -> StepGraph:
+        """A new graph in a context of its own, which the caller frees. Its tensors have no memory yet."""
         ggml, model = self.ggml, self.model
         token_input = self._input(I32, self.tokens)
         output_input = self._input(I32, self.outputs) if 0 < self.outputs < self.tokens else 0
@@ -130,10 +122,10 @@ class _Builder:
         return product
 
     def _own_product(self, operation: int, userdata: int, weight: int, rows: int) -> int:
-        """What `mul_mat` gives, but for q8_0's last bits, by our own operation. ValueError for rows it cannot read."""
+        """The product by our own operation: `mul_mat` with other last bits for q8_0. ValueError for other rows."""
         factor = tensor_at(rows)
         if (factor.type, *factor.nb[:2]) != (F32, _F32_BYTES, _F32_BYTES * factor.ne[0]) or factor.ne[2] != 1:
-            raise ValueError("our own products need rows of float32 that lie one behind the other")
+            raise ValueError("our own products need contiguous rows of float32")
         multiplied: int = self.ggml.custom_4d(
             self.context,
             F32,

@@ -1,10 +1,10 @@
 """Where to cut a prompt into steps.
 
-Pure. The rule exists for one promise: a prompt whose prefix was restored gives exactly the tokens that it
-would have given without. Attention rows and products of our own (kernels.base) do not depend on what else is
-in a step, but ggml's matrix product may treat the last `n % 4` rows of it with another kernel, which rounds
-differently. So all steps but the last have a multiple of `block` tokens, and the last one, the tail, begins
-at the same place whether or not a prefix was restored: at the last block boundary before the end.
+Pure. The rule exists for one promise: a prompt with a restored prefix gives exactly the same tokens as without.
+Attention rows and products of our own (kernels.base) do not depend on what else is in a step, but ggml's matrix product
+may treat the last `n % 4` rows of it with another kernel, which rounds differently. So all steps but the last have a
+multiple of `block` tokens, and the last one, the tail, begins at the same place whether or not a prefix was restored:
+at the last block boundary before the end.
 """
 
 from itertools import pairwise

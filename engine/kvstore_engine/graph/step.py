@@ -1,7 +1,6 @@
-"""What one forward step is asked to compute, and the flat arrays that the graph reads.
+"""The input of one forward step, and the flat arrays that the graph reads.
 
-Owns the checks that keep a wrong request from reaching ggml or a kernel, where it would be memory corruption.
-It never runs anything.
+Owns the checks that keep a wrong input from ggml and the kernels, where it would corrupt memory.
 """
 
 from collections.abc import Sequence

@@ -213,7 +213,7 @@ def _single(b: Builder, source: Value, element: Value) -> Value:
 
 
 def _block(b: Builder, source: Value, element: Value, size_bytes: int) -> tuple[Value, Value]:
-    """Where the block of `element` lies, and its scale in every lane."""
+    """The address of the block of `element`, and its scale in every lane."""
     at = b.add(source, b.mul(b.lshr(element, long(5)), long(size_bytes)))
     return at, splat(b, b.fpext(load(b, ir.HalfType(), at, long(0), 2), FLOAT))
 

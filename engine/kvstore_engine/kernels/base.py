@@ -1,6 +1,6 @@
-"""What a kernel set is: paged attention as a ggml custom operation, and the copies of blocks.
+"""The contract of a kernel set: paged attention and products as ggml custom operations, and the copies of blocks.
 
-The caller guarantees that step and layer records describe live memory, that block ids lie inside the pool and
+The caller guarantees that step and layer records describe live memory, that block ids are inside the pool and
 that payloads have the right size. The implementation MUST compute each row independently of the other rows of
 the step: the same token at the same position over the same context gives the same bits in any batch. It MUST
 NOT let keys or values past a row's own position, which may be uninitialised, change that row.
@@ -44,13 +44,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def copy_blocks(
-        self,
-        planes: Bytes,
-        payloads: Sequence[Bytes],
-        tables: Int32Array,
-        *,
-        into_pool: bool,
-        threads: int = 1,
+        self, planes: Bytes, payloads: Sequence[Bytes], tables: Int32Array, *, into_pool: bool, threads: int = 1
     ) -> None:
         """Copy storage blocks into the pool, or out of it.
 

@@ -24,7 +24,7 @@ _HEADERS = ("layout.h", "simd.h", "elements.h", "pass.h", "tile.h", "tile_sums.h
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-_TIMEOUT_S = 600.0  # it takes ten seconds of one core, and others may need that core
+_TIMEOUT_S = 600.0  # it takes ten seconds of one core, which may be shared
 
 
 class _Unit(NamedTuple):
@@ -99,7 +99,7 @@ def _version(compiler: str) -> str:
 
 
 def _build(compiler: str, units: list[_Unit], target: Path) -> None:
-    """Compile beside the target, then rename: of two processes at once, both end with a whole file."""
+    """Compile next to the target, then rename: two processes at once both end with a whole file."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = tempfile.mkdtemp(dir=target.parent, suffix=".partial")

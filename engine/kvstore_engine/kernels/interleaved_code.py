@@ -8,6 +8,7 @@ changes: after a change here, touch q4_product_numba.py and q8_product_numba.py.
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
 from kvstore_engine.kernels import product_code as shared
@@ -21,7 +22,7 @@ _SCALE, _CORRECTION, _FACTORS = 0, 4, 8  # of a row's block: where its parts beg
 
 
 class TileFormat(ABC):
-    """How a tile lies in memory, and a row's block beside it. Values are taken `excess` too large, to be unsigned."""
+    """The layout of a tile, and of a row's block. Values are stored `excess` too large, to be unsigned."""
 
     tile_bytes: int
     ahead_bytes: int
@@ -72,12 +73,17 @@ def quantiser(form: TileFormat) -> Any:
 
         code.loop(b, blocks, [], body)
 
-    return code.operation(4, emit)
+    emitted = code.operation(4, emit)
+
+    def quantise(values: Any, target: Any, stride: Any, blocks: Any) -> None:
+        emitted(values, target, stride, blocks)
+
+    return shared.inline(quantise)
 
 
 def multiplier(form: TileFormat) -> Any:
-    """(tiles, rows, count, blocks, output, stride, sums): eight columns times `count` rows of which each block's lie
-    together. `sums`: room for as many vectors.
+    """(tiles, rows, count, blocks, output, stride, sums): eight columns times `count` rows, stored block by block.
+    `sums`: room for `count` vectors.
     """
 
     def emit(
@@ -89,7 +95,7 @@ def multiplier(form: TileFormat) -> Any:
 
         def add_block(block: Value, _: list[Value]) -> list[Value]:
             tile = b.add(tiles, b.mul(block, code.long(form.tile_bytes)))
-            # The columns lie one after another, but each thread leaves out what others multiply.
+            # Columns are contiguous, but each thread skips what others multiply.
             code.emit_prefetch(b, b.add(tile, code.long(form.ahead_bytes)), code.long(form.tile_bytes))
             weights, scales = form.load(b, tile)
             first = b.add(rows, b.mul(b.mul(block, count), code.long(form.block_bytes)))
@@ -116,4 +122,50 @@ def multiplier(form: TileFormat) -> Any:
         code.loop(b, blocks, [], add_block)
         code.loop(b, count, [], give)
 
-    return code.operation(7, emit)
+    emitted = code.operation(7, emit)
+
+    def multiply(tiles: Any, rows: Any, count: Any, blocks: Any, output: Any, stride: Any, sums: Any) -> None:
+        emitted(tiles, rows, count, blocks, output, stride, sums)
+
+    return shared.inline(multiply)
+
+
+_BLOCK, _LANES = shared.BLOCK, LANES
+_address, _operands, _laid = code.address_of, shared.operands, shared.laid
+_take, _leave = shared.take, shared.leave
+
+
+def _multiply_rows(
+    destination: Any, threads: Any, userdata: Any, quantise: Any, multiply_eight: Any, sizes: Any
+) -> None:
+    """A whole product: quantise the rows, then multiply columns until none is left. `quantise` and `multiply_eight` are
+    those of a format, `sizes` its bytes of a tile and of a row's block.
+    """
+    tile_bytes, block_bytes = sizes
+    values, matrix, output, count, elements, columns = _operands(destination, userdata)
+    blocks, product = elements // _BLOCK, _address(userdata)
+    # numba frees an array after its last use, which must therefore be in the loop that multiplies.
+    quantised, sums = np.empty(count * blocks * block_bytes, np.uint8), np.empty(ROWS * _LANES, np.float32)
+    for row in range(count):
+        place, stride = _laid(row, count, blocks, ROWS)
+        target = quantised.ctypes.data + place * block_bytes
+        quantise(values + 4 * row * elements, target, stride * block_bytes, blocks)
+    while True:
+        begin = _take(product, PORTION)
+        if begin >= columns:
+            break
+        for row in range(0, count, ROWS):
+            for column in range(begin, min(begin + PORTION, columns), _LANES):
+                multiply_eight(
+                    matrix + column // _LANES * blocks * tile_bytes,
+                    quantised.ctypes.data + row * blocks * block_bytes,
+                    min(ROWS, count - row),
+                    blocks,
+                    output + 4 * (row * columns + column),
+                    4 * columns,
+                    sums.ctypes.data,
+                )
+    _leave(product, threads)
+
+
+multiply_rows: Any = shared.inline(_multiply_rows)

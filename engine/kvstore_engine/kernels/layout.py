@@ -44,7 +44,7 @@ class Step(ct.Structure):
 
 
 class Layer(ct.Structure):
-    """`struct Layer` of layout.h: where one layer's K and V lie, and its work counter."""
+    """`struct Layer` of layout.h: the addresses of one layer's K and V, and its work counter."""
 
     _fields_ = (
         ("keys", ct.c_void_p),
@@ -59,7 +59,7 @@ class Layer(ct.Structure):
 
 
 class Product(ct.Structure):
-    """`struct Product` of layout.h: where a product's operands lie in tensors, and its work counters."""
+    """`struct Product` of layout.h: offsets of a product's operands in tensors, and its work counters."""
 
     _fields_ = (
         ("data_offset", ct.c_int64),
@@ -81,7 +81,7 @@ class LayerAttention:
     window:      a token sees itself and the `window` - 1 tokens before it; 0: everything before it.
     sink_tokens: the first tokens of a sequence, which stay visible outside the window.
     scale:       what scores are multiplied with; 0: 1 / sqrt(head_dim).
-    softcap:     scores become cap * tanh(score / cap) (Gemma 2); 0: they stay as they are.
+    softcap:     scores become cap * tanh(score / cap) (Gemma 2); 0: no cap.
     """
 
     window: int = 0

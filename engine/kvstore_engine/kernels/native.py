@@ -56,13 +56,7 @@ class NativeKernels(Kernels):
         return names
 
     def copy_blocks(
-        self,
-        planes: Bytes,
-        payloads: Sequence[Bytes],
-        tables: Int32Array,
-        *,
-        into_pool: bool,
-        threads: int = 1,
+        self, planes: Bytes, payloads: Sequence[Bytes], tables: Int32Array, *, into_pool: bool, threads: int = 1
     ) -> None:
         plane_count, _, block_bytes = planes.shape
         plane_addresses = _plane_addresses(planes)

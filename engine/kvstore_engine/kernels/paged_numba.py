@@ -35,10 +35,11 @@ class NumbaKernels(ReferenceKernels):
     name = "numba"
 
     def __init__(self) -> None:
-        self._operation: Any = numba.cfunc(product_code.CUSTOM_OPERATION, cache=True)(_attend)
+        compiled: Any = numba.cfunc(product_code.CUSTOM_OPERATION, cache=True)
+        self._operation = compiled(_attend)  # an address is valid as long as its operation lives
         usable = product_code.usable()
         self._q4_product, self._q8_product = (
-            module.compiled() if usable else None for module in (q4_product_numba, q8_product_numba)
+            compiled(module.multiply) if usable else None for module in (q4_product_numba, q8_product_numba)
         )
 
     @property
@@ -66,7 +67,7 @@ _prefetch, _count_in, _add_to = code.prefetch, code.count_in, code.add_to
 
 
 def _locate(step: Any, place: Any, first_key: Any, end: Any, offsets: Any) -> Any:
-    """offsets[key] = where the row of key first_key + key lies in a plane, up to `end`; returns their number."""
+    """offsets[key] = offset of the row of key first_key + key in a plane, up to `end`; returns their number."""
     count, block_tokens = max(0, min(_KEYS, end - first_key)), step[_BLOCK_TOKENS]
     table = carray(_pointer(step[_TABLES] + 4 * place[0] * step[_TABLE_STRIDE]), (_UNBOUNDED,), np.int32)
     block, within = first_key // block_tokens, first_key % block_tokens
@@ -82,10 +83,10 @@ locate: Any = _jit(_locate)
 
 
 def _widen_tile(plane: Any, step: Any, place: Any, first_key: Any, rows: Any, seen: Any, target: Any) -> None:
-    """target[key] = this head's part of the row; zeros for keys that no row sees, which may hold anything.
+    """target[key] = this head's part of the row; zeros for keys that no row sees (their memory is arbitrary).
 
-    `rows`: where they lie in the plane, and how many, of this tile and the next. Asks for the next tile on the way:
-    without that, a context that is not in the cache takes half as long again.
+    `rows`: offsets in the plane, and their number, of this tile and the next. Prefetches the next tile: without that, a
+    context that is not in the cache takes half as long again.
     """
     kind, channels = step[_KV_TYPE], place[1] * step[_HEAD_DIM]
     head_bytes, steps = step[_ROW_BYTES] // step[_KV_HEADS], step[_HEAD_DIM] // 8
@@ -262,7 +263,7 @@ run_item: Any = _jit(_run_item)
 
 
 def _attend(destination: Any, thread: int, threads: int, userdata: Any) -> None:
-    """Items are handed out one by one."""
+    """Threads take the items one by one."""
     layer = carray(userdata, (_LAYER_WORDS,), np.int64)
     numbers = carray(userdata, (_LAYER_WORDS,), np.float64)
     counter = _address(userdata) + 8 * _NEXT_ITEM

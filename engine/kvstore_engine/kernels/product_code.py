@@ -1,7 +1,7 @@
-"""What products with quantised matrices share: product.h for machines without a C++ compiler, compiled by numba.
+"""The common code of products with quantised matrices: product.h for machines without a C++ compiler, by numba.
 
-Owns rows quantised as ggml quantises them, and columns shared out among threads. x86 with AVX2: `usable` says whether
-this processor is one. Whoever compiles with `VECTORS_MULTIPLY` has AVX512-VNNI (or AVX-VNNI) beside it.
+Owns rows quantised as ggml quantises them, and columns divided among threads. For x86 with AVX2 (`usable`);
+`VECTORS_MULTIPLY`: with AVX512-VNNI or AVX-VNNI as well.
 """
 
 import platform
@@ -89,7 +89,8 @@ def _joined(b: Builder, left: Value, right: Value) -> Value:
 
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
-_jit: Any = numba.njit(error_model="numpy")
+jit: Any = numba.njit(error_model="numpy")
+inline: Any = numba.njit(error_model="numpy", forceinline=True)
 _pointer, _add_to, _count_in = code.pointer, code.add_to, code.count_in_long
 
 
@@ -115,14 +116,14 @@ def _take(product: Any, portion: Any) -> Any:
 
 
 def _leave(product: Any, threads: Any) -> None:
-    """Whoever leaves last makes the counters ready for the next product, which starts behind a barrier."""
+    """The last thread resets the counters for the next product, which starts behind a barrier."""
     if _count_in(product + 8 * _FINISHED) == threads:
         counters = carray(_pointer(product), (_PRODUCT_WORDS,), np.int64)
         counters[_NEXT_COLUMN] = 0
         counters[_FINISHED] = 0
 
 
-operands: Any = _jit(_operands)
-laid: Any = _jit(_laid)
-take: Any = _jit(_take)
-leave: Any = _jit(_leave)
+operands: Any = jit(_operands)
+laid: Any = jit(_laid)
+take: Any = jit(_take)
+leave: Any = jit(_leave)

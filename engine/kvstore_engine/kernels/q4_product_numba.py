@@ -5,8 +5,6 @@ The same sums in the same order, so the same bits. For what `product_code` needs
 
 from typing import Any
 
-import numba
-import numpy as np
 from llvmlite import ir
 
 from kvstore_engine.kernels import interleaved_code as common
@@ -60,40 +58,9 @@ class _Nibbles(common.TileFormat):
 
 _form = _Nibbles()
 _quantise, _multiply_eight = common.quantiser(_form), common.multiplier(_form)
-_BLOCK, _TILE_BYTES, _BLOCK_BYTES = shared.BLOCK, _form.tile_bytes, _form.block_bytes
-_ROWS, _PORTION, _LANES = common.ROWS, common.PORTION, code.LANES
-_address, _operands, _laid = code.address_of, shared.operands, shared.laid
-_take, _leave = shared.take, shared.leave
+_SIZES, _multiply_rows = (_form.tile_bytes, _form.block_bytes), common.multiply_rows
 
 
-def _multiply(destination: Any, thread: int, threads: int, userdata: Any) -> None:
+def multiply(destination: Any, thread: int, threads: int, userdata: Any) -> None:
     """`ggml_custom_op_t`, see q4_product.cpp."""
-    values, matrix, output, count, elements, columns = _operands(destination, userdata)
-    blocks, product = elements // _BLOCK, _address(userdata)
-    # numba frees an array after its last use, which must therefore be in the loop that multiplies.
-    quantised, sums = np.empty(count * blocks * _BLOCK_BYTES, np.uint8), np.empty(_ROWS * _LANES, np.float32)
-    for row in range(count):
-        place, stride = _laid(row, count, blocks, _ROWS)
-        target = quantised.ctypes.data + place * _BLOCK_BYTES
-        _quantise(values + 4 * row * elements, target, stride * _BLOCK_BYTES, blocks)
-    while True:
-        begin = _take(product, _PORTION)
-        if begin >= columns:
-            break
-        for row in range(0, count, _ROWS):
-            for column in range(begin, min(begin + _PORTION, columns), _LANES):
-                _multiply_eight(
-                    matrix + column // _LANES * blocks * _TILE_BYTES,
-                    quantised.ctypes.data + row * blocks * _BLOCK_BYTES,
-                    min(_ROWS, count - row),
-                    blocks,
-                    output + 4 * (row * columns + column),
-                    4 * columns,
-                    sums.ctypes.data,
-                )
-    _leave(product, threads)
-
-
-def compiled() -> Any:
-    """The operation, compiled at first use; its address is valid as long as it lives."""
-    return numba.cfunc(shared.CUSTOM_OPERATION, cache=True)(_multiply)
+    _multiply_rows(destination, threads, userdata, _quantise, _multiply_eight, _SIZES)

@@ -50,20 +50,6 @@ def paged_attention(
     return output
 
 
-def quantised_product(rows: FloatArray, matrix: Bytes, matrix_type: int) -> npt.NDArray[np.float64]:
-    """float32 rows [n, elements], quantised to q8_0 as ggml does, times a matrix, uint8 [columns, row bytes].
-
-    `matrix_type`: ggml's number of its type, q8_0 or q4_0. Returns [n, columns].
-    """
-    blocks = rows.reshape(len(rows), -1, 32)
-    largest = np.abs(blocks).max(axis=2, keepdims=True)
-    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest != 0)
-    scales = (largest / np.float32(127)).astype(np.float16).astype(np.float64)
-    quantised = (np.rint(blocks * inverse) * scales).reshape(rows.shape)
-    product: npt.NDArray[np.float64] = quantised @ widen_rows(matrix, matrix_type).astype(np.float64).T
-    return product
-
-
 class ReferenceKernels(Kernels):
     """Attention by `paged_attention`, copies by numpy."""
 
@@ -79,13 +65,7 @@ class ReferenceKernels(Kernels):
         return address
 
     def copy_blocks(
-        self,
-        planes: Bytes,
-        payloads: Sequence[Bytes],
-        tables: Int32Array,
-        *,
-        into_pool: bool,
-        threads: int = 1,
+        self, planes: Bytes, payloads: Sequence[Bytes], tables: Int32Array, *, into_pool: bool, threads: int = 1
     ) -> None:
         plane_count, _, block_bytes = planes.shape
         for payload, table in zip(payloads, tables, strict=True):

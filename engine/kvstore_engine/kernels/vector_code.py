@@ -1,8 +1,8 @@
-"""What the numba kernels' inner loops are written in: LLVM vector code, eight lanes at a time.
+"""The language of the numba kernels' inner loops: LLVM vector code, eight lanes at a time.
 
-Owns the way from a function that emits instructions to one that numba can call, loops whose sums stay in registers,
-and what numba lacks: addresses, counters that threads share, prefetching. Operations take addresses and counts as
-64-bit integers and check nothing. LLVM turns eight lanes into what the processor has.
+Owns how a function that emits instructions becomes one that numba can call, loops with sums in registers, and what
+numba lacks: addresses, counters that threads share, prefetching. Operations take addresses and counts as 64-bit
+integers and check nothing. LLVM turns eight lanes into what the processor has.
 """
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ _ITEMS_PER_THREAD = 4  # a tile that is more than this part of a thread's share 
 
 
 class WorkPlan(NamedTuple):
-    """`items` int32 [n, ITEM_FIELDS] (struct Item), the costliest first; what split ones need beside them."""
+    """`items` int32 [n, ITEM_FIELDS] (struct Item), the costliest first, and what split ones need."""
 
     items: Int32Array
     split_tiles: int

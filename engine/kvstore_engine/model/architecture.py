@@ -31,7 +31,7 @@ class Windows:
     """Which layers see only the last tokens, and how they rotate.
 
     default_tokens: the window if the file names none; 0: then all layers see everything.
-    period:         of so many layers the last sees everything; 0: none does. A file may name another.
+    period:         the last of each `period` layers sees everything; 0: none does. A file may name another.
     local_base:     frequency base of windowed layers if the file names none, which are then not scaled;
                     None: they rotate as the others do.
     """
@@ -55,7 +55,7 @@ class Architecture:
     output:           "own" matrix unless the file has none, or always "tied" to the embeddings.
     output_bias:      a file may bring `output.bias`.
     scaled_embedding: embeddings are multiplied by sqrt(width).
-    width_scaled_layers: models of so many layers scale scores by the width per head, not by head_dim.
+    width_scaled_layers: models with this number of layers scale scores by the width per head, not by head_dim.
     attention_softcap, output_softcap: the caps if the file names none; None: there is no such cap.
     """
 

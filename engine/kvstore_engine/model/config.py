@@ -1,8 +1,8 @@
 """Reads a model's hyperparameters from GGUF metadata and refuses what the graph cannot run.
 
 Owns the names of the metadata keys and their defaults, which are llama.cpp's. It never touches tensor bytes.
-Invariant: a `ModelConfig` that exists describes a model that `graph.decoder` can build; whatever would
-silently compute something else (experts, other architectures, unknown scalings) is refused by name.
+Invariant: a `ModelConfig` describes a model that `graph.decoder` can build; what would silently compute something else
+(experts, other architectures, unknown scalings) is refused by name.
 """
 
 import math
@@ -14,7 +14,6 @@ from kvstore_engine.model.architecture import ARCHITECTURES, Architecture
 from kvstore_engine.model.metadata import Hyperparameters, UnsupportedModel
 from kvstore_engine.model.rope import SHORT_FACTORS, RopeConfig, read_rope
 
-SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 MAX_HEAD_DIM = 256
 _MAX_LAYERS = 1024
 
@@ -25,8 +24,8 @@ class ModelConfig:
 
     `rope` is how layers rotate that see everything, `local_rope` those with a window, if otherwise.
     `windows`: for each layer the tokens that it sees, 0: all; empty: all layers see everything.
-    `attention_scale` 0: 1 / sqrt(head_dim). Soft caps of 0 are none. `longest_context`: beyond so many
-    tokens the model must be configured anew (LongRoPE), 0: never.
+    `attention_scale` 0: 1 / sqrt(head_dim). Soft cap 0: none. `longest_context`: for contexts beyond this
+    number of tokens the model must be configured anew (LongRoPE); 0: never.
     """
 
     name: str
@@ -58,11 +57,6 @@ class ModelConfig:
     def kv_width(self) -> int:
         """Elements of one token's K, or V, in one layer."""
         return self.kv_heads * self.head_dim
-
-    @property
-    def heads_per_kv_head(self) -> int:
-        """Query heads that share one K/V head (1 without GQA)."""
-        return self.heads // self.kv_heads
 
     def window(self, layer: int) -> int:
         """The tokens that `layer` sees, the present one included; 0: all."""

@@ -11,7 +11,7 @@ from kvstore_engine.errors import UsageError
 
 
 class UnsupportedModel(UsageError):
-    """A sound GGUF file whose model this engine does not run; the message names what, and what would do."""
+    """A sound GGUF file whose model this engine cannot run; the message names what is unsupported."""
 
 
 class Hyperparameters:

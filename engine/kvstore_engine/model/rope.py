@@ -47,7 +47,7 @@ class RopeConfig:
             line += f"/yarn={','.join(map(_exact, yarn))},{self.original_context}"
         elif self.attention_factor != 1.0:
             line += f"/magnitude={_exact(self.attention_factor)}"
-        # Llama 3's factors are the only ones a file can have, so its weights' digest tells them apart.
+        # A file has at most one set of Llama 3's factors, so the weights' digest distinguishes them.
         return line if self.factors in ("", FREQUENCY_FACTORS) else f"{line}/{self.factors.removesuffix('.weight')}"
 
 
@@ -57,7 +57,7 @@ def read_rope(
     """The rotation of layers that see everything, and of windowed layers. Raises UnsupportedModel.
 
     `context` is how long sequences may become, None: no longer than the model was first trained on. LongRoPE
-    has one set of factors up to that length and another for longer contexts, whatever the sequence.
+    has one set of factors up to that length and another for longer contexts, for every sequence.
     """
     scaling = keys.get("rope.scaling.type")
     if scaling is not None and scaling not in _SCALINGS:
@@ -98,6 +98,6 @@ def _factors(family: Architecture, tensors: Collection[str], *, long: bool) -> s
 
 
 def _exact(number: float) -> str:
-    """`number` in as few digits as tell it from all others."""
+    """`number` in the fewest digits that identify it."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)

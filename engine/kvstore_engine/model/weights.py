@@ -1,4 +1,4 @@
-"""Puts a model's weights where they are multiplied fastest: in place in the file's map, or in a copy.
+"""Places a model's weights where they are multiplied fastest: in the file's map, or in a copy.
 
 Owns the ggml context, buffers and tensor handles of the weights. It never builds a graph.
 Invariant: names, shapes and types of all tensors have been checked (`tensors`, `quantisation`) before ggml
@@ -11,7 +11,6 @@ else is used where the file is mapped, so that processes share its pages.
 
 import mmap
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -23,8 +22,8 @@ from kvstore_engine.gguf import GGUFFile, TensorInfo
 from kvstore_engine.gguf.tensor_types import Q4_0
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.model.config import ModelConfig
-from kvstore_engine.model.interleaving import ROWS_TOGETHER, interleave_q8_0, is_interleaved_q4_0
-from kvstore_engine.model.placement import goes_by_eights, interleaves_q8_0
+from kvstore_engine.model.interleaved_layout import ROWS_TOGETHER, interleave_q8_0, is_interleaved_q4_0
+from kvstore_engine.model.placement import can_interleave, interleaves_q8_0
 from kvstore_engine.model.quantisation import check_quantisation
 from kvstore_engine.model.tensors import check_tensors, layer_parts
 
@@ -34,8 +33,8 @@ _USAGE_WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 class Linear(NamedTuple):
     """A matrix and what is added to its product, as ggml tensor handles (addresses); 0: there is none.
 
-    `interleaved`: the matrix is q4_0 or q8_0 and lies in memory as `interleaving` has it. One of q8_0 can then only be
-    multiplied by our own operation: ggml does not know the layout.
+    `interleaved`: the matrix is q4_0 or q8_0 in the layout of `interleaved_layout`. Only our own operation can multiply
+    one of q8_0: ggml does not know the layout.
     """
 
     weight: int = 0
@@ -44,7 +43,7 @@ class Linear(NamedTuple):
 
 
 _NOTHING = Linear()
-# A product that takes the place of several, and what it is made of. Where `ffn_gate` is none, `ffn_up` is both.
+# A joint product and the matrices that it replaces. Where there is no `ffn_gate`, `ffn_up` holds both.
 _JOINT = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}
 
 
@@ -118,9 +117,7 @@ class Model:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _own(self, buffer: int) -> int:
@@ -192,10 +189,10 @@ class Model:
     def _copied(self, tensor: int, parts: list[TensorInfo]) -> bool:
         """Fill a tensor that has no memory with the rows of `parts`, in a layout that is multiplied faster.
 
-        False if there is none for it: it still has no memory then.
+        False if there is no such layout; the tensor still has no memory then.
         """
         rows = [self.file.tensor_bytes(part.name).reshape(part.shape[1], -1) for part in parts]
-        if self.interleaves_q8_0 and all(map(goes_by_eights, parts)):
+        if self.interleaves_q8_0 and all(map(can_interleave, parts)):
             self._interleave(tensor, rows)
         elif not any(self._repack(tensor, rows, buffer_type) for buffer_type in self._repackers):
             return False
@@ -220,7 +217,7 @@ class Model:
         ggml = self.library
         buffer = ggml.backend_buft_alloc_buffer(buffer_type, ggml.backend_buft_get_alloc_size(buffer_type, tensor))
         ggml.backend_tensor_alloc(buffer, tensor, ggml.backend_buffer_get_base(buffer))
-        # The buffer type answers by setting `extra`: no other call asks it about a type and a shape.
+        # The buffer type accepts a type and shape by setting `extra`; no other call tests that.
         if tensor_at(tensor).extra:
             self._own(buffer)
             rows = np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -54,7 +54,7 @@ def exclusive(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing(target: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `target` when the block ends well, and vanishes when it does not."""
+    """A file to write that becomes `target` if the block ends without an error, and is removed otherwise."""
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     part = Path(name)
     try:

@@ -48,7 +48,7 @@ class _Target(NamedTuple):
 def convert(source: Path, target_type: str, folder: Path | None = None, digest: str | None = None) -> Path:
     """The path of `source` with its matrices as `target_type`, converted on first use.
 
-    The result lies beside the source (or in `folder`) under a name that holds the source's digest, so that a
+    The result is beside the source (or in `folder`) under a name that holds the source's digest, so that a
     changed source is converted anew; pass `digest` where the source's bytes are vouched for, to spare reading
     them. Returns `source` itself if nothing would change. UsageError for a type that cannot be read or
     written; OperationError if the result cannot be stored; GGUFError for a bad source.

@@ -1,6 +1,7 @@
 """What a user may write for a model, and the file it means.
 
-Owns the syntax `NAME[:QUANT]` or `PATH[:QUANT]`. A path that exists is always a path, whatever it is called.
+Owns the syntax `NAME[:QUANT]` or `PATH[:QUANT]`. A path that exists is always a path, even under the name of a known
+model.
 """
 
 import os
@@ -43,9 +44,7 @@ def parse_reference(text: str, quant: str | None = None) -> ModelReference:
 
 
 def locate(text: str, quant: str | None = None) -> Path:
-    """The GGUF file that `text` means, fetched and converted if need be. Raises as `fetch` and `convert`
-    do.
-    """
+    """The GGUF file that `text` means, fetched and converted if need be. Raises as `fetch` and `convert`."""
     reference = parse_reference(text, quant)
     if reference.known is not None:
         return _locate_known(reference.known, reference.quant)

@@ -36,7 +36,7 @@ def dequantise(type_name: str, raw: Bytes) -> Floats:
 
 def quantise(type_name: str, values: Floats) -> Bytes:
     """`values` (float32, 1-d, a multiple of 32 for block types) as bytes. KeyError if not in `WRITABLE`."""
-    # Subnormal scales have infinite inverses; ggml lets the hardware have its way with them, and so do we.
+    # Subnormal scales have infinite inverses; like ggml, this leaves the result to the hardware.
     with np.errstate(over="ignore", invalid="ignore"):
         return WRITABLE[type_name](np.ascontiguousarray(values, np.float32))
 

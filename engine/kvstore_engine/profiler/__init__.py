@@ -1,9 +1,9 @@
 """What the engine did and how long it took: latencies, throughput, memory, and a trace to look at."""
 
-from kvstore_engine.profiler.fan_out import FanOut
+from kvstore_engine.batching.observer import FanOut
 from kvstore_engine.profiler.histogram import Histogram
 from kvstore_engine.profiler.profiler import Profiler
 from kvstore_engine.profiler.trace_file import TraceFile
-from kvstore_engine.profiler.tracing import TracingObserver
+from kvstore_engine.profiler.tracing_observer import TracingObserver
 
 __all__ = ["FanOut", "Histogram", "Profiler", "TraceFile", "TracingObserver"]

@@ -2,7 +2,7 @@
 
 Owns log-spaced buckets, as in HdrHistogram (Tene) and DDSketch (Masson et al., 2019), kept sparsely: a bucket exists
 once a value fell into it. So there is no range to choose and nothing to clip: a value of a week lands in a bucket of
-its own. Invariants: a quantile lies within `ERROR` (relative) of the sample of that rank; least, greatest, count and
+its own. Invariants: a quantile is within `ERROR` (relative) of the sample of that rank; least, greatest, count and
 sum are exact, and quantiles 0 and 1 are therefore exact too.
 """
 
@@ -40,15 +40,6 @@ class Histogram:
             return
         bucket = math.ceil(math.log(value) / _LOG_RATIO)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + times
-
-    def merge(self, other: Histogram) -> None:
-        """Count all that `other` has counted."""
-        self.count += other.count
-        self.sum += other.sum
-        self._zeros += other._zeros
-        self.least, self.greatest = min(self.least, other.least), max(self.greatest, other.greatest)
-        for bucket, times in other._buckets.items():
-            self._buckets[bucket] = self._buckets.get(bucket, 0) + times
 
     @property
     def mean(self) -> float:

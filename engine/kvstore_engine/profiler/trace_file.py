@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TextIO
 
 from kvstore_engine.errors import OperationError
@@ -48,14 +47,16 @@ class TraceFile:
             self._name("thread", pid, tid, name, tid)
         return pid, self._tracks[key]
 
-    def span(self, track: tuple[int, int], name: str, begin_s: float, end_s: float, **told: object) -> None:
+    def span(self, track: tuple[int, int], name: str, begin_s: float, end_s: float, **details: object) -> None:
         """Something that lasted."""
         length = max(0.0, end_s - begin_s)
-        self._write({"ph": "X", "name": name, **self._at(track, begin_s), "dur": round(length * _US, 3), "args": told})
+        self._write(
+            {"ph": "X", "name": name, **self._at(track, begin_s), "dur": round(length * _US, 3), "args": details}
+        )
 
-    def instant(self, track: tuple[int, int], name: str, at_s: float, **told: object) -> None:
+    def instant(self, track: tuple[int, int], name: str, at_s: float, **details: object) -> None:
         """Something that happened."""
-        self._write({"ph": "i", "s": "t", "name": name, **self._at(track, at_s), "args": told})
+        self._write({"ph": "i", "s": "t", "name": name, **self._at(track, at_s), "args": details})
 
     def counter(self, group: str, name: str, at_s: float, **values: float) -> None:
         """What some quantities are from now on."""
@@ -73,9 +74,7 @@ class TraceFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _name(self, what: str, pid: int, tid: int, name: str, place: int) -> None:

@@ -1,4 +1,4 @@
-"""What it costs here to compute tokens, and to load blocks instead; refitted while serving.
+"""What it costs on this machine to compute tokens, and to load blocks instead; refitted while serving.
 
 Owns two linear models and nothing that acts on them. Times are wall seconds of this process on this machine.
 
@@ -33,7 +33,7 @@ class CostModel:
         return self.compute.predict(_compute_features(tokens, position)) if tokens else 0.0
 
     def batch_s(self, pieces: Iterable[tuple[int, int]]) -> float:
-        """Seconds of one step of several sequences' pieces, each so many tokens from a position on."""
+        """Seconds of one step of several pieces, each (tokens, position)."""
         return self.compute.predict(_batch_features(pieces))
 
     def observe_batch(self, pieces: Iterable[tuple[int, int]], seconds: float) -> None:
@@ -47,9 +47,7 @@ class CostModel:
         )
 
     def load_s(self, nbytes: int, estimated_s: float) -> float:
-        """Seconds from asking for blocks of `nbytes`, whose promotion the daemon puts at `estimated_s`, to
-        having them.
-        """
+        """Seconds to load blocks of `nbytes`, whose promotion the daemon estimates at `estimated_s`."""
         return self.load.predict(_load_features(nbytes, estimated_s)) if nbytes else 0.0
 
     def observe_step(self, tokens: int, position: int, seconds: float) -> None:
@@ -58,7 +56,7 @@ class CostModel:
             self.compute.observe(_compute_features(tokens, position), seconds)
 
     def observe_load(self, nbytes: int, estimated_s: float, seconds: float) -> None:
-        """Loading `nbytes` whose promotion was put at `estimated_s` took `seconds`."""
+        """Loading `nbytes`, with a promotion estimated at `estimated_s`, took `seconds`."""
         if nbytes > 0:
             self.load.observe(_load_features(nbytes, estimated_s), seconds)
 

@@ -1,7 +1,7 @@
-"""The fingerprint of a loaded model: all that its K/V bytes depend on besides the tokens.
+"""The fingerprint of a loaded model: all that its K/V bytes depend on, except the tokens.
 
-Owns the translation from a model's configuration to `kvstore_proto`'s terms. Two engines share blocks only if
-every field here is equal, so a field that is forgotten is garbage served to someone.
+Owns the translation from a model's configuration to `kvstore_proto`'s terms. Two engines share blocks only if every
+field here is equal, so a missing field would serve the K/V of another model.
 """
 
 from kvstore_engine.model import ModelConfig
@@ -24,7 +24,7 @@ def model_fingerprint(
 ) -> Fingerprint:
     """The fingerprint for `config` with K/V kept as `kv_dtype` in `layout`, `kv_row_bytes` for one token's K.
 
-    `order_of_sums`: what `model.order_of_sums` says of the file. The digest stands for the weights as they are
+    `order_of_sums`: `model.order_of_sums` of the file; together with the digest it identifies how the weights are
     multiplied.
 
     All layers form one group, windowed ones too: the pool keeps all tokens of every layer, and a prefix is

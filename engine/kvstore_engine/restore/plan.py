@@ -2,10 +2,10 @@
 
 Pure: costs in, a plan out. It never loads anything.
 
-All or nothing is optimal here: loading costs a constant plus so much a block, while computing a block costs
-more the later it stands (attention), so the sum over "load the first m, compute the rest" is concave in m and
-its minimum lies at an end. (Loading the end of a prefix while computing its start, as Cake does, can beat
-both; this planner does not do that.)
+All or nothing is optimal here: loading costs a constant plus a fixed cost per block, while computing a block costs more
+the later its position (attention), so the sum over "load the first m, compute the rest" is concave in m and has its
+minimum at an end. (Loading the end of a prefix while computing its start, as Cake does, can be faster than both; this
+planner does not do that.)
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Keeps a cost model from one run to the next.
+"""Saves a cost model for the next run.
 
-Owns one small JSON file per model, thread count and processor in the cache folder. It is a hint: a file that
-is missing, damaged or from another version is ignored, and one that cannot be written is not missed.
+Owns one small JSON file per model, thread count and processor in the cache folder. A file that is missing, damaged or
+from another version is ignored, as is one that cannot be written.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ _VERSION = 2  # 1: before q8_0 matrices were interleaved, which made computing c
 
 
 class CostProfile:
-    """Where the cost model of `weights_digest` run by `threads` threads on this machine is kept."""
+    """The saved cost model of `weights_digest`, run by `threads` threads on this machine."""
 
     def __init__(self, folder: Path, weights_digest: str, threads: int) -> None:
         machine = hashlib.blake2b(_processor().encode(), digest_size=4).hexdigest()
         self.path = folder / "profiles" / f"{weights_digest[:16]}-{threads}t-{machine}.json"
 
     def load(self) -> CostModel:
-        """The kept model, or a fresh one."""
+        """The saved model, or a new one."""
         costs = CostModel()
         try:
             kept = json.loads(self.path.read_text())
@@ -36,7 +36,7 @@ class CostProfile:
         return costs
 
     def save(self, costs: CostModel) -> None:
-        """Keep `costs`, atomically; silently gives up where the folder cannot be written."""
+        """Save `costs` atomically; does nothing if the folder cannot be written."""
         kept = {"version": _VERSION, "compute": costs.compute.state(), "load": costs.load.state()}
         part = self.path.with_suffix(f".{os.getpid()}.part")
         with contextlib.suppress(OSError):

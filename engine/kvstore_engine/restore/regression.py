@@ -1,7 +1,7 @@
 """Recursive least squares: a linear cost refitted with every observation.
 
-Owns a coefficient vector and its uncertainty. It knows nothing of what the features mean.
-Invariant: predictions are never negative and never NaN, whatever was observed.
+Owns a coefficient vector and its uncertainty. It does not know what the features mean.
+Invariant: predictions are never negative and never NaN, regardless of what was observed.
 
 Errors are relative (each sample is divided by its cost): a 2 ms chunk and a 2 s one count the same, which is
 what comparing two costs needs. Older samples fade by the factor `memory`. Algorithm: Haykin, "Adaptive Filter
@@ -58,7 +58,7 @@ class RecursiveLeastSquares:
         return {"samples": self.samples, "coefficients": self.coefficients}
 
     def restore(self, samples: int, coefficients: Sequence[float]) -> None:
-        """Continue from a saved fit. ValueError if it is not one of ours."""
+        """Continue from a saved fit. ValueError if it has another form."""
         values = [float(value) for value in coefficients]
         if len(values) != len(self.coefficients) or not all(map(math.isfinite, values)) or samples < 0:
             raise ValueError(f"not a fit of {len(self.coefficients)} finite coefficients")

@@ -1,11 +1,11 @@
-"""What a request got from the store and gave to it: plain values."""
+"""What a request restored and stored: plain values."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a request got from the store. `reason` says, for people, why no more than this was restored.
+    """What a request restored. `reason` explains why no more was restored.
 
     lookup_s: until the first answer; restore_s: the rest, promotion and copies. The two estimates are what was compared
     (see `plan`).
@@ -23,7 +23,7 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What became of a request's blocks. `store_s` is the time in puts, which generation did not wait for."""
+    """What a request stored, in blocks. `store_s` is the time in puts, for which generation did not wait."""
 
     stored: int = 0
     present: int = 0

@@ -1,9 +1,8 @@
 """What the engine needs of a kvstored session, as types.
 
-Owns no behaviour: `kvstore_client.connect` returns objects of this shape. The obligations that matter here:
-with a dead or absent daemon nothing raises, lookups miss and puts are dropped; bytes under a lease stay
-readable and unchanged until it is released; `put` returns only when it no longer needs the payload callables; `hint`
-says of a request how long its answer was, or how soon it will run, which nobody has to act upon.
+`kvstore_client.connect` returns objects of this shape. Obligations: with a dead or absent daemon nothing raises,
+lookups miss and puts are dropped; bytes under a lease stay readable and unchanged until it is released; `put` returns
+only when it no longer needs the payload callables; the daemon may ignore a `hint`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +20,8 @@ Payload = Callable[[Bytes], None]
 class KvLease(Protocol):
     """A right to read `len(lease)` leading storage blocks in place; empty on a miss, with the reason.
 
-    After a get that was not to promote: `resident_blocks` leading blocks are stored in some tier, and having all
-    of them mapped would take about `estimated_load_s`.
+    After a get without promotion: `resident_blocks` leading blocks are stored in some tier, and mapping all of them
+    would take about `estimated_load_s`.
     """
 
     @property

@@ -15,7 +15,7 @@ from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
 from kvstore_engine.constrain import Constrainer, GrammarError
 from kvstore_engine.errors import UsageError
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.loading import check_vocabulary, context_tokens, fingerprint_of
+from kvstore_engine.loaded_model import check_vocabulary, context_tokens, fingerprint_of
 from kvstore_engine.model import ModelConfig, copied_bytes
 from kvstore_engine.models.cache import cache_root
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool, kv_row_bytes
@@ -95,7 +95,6 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
             executor,
             pool,
             tokenizer,
-            context=context,
             settings=_settings(options),
             sessions=sessions,
             costs=costs,

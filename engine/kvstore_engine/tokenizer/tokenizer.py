@@ -81,9 +81,7 @@ class Tokenizer:
         return np.array(ids, np.int32)
 
     def encode_onwards(self, text: str) -> list[int]:
-        """Ids of plain `text` that continues another: together they spell it and nothing else, not even the space
-        that SentencePiece puts before a text.
-        """
+        """Ids of plain `text` that continues another, without the space that SentencePiece puts before a text."""
         return list(self._encode_plain(text, after_special=False))
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:

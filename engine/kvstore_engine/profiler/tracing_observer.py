@@ -1,4 +1,4 @@
-"""The engine's doings as a trace: a track for each sequence, each lane and each worker.
+"""The engine's activity as a trace: a track for each sequence, each lane and each worker.
 
 Owns what is drawn where. Sequences: waiting, each chunk of the prompt, decoding, being swapped out. Lanes: what was
 restored and swapped. Workers: the scheduler's steps with the forward pass inside, and counters of the pool's use.
@@ -55,20 +55,20 @@ class TracingObserver(Observer):
         self._waited(self._drawing(request_id, index, t), request_id, t)
 
     def restored(self, request_id: str, index: int, source: Literal["local", "daemon"], tokens: int, t: float) -> None:
-        told = {"request": request_id, "answer": index, "tokens": tokens}
-        self._file.instant(self._file.track(LANES, f"restore ({source})"), f"{tokens} tokens", t, **told)
+        details = {"request": request_id, "answer": index, "tokens": tokens}
+        self._file.instant(self._file.track(LANES, f"restore ({source})"), f"{tokens} tokens", t, **details)
         drawn = self._drawn.get((request_id, index))
         if drawn is None:
             return
         if source == "daemon" and drawn.waits_as is None:  # nothing of it ran meanwhile
-            self._file.span(drawn.track, "restore", drawn.until_s, t, **told)
+            self._file.span(drawn.track, "restore", drawn.until_s, t, **details)
             drawn.until_s = max(t, drawn.until_s)
         else:
             self._file.instant(drawn.track, f"restored {source}", t, tokens=tokens)
 
     def stored(self, request_id: str, index: int, tokens: int, reason: str, begin_s: float, end_s: float) -> None:
-        told = {"request": request_id, "answer": index, "stored": not reason}
-        self._file.span(self._file.track(LANES, "store"), f"{tokens} tokens", begin_s, end_s, **told)
+        details = {"request": request_id, "answer": index, "stored": not reason}
+        self._file.span(self._file.track(LANES, "store"), f"{tokens} tokens", begin_s, end_s, **details)
 
     def step(self, record: StepRecord) -> None:
         begin, end = record.begin_s, record.end_s
@@ -81,8 +81,8 @@ class TracingObserver(Observer):
             key = (part.request_id, part.index)
             drawn = self._leaving.get(key) or self._drawing(*key, begin)
             name = f"prefill {part.tokens}" if part.kind == "prefill" else "decode"
-            told = {"request": part.request_id, "position": part.position}
-            self._file.span(drawn.track, name, max(begin, drawn.until_s), end, **told)
+            details = {"request": part.request_id, "position": part.position}
+            self._file.span(drawn.track, name, max(begin, drawn.until_s), end, **details)
             drawn.until_s = max(end, drawn.until_s)
         for ended in self._leaving.values():
             heapq.heappush(self._free, ended.number)
@@ -107,8 +107,8 @@ class TracingObserver(Observer):
     def finished(self, request_id: str, index: int, reason: Reason, usage: Usage, t: float) -> None:
         drawn = self._drawing(request_id, index, t)
         self._waited(drawn, request_id, t)
-        told = {"request": request_id, "tokens": usage.generated_tokens, "local": usage.local_tokens}
-        self._file.instant(drawn.track, f"finished: {reason}", t, **told, daemon=usage.daemon_tokens)
+        details = {"request": request_id, "tokens": usage.generated_tokens, "local": usage.local_tokens}
+        self._file.instant(drawn.track, f"finished: {reason}", t, **details, daemon=usage.daemon_tokens)
         key = (request_id, index)
         if key in self._leaving:  # the same name again within a step: cancelled at once
             heapq.heappush(self._free, self._leaving[key].number)
@@ -117,8 +117,8 @@ class TracingObserver(Observer):
     def _swap(
         self, lane: str, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float
     ) -> None:
-        told = {"request": request_id, "answer": index, "bytes": nbytes, "runs": runs}
-        self._file.span(self._file.track(LANES, lane), f"{nbytes / 1e6:.1f} MB", begin_s, end_s, **told)
+        details = {"request": request_id, "answer": index, "bytes": nbytes, "runs": runs}
+        self._file.span(self._file.track(LANES, lane), f"{nbytes / 1e6:.1f} MB", begin_s, end_s, **details)
 
     def _waited(self, drawn: _Drawn, request_id: str, t: float) -> None:
         if drawn.waits_as is not None:

@@ -1,7 +1,7 @@
-"""How long an answer will get: learnt from those that have ended, per tenant and length of prompt.
+"""Predicts the length of an answer from those that have ended, by tenant and length of prompt.
 
 Owns histograms of answer lengths that fade. It never sees tokens. A prediction is the expected rest given that the
-answer has not ended yet, so that one that outlives its kind is not expected to end at every next token.
+answer has not ended yet, so that an unusually long one is not expected to end at every next token.
 """
 
 from collections import OrderedDict
@@ -19,13 +19,13 @@ _Key = tuple[str, int] | str | None
 
 
 class LengthPredictor:
-    """Predicts from the closest kind that has been seen often enough: tenant and prompt length, tenant, anybody."""
+    """Predicts from the closest kind with enough samples: tenant and prompt length, tenant, all."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[_Key, npt.NDArray[np.float64]] = OrderedDict()
 
     def observe(self, tenant: str, prompt_tokens: int, generated: int) -> None:
-        """An answer ended by itself or by its limit, after `generated` tokens."""
+        """An answer ended by itself or at its limit, after `generated` tokens."""
         bucket = int(np.searchsorted(_EDGES, generated, side="right")) - 1
         for key in _keys(tenant, prompt_tokens):
             counts = self._seen.setdefault(key, np.zeros(len(_MIDDLES)))

@@ -1,50 +1,60 @@
-"""Who waits and who runs, and who takes whose place.
+"""The sequences that wait and those that run.
 
 Owns the two lists and the moves between them: admission in the policy's order, displacement, and making room when
-blocks are short. It never computes or samples. Invariants: a sequence runs exactly while it holds blocks; the sequences
+blocks are short. It never computes or samples. Invariants: a sequence runs exactly while it holds blocks; all sequences
 of a unit are in the same list.
 """
 
 from collections import Counter
 from collections.abc import Callable
 
+from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.preemption import Preemption
-from kvstore_engine.batching.restoring import Restorer
+from kvstore_engine.batching.restorer import Restorer
+from kvstore_engine.batching.scheduling_statistics import SchedulingStatistics
 from kvstore_engine.batching.sequence import Sequence
-from kvstore_engine.batching.standings import Standings
 from kvstore_engine.blocks import BlockSpace
+from kvstore_engine.policies import Policy
 from kvstore_engine.pool import PoolExhausted
-from kvstore_engine.scheduler import Policy
 
 _LOOK_AGAIN_S = 0.25
 
 
-class Roster:
-    """The sequences of one engine, at most `places` of them running. `admitted` is told of each that gets blocks."""
+class RunQueue:
+    """The sequences of one engine; at most `places` of them run."""
 
     def __init__(
         self,
         space: BlockSpace,
         policy: Policy,
-        standings: Standings,
+        statistics: SchedulingStatistics,
         preemption: Preemption,
         restorer: Restorer,
         *,
         places: int,
+        observer: Observer,
         clock: Callable[[], float],
-        admitted: Callable[[Sequence, float], None],
     ) -> None:
         self._space = space
         self._policy = policy
-        self._standings = standings
+        self._statistics = statistics
         self._preemption = preemption
         self._restorer = restorer
+        self._observer = observer
         self._clock = clock
-        self._admitted = admitted
         self.places = places
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._look_again_s = 0.0
+
+    @property
+    def has_sequences(self) -> bool:
+        """Some sequence waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def enter(self, sequence: Sequence) -> None:
+        """A unit with `sequence` is new: call `wait` or `run` next."""
+        self._statistics.tenants.enter(sequence.request.tenant)
 
     def wait(self, sequence: Sequence) -> None:
         """`sequence` waits for admission."""
@@ -53,37 +63,43 @@ class Roster:
         self._look_again_s = 0.0
 
     def run(self, sequence: Sequence) -> None:
-        """`sequence` has blocks."""
+        """`sequence` has got its blocks."""
+        now = self._clock()
         self.running.append(sequence)
-        self._admitted(sequence, self._clock())
+        if sequence.accounts.admitted_s is None:
+            sequence.accounts.admitted_s = now
+        self._observer.admitted(sequence.request.id, sequence.index, now)
 
     def leave(self, sequence: Sequence, *, is_sound: bool = True) -> None:
-        """`sequence` has ended: its blocks are let go. Where the K/V in them are not sound, nobody else gets them."""
-        if sequence.holding is not None:
+        """`sequence` has ended: release its blocks. Unless `is_sound`, their K/V are not shared any longer."""
+        if sequence.block_table is not None:
             self._restorer.drop(sequence)
             self.running.remove(sequence)
             if is_sound:
-                self._space.release(sequence.holding)
+                self._space.release(sequence.block_table)
             else:
-                self._space.discard(sequence.holding)
-            sequence.holding = None
+                self._space.discard(sequence.block_table)
+            sequence.block_table = None
         else:
             self.waiting.remove(sequence)
             self._preemption.forget(sequence)
+        if sequence.leads:
+            self._statistics.tenants.leave(sequence.request.tenant)
         self._look_again_s = 0.0
 
     def admit(self) -> None:
-        """Let in whoever's turn it is, as far as places, blocks and the policy's displacements go."""
+        """Admit sequences in the policy's order, as far as places, blocks and displacements allow."""
         now = self._clock()
-        # Whom nothing lets in now is let in when somebody leaves, comes, or, by a displacement, has waited on.
+        # A sequence that cannot be admitted now can be once another ends or arrives, or, by displacement, after a
+        # while.
         while self.waiting and (now >= self._look_again_s or not self.running):
-            head = min(self.waiting, key=lambda sequence: self._policy.turn(self._standings.of(sequence), now))
-            if not self._let_in(head, now):
+            head = min(self.waiting, key=lambda sequence: self._policy.turn(self._statistics.of(sequence), now))
+            if not self._admit(head, now):
                 self._look_again_s = now + _LOOK_AGAIN_S
                 return
 
     def make_room(self, sequence: Sequence) -> bool:
-        """Preempt the running unit that is to yield first, be it that of `sequence`; False if that runs alone."""
+        """Preempt the running unit that yields first, perhaps that of `sequence`. False if that one runs alone."""
         order = self._yielding_order()
         if len(order) < 2:
             return False
@@ -91,30 +107,30 @@ class Roster:
         return True
 
     def next_to_yield(self) -> Sequence | None:
-        """Whom a shortage of blocks would hit now."""
+        """The leader of the unit that a shortage of blocks would preempt now."""
         order = self._yielding_order()
         return order[-1] if order else None
 
     def decoding(self) -> list[Sequence]:
-        """Running sequences with one token to compute, in whole units, those that yield last first."""
+        """Running sequences with one token to compute, in whole units; those that yield last come first."""
         units = (leader.unit for leader in self._yielding_order())
         return [sequence for unit in units if all(beam.is_decoding for beam in unit) for sequence in unit]
 
     def prompts(self) -> list[Sequence]:
-        """Running sequences with prompts to compute, by whose turn it is."""
+        """Running sequences with prompt tokens to compute, in the order in which they are served."""
         now = self._clock()
         prompts = [sequence for sequence in self.running if not sequence.is_decoding]
-        return sorted(prompts, key=lambda sequence: self._policy.turn(self._standings.of(sequence), now))
+        return sorted(prompts, key=lambda sequence: self._policy.turn(self._statistics.of(sequence), now))
 
     def ahead(self, tenant: str) -> int:
-        """How many of those that wait go before one more of `tenant`: tenants take turns, so that one with a long queue
+        """How many waiting sequences go before one more of `tenant`. Tenants take turns, so that one with a long queue
         does not keep the others out.
         """
         waiting = Counter([tenant, *(sequence.request.tenant for sequence in self.waiting)])
         return min(len(self.waiting), waiting[tenant] * len(waiting) - 1)
 
     def of(self, request_id: str) -> list[Sequence]:
-        """All answers of a request that are under way; one for each unit."""
+        """The unfinished answers of a request, one leader for each unit."""
         return [sequence for sequence in self.leaders() if sequence.request.id == request_id]
 
     def leaders(self) -> list[Sequence]:
@@ -123,16 +139,16 @@ class Roster:
 
     @property
     def free_places(self) -> int:
-        """Sequences that may still be let in."""
+        """Sequences that may still be admitted."""
         return self.places - sum(sequence.places for sequence in self.running if sequence.leads)
 
     def _yielding_order(self) -> list[Sequence]:
-        """One sequence for each unit that runs."""
+        """The leaders of the running units; the last one yields first."""
         now = self._clock()
         leaders = (sequence for sequence in self.running if sequence.leads)
-        return sorted(leaders, key=lambda sequence: self._policy.yields(self._standings.of(sequence), now))
+        return sorted(leaders, key=lambda sequence: self._policy.yields(self._statistics.of(sequence), now))
 
-    def _let_in(self, head: Sequence, now: float) -> bool:
+    def _admit(self, head: Sequence, now: float) -> bool:
         displaceable = self._displaceable(head, now)
         if self.free_places < head.places and not displaceable:
             return False
@@ -143,9 +159,9 @@ class Roster:
             self._preempt(displaceable.pop())
         try:
             self._preemption.resume(head.unit)
-        except PoolExhausted:  # blocks that are kept for the daemon: they come free by themselves
+        except PoolExhausted:  # puts pin blocks until the daemon has them
             return False
-        level = self._policy.level(self._standings.of(head), now)
+        level = self._policy.level(self._statistics.of(head), now)
         for sequence in head.unit:
             self.waiting.remove(sequence)
             sequence.level, sequence.since_s = level, now
@@ -153,16 +169,16 @@ class Roster:
         return True
 
     def _price(self, head: Sequence) -> int:
-        """Blocks that must be to be had: its own, and one for each that runs, so that they need not yield at once."""
+        """Blocks that must be available: its own, and one for each running sequence, lest one must yield at once."""
         return self._preemption.price(head.unit) + (len(self.running) + len(head.unit) if self.running else 0)
 
     def _displaceable(self, head: Sequence, now: float) -> list[Sequence]:
-        """Running units whom that of `head` may displace, the first to yield last."""
-        standing = self._standings.of(head)
+        """Running units that `head` may displace; the last one yields first."""
+        candidate = self._statistics.of(head)
         return [
             sequence
             for sequence in self._yielding_order()
-            if self._policy.displaces(standing, self._standings.of(sequence), now)
+            if self._policy.displaces(candidate, self._statistics.of(sequence), now)
         ]
 
     def _preempt(self, leader: Sequence) -> None:
@@ -177,5 +193,5 @@ class Roster:
 
 
 def _blocks(leader: Sequence) -> int:
-    """Blocks that the unit holds, at most."""
+    """Blocks that the unit holds, shared ones counted for each of its sequences."""
     return sum(sequence.held.count for sequence in leader.unit)

@@ -1,34 +1,35 @@
-"""Brings stored prefixes into the pool for several sequences at a time.
+"""Restores stored prefixes into the pool, for several sequences at a time.
 
-Owns each restoring sequence's way: ask what is mapped, decide, ask for what must be promoted, copy, release. Questions
-wait in threads; decisions and copies are made here, in the engine's thread, between two steps and in portions, so that
-running answers go on. Invariants: no byte is read outside a lease; blocks count as restored only if the lease was still
-valid after they were copied; a block that is ready is never written; what is not restored is simply computed.
+Owns the stages of each restoration: get a lease on what is mapped, decide, get one on what must be promoted, copy,
+release. Threads wait for the daemon; decisions and copies are made in the engine's thread, between two steps and in
+portions, so that running answers go on. Invariants: no byte is read outside a lease; blocks count as restored only if
+the lease was still valid after they were copied; a block that is ready is never written; what is not restored is
+computed.
 """
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace, TrieNode
 from kvstore_engine.restore.costs import CostModel
-from kvstore_engine.restore.fetching import Fetch, Fetcher
+from kvstore_engine.restore.fetcher import Fetch, Fetcher
 from kvstore_engine.restore.plan import RestorePlan, plan_restore, usable_blocks
 from kvstore_engine.restore.report import RestoreReport
 from kvstore_engine.restore.session import KvLease, KvSession, Tokens
 
 _log = logging.getLogger(__name__)
 _LEAST_DEADLINE_S, _MOST_DEADLINE_S = 0.25, 30.0
-_GRACE_S = 0.25  # on top of a question's own deadline
+_GRACE_S = 0.25  # beyond a request's own deadline
 _PORTION_BLOCKS = 8
 
 
 @dataclass(slots=True, eq=False)
 class _Restoration:
-    """One sequence's way. `next_block` is the storage block to copy next, `first_block` where it began."""
+    """The restoration of one sequence: storage blocks from `first_block` on, of which `next_block` is copied next."""
 
     sequence: Sequence
     session: KvSession
@@ -44,29 +45,31 @@ class _Restoration:
     lookup_reason: str = ""
     copy_s: float = 0.0
     failure: str = ""
-    is_promoting: bool = field(default=False)
+    is_promoting: bool = False
 
 
 class Restorer:
-    """Restores into the blocks of `space`. `costs` decides and learns."""
+    """Restores into the blocks of `space`. `costs` estimates what pays, and learns from each restoration."""
 
-    def __init__(
-        self, space: BlockSpace, costs: CostModel, *, step_tokens: int, clock: Callable[[], float], fetcher: Fetcher
-    ) -> None:
+    def __init__(self, space: BlockSpace, costs: CostModel, *, step_tokens: int, clock: Callable[[], float]) -> None:
         self._space = space
         self._costs = costs
         self._step_tokens = step_tokens
         self._clock = clock
-        self._fetcher = fetcher
+        self.fetcher = Fetcher(clock)
         self._under_way: dict[Sequence, _Restoration] = {}
 
     @property
     def is_busy(self) -> bool:
-        """Some sequence is restoring."""
+        """Some sequence is being restored."""
         return bool(self._under_way)
 
+    def close(self) -> None:
+        """Stop the threads."""
+        self.fetcher.close()
+
     def begin(self, sequence: Sequence) -> bool:
-        """Ask for what the daemon has of `sequence`, if that could save anything; `advance` says when it is through."""
+        """Request what the daemon has of `sequence`, if that could save anything. `advance` reports the end."""
         session = sequence.session
         if session is None or session.state != "connected":
             return False
@@ -75,12 +78,12 @@ class Restorer:
         if usable <= first:
             return False
         tokens = sequence.tokens[: usable * session.block_tokens].copy()
-        fetch = self._fetcher.ask(session, tokens, max_blocks=usable, deadline_s=_LEAST_DEADLINE_S, promote=False)
+        fetch = self.fetcher.request(session, tokens, max_blocks=usable, deadline_s=_LEAST_DEADLINE_S, promote=False)
         engine_tokens = self._space.block_tokens
         nodes = sequence.held.nodes[sequence.computed // engine_tokens : usable * session.block_tokens // engine_tokens]
         nodes = [node for node in nodes if not node.ready and node.loader is None]
         for node in nodes:
-            node.loader, node.asked = sequence, True
+            node.loader, node.requested = sequence, True
         sequence.is_restoring = True
         self._under_way[sequence] = _Restoration(
             sequence, session, tokens, fetch, nodes, first_block=first, next_block=first
@@ -88,56 +91,56 @@ class Restorer:
         return True
 
     def drop(self, sequence: Sequence) -> None:
-        """The sequence loses its blocks, or has ended."""
+        """End the restoration of a sequence that loses its blocks or has ended."""
         restoration = self._under_way.pop(sequence, None)
         if restoration is not None:
-            self._fetcher.drop(restoration.fetch)
-            self._let_go(restoration)
+            self.fetcher.drop(restoration.fetch)
+            self._release_nodes(restoration)
             for node in restoration.nodes:
-                node.asked = False  # nobody has heard the answer
+                node.requested = False  # the answer was not used
 
     def wait(self, timeout_s: float, *, is_quick: bool = False) -> None:
-        """Until an answer has come, or `timeout_s` have passed. `is_quick`: for no promotion, which takes its time."""
+        """Wait until the daemon has answered, or for `timeout_s`. `is_quick`: not for promotions, which take long."""
         under_way = self._under_way.values()
         fetches = [each.fetch for each in under_way if not (is_quick and each.is_promoting)]
         if fetches and not any(fetch.done for fetch in fetches):
-            self._fetcher.wait(fetches, timeout_s)
+            self.fetcher.wait(fetches, timeout_s)
 
     def advance(self, budget_s: float) -> list[tuple[Sequence, RestoreReport]]:
-        """Go on with all that can, copying for about `budget_s`; the sequences that are through, with what they got."""
-        through = []
+        """Continue all restorations, copying for about `budget_s`. Returns those that are done, with their reports."""
+        done = []
         deadline = self._clock() + budget_s
         for restoration in list(self._under_way.values()):
             if restoration.fetch.done:
-                is_through = self._is_through(restoration, deadline)
-            else:  # behind others' promotions, or a daemon that hangs: computing is not put off for it
-                is_through = self._clock() > restoration.fetch.due_s + _GRACE_S
-                if is_through:
+                is_done = self._continue(restoration, deadline)
+            else:  # behind other promotions, or a daemon that hangs: computing does not wait for it
+                is_done = self._clock() > restoration.fetch.due_s + _GRACE_S
+                if is_done:
                     restoration.failure = "the store did not answer in time"
-            if is_through:
+            if is_done:
                 sequence = restoration.sequence
                 del self._under_way[sequence]
-                self._fetcher.drop(restoration.fetch)
-                self._let_go(restoration)
-                through.append((sequence, self._report(restoration)))
-        return through
+                self.fetcher.drop(restoration.fetch)
+                self._release_nodes(restoration)
+                done.append((sequence, self._report(restoration)))
+        return done
 
-    def _let_go(self, restoration: _Restoration) -> None:
+    def _release_nodes(self, restoration: _Restoration) -> None:
         restoration.sequence.is_restoring = False
         for node in restoration.nodes:
             if node.loader is restoration.sequence:
                 node.loader = None
 
-    def _is_through(self, restoration: _Restoration, deadline: float) -> bool:
+    def _continue(self, restoration: _Restoration, deadline: float) -> bool:
         try:
             return self._proceed(restoration, deadline)
-        except Exception as error:  # a payload of another size, say: the prompt is computed from here on
+        except Exception as error:  # a payload of another size, for instance: the rest of the prompt is computed
             _log.warning("restoring ended early: %s: %s", type(error).__name__, error)
             restoration.failure = f"restoring ended early: {type(error).__name__}: {error}"
             return True
 
     def _proceed(self, restoration: _Restoration, deadline: float) -> bool:
-        """One more part of the way; whether it has ended."""
+        """Continue by one stage or portion. Returns whether it has ended."""
         lease = restoration.fetch.lease
         if lease is None:
             restoration.failure = restoration.fetch.failure
@@ -149,9 +152,9 @@ class Restorer:
         if len(lease) < plan.blocks and not restoration.is_promoting:
             restoration.is_promoting = True
             restoration.fetch.release()
-            # Waiting longer for a promotion than computing takes would be worse than never having asked.
+            # Waiting longer for a promotion than computing takes would be worse than not requesting it.
             deadline_s = min(max(plan.compute_s, _LEAST_DEADLINE_S), _MOST_DEADLINE_S)
-            restoration.fetch = self._fetcher.ask(
+            restoration.fetch = self.fetcher.request(
                 restoration.session, restoration.tokens, max_blocks=plan.blocks, deadline_s=deadline_s, promote=True
             )
             return False
@@ -181,7 +184,7 @@ class Restorer:
         )
 
     def _copy(self, restoration: _Restoration, lease: KvLease, portion: range) -> bool:
-        """Copy some storage blocks; whether they can be relied on."""
+        """Copy some storage blocks. Returns whether the lease was valid throughout."""
         begin = self._clock()
         sequence, pool = restoration.sequence, self._space.pool
         size, blocks = restoration.session.block_tokens, sequence.held.blocks
@@ -190,7 +193,7 @@ class Restorer:
         for index in portion:
             table = blocks[index * per_block : (index + 1) * per_block]
             nodes = sequence.held.nodes[index * per_block : (index + 1) * per_block]
-            present = sum(node.ready for node in nodes)  # leading ones: others may have put them in meanwhile
+            present = sum(node.ready for node in nodes)  # leading ones, which other sequences may have filled meanwhile
             present = max(present, min(per_block, sequence.computed // self._space.block_tokens - index * per_block))
             if present <= 0:
                 whole_sources.append(lease.payload(index))
@@ -202,7 +205,7 @@ class Restorer:
         if not lease.valid:
             return False
         begin_token, end = sequence.computed, (portion.stop) * size
-        sequence.reach(max(end, begin_token), "daemon")
+        sequence.advance_to(max(end, begin_token), "daemon")
         self._space.seal(sequence.held, sequence.tokens, begin_token, sequence.computed)
         for index in portion:
             last = (index + 1) * per_block - 1
@@ -248,4 +251,4 @@ def _reason(restoration: _Restoration, copied: int) -> str:
     if not plan.blocks:
         return plan.reason if plan.compute_s else restoration.lookup_reason or plan.reason
     planned = plan.blocks - restoration.first_block
-    return plan.reason if copied == planned else f"{copied} of {planned} planned blocks could be had"
+    return plan.reason if copied == planned else f"{copied} of {planned} planned blocks could be restored"

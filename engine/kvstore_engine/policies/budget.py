@@ -1,13 +1,13 @@
 """How many prompt tokens a step may compute beside the decodes.
 
-Owns the limit on a step's length. It never chooses whose tokens they are. All decodes are in every step; what is left
-goes to prompts, in whole blocks, so that steps cut a prompt where restoring does (graph.plan) and so that no prompt,
-however long, makes the running answers stutter.
+Owns the limit on a step's length. It never chooses whose tokens they are. All decodes are in every step; the rest goes
+to prompts, in whole blocks, so that steps cut a prompt where restoring does (graph.plan) and no prompt, however long,
+makes the running answers stutter.
 
-What makes an answer stutter is a step that is longer than those before it. So while prompts come now and then, a step
-with one is little longer than one without. Where prompts keep coming, most steps have a part of one, and short parts
-only make prompts wait: then steps grow together, up to a limit of their own. (Sarathi-Serve, Agrawal et al., OSDI 2024,
-has one limit for all steps, set by hand for a latency that was promised.)
+An answer stutters when a step is longer than those before it. So while prompts arrive now and then, a step with one is
+little longer than one without. Where prompts keep arriving, most steps have a part of one, and short parts only make
+prompts wait: then all steps grow, up to a second limit. (Sarathi-Serve, Agrawal et al., OSDI 2024, has one limit for
+all steps, set by hand for a promised latency.)
 """
 
 from collections import deque
@@ -23,16 +23,16 @@ Pieces = Sequence[tuple[int, int]]
 
 
 class StepBudget:
-    """Of the limits on a step beside decodes, in seconds, the longest, but for `most_stretch`:
+    """The limit on a step beside decodes, in seconds: the longest of
 
     - `stretch` times what the decodes alone would take;
     - `stretch` times the median of the last steps that had decodes;
     - `floor_s`.
 
-    None of the first two is more than `most_stretch` times what a step would take in which all that run decode. Where
-    no step had decodes of late, that alone is the limit: nobody is used to shorter ones.
+    The first two are at most `most_stretch` times what a step would take in which all running sequences decode. If no
+    recent step had decodes, that alone is the limit.
 
-    The cost model errs; what the steps really took corrects it by a factor.
+    The measured times of steps correct the cost model by a factor.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StepBudget:
     def tokens(self, decodes: Pieces, prompts: Pieces) -> int:
         """Prompt tokens that fit beside `decodes`: a multiple of the block, at least one block.
 
-        `prompts`: what runs besides, as (tokens, position) that each would have if it decoded; the first gets them.
+        `prompts`: the other running sequences, each as (tokens, position) if it decoded; the first one gets the tokens.
         """
         if not decodes:
             self._recent_s.clear()
@@ -74,7 +74,7 @@ class StepBudget:
         return few * self._block
 
     def observe(self, decodes: Pieces, prefill_tokens: int, seconds: float) -> None:
-        """The step that `tokens` was last asked for, or one without prompts, took `seconds`."""
+        """The step of the last call of `tokens`, or one without prompts, took `seconds`."""
         if not decodes:
             return
         self._recent_s.append(seconds)
@@ -82,7 +82,7 @@ class StepBudget:
             return
         is_least = prefill_tokens <= self._block
         if seconds <= 1.1 * self._target_s:
-            # One block says little of two. But without it a budget that a busy minute cut to one block would stay so.
+            # One block says little about two, but without it a budget once cut to one block would never grow.
             self._scale = min(1.0, self._scale * (_SLOW_RECOVERY if is_least else _RECOVERY))
         elif not is_least:
             self._scale = max(_SMALLEST_SCALE, self._scale * 0.9)

@@ -1,7 +1,7 @@
 """Chooses the next token of every sequence of a step from its row of logits.
 
-Owns the order: constraint's mask, then the sampler; log probabilities come from the row as the model gave it. Plain
-greedy rows are done together. It never changes the logits that it is given.
+Owns the order: the constraint's mask, then the sampler. Log probabilities come from the row as the model gave it. Plain
+greedy rows are chosen together. It never changes the logits.
 """
 
 import math
@@ -19,8 +19,8 @@ UNSOUND = "the model produced logits that cannot be sampled: {}"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen token, or why none could be chosen (`failure`); `is_unsound`: since the logits are no numbers, so that
-    the K/V that they were made of are not to be trusted.
+    """A chosen token, or why there is none (`failure`). `is_unsound`: the logits are no numbers, so the K/V that they
+    were computed from cannot be trusted.
     """
 
     token: int
@@ -42,7 +42,7 @@ def choose(logits: Floats, answers: Sequence[Answer]) -> list[Choice]:
 
 
 def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """That of `token`, and the `count` likeliest with theirs, likeliest first, ties by id."""
+    """The log probability of `token`, and the `count` likeliest tokens with theirs, likeliest first, ties by id."""
     row = logits.astype(np.float64) - log_of_sum(logits)
     top: list[int] = []
     if count:
@@ -53,7 +53,7 @@ def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tu
 
 
 def log_of_sum(logits: Floats) -> float:
-    """log(sum(exp(logits))); what is no finite number where the logits are none."""
+    """log(sum(exp(logits))). Not finite where the logits are not."""
     most = float(logits.max())
     if not math.isfinite(most):
         return most
@@ -81,7 +81,7 @@ def _choose_one(row: Floats, answer: Answer) -> Choice:
             if not np.isfinite(row.max()):
                 return Choice(0, "the constraint allows no token that the model has")
         token = answer.sampler.choose(row)
-    except Exception as error:  # the answer's end: whatever a constraint raises concerns no other answer
+    except Exception as error:  # from a constraint: the other answers go on
         return Choice(0, str(error) or type(error).__name__)
     return Choice(token)
 

@@ -1,11 +1,11 @@
-"""Stores full blocks of many sequences, and tells of answers that have ended, off the engine's thread.
+"""Stores full blocks of many sequences, and sends hints, in a thread beside the engine's.
 
-Owns one worker thread and the puts handed to it. It never allocates or frees pool blocks: the caller keeps the blocks
-of a put allocated and unchanged until `finished` has named it. Nothing it does can fail a request.
+Owns that thread and the puts handed to it. It never allocates or frees pool blocks: the caller keeps the blocks of a
+put allocated and unchanged until `finished` has returned it. Nothing here can fail a request.
 
-A put waits for the daemon, and no step may. But copying beside ggml's spinning threads slows both on a machine without
-idle cores, so the engine hands over one put between two steps and waits briefly for it (`settle`); a daemon that does
-not keep up loses that patience until it has answered.
+A put waits for the daemon, and a step must not. But on a machine without idle cores, copying beside ggml's spinning
+threads slows both, so the engine hands over one put between two steps and waits briefly for it (`settle`). If the
+daemon has not answered by then, the next call does not wait.
 """
 
 import logging
@@ -23,11 +23,11 @@ from kvstore_engine.restore.session import Bytes, KvSession, Tokens
 _log = logging.getLogger(__name__)
 MOST_BLOCKS = 4  # storage blocks in a put: large enough to spread the round trip, a few milliseconds long
 _MOST_WAITING = 64
-_MOST_TELLINGS, _MOST_DUE = 256, 64  # that wait beside them; further ones are forgotten
+_MOST_HINTS, _MOST_DUE = 256, 64  # hints that wait beside them; further ones are dropped
 
 
 class BlockSender(Protocol):
-    """The part of the block pool that gives blocks out."""
+    """The part of the block pool that reads blocks."""
 
     @property
     def block_tokens(self) -> int: ...
@@ -48,11 +48,6 @@ class Put:
     failure: str = ""
 
     @property
-    def is_stored(self) -> bool:
-        """All blocks are in the daemon now."""
-        return not self.reason
-
-    @property
     def reason(self) -> str:
         """Why not all of them were stored; empty where they were."""
         if self.failure:
@@ -67,9 +62,9 @@ class Put:
 
 
 @dataclass(slots=True, eq=False)
-class Telling:
-    """What the daemon is to know of the chain `tokens`, whole blocks: an answer of so many tokens has ended with it, or
-    a request that waits will need it in so many seconds.
+class Hint:
+    """A hint for the chain `tokens`, whole blocks: an answer of `answer_tokens` has ended with it, or a request that
+    waits will need it in about `due_in_s` seconds.
     """
 
     session: KvSession
@@ -79,13 +74,13 @@ class Telling:
 
 
 class PutQueue:
-    """Puts, one after another, and what is told after them. `pool` gives the bytes."""
+    """Puts and hints, one after another. `pool` has the bytes."""
 
     def __init__(self, pool: BlockSender, clock: Callable[[], float] = time.perf_counter) -> None:
         self._pool = pool
         self._clock = clock
-        self._waiting: deque[Put | Telling] = deque()
-        self._work: queue.SimpleQueue[Put | Telling | None] = queue.SimpleQueue()  # None ends the worker
+        self._waiting: deque[Put | Hint] = deque()
+        self._work: queue.SimpleQueue[Put | Hint | None] = queue.SimpleQueue()  # None ends the worker
         self._done: queue.SimpleQueue[Put] = queue.SimpleQueue()
         self._puts = 0  # that wait
         self._handed = 0
@@ -97,26 +92,26 @@ class PutQueue:
 
     @property
     def outstanding(self) -> int:
-        """Puts that `finished` has not named yet."""
+        """Puts that `finished` has not returned yet."""
         return self._puts + self._handed
 
     @property
     def is_full(self) -> bool:
-        """The daemon is behind: leave further blocks until later, or for good."""
+        """The daemon is behind: offer further blocks later, or not at all."""
         return self._puts >= _MOST_WAITING
 
     def offer(self, put: Put) -> None:
-        """Take `put` in; it is handed over by `settle`."""
+        """Queue `put`; `settle` hands it to the thread."""
         self._waiting.append(put)
         self._puts += 1
 
-    def tell(self, telling: Telling) -> None:
-        """Let the daemon know, once what was offered before is stored: it knows the blocks then."""
-        if len(self._waiting) - self._puts < (_MOST_TELLINGS if telling.due_in_s is None else _MOST_DUE):
-            self._waiting.append(telling)
+    def hint(self, hint: Hint) -> None:
+        """Queue `hint`. It is sent after the puts offered before, since it is about their blocks."""
+        if len(self._waiting) - self._puts < (_MOST_HINTS if hint.due_in_s is None else _MOST_DUE):
+            self._waiting.append(hint)
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
-        """Hand over the next put, if the worker is idle, and wait for it no longer than given; or `everything`."""
+        """Hand over the next put if the thread is idle, or `everything`, and wait for it up to `patience_s`."""
         if not self._idle.is_set() and not everything:
             self._is_patient = False
             return
@@ -140,7 +135,7 @@ class PutQueue:
             self._idle.wait(patience_s)
 
     def finished(self) -> list[Put]:
-        """Puts that are done since the last call, whose blocks are free to go."""
+        """Puts that have ended since the last call; their blocks may be freed."""
         done = []
         while True:
             try:
@@ -153,11 +148,11 @@ class PutQueue:
         return done
 
     def wait(self, timeout_s: float) -> None:
-        """Until the worker is idle, or `timeout_s` have passed."""
+        """Wait until the thread is idle, or for `timeout_s`."""
         self._idle.wait(timeout_s)
 
     def close(self) -> list[Put]:
-        """Finish what was handed over, give up the rest and stop; the puts whose blocks are free to go."""
+        """Finish what was handed over, give up the rest and stop. Returns the puts whose blocks may be freed."""
         given_up = [each for each in self._waiting if isinstance(each, Put)]
         self._waiting.clear()
         self._puts = 0
@@ -172,7 +167,7 @@ class PutQueue:
             if isinstance(each, Put):
                 self._store(each)
             else:
-                self._tell(each)
+                self._send(each)
             if self._work.empty():
                 self._idle.set()
 
@@ -181,16 +176,16 @@ class PutQueue:
         try:
             payloads = [partial(self._gather, table) for table in put.tables]
             put.statuses = put.session.put(put.tokens, first_block=put.first_block, payloads=payloads).statuses
-        except Exception as error:  # the thread's end: a bug in storing must not end an answer
+        except Exception as error:  # a failure to store must not end an answer, nor this thread
             put.failure = f"storing failed: {type(error).__name__}: {error}"
         put.end_s = self._clock()
         self._done.put(put)
 
-    def _tell(self, each: Telling) -> None:
+    def _send(self, each: Hint) -> None:
         try:
             each.session.hint(each.tokens, answer_tokens=each.answer_tokens, due_in_s=each.due_in_s)
         except Exception as error:  # as above
-            _log.debug("the daemon was not told of a request: %s: %s", type(error).__name__, error)
+            _log.debug("a hint was not sent: %s: %s", type(error).__name__, error)
 
     def _gather(self, table: list[int], dest: Bytes) -> None:
         self._pool.gather_block(table, dest)

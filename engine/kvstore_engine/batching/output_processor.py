@@ -1,7 +1,7 @@
-"""Turns what a step has computed into tokens, further answers and ends.
+"""Turns the logits of a step into tokens, further answers and ends of answers.
 
-Owns the requests' life from their first token on, and the events that tell of it, but for those of beams, which `beams`
-owns. It never schedules: a sequence that ends, or whose siblings begin, is told to the roster.
+Owns a request from its first token on, and its events; those of beam searches are `beams`'. It never schedules: it
+hands sequences that begin or end to the run queue.
 """
 
 from collections.abc import Callable
@@ -10,27 +10,28 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.batching.answer import Answer, TextSource
-from kvstore_engine.batching.assembly import EngineParts
+from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.beams import Beams, search_of
-from kvstore_engine.batching.choosing import Choice, choose, log_probabilities
 from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
 from kvstore_engine.batching.observer import Observer
-from kvstore_engine.batching.planning import StepPlan
 from kvstore_engine.batching.request import Request
+from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
-from kvstore_engine.batching.under_way import UnderWay
+from kvstore_engine.batching.storer import Storer
+from kvstore_engine.batching.token_choice import Choice, choose, log_probabilities
 from kvstore_engine.restore import KvSession
 
 Floats = npt.NDArray[np.float32]
 SessionOf = Callable[[str], KvSession | None]
 
 
-class Progress:
+class OutputProcessor:
     """The answers of one engine."""
 
     def __init__(
         self,
-        parts: EngineParts,
+        scheduler: Scheduler,
+        storer: Storer,
         tokenizer: TextSource,
         *,
         context: int,
@@ -38,17 +39,14 @@ class Progress:
         observer: Observer,
         clock: Callable[[], float],
     ) -> None:
-        self._parts = parts
-        self._tokenizer = tokenizer
-        self._context = context
-        self._sessions = sessions
-        self._observer = observer
-        self._clock = clock
+        self._scheduler, self._storer, self._tokenizer = scheduler, storer, tokenizer
+        self._context, self._sessions = context, sessions
+        self._observer, self._clock = observer, clock
         self._order = 0
-        self.under_way = UnderWay(parts.standings.tenants)
-        self._beams = Beams(parts, tokenizer, self.under_way, observer=observer, clock=clock)
+        self._beams = Beams(scheduler, storer, tokenizer, observer=observer, clock=clock)
 
     def new_sequence(self, request: Request, index: int, arrived_s: float) -> Sequence:
+        """Answer `index` of `request`. UsageError if its constraint cannot be made."""
         count = len(request.tokens)
         tokens = np.empty(min(count + request.settings.max_tokens, self._context), np.int32)
         tokens[:count] = request.tokens
@@ -68,16 +66,16 @@ class Progress:
             search=search_of(request, room, self._tokenizer.end_ids),
         )
 
-    def apply(self, plan: StepPlan, logits: Floats) -> list[Event]:
-        """Account for what was computed and choose the next tokens."""
+    def apply(self, batch: Batch, logits: Floats) -> list[Event]:
+        """Account for what was computed and choose the next tokens. `logits`: [outputs, vocabulary]."""
         events: list[Event] = []
-        tenants = self._parts.standings.tenants
-        for part in plan.parts:
+        tenants = self._scheduler.statistics.tenants
+        for part in batch.parts:
             sequence = part.sequence
-            new = sequence.reach(part.end, "computed")
+            new = sequence.advance_to(part.end, "computed")
             tenants.charge(sequence.request.tenant, prompt_tokens=new)
-            self._parts.space.seal(sequence.held, sequence.tokens, part.begin, part.end)
-        outputs = [part.sequence for part in plan.parts if part.has_output]
+            self._scheduler.space.seal(sequence.held, sequence.tokens, part.begin, part.end)
+        outputs = [part.sequence for part in batch.parts if part.has_output]
         beams = {sequence: row for row, sequence in enumerate(outputs) if sequence.search is not None}
         drawn = logits
         if beams:
@@ -103,8 +101,8 @@ class Progress:
         return events + failed
 
     def _fork(self, sequence: Sequence) -> tuple[list[Sequence], list[Event]]:
-        """The further answers of a request with n > 1, at the end of its prompt: they share all of its blocks. And the
-        ends of those that cannot begin.
+        """The further answers of a request with n > 1, which share all blocks of its prompt, and the ends of those that
+        cannot begin.
         """
         sequence.is_forked = True
         siblings: list[Sequence] = []
@@ -112,38 +110,38 @@ class Progress:
         for index in range(1, sequence.request.settings.n):
             try:
                 sibling = self.new_sequence(sequence.request, index, sequence.arrived_s)
-            except Exception as error:  # its constraint cannot be made: that concerns no other answer
+            except Exception as error:  # its constraint cannot be made; the other answers go on
                 failed.append(self._never_begun(sequence, index, "failed", str(error)))
                 continue
             sibling.order = sequence.order
             sibling.furthest, sibling.accounts.local = sibling.prompt_tokens, sibling.prompt_tokens
-            sibling.asked_daemon, sibling.offered_blocks = True, sequence.offered_blocks
+            sibling.is_requested, sibling.offered_blocks = True, sequence.offered_blocks
             siblings.append(sibling)
-            self.under_way.enter(sibling)
-            if self._parts.roster.free_places > 0:
-                sibling.holding = self._parts.space.fork(sequence.held)
+            self._scheduler.run_queue.enter(sibling)
+            if self._scheduler.run_queue.free_places > 0:
+                sibling.block_table = self._scheduler.space.fork(sequence.held)
                 sibling.computed = sibling.length
-                self._parts.roster.run(sibling)
+                self._scheduler.run_queue.run(sibling)
             else:
-                self._parts.roster.wait(sibling)
+                self._scheduler.run_queue.wait(sibling)
         return siblings, failed
 
     def _take(self, sequence: Sequence, choice: Choice, row: Floats, now: float) -> list[Event]:
-        """`choice` is the next token of `sequence`: tell, and end the answer where it ends."""
+        """Append the chosen token to `sequence`, and end the answer where it ends."""
         request, answer, token = sequence.request, sequence.answer, choice.token
         if choice.failure:
             return [self.finish(sequence, "failed", choice.failure, is_sound=not choice.is_unsound)]
         accounts = sequence.accounts
         accounts.first_s = now if accounts.first_s is None else accounts.first_s
         if token in answer.end_ids:
-            return [self.finish(sequence, "end")]  # not one of its tokens: the time per token ends before
+            return [self.finish(sequence, "end")]  # the end token is neither shown nor timed
         accounts.last_s = now
         try:
             text, is_stopped = answer.push(token)
-        except Exception as error:  # of a constraint, say: it concerns no other answer
+        except Exception as error:  # from a constraint, for instance; the other answers go on
             return [self.finish(sequence, "failed", f"token {token} cannot follow: {error or type(error).__name__}")]
         sequence.generated += 1
-        self._parts.standings.tenants.charge(request.tenant, output_tokens=1)
+        self._scheduler.statistics.tenants.charge(request.tenant, output_tokens=1)
         self._observer.token(request.id, sequence.index, now)
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
@@ -162,9 +160,7 @@ class Progress:
         return events
 
     def end_request(self, sequence: Sequence, reason: Reason, message: str = "") -> list[Event]:
-        """End `sequence`, and with it the other beams of its search, or the further answers of its request that it had
-        not come to.
-        """
+        """End `sequence`, with the other beams of its search, or the further answers that have not begun."""
         if sequence.search is not None:
             return self._beams.end(sequence.unit, reason, message)
         ends: list[Event] = [self.finish(sequence, reason, message)]
@@ -174,7 +170,7 @@ class Progress:
         return ends
 
     def _never_begun(self, sequence: Sequence, index: int, reason: Reason, message: str) -> Finished:
-        """The end of answer `index`, which was to begin where `sequence` has its first token."""
+        """The end of answer `index`, which would have begun with the first token of `sequence`."""
         now, name = self._clock(), sequence.request.id
         waited_s = now - sequence.arrived_s
         usage = Usage(prompt_tokens=sequence.prompt_tokens, queued_s=waited_s, total_s=waited_s)
@@ -182,19 +178,18 @@ class Progress:
         return Finished(name, index, reason, usage, message)
 
     def finish(self, sequence: Sequence, reason: Reason, message: str = "", *, is_sound: bool = True) -> Finished:
-        """The end of `sequence`; not `is_sound`: what it has computed is not for others."""
+        """End `sequence`. Unless `is_sound`, what it computed is not shared."""
         now = self._clock()
-        work, request = self._parts, sequence.request
+        scheduler, request = self._scheduler, sequence.request
         is_whole = reason in ("end", "length", "context", "stop")
         if is_whole:
-            work.standings.ended(sequence, now)
-            work.preemption.ended(sequence)
-        if sequence.holding is not None and reason != "failed":  # what led to a failure is not for others to restore
-            work.storer.offer(sequence)
+            scheduler.statistics.ended(sequence, now)
+            scheduler.preemption.ended(sequence)
+        if sequence.block_table is not None and reason != "failed":  # what led to a failure must not be restored
+            self._storer.offer(sequence)
             if is_whole:
-                work.storer.tell_end(sequence)
-        work.roster.leave(sequence, is_sound=is_sound)
-        self.under_way.leave(sequence)
+                self._storer.hint_end(sequence)
+        scheduler.run_queue.leave(sequence, is_sound=is_sound)
         usage = sequence.usage(now)
         self._observer.finished(request.id, sequence.index, reason, usage, now)
         return Finished(request.id, sequence.index, reason, usage, message, sequence.answer.finish())

@@ -1,8 +1,7 @@
-"""Asks the daemon for prefixes, off the engine's thread.
+"""Requests leases on stored prefixes, in threads beside the engine's.
 
-Owns a few threads that wait for answers. It never touches the pool: leases are handed to the engine's thread, which
-copies between two steps and releases them. Nothing that goes wrong here can fail a request: it is an answer without a
-lease.
+Owns a few threads that wait for the daemon. It never touches the pool: the engine's thread copies what is under a lease
+between two steps, and releases it. No error here fails a request: it is an answer without a lease.
 """
 
 import threading
@@ -18,8 +17,8 @@ _THREADS = 4
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One question. Once `done`, `lease` is entered and the engine's to exit, or None with the `failure`. `due_s`: when
-    it should be done, had it not waited for a thread.
+    """One request. Once `done`, `lease` is entered, for the engine to exit, or None with the `failure`. `due_s`: when
+    the answer is due, unless it waits for a thread.
     """
 
     begun_s: float
@@ -38,15 +37,17 @@ class Fetch:
 
 
 class Fetcher:
-    """Up to four questions at a time; others wait their turn."""
+    """Waits for up to four answers at a time; further requests are queued."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._threads: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
 
-    def ask(self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float, promote: bool) -> Fetch:
-        """Start `session.get` with these arguments; `tokens` must not change any more."""
+    def request(
+        self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float, promote: bool
+    ) -> Fetch:
+        """Start `session.get` with these arguments; `tokens` must not change afterwards."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvengine-fetch")
         now = self._clock()
@@ -55,7 +56,7 @@ class Fetcher:
         return fetch
 
     def drop(self, fetch: Fetch) -> None:
-        """Nobody wants the answer any more."""
+        """Discard the answer, and release its lease when it comes."""
         with self._changed:
             fetch.is_dropped = True
             if not fetch.done:
@@ -63,12 +64,12 @@ class Fetcher:
         fetch.release()
 
     def wait(self, fetches: list[Fetch], timeout_s: float) -> None:
-        """Until one of `fetches` is done, or `timeout_s` have passed."""
+        """Wait until one of `fetches` is done, or for `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: any(fetch.done for fetch in fetches), timeout_s)
 
     def close(self) -> None:
-        """Wait for the threads; each question has a deadline."""
+        """Wait for the threads; each request has a deadline."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
@@ -80,7 +81,7 @@ class Fetcher:
         if not fetch.is_dropped:
             try:
                 lease = session.get(tokens, max_blocks=max_blocks, deadline_s=deadline_s, promote=promote).__enter__()
-            except Exception as error:  # the thread's end: a request must not fail by its store
+            except Exception as error:  # a failure to restore must not fail an answer, nor end this thread
                 failure = f"restoring failed: {type(error).__name__}: {error}"
         with self._changed:
             fetch.lease, fetch.failure = lease, failure

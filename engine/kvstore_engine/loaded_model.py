@@ -1,8 +1,4 @@
-"""Puts a model file, a pool, an executor and a kvstored session together into a `Generator`.
-
-Owns the lifetime of all of them and the defaults that tie them together. It never runs a token itself, except
-to warm up.
-"""
+"""Opens a model file with pool, executor and kvstored session, as a `Generator`. Owns their lifetime and defaults."""
 
 import contextlib
 from collections.abc import Iterator
@@ -45,7 +41,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What a front end needs: the generator, the template for chats, and what to call the model."""
+    """What a front end needs: the generator, the chat template, and the model's name."""
 
     name: str
     generator: Generator
@@ -98,7 +94,7 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         )
         session, costs = None, CostModel()
         if options.kvstore is not None:
-            # Only now is the digest needed, and with it a pass over all the weights.
+            # The digest reads all the weights, so it is computed only where it is needed.
             digest = file.weights_digest()
             session = _connect(options.kvstore, model, tokenizer, pool, digest)
             stack.callback(session.close)
@@ -126,7 +122,7 @@ def _connect(folder: Path, model: "Model", tokenizer: Tokenizer, pool: "BlockPoo
 def fingerprint_of(
     file: GGUFFile, config: "ModelConfig", tokenizer: Tokenizer, pool: "BlockPool", digest: str
 ) -> "Fingerprint":
-    """Under which blocks of `pool` are stored, for the model in `file`, whose weights have that digest."""
+    """The fingerprint under which blocks of `pool` are stored, for the model in `file` with weights of that digest."""
     from kvstore_engine.model import order_of_sums
     from kvstore_engine.pool import PAYLOAD_LAYOUT
 

@@ -1,8 +1,8 @@
 """Matrices of which eight rows are interleaved, so that a vector's lanes belong to as many columns of a product.
 
 Owns two layouts. q4_0's is the one in which ggml's repacking leaves matrices on x86 (block_q4_0x8), with the test by
-which it is recognised: ggml has others for other processors, and does not say which it took. q8_0's is our own, for
-`q8_product`.
+which it is recognised: ggml has others for other processors, and does not report which one it used. q8_0's is our own,
+for `q8_product`.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ ROWS_TOGETHER = 8
 _SCALE_BYTES = 2
 _Q4_BLOCK_BYTES, _CHUNK_BYTES = 18, 8
 _Q8_BLOCK_BYTES, _FOURS = 34, 8
-_SIGN = np.uint8(0x88)  # makes of a nibble that is 8 too large a signed one
+_SIGN = np.uint8(0x88)  # turns a nibble that is 8 too large into a signed one
 
 
 def interleave_q4_0(rows: Bytes) -> Bytes:

@@ -1,9 +1,9 @@
 """The policies by name."""
 
-from kvstore_engine.scheduler.fcfs import FirstCome
-from kvstore_engine.scheduler.policy import Policy
-from kvstore_engine.scheduler.priority import PriorityFirst
-from kvstore_engine.scheduler.shortest import ShortestRemaining
+from kvstore_engine.policies.fcfs import FirstCome
+from kvstore_engine.policies.policy import Policy
+from kvstore_engine.policies.priority import PriorityFirst
+from kvstore_engine.policies.shortest import ShortestRemaining
 
 
 def choose_policy(name: str, *, ageing: float, level_s: float) -> Policy:

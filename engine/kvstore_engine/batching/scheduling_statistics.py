@@ -1,21 +1,21 @@
-"""Says of each sequence what policies want to know.
+"""What policies read of each sequence.
 
-Owns the prediction of how long it still runs, the tenants' accounts, and the speed of steps. It decides nothing.
+Owns the prediction of its remaining time, the tenants' accounts, and the speed of steps. It decides nothing.
 """
 
 from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.policies import Candidate, LengthPredictor, VirtualTokens
 from kvstore_engine.restore.costs import CostModel
-from kvstore_engine.scheduler import LengthPredictor, Standing, VirtualTokens
 
 _SPEED_MEMORY = 0.95
 _REFRESH_TOKENS, _REFRESH_ENDED = 16, 8
 
 
-class Standings:
-    """One for an engine. `costs` predicts computing, what has ended predicts lengths."""
+class SchedulingStatistics:
+    """The statistics of one engine. `costs` predicts computing times; ended answers predict lengths."""
 
     def __init__(self, costs: CostModel, prefill_tokens: int, *, predicts: bool) -> None:
-        """`predicts`: the policy looks at remaining times."""
+        """`predicts`: the policy reads remaining times."""
         self._costs = costs
         self._prefill_tokens = prefill_tokens
         self._predicts = predicts
@@ -25,9 +25,9 @@ class Standings:
         self._service_s: float | None = None
         self._ended = 0
 
-    def of(self, sequence: Sequence) -> Standing:
-        """Where `sequence` stands now."""
-        return Standing(
+    def of(self, sequence: Sequence) -> Candidate:
+        """What a policy sees of `sequence` now."""
+        return Candidate(
             order=sequence.order,
             arrived_s=sequence.arrived_s,
             since_s=sequence.since_s,
@@ -39,7 +39,7 @@ class Standings:
 
     def remaining_s(self, sequence: Sequence) -> float:
         """Seconds until `sequence` ends, once it runs."""
-        # Asked of every waiting sequence at every admission, while predictions change slowly.
+        # Read of every waiting sequence at every admission, while predictions change slowly.
         at = self._ended // _REFRESH_ENDED, sequence.generated // _REFRESH_TOKENS, sequence.computed
         if sequence.forecast_at != at:
             sequence.forecast_at = at
@@ -57,21 +57,21 @@ class Standings:
 
     @property
     def step_s(self) -> float:
-        """How long a step with decodes takes, of late."""
+        """Seconds that recent steps with decodes took."""
         return self._costs.step_s(1, 0) if self._step_s is None else self._step_s
 
     def wait_s(self, waiting: int, places: int) -> float:
-        """How long `waiting` sequences take to get in, if things go on as they did; 0 while nothing is known."""
+        """Seconds until `waiting` sequences are admitted, at the speed so far; 0 until an answer has ended."""
         return waiting * (self._service_s or 0.0) / places
 
     def stepped(self, seconds: float, decodes: int) -> None:
-        """A step has been done."""
+        """A step took `seconds`."""
         if decodes:
             old = seconds if self._step_s is None else self._step_s
             self._step_s = _SPEED_MEMORY * old + (1 - _SPEED_MEMORY) * seconds
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        """An answer ended by itself or by its limit."""
+        """An answer ended by itself or at its limit."""
         self._ended += 1
         self.lengths.observe(sequence.request.tenant, sequence.prompt_tokens, sequence.generated)
         admitted_s = sequence.accounts.admitted_s

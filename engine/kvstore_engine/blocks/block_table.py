@@ -1,9 +1,9 @@
 """One sequence's blocks.
 
-Owns the table and the list of trie nodes that its head is shared through. It never allocates, counts or copies:
-that is `space.BlockSpace`, which alone changes a holding.
-Invariants: block i holds positions [16i, 16i + 16); the first `len(nodes)` blocks are those of the nodes, which form a
-path from the tenant's root; the others are this sequence's own, or shared with its forks.
+Owns the ids and the trie nodes through which its leading blocks are shared. It never allocates, counts or copies: only
+`space.BlockSpace` changes a block table. Invariants: block i holds positions [16i, 16i + 16), with blocks of 16 tokens;
+the first `len(nodes)` blocks are those of the nodes, a path from the tenant's root; the others are this sequence's own,
+or shared with its forks.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from kvstore_engine.blocks.trie import TrieNode
 _FIRST_CAPACITY = 16
 
 
-class Holding:
+class BlockTable:
     """The blocks that a sequence of `tenant` holds."""
 
     __slots__ = ("_table", "count", "nodes", "tenant")
@@ -26,28 +26,28 @@ class Holding:
         self._table = np.empty(_FIRST_CAPACITY, np.int32)
 
     @property
-    def table(self) -> npt.NDArray[np.int32]:
-        """Engine block ids, int32 [count]; a view that the next change of the holding may change."""
+    def ids(self) -> npt.NDArray[np.int32]:
+        """Engine block ids, int32 [count]; a view that is valid until the next change of the table."""
         return self._table[: self.count]
 
     @property
     def blocks(self) -> list[int]:
-        """The same as plain numbers."""
-        ids: list[int] = self.table.tolist()
+        """The same as a list."""
+        ids: list[int] = self.ids.tolist()
         return ids
 
     def append(self, blocks: list[int]) -> None:
         needed = self.count + len(blocks)
         if needed > len(self._table):
             larger = np.empty(max(needed, 2 * len(self._table)), np.int32)
-            larger[: self.count] = self.table
+            larger[: self.count] = self.ids
             self._table = larger
         self._table[self.count : needed] = blocks
         self.count = needed
 
     def replace(self, index: int, block: int) -> None:
-        """Block `index` is another one from now on."""
-        self.table[index] = block
+        """Make `block` the block number `index`."""
+        self.ids[index] = block
 
     def clear(self) -> None:
         self.nodes = []

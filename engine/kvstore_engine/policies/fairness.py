@@ -1,8 +1,8 @@
 """What each tenant has been served: the virtual token counter.
 
-Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): whoever has been served least is next; a tenant
-that comes back from idleness is lifted to the least of those that are active, so that nobody saves up turns. A prompt
-token counts 1, a generated one 2 (it holds a place for a whole step), as in the paper.
+Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): the tenant that has been served least is next. An
+idle tenant that becomes active is raised to the least of the active ones, so that none saves up turns. A prompt token
+counts 1, a generated one 2 (it holds a place for a whole step), as in the paper.
 
 Owns one number for each tenant. It never knows requests.
 """
@@ -25,7 +25,7 @@ class VirtualTokens:
         if not self._active[tenant]:
             least = min((self._served[other] for other, count in self._active.items() if count), default=None)
             if least is None:
-                least = max(self._served.values(), default=0.0)  # all were idle: nobody has a claim on anybody
+                least = max(self._served.values(), default=0.0)  # all were idle: no tenant has a claim on another
             self._served[tenant] = max(self._served.get(tenant, 0.0), least)
         self._active[tenant] += 1
 
@@ -44,5 +44,5 @@ class VirtualTokens:
             self._served[tenant] += PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
     def served(self, tenant: str) -> float:
-        """The tenant's counter: only differences mean something."""
+        """The tenant's counter; only differences between tenants have a meaning."""
         return self._served.get(tenant, 0.0)

@@ -1,7 +1,7 @@
-"""Offers what running sequences have computed to the daemon, each block once, and tells it what follows.
+"""Stores what running sequences have computed in the daemon, each block once, and sends it hints.
 
-Owns which blocks are on their way, and keeps them allocated until they are stored. It never waits for the daemon longer
-than its caller allows, and a daemon that cannot keep up, or is gone, costs only what is not stored.
+Owns which blocks are being stored, and pins them until they are. It never waits for the daemon longer than its caller
+allows. Where the daemon is slow or gone, blocks are not stored; nothing else suffers.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ import numpy as np
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace, TrieNode
-from kvstore_engine.restore.putting import MOST_BLOCKS, Put, PutQueue, Telling
+from kvstore_engine.restore.put_queue import MOST_BLOCKS, Hint, Put, PutQueue
 from kvstore_engine.restore.session import KvSession
 
 _GIVEN_UP = -1  # Sequence.offered_blocks: a block was not stored, and later ones would not be found
@@ -21,7 +21,7 @@ _GIVEN_UP = -1  # Sequence.offered_blocks: a block was not stored, and later one
 
 @dataclass(slots=True, eq=False)
 class _SequencePut(Put):
-    """A put, whose it is, and the trie nodes that say it is stored."""
+    """A put with its sequence and the trie nodes of its blocks."""
 
     sequence: Sequence = field(kw_only=True)
     marks: list[TrieNode | None] = field(kw_only=True)
@@ -37,12 +37,12 @@ class Storer:
 
     @property
     def counts(self) -> Counter[str]:
-        """Blocks by what became of them: "stored", "present", "throttled", "failed"."""
+        """Blocks by result: "stored", "present", "throttled", "failed"."""
         return self._queue.counts
 
     @property
     def outstanding(self) -> int:
-        """Puts that are not done."""
+        """Puts that are not finished."""
         return self._queue.outstanding
 
     def offer(self, sequence: Sequence) -> None:
@@ -54,9 +54,9 @@ class Storer:
         first = sequence.offered_blocks
         if first >= full or session.state != "connected":
             return
-        holding = sequence.held
+        block_table = sequence.held
         per_block = session.block_tokens // self._space.block_tokens
-        nodes, blocks = holding.nodes, holding.blocks
+        nodes, blocks = block_table.nodes, block_table.blocks
         while first < full:
             last_node = _node(nodes, (first + 1) * per_block - 1)
             if last_node is not None and last_node.stored:
@@ -69,35 +69,35 @@ class Storer:
             first = end
         sequence.offered_blocks = first
 
-    def tell_end(self, sequence: Sequence) -> None:
-        """The answer has ended, and all of it was offered. What the daemon keeps for how long hangs on its length."""
-        is_first = sequence.search is None and not sequence.index  # of several answers to a prompt, one stands for all
+    def hint_end(self, sequence: Sequence) -> None:
+        """The answer has ended, and all of it was offered. Its length is a hint for the daemon's eviction."""
+        is_first = sequence.search is None and not sequence.index  # one of several answers to a prompt
         if is_first and sequence.generated and sequence.request.settings.store:
-            self._tell(sequence, sequence.storable, answer_tokens=sequence.generated)
+            self._hint(sequence, sequence.storable, answer_tokens=sequence.generated)
 
-    def tell_due(self, sequence: Sequence, wait_s: float) -> None:
-        """The sequence will get its turn in about that time: the daemon keeps what it has of its prompt."""
-        self._tell(sequence, sequence.prompt_tokens, due_in_s=wait_s)
+    def hint_due(self, sequence: Sequence, wait_s: float) -> None:
+        """The sequence will run in about `wait_s`: a hint to keep the stored blocks of its prompt."""
+        self._hint(sequence, sequence.prompt_tokens, due_in_s=wait_s)
 
-    def _tell(self, sequence: Sequence, tokens: int, *, answer_tokens: int = 0, due_in_s: float | None = None) -> None:
+    def _hint(self, sequence: Sequence, tokens: int, *, answer_tokens: int = 0, due_in_s: float | None = None) -> None:
         session = sequence.session
         if session is not None and session.state == "connected" and tokens >= session.block_tokens:
             whole = np.array(sequence.tokens[: tokens // session.block_tokens * session.block_tokens], np.int32)
-            self._queue.tell(Telling(session, whole, answer_tokens, due_in_s))
+            self._queue.hint(Hint(session, whole, answer_tokens, due_in_s))
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
-        """Let go of what is stored, and hand over the next put."""
+        """Unpin what is stored, and hand over the next put, for which this waits up to `patience_s`."""
         self._collect(self._queue.finished())
         self._queue.settle(patience_s, everything=everything)
         self._collect(self._queue.finished())
 
     def wait(self, timeout_s: float) -> None:
-        """Until the puts under way are done, or `timeout_s` have passed."""
+        """Wait until the puts under way are finished, or for `timeout_s`."""
         self._queue.wait(timeout_s)
         self._collect(self._queue.finished())
 
     def close(self) -> None:
-        """Store what was offered; each put has a deadline."""
+        """Store what was offered, and stop the thread. Each put has a deadline."""
         self._queue.settle(0.0, everything=True)
         self._collect(self._queue.close())
 
@@ -110,7 +110,7 @@ class Storer:
         marks = [_node(nodes, (index + 1) * per_block - 1) for index in range(first, end)]
         for node in marks:
             if node is not None:
-                node.stored = True  # or will be: nobody else need offer it
+                node.stored = True  # or will be: no other sequence offers it
         self._space.pin(block for table in tables for block in table)
         self._queue.offer(_SequencePut(session, tokens, first, tables, sequence=sequence, marks=marks))
 
@@ -118,10 +118,9 @@ class Storer:
         for put in puts:
             self._space.unpin(block for table in put.tables for block in table)
             assert isinstance(put, _SequencePut)
-            is_stored = put.is_stored
             request, tokens = put.sequence.request, len(put.tables) * put.session.block_tokens
             self._observer.stored(request.id, put.sequence.index, tokens, put.reason, put.begin_s, put.end_s)
-            if not is_stored:
+            if put.reason:
                 put.sequence.offered_blocks = _GIVEN_UP
                 for node in put.marks:
                     if node is not None:

@@ -1,0 +1,63 @@
+"""A step's work: the rows of tokens that are computed together.
+
+Owns plain values. `batch_planner` decides what is in a batch.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from kvstore_engine.batching.observer import SequencePart
+from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.graph import SequenceSlice
+
+
+@dataclass(slots=True)
+class BatchPart:
+    """One sequence's rows: [begin, end) of its tokens. `borrowed` replaces the block of `begin`."""
+
+    sequence: Sequence
+    begin: int
+    end: int
+    is_decode: bool
+    borrowed: int | None = None
+
+    @property
+    def has_output(self) -> bool:
+        """The logits of its last token are wanted."""
+        return self.end == self.sequence.length
+
+    def slice(self, block_tokens: int) -> SequenceSlice:
+        """The form in which `Compute.forward` takes it."""
+        ids = self.sequence.held.ids
+        if self.borrowed is not None:
+            ids = ids.copy()
+            ids[self.begin // block_tokens] = self.borrowed
+        tokens = self.sequence.tokens[self.begin : self.end]
+        return SequenceSlice(tokens, self.begin, ids, "last" if self.has_output else "none")
+
+
+@dataclass(slots=True)
+class Batch:
+    """The parts of a step, in the order of its rows. `budget_tokens`: prompt tokens that it had room for."""
+
+    parts: list[BatchPart] = field(default_factory=list)
+    budget_tokens: int = 0
+
+    @property
+    def decodes(self) -> list[tuple[int, int]]:
+        """(tokens, position) of each decoding sequence."""
+        return [(1, part.begin) for part in self.parts if part.is_decode]
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(part.end - part.begin for part in self.parts if not part.is_decode)
+
+    def record(self) -> tuple[SequencePart, ...]:
+        """For observers: one entry an answer. The beams of a search are one entry, with the rows of all."""
+        found: dict[tuple[str, int], SequencePart] = {}
+        for part in self.parts:
+            key, rows = (part.sequence.request.id, part.sequence.index), part.end - part.begin
+            if (known := found.get(key)) is not None:
+                found[key] = replace(known, tokens=known.tokens + rows)
+            else:
+                found[key] = SequencePart(*key, "decode" if part.is_decode else "prefill", rows, part.begin)
+        return tuple(found.values())

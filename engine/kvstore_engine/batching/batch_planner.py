@@ -1,0 +1,159 @@
+"""Puts a batch together: the next token of each running answer, and prompt tokens as far as the budget allows.
+
+Owns the rules by which a prompt is cut, and a step's borrowed copies of blocks. It never computes, and never preempts
+by itself: where blocks are short it calls `make_room`.
+
+Order of the rows: whole pieces of prompts, then the ends of prompts, then decodes. ggml may compute the last `n % 4`
+rows of a step with another kernel (graph.plan), so that all other rows are computed alike however a prompt is cut.
+Pieces are cut at block boundaries, which are multiples of 4.
+
+A sequence that is alone in its step computes the end of its prompt, what follows the last whole block before the end,
+in a step of its own: a product of very few rows uses yet another kernel, and with that rule an answer has the same bits
+whether its prompt was computed, shared or restored, as in graph.plan. Beside other sequences this is not possible, and
+a prompt is not delayed for it.
+
+A prompt whose blocks are all ready still needs the logits of its last token. Its last rows are computed into a borrowed
+copy of its last block, so that a shared block is never written again.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Series
+
+from kvstore_engine.batching.batch import Batch, BatchPart
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.blocks import BlockSpace, TrieNode
+from kvstore_engine.policies import StepBudget
+from kvstore_engine.pool import PoolExhausted
+
+_ROW_GROUP = 4  # see above
+
+
+class BatchPlanner:
+    """Plans batches over one space.
+
+    `make_room(sequence)` preempts a unit, perhaps that of `sequence`, and returns False if no other unit runs.
+    """
+
+    def __init__(
+        self,
+        space: BlockSpace,
+        budget: StepBudget,
+        *,
+        most_tokens: int,
+        make_room: Callable[[Sequence], bool],
+        observer: Observer,
+        clock: Callable[[], float],
+    ) -> None:
+        self._space = space
+        self._budget = budget
+        self._most_tokens = most_tokens
+        self._make_room = make_room
+        self._observer = observer
+        self._clock = clock
+
+    def skip_ready(self, sequence: Sequence) -> None:
+        """Advance `sequence` past the blocks that other sequences have filled."""
+        ready = self._space.ready_tokens(sequence.held, sequence.computed)
+        if ready > sequence.computed:
+            last = (sequence.length - 1) // _ROW_GROUP * _ROW_GROUP
+            new = sequence.advance_to(max(sequence.computed, min(ready, last)), "local")
+            if new:
+                self._observer.restored(sequence.request.id, sequence.index, "local", new, self._clock())
+
+    def is_requested(self, sequence: Sequence) -> bool:
+        """The next block was requested from the daemon already: it is being restored, or has to be computed."""
+        node = self._next_node(sequence)
+        return node is not None and node.requested
+
+    def plan(self, decoding: Series[Sequence], prompts: Series[Sequence]) -> Batch:
+        """The next step. `decoding`: those that yield last first; `prompts`: in the order in which they are served."""
+        planned = {sequence: part for sequence in decoding if (part := self._decode(sequence)) is not None}
+        # Beams step together: if one has no block, all of its unit wait.
+        decodes = [part for sequence, part in planned.items() if all(beam in planned for beam in sequence.unit)]
+        budget = 0
+        if prompts:
+            pieces = [(1, part.begin) for part in decodes]
+            waiting = [(1, sequence.computed) for sequence in prompts]
+            budget = min(self._budget.tokens(pieces, waiting), self._most_tokens - len(decodes))
+        left = budget
+        is_alone = len(prompts) == 1 and not decodes
+        whole: list[BatchPart] = []
+        ends: list[BatchPart] = []
+        busy: set[TrieNode] = set()
+        for sequence in prompts:
+            if left <= 0:
+                break
+            part = self._prompt(sequence, left, busy, is_alone=is_alone)
+            if part is not None:
+                (ends if part.has_output else whole).append(part)
+                left -= part.end - part.begin
+        parts = []
+        for part in (*whole, *ends, *decodes):
+            if part.sequence.block_table is not None:
+                parts.append(part)
+            elif part.borrowed is not None:  # preempted to make room for a later part
+                self._space.references.release([part.borrowed])
+        return Batch(parts, budget)
+
+    def release_borrowed(self, batch: Batch) -> None:
+        """Free the borrowed copies once the step is over."""
+        for part in batch.parts:
+            if part.borrowed is not None:
+                self._space.references.release([part.borrowed])
+                part.borrowed = None
+
+    def _decode(self, sequence: Sequence) -> BatchPart | None:
+        while sequence.block_table is not None:
+            try:
+                self._space.extend(sequence.block_table, sequence.computed + 1)
+                self._space.make_writable(sequence.block_table, sequence.computed)
+            except PoolExhausted:
+                if not self._make_room(sequence):
+                    return None
+            else:
+                return BatchPart(sequence, sequence.computed, sequence.length, is_decode=True)
+        return None
+
+    def _prompt(self, sequence: Sequence, most: int, busy: set[TrieNode], *, is_alone: bool) -> BatchPart | None:
+        if sequence.block_table is None or sequence.is_restoring:
+            return None
+        self.skip_ready(sequence)
+        node, size = self._next_node(sequence), self._space.block_tokens
+        begin = sequence.computed
+        if node is not None and node.ready:
+            return self._borrowing(sequence) if sequence.left <= most else None
+        if node is not None and (node in busy or node.loader not in (None, sequence)):
+            return None
+        end = min(sequence.prefill_end, begin + most)
+        if end < sequence.prefill_end:
+            end = end // size * size
+        elif is_alone:
+            tail = (end - 1) // size * size
+            end = tail if begin < tail else end
+        for node in sequence.held.nodes[begin // size : end // size]:
+            if node.loader not in (None, sequence):
+                end = sequence.held.nodes.index(node) * size
+                break
+            busy.add(node)
+        return BatchPart(sequence, begin, end, is_decode=False) if end > begin else None
+
+    def _borrowing(self, sequence: Sequence) -> BatchPart | None:
+        """All blocks are ready: compute the last rows into a copy."""
+        index = sequence.computed // self._space.block_tokens
+        while sequence.block_table is not None:
+            borrowed = None
+            try:
+                borrowed = self._space.borrow_copy(int(sequence.held.ids[index]))
+            except PoolExhausted:
+                if self._make_room(sequence):
+                    continue
+                # Alone, with every block in use: no other sequence reads the block, and the rows get the same values.
+                if sequence.held.nodes[index].users > 1:
+                    return None
+            return BatchPart(sequence, sequence.computed, sequence.length, is_decode=False, borrowed=borrowed)
+        return None
+
+    def _next_node(self, sequence: Sequence) -> TrieNode | None:
+        nodes, index = sequence.held.nodes, sequence.computed // self._space.block_tokens
+        return nodes[index] if index < len(nodes) else None

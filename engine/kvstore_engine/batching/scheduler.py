@@ -1,0 +1,101 @@
+"""Decides what each step computes.
+
+Owns the parts of scheduling: the sequences that wait and run (`run_queue`), the choice of tokens for a step
+(`batch_planner`), preemption, compaction, and the statistics that policies read. It never computes tokens.
+"""
+
+from collections.abc import Callable
+
+from kvstore_engine.batching.batch import Batch
+from kvstore_engine.batching.batch_planner import BatchPlanner
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.preemption import Preemption
+from kvstore_engine.batching.restorer import Restorer
+from kvstore_engine.batching.run_queue import RunQueue
+from kvstore_engine.batching.scheduling_statistics import SchedulingStatistics
+from kvstore_engine.batching.settings import EngineSettings
+from kvstore_engine.blocks import BlockSpace, Compactor, HostPool
+from kvstore_engine.graph.step import StepLimits
+from kvstore_engine.policies import Admission, StepBudget, choose_policy
+from kvstore_engine.restore import CostModel
+
+_TIDY_STEPS = 8
+
+
+class Scheduler:
+    """The scheduler of one engine, over the blocks of `space`."""
+
+    def __init__(
+        self,
+        space: BlockSpace,
+        restorer: Restorer,
+        limits: StepLimits,
+        settings: EngineSettings,
+        *,
+        costs: CostModel,
+        observer: Observer,
+        clock: Callable[[], float],
+    ) -> None:
+        step_tokens = settings.step_tokens(limits)
+        self.space = space
+        self.host = HostPool(space.pool, settings.swap_bytes)
+        self.statistics = SchedulingStatistics(costs, step_tokens, predicts=settings.policy == "shortest")
+        self.preemption = Preemption(
+            space, self.host, costs=costs, step_tokens=step_tokens, observer=observer, clock=clock
+        )
+        self.run_queue = RunQueue(
+            space,
+            choose_policy(settings.policy, ageing=settings.ageing, level_s=settings.level_s),
+            self.statistics,
+            self.preemption,
+            restorer,
+            places=min(settings.max_running, limits.max_sequences),
+            observer=observer,
+            clock=clock,
+        )
+        self._budget = StepBudget(
+            costs,
+            stretch=settings.step_stretch,
+            most_stretch=settings.step_most_stretch,
+            floor_s=settings.step_floor_s,
+            most_tokens=step_tokens,
+            block_tokens=limits.block_tokens,
+        )
+        self.planner = BatchPlanner(
+            space,
+            self._budget,
+            most_tokens=limits.max_tokens,
+            make_room=self.run_queue.make_room,
+            observer=observer,
+            clock=clock,
+        )
+        self._costs = costs
+        self._admission = Admission(settings.max_queued, settings.max_queue_s)
+        self._compactor = Compactor(space, self.preemption.transfers, clock) if settings.compaction else None
+
+    def check_load(self, tenant: str) -> None:
+        """Overloaded if one more request of `tenant` would wait too long."""
+        ahead = self.run_queue.ahead(tenant)
+        self._admission.check(ahead, 1, self.statistics.wait_s(ahead, self.run_queue.places))
+
+    def next_batch(self) -> Batch:
+        """What the next step computes; without parts if nothing can be computed now."""
+        return self.planner.plan(self.run_queue.decoding(), self.run_queue.prompts())
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """Computing `batch` took `seconds`."""
+        self._costs.observe_batch([(part.end - part.begin, part.begin) for part in batch.parts], seconds)
+        self._budget.observe(batch.decodes, batch.prefill_tokens, seconds)
+        self.statistics.stepped(seconds, len(batch.decodes))
+
+    def tidy(self, steps: int) -> None:
+        """After each of `steps` steps. Now and then this returns unused host memory to the system, and moves the blocks
+        of the next victim together if its expected swaps make that pay.
+        """
+        if steps % _TIDY_STEPS == 0:
+            self.host.trim_if_unused()
+            victim = self.run_queue.next_to_yield() if self._compactor is not None else None
+            if self._compactor is not None and victim is not None and not victim.is_restoring:
+                self._compactor.compact(victim.held, self.preemption.expected_transfers)
+        if not self.run_queue.has_sequences:
+            self.host.trim()

@@ -1,0 +1,32 @@
+"""Walks the invariants of a block space."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvstore_engine.blocks import BlockSpace, BlockTable, TrieNode
+
+
+def check_blocks(space: BlockSpace, tables: Iterable[BlockTable], pinned: Iterable[int] = ()) -> None:
+    """Walk the invariants, given all tables and pins. AssertionError says which is broken."""
+    wanted, users = Counter(pinned), Counter[int]()
+    for table in tables:
+        wanted.update(table.blocks)
+        users.update(map(id, table.nodes))
+        parent: TrieNode | None = None
+        for index, node in enumerate(table.nodes):
+            assert node.block == table.ids[index], "a table names another block than its node"
+            assert node.is_attached and (parent is None or node.parent is parent), "a path with a gap"
+            parent = node
+    nodes = [node for _, node in space.trie]
+    wanted.update(node.block for node in nodes)
+    assert len(nodes) == space.trie.nodes and sum(not node.users for node in nodes) == space.trie.unused
+    for node in nodes:
+        assert node.users == users[id(node)], "a node's users are miscounted"
+        assert node.users or node.ready, "an unused node without K/V"
+        above = node.parent
+        assert above is not None and (above.parent is None or above.ready or not node.ready), "ready below not ready"
+    for block in range(space.pool.blocks):
+        assert space.references.count(block) == wanted[block], f"block {block} is miscounted"
+    assert space.references.free_blocks == space.pool.free_blocks
