@@ -33,7 +33,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told; for tests and the simulator."""
+    """A clock that a caller moves; for tests and the simulator."""
 
     def __init__(self, monotonic_ns: int = 0, wall_ns: int = 1_700_000_000 * NS_PER_S) -> None:
         self._monotonic_ns = monotonic_ns

@@ -34,6 +34,7 @@ from kvstored.admin.reload import Reload
 from kvstored.admin.rename import RenameTenant
 from kvstored.admin.sampler import Sampler
 from kvstored.admin.views import Parts, Views
+from kvstored.background import run_until_closed
 from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.lookup_index import LookupIndexes
@@ -371,9 +372,7 @@ class Daemon:
         if self.config.host.prefault:
             runs["prefault"] = lambda: self._maintenance.prefault(lambda: self._state() != State.STOPPING.value)
         for name, run in (runs | self._integrity.tasks()).items():
-            task = asyncio.create_task(run(), name=name)
-            task.add_done_callback(_report_failure)
-            self._stack.push_async_callback(_cancel, task)
+            run_until_closed(name, run, self._stack)
 
     # Small connections between parts
 
@@ -392,14 +391,3 @@ class Daemon:
 
     def _state(self) -> str:
         return self.lifetime.state.value if self.lifetime is not None else State.STARTING.value
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("%s ended", task.get_name(), exc_info=task.exception())

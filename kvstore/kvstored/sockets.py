@@ -1,6 +1,6 @@
 """The socket directory: made with mode 0750, stale sockets removed, live ones respected.
 
-Invariant: a socket file is removed only when nobody answers on it.
+Invariant: a socket file is removed only when no process answers on it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def prepare_directory(path: Path, group: str) -> None:
             )
         if path.stat().st_mode & stat.S_IWOTH:
             raise SocketError(
-                f"socket directory {path} can be written by everybody; set daemon.socket_dir to a directory of its own"
+                f"socket directory {path} is writable for all users; set daemon.socket_dir to a directory of its own"
             )
         if path.stat().st_uid == os.geteuid() and _holds_only_sockets(path):
             path.chmod(0o750)
@@ -56,7 +56,7 @@ def _holds_only_sockets(path: Path) -> bool:
 
 
 def clear_stale(path: Path) -> None:
-    """Remove a socket that a dead daemon left. Raises SocketError when somebody holds it or that cannot be known."""
+    """Remove a socket that a dead daemon left. Raises SocketError when a process holds it or that cannot be known."""
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_socket():
@@ -65,16 +65,16 @@ def clear_stale(path: Path) -> None:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):  # whatever its type: nobody holds it
+        except (ConnectionRefusedError, FileNotFoundError):  # of any type: no process holds it
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             return
         except PermissionError:
             raise SocketError(
-                f"{path} belongs to somebody else; remove it or choose another daemon.socket_dir"
+                f"{path} belongs to another user; remove it or choose another daemon.socket_dir"
             ) from None
         except OSError:
-            pass  # a full backlog, or a socket of another type: somebody holds it
+            pass  # a full backlog, or a socket of another type: a process holds it
     raise SocketError(f"another daemon is serving on {path}; stop it or choose another daemon.socket_dir")
 
 

@@ -45,7 +45,7 @@ class Unit:
     show: Show
     base: int = 10
     is_log: bool = False
-    top: float = 0.0  # the axis ends here whatever the values are
+    top: float = 0.0  # the axis ends here for any values
 
     def axis(self, values: Iterable[float], marks: int = 4) -> Axis:
         """One that holds all values: from 0 to a round number above the highest, or whole decades around them."""

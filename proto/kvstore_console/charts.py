@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 640, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68, 16, 12, 42
 _BAR, _GAP, _VALUE_WIDTH = 22, 8, 110
 _DASHES = 3
-_SAME = 1.5  # units of the drawing: points nearer than that cannot be told apart
+_SAME = 1.5  # units of the drawing: points nearer than that look like one
 Points = Sequence[tuple[float, float]]
 _Item = TypeVar("_Item")
 
@@ -112,7 +112,7 @@ def stacked(below: Points, points: Points) -> list[tuple[float, float]]:
 
 
 def merged(curves: Sequence[Curve], x: Axis, y: Axis) -> list[Curve]:
-    """Curves that no eye could tell apart are one with all their names."""
+    """Curves that look the same are drawn once, with all their names."""
     groups: dict[tuple[tuple[int, int], ...], list[Curve]] = {}
     for curve in curves:
         pixels = tuple((round(_across(x, at)), round(_down(y, value))) for at, value in curve.points)

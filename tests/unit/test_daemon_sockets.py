@@ -49,7 +49,7 @@ def test_a_directory_of_old_sockets_is_closed_again_but_no_other_is_touched(plac
 def test_a_directory_that_everybody_can_write_is_refused(place: Path) -> None:
     (place / "open").mkdir()
     (place / "open").chmod(0o1777)
-    with pytest.raises(SocketError, match="written by everybody"):
+    with pytest.raises(SocketError, match="writable for all users"):
         prepare_directory(place / "open", "")
     assert mode(place / "open") == 0o1777
 

@@ -1,8 +1,8 @@
 """How long requests take, by verb: histograms of fixed size that cost well under a microsecond a request.
 
 Buckets grow with the time they hold, four to a power of two, so a quantile is right within an eighth. Owns the counts;
-the caller brings the clock. Invariants: counts only grow, so that two snapshots taken apart tell what was between them;
-memory is bounded by `MAX_VERBS`.
+the caller brings the clock. Invariants: counts only grow, so that two snapshots differ by what happened between
+them; memory is bounded by `MAX_VERBS`.
 """
 
 from __future__ import annotations

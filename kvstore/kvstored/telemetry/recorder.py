@@ -33,7 +33,7 @@ _FLUSH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Hinted:
-    """What a client's hint said; None and 0: not told."""
+    """What a client's hint said; None and 0: not said."""
 
     will_continue: float | None = None
     next_step: int = 0
@@ -44,8 +44,8 @@ class Hinted:
 @dataclass(frozen=True, slots=True)
 class Event:
     """One request. `keys` are packed and in chain order; `parent` is that of the first of them. `found`: blocks that
-    were readable, or, of those that were put, stored. `block_tokens` of the client's fingerprint; `prompt_tokens`: 0 is
-    not told. `hinted`: of a hint."""
+    were readable, or, of those that were put, stored. `block_tokens` of the client's fingerprint; `prompt_tokens`: 0 if
+    not known. `hinted`: of a hint."""
 
     op: str
     at_ns: int
@@ -108,18 +108,18 @@ class Recorder:
                 continue
             if event is None:
                 return
-            packed.write(_line(self._told(event)))
+            packed.write(_line(self._row(event)))
             if self._file.tell() > FILE_BYTES_MAX:
                 log.warning("recording has ended: %s has reached %d bytes", self._path, FILE_BYTES_MAX)
                 self._swallow()
                 return
 
     def _swallow(self) -> None:
-        """Nobody writes any more: the queue must not fill up with what nobody reads, nor `close` wait."""
+        """The file has ended: drop what is queued until `close`, so that the queue does not fill up."""
         while self._events.get() is not None:
             self.dropped += 1
 
-    def _told(self, event: Event) -> dict[str, object]:
+    def _row(self, event: Event) -> dict[str, object]:
         """The event as its line: the last key that was written before, then those after it."""
         keys = [event.keys[at : at + ID_BYTES] for at in range(0, len(event.keys), KEY_BYTES)]
         known = self._known
@@ -130,21 +130,21 @@ class Recorder:
             known.move_to_end(key)
         while len(known) > _KNOWN_KEYS:
             known.popitem(last=False)
-        told: dict[str, object] = {
+        row: dict[str, object] = {
             "t": round((event.at_ns - self._started_ns) / 1e9, 6),
             "op": event.op, "n": event.tenant, "c": event.client, "b": event.block_tokens, "f": event.found,
         }  # fmt: skip
         if event.prompt_tokens:
-            told["i"] = event.prompt_tokens
+            row["i"] = event.prompt_tokens
         if event.hinted is not None:
             said = event.hinted
-            told |= {"w": said.will_continue, "s": said.next_step or None, "a": said.answer_tokens or None}
-            told["d"] = said.due_in_ms
+            row |= {"w": said.will_continue, "s": said.next_step or None, "a": said.answer_tokens or None}
+            row["d"] = said.due_in_ms
         if before:
-            told["p"] = before.hex()
+            row["p"] = before.hex()
         if new < len(keys):
-            told["k"] = b"".join(keys[new:]).hex()
-        return {name: value for name, value in told.items() if value is not None}
+            row["k"] = b"".join(keys[new:]).hex()
+        return {name: value for name, value in row.items() if value is not None}
 
 
 def _new_file(path: Path) -> BinaryIO:
@@ -156,5 +156,5 @@ def _new_file(path: Path) -> BinaryIO:
         raise OSError(error.errno, f"cannot record: {error.strerror}", str(path)) from None
 
 
-def _line(told: dict[str, object]) -> bytes:
-    return json.dumps(told, separators=(",", ":")).encode() + b"\n"
+def _line(row: dict[str, object]) -> bytes:
+    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
