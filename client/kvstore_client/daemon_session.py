@@ -4,7 +4,7 @@ Owns the opening and closing of these parts in order, and the reopening of the s
 stands (the daemon anchors leases there, so they survive a broken stream). Knows which session followed this one, with
 which of its leases: a daemon that was restarted may have kept them, bytes and all. Never decides when to reconnect.
 Invariants: once `is_alive()` has been False it remains False; a lease is valid while it is held and the session, or the
-one after it that the daemon gave the lease to again, is alive. A lease that not both sides know is given back.
+one after it that the daemon gave the lease to again, is alive. A lease that only one side knows is released.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class DaemonSession:
             successor.release(lease_id)
 
     def holder(self, lease_id: int) -> DaemonSession | None:
-        """The session under which a lease stands now: this one, or one after it. None when the lease has ended."""
+        """The session that a lease belongs to now: this one, or one after it. None when the lease has ended."""
         session = self
         while not session.is_alive():
             successor = session._successor

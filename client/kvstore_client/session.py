@@ -69,8 +69,8 @@ class Session:
     @property
     def tenant(self) -> str:
         """The tenant that owns the blocks, by the daemon's name for it; empty while degraded."""
-        daemon = self._connection.current()
-        return "" if daemon is None else daemon.tenant
+        daemon_session = self._connection.current()
+        return "" if daemon_session is None else daemon_session.tenant
 
     @property
     def state(self) -> str:
@@ -323,19 +323,19 @@ class Session:
         left empty. None where there was no answer in time. Raises KVStoreError for keys that are none, for unknown
         names and for another tenant.
         """
-        daemon = self._connection.current()
-        if daemon is None:
+        daemon_session = self._connection.current()
+        if daemon_session is None:
             return None
-        answer = daemon.call(wire.Request(explain=request), self._deadline(deadline_s))
+        answer = daemon_session.call(wire.Request(explain=request), self._deadline(deadline_s))
         return None if isinstance(answer, str) else answer.explain
 
     def ping(self, deadline_s: float | None = None) -> float | None:
         """Seconds of one empty round trip on the stream; None when there was no answer in time."""
-        daemon = self._connection.current()
-        if daemon is None:
+        daemon_session = self._connection.current()
+        if daemon_session is None:
             return None
         started = self._clock()
-        answer = daemon.call(wire.Request(ping=wire.Ping()), self._deadline(deadline_s))
+        answer = daemon_session.call(wire.Request(ping=wire.Ping()), self._deadline(deadline_s))
         return None if isinstance(answer, str) else self._clock() - started
 
     def wake(self) -> None:
@@ -344,9 +344,9 @@ class Session:
         The first round trip after a pause takes several times as long as the next (threads on both sides asleep,
         caches cold). If this is called when a prompt arrives, that passes while it is tokenized.
         """
-        daemon = self._connection.current()
-        if daemon is not None:
-            daemon.stream.submit(wire.Request(ping=wire.Ping())).abandon()
+        daemon_session = self._connection.current()
+        if daemon_session is not None:
+            daemon_session.stream.submit(wire.Request(ping=wire.Ping())).abandon()
 
     def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
         """Keys of the full blocks of a prefix; None while degraded (the root comes from the daemon)."""
@@ -383,10 +383,11 @@ class Session:
 
     def _prefix(self, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int | None) -> Prefix | None:
         """The blocks that a call names; None while degraded. Raises KVStoreError(INVALID)."""
-        group, daemon = self._group(group_id), self._connection.current()
-        if daemon is None:
+        group, daemon_session = self._group(group_id), self._connection.current()
+        if daemon_session is None:
             return None
-        return Prefix(daemon, self.fingerprint, group, daemon.chains.chain(tokens, keys, group.group_id))
+        chain = daemon_session.chains.chain(tokens, keys, group.group_id)
+        return Prefix(daemon_session, self.fingerprint, group, chain)
 
     def _group(self, group_id: int | None) -> LayerGroup:
         groups = self.fingerprint.groups

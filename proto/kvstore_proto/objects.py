@@ -112,7 +112,7 @@ def head_of(
 
 
 def read_head(payload: Buffer) -> ObjectHead | None:
-    """The head at the front of a first block; None for bytes that are none, or of a version that is not known."""
+    """The head at the front of a first block; None for bytes that are no head, or of an unknown version."""
     if len(payload) < HEAD_BYTES:
         return None
     magic, version, kind, block_bytes, _, size_bytes, checksum = _HEAD.unpack(bytes(payload[:HEAD_BYTES]))

@@ -91,7 +91,7 @@ class LeaseTable:
         return self._hold(Lease(lease_id, session_id, tenant, tokens, slots, expires_ns))
 
     def record_in(self, book: LeaseBook, last_id: int) -> None:
-        """Note leases in `book` from now on; those of now stand in it. No lease gets a number up to `last_id`."""
+        """Record each lease in `book` from now on; it has the present ones. New leases get numbers above `last_id`."""
         self._book = book
         self._last_id = max(self._last_id, last_id)
 

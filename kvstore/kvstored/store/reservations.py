@@ -1,4 +1,4 @@
-"""Reservations: slots in which a client writes blocks before they are any.
+"""Reservations: slots that a client fills in place, before their content counts as stored blocks.
 
 Owns which slots a client holds, and the bytes that count against its tenant's maximum until they are blocks'. Never
 reads a slot. Pure bookkeeping: the time is an argument, slots are freed by a callback.
@@ -74,11 +74,11 @@ class Reservations:
         return taken
 
     def used(self, tenant: int, slot: Slot) -> None:
-        """A slot that was taken is a block's."""
+        """The taken slot belongs to a stored block now."""
         self._count(tenant, -slot.nbytes)
 
     def free(self, tenant: int, slot: Slot) -> None:
-        """A slot that was taken is no block's."""
+        """The taken slot was not used: free it."""
         self._count(tenant, -slot.nbytes)
         self._free_slot(slot)
 

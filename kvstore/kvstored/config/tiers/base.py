@@ -31,7 +31,7 @@ MAX_THREADS = 64
 
 @dataclass(frozen=True)
 class Machine:
-    """What shares and defaults are of."""
+    """The machine that percentages and defaults refer to."""
 
     memory_bytes: int
     state_dir: Path

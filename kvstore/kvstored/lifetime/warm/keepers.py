@@ -66,7 +66,7 @@ class SystemdKeeper(Keeper):
 
 
 def dismiss_others(keeper: Keeper | None, state_dir: Path) -> None:
-    """Give back what a process before left with a keeper that is not used any more."""
+    """Discard memory that an earlier daemon left with a keeper that this one does not use."""
     if not isinstance(keeper, SystemdKeeper):
         for name, descriptor in stored_descriptors().items():
             empty_memory(descriptor)

@@ -50,8 +50,8 @@ class Wanted:
 @dataclass(frozen=True, slots=True)
 class LeasedRun:
     """Blocks `first`, `first + 1`, … of a chain, readable now: one lease on their slots in the mapped tier. `promoted`:
-    how many were read from which tier for this get. `expires_in_ms` counts from when a get in order began, else from
-    now."""
+    how many were read from which tier for this get. `expires_in_ms` counts from the start of a get in order, otherwise
+    from now."""
 
     first: int
     lease_id: int

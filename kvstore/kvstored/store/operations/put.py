@@ -300,7 +300,7 @@ class Put:
                 slot = self._room.allocate_now(block.nbytes, tenant)
                 if slot is None:
                     parent = self._residency.find_any(tenant, block.parent)
-                    newcomer = None  # a block that is to be written to NVMe is not declined: it is read from DRAM there
+                    newcomer = None  # no policy may decline a block that goes to NVMe: it is written from its DRAM slot
                     if self._writeback is None or intake.mode == DurabilityMode.NONE:
                         newcomer = block.key, self._residency.depth(parent) + 1 if parent >= 0 else 0
                     found = await self._room.allocate_for(newcomer, block.nbytes, tenant, parent=parent)

@@ -19,9 +19,8 @@ from kvstored.store.transfer.prefix import MAX_CHAIN_BLOCKS, MAX_PATH_BLOCKS, mi
 from kvstored.store.transfer.write_refusals import Refusal, Refusals
 
 MAX_BEHIND_S = 10.0  # of writing that waits; beyond it the disk is too slow for what is put
-ALLOTMENT_WAIT_S = (
-    2.0  # an allotment of the budget is a small write and a sync; a medium that takes longer takes no blocks
-)
+# An allotment of the budget is a small write and a sync; a medium that takes longer takes no blocks.
+ALLOTMENT_WAIT_S = 2.0
 _USES_WHEN_SCARCE = 2
 
 

@@ -20,7 +20,7 @@ from kvstored.store.blocks import Residency
 from kvstored.store.policies import Policy
 from kvstored.store.transfer.evacuation import BUSY, SLICE_EVICTIONS, Allowance, Evacuation
 from kvstored.store.transfer.eviction import Eviction
-from kvstored.store.transfer.victims import PassedOver, Victims
+from kvstored.store.transfer.victims import SkippedRows, Victims
 
 MAX_ATTEMPTS = 4096  # for one allocation
 PATIENCE, PATIENCE_S = 20, 0.005  # how often, and how long, to wait for copies in flight
@@ -88,7 +88,7 @@ class Room:
             return None  # it takes nothing, however much is evicted
         copies, owner = self._residency.copies[self._position], self._owner(tenant, writable)
         allowance = Allowance(nbytes, self._tier.info.container_bytes or UNLIMITED)
-        passed = PassedOver(copies, self._not_for(parent))
+        passed = SkippedRows(copies, self._not_for(parent))
         patience = turns = PATIENCE if is_patient else 0
         for attempt in range(MAX_ATTEMPTS):
             slot = self.allocate_now(nbytes, tenant, writable=writable)
@@ -109,7 +109,7 @@ class Room:
                 elif not is_patient or not await self._eviction.demoter.progress():
                     return None
                 # A block may be evicted now, or its container be emptied.
-                passed = PassedOver(copies, self._not_for(parent))
+                passed = SkippedRows(copies, self._not_for(parent))
                 continue
             if confined is not None or self._tier.makes_room(copies.container[row], nbytes, owner):
                 cause = Cause.EVICTED if confined is None else Cause.QUOTA
@@ -130,7 +130,7 @@ class Room:
                 await asyncio.sleep(0)
         return None
 
-    async def _evict(self, row: int, cause: Cause, allowance: Allowance, passed: PassedOver) -> bool:
+    async def _evict(self, row: int, cause: Cause, allowance: Allowance, passed: SkippedRows) -> bool:
         """Evict a victim, or pass it over if it cannot go. False when no more may be evicted for one block."""
         nbytes = self._residency.copies[self._position].nbytes[row]
         if not allowance.covers(nbytes):
@@ -141,7 +141,7 @@ class Room:
             passed.rows.add(row)
         return True
 
-    def _next(self, passed: PassedOver, confined: int | None) -> int:
+    def _next(self, passed: SkippedRows, confined: int | None) -> int:
         """The next victim; the blocks of a container that is being emptied are not evicted for others."""
         passed.begin()
         aside = self._evacuation.aside - passed.containers
@@ -163,7 +163,7 @@ class Room:
         self._eviction.expire(row)
 
     def _not_for(self, parent: int) -> set[int]:
-        """Rows that room must not be made of: `parent`, unless it has a copy further down, or will be given one."""
+        """Rows that must not be evicted for it: `parent`, unless it has a copy further down, or will be given one."""
         only_here = parent >= 0 and self._residency.tier_mask(parent) == 1 << self._position
         return {parent} if only_here and not self._eviction.demoter.wants(parent) else set()
 

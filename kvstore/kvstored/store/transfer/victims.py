@@ -67,13 +67,13 @@ class Victims:
         return self._policy.tier
 
 
-class PassedOver(Container[int]):
+class SkippedRows(Container[int]):
     """Rows that are not to be named: some by number, and all in some containers. After `MAX_LOOKS` of the latter, since
     `begin`, it skips no more rows, so that the policy ends its search; the caller must discard the row that it then
     names.
 
-    A policy asks about one row after the other in its own order, and some begin anew with each row that they skip, so
-    that the time grows with the square of the looks.
+    A policy asks about one row after the other in its own order, and some restart their search at every row that they
+    skip, so that the cost grows with the square of the looks.
     """
 
     def __init__(self, copies: TierCopies, rows: Iterable[int] = ()) -> None:
@@ -107,7 +107,7 @@ class PassedOver(Container[int]):
         return container not in self.containers
 
 
-class AllBut(PassedOver):
+class AllBut(SkippedRows):
     """The other way round: all containers but `wanted` are passed over."""
 
     def __init__(self, copies: TierCopies, wanted: AbstractSet[int], rows: Iterable[int] = ()) -> None:
