@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_engine import loading
+from kvstore_engine import loaded_model
 from kvstore_engine.cli.main import main
 from kvstore_engine.ggml import GGMLError, library, load_library
 from kvstore_engine.gguf import GGUFFile
@@ -35,7 +35,7 @@ def needs_ggml() -> None:
 
 @pytest.fixture
 def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(loaded_model, "cache_root", lambda: tmp_path / "cache")
 
 
 def _generate(model: Path, *more: str) -> list[str]:
@@ -183,7 +183,7 @@ def _mistakes() -> dict[str, tuple[Make, str]]:
         "context too small": (tiny()("--context", "0"), "at least 2"),
         "threads": (tiny()("--threads", "0"), "threads must be at least 1"),
         "temperature": (tiny()("--temperature", "-1"), "temperature must be 0"),
-        "top-p": (tiny()("--top-p", "7"), "top_p must lie between"),
+        "top-p": (tiny()("--top-p", "7"), "top_p must be between"),
         "tokens": (tiny()("--max-tokens", "0"), "max_tokens must be at least 1"),
         "prompt file": (
             lambda folder: ["generate", "--model", "x", "--prompt-file", str(folder / "none")],

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_engine import loading
+from kvstore_engine import loaded_model
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.ggml import GGMLError, load_library
@@ -23,7 +23,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     except GGMLError as error:
         pytest.skip(f"no ggml: {error}")
     # Only the cost profile: the compiled kernels stay in the user's cache, they take seconds to build.
-    monkeypatch.setattr(loading, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(loaded_model, "cache_root", lambda: tmp_path / "cache")
 
 
 def _answer(model: Path, sockets: Path) -> Generation:

@@ -154,7 +154,7 @@ def test_a_deletion_that_the_store_refuses_is_not_answered_as_done(tmp_path: Pat
         await store_chains(driven, range(CHAINS))
         keys = keys_of(only_remote(driven)[0], BLOCKS)
         store.refused = 1.0
-        with pytest.raises(KVStoreError, match="ask again"):
+        with pytest.raises(KVStoreError, match="delete again"):
             await driven.operations.delete.delete(driven.client, keys)
         store.refused = 0.0
         await driven.operations.delete.delete(driven.client, keys)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.testing import EngineSetting, Restored
-from kvstore_engine import loading
+from kvstore_engine import loaded_model
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.loaded_model import LoadOptions, open_model
@@ -29,7 +29,7 @@ class OwnEngine:
     def __init__(self, setting: EngineSetting) -> None:
         self._open = ExitStack()
         folder = Path(self._open.enter_context(tempfile.TemporaryDirectory()))
-        loading.cache_root = lambda: folder / "cache"
+        loaded_model.cache_root = lambda: folder / "cache"
         model = write_tiny_llama(folder / "tiny.gguf", llama__rope__freq_base=_ROPE_BASES[setting.model])
         options = LoadOptions(threads=1, kvstore=setting.socket_dir, warm_up=False)
         self._generator = self._open.enter_context(open_model(model, options)).generator

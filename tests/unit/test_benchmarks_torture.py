@@ -51,7 +51,7 @@ def test_a_sound_tier_serves_nothing_wrong(tmp_path: Path) -> None:
 
 
 def test_a_tier_that_skips_checksums_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("tier", "io"):
+    for place in ("slot_transfers", "io"):
         monkeypatch.setattr(f"kvstore_tiers.nvme.{place}.checksum_of", lambda segments, nbytes: 1)
     found = corrupt(tmp_path)
     assert found.counts["served_wrong"] > 0 and "served other bytes" in found.failures[0]
@@ -64,7 +64,7 @@ def test_a_tier_that_takes_any_header_is_caught(tmp_path: Path, monkeypatch: pyt
         header = image.read_header(raw)
         return header if isinstance(header, str) or header.payload_bytes <= room_bytes else "too long"
 
-    monkeypatch.setattr("kvstore_tiers.nvme.tier.judge_header", believe)
+    monkeypatch.setattr("kvstore_tiers.nvme.slot_transfers.judge_header", believe)
     found = corrupt(tmp_path)
     assert found.counts["served_wrong"] > 0 and found.counts["served_other_tenants"] > 0
 

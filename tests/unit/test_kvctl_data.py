@@ -166,7 +166,7 @@ def test_bench_needs_room_or_force(tmp_path: Path, bench_arguments: argparse.Nam
             check_room(tmp_path, bench_arguments)
         assert refused.value.exit_code == FAILED
         bench_arguments.force = True
-        assert "other blocks had to leave" in check_room(tmp_path, bench_arguments)[0]
+        assert "other blocks were evicted" in check_room(tmp_path, bench_arguments)[0]
 
 
 def test_bench_without_an_operators_rights_is_small_or_forced(

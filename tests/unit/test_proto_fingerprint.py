@@ -116,7 +116,7 @@ def test_unknown_and_mistyped_fields_are_refused() -> None:
         (b'{"model_name":"m","weights_digest":"w"}', "it has no field 'groups'"),
         (b'{"model_name":"m","weights_digest":"w","groups":[{"group_id":0}]}', "a layer group has no field 'layers'"),
         (b'{"model_name":"m","weights_digest":"w","groups":[3]}', "a layer group must be a JSON object, got int"),
-        (b'{"model_name":"m","weights_digest":"w","groups":[],"colour":1}', "a field 'colour' that nobody knows"),
+        (b'{"model_name":"m","weights_digest":"w","groups":[],"colour":1}', "a field 'colour' that is not known"),
     ],
 )
 def test_what_is_missing_or_unknown_is_named(raw: bytes, said: str) -> None:

@@ -93,7 +93,7 @@ def parts(store: Store) -> dict[str, object]:
 @pytest.mark.parametrize("plan", [BASELINE, ORCHESTRATED], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("policy", ["lru", "best"])
 def test_a_simulated_node_moves_blocks_with_the_daemons_own_parts(policy: str, plan: Plan, tmp_path: Path) -> None:
-    from kvstored import daemon
+    from kvstored import storage
 
     model = models()["smollm2-135m"]
     name = resolve(policy)
@@ -102,7 +102,7 @@ def test_a_simulated_node_moves_blocks_with_the_daemons_own_parts(policy: str, p
     node = serve_trace(TRACE, wanted, plan, lambda done, total: None)
     assert node.store is not None
     store = node.store.store
-    assert type(store) is assembly.Store is daemon.Store
+    assert type(store) is assembly.Store is storage.Store
     mine = parts(store)
     assert mine == composed(tmp_path, name, parts)
     assert type(None) not in {type(getattr(store, name)) for name in MOVES}

@@ -15,6 +15,7 @@ _MODULES = {
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",
+    "prometheus-client": "prometheus_client",
     "protobuf": "google.protobuf",
 }
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9_.-]+)\s*>=\s*([0-9][0-9.]*)\s*$")
