@@ -112,7 +112,7 @@ def map_present(
     """
     offset = done_bytes = 0
     with contextlib.suppress(OSError):  # ENXIO: nothing but holes to the end
-        while is_wanted():
+        while is_wanted() and offset < len(arena):
             offset = os.lseek(descriptor, offset, os.SEEK_DATA)
             began = time.monotonic()
             end = _data_end(descriptor, offset, min(offset + SLICE_BYTES, len(arena)))

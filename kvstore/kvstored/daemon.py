@@ -307,7 +307,7 @@ class Daemon:
             from kvstored.admin.metrics_endpoint import MetricsEndpoint  # 40 ms and 3 MB, only where it is asked for
 
             metrics = MetricsEndpoint(self.config.metrics.listen, self._views, store.flows, self._latencies)
-            self._stack.callback(metrics.close)
+            self._stack.push_async_callback(asyncio.to_thread, metrics.close)
         self._handshake.start(listen_seqpacket(paths["handshake"], self.config.daemon.socket_group))
         self._stack.push_async_callback(self._streams.close)
         self._stack.callback(self._handshake.close)

@@ -32,7 +32,7 @@ VECTORS: dict[str, tuple[Message, str]] = {
         pb.UnaryPutRequest(
             chain=OBJECT, payloads=[b"a", b"bc"], durability=kv.DURABILITY_MODE_ALWAYS, answer_early=True
         ),
-        "0a0f20013a09616e206f626a65637440021201611202626318032001",
+        "0a0f20014a09616e206f626a65637450021201611202626318032001",
     ),
     "put_reply": (
         pb.UnaryPutReply(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import numpy as np
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
 from kvstore_engine.batching import Token
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server import frames
+from kvstore_engine.server.answers import Step
 from kvstore_engine.server.engine_client import EngineClient
 from kvstore_engine.server.messages import Ask
 from kvstore_engine.server.options import EngineOptions
+from kvstore_engine.server.responses import EventStream
 
 
 def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_is_not() -> None:
@@ -39,3 +44,28 @@ def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_is_not() ->
         assert frames.encode({"op": "cancel", "id": "c"}) not in writer.written
 
     asyncio.run(run())
+
+
+def test_a_stream_that_is_given_up_has_no_end_that_looks_whole() -> None:
+    """Without a last message of the body uvicorn cuts the connection, and the client sees a broken transfer."""
+    sent: list[Message] = []
+
+    async def steps() -> AsyncGenerator[Step]:
+        yield []
+
+    async def events() -> AsyncGenerator[bytes]:
+        yield b"data: {}\n\n"
+        raise ClientDisconnect
+
+    async def run() -> None:
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            return {"type": "http.disconnect"}
+
+        await EventStream(steps(), events())({"type": "http"}, receive, send)
+
+    asyncio.run(run())
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[-1]["more_body"]

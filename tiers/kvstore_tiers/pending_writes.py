@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore_tiers.base import Completion, Outcome
+from kvstore_tiers.threads import deliver
 
 Action = Callable[[bool], None]
 
@@ -65,4 +66,4 @@ class PendingWrites:
             ready = [wait for wait in self._waiting if not wait.numbers]
             self._waiting = [wait for wait in self._waiting if wait.numbers]
         for wait in ready:
-            wait.action(wait.all_well)
+            deliver(wait.all_well, wait.action)

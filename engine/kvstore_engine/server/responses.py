@@ -63,8 +63,11 @@ class EventStream(StreamingResponse):
         self._steps = steps
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A client that is gone or reads too slowly gets no end of the body, so that uvicorn cuts the connection: a
+        clean end would make a cut answer look whole."""
         async with contextlib.aclosing(self._steps):
-            await self.stream_response(send)
+            with contextlib.suppress(ClientDisconnect):
+                await self.stream_response(send)
 
 
 async def _events(
@@ -79,7 +82,7 @@ async def _events(
                 yield body
         yield (_event(renderer.chunk([], answers.total_usage())) if include_usage else b"") + _DONE
     except ClientDisconnect:
-        return
+        raise
     except ApiError as error:
         yield _event(error.body()) + _DONE
     except Exception:

@@ -31,7 +31,9 @@ class MetricsEndpoint:
     def __init__(self, address: str, views: Views, flows: Flows, latencies: Latencies) -> None:
         def take() -> Snapshot:
             misses = {cause.name.lower(): blocks for cause, blocks in flows.misses.items()}
-            return Snapshot(views.status(), views.tiers(), views.tenants(), misses, latencies.snapshot())
+            return Snapshot(
+                views.status(), views.tiers(with_classes=False), views.tenants(), misses, latencies.snapshot()
+            )
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_OnLoop(asyncio.get_running_loop(), take))
@@ -42,6 +44,7 @@ class MetricsEndpoint:
             raise SocketError(f"cannot listen on metrics.listen {address}: {error.strerror or error}") from None
 
     def close(self) -> None:
+        """Takes up to half a second: for a thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -85,7 +85,7 @@ class InlineCalls:
     async def put(self, session: Session, blocks: NamedBlocks, request: unary.UnaryPutRequest) -> unary.UnaryPutReply:
         if blocks.are_given:
             raise KVStoreError(
-                ErrorKind.INVALID, "blocks are put by token_ids or by names: keys are the daemon's to make"
+                ErrorKind.INVALID, "blocks are put by token_ids or by object: keys are the daemon's to make"
             )
         if len(request.payloads) != len(blocks):
             raise KVStoreError(
