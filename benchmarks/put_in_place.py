@@ -3,8 +3,8 @@
 32 blocks of 1 MiB, each gathered from 32 pieces (K and V of 16 layers), into prefaulted arenas, by a client that has
 mapped them. Baseline: one thread's gather of the same pieces into shared memory that is touched already: the one copy
 that no put can leave out. Beside it the same put by way of staging, two copies, in turns with the first. Twice in a row
-each, since what follows a rest wakes idle cores. Possible at all: the same gather while a thread checksums each block
-once it is written, with no daemon, no message and no header.
+each, since what follows a rest wakes idle cores. Possible at all: the same gather into memory that takes turns, as
+slots do, while a thread checksums each block once it is written: no daemon, no message, no header.
 
 Expected: the copy, the checksum (a second read of 32 MiB by the daemon's threads, beside the client's copies), two
 round trips and the Python of 32 blocks on both sides.
@@ -30,6 +30,7 @@ from kvstore_tiers.segments import checksum_at
 BLOCKS, LAYERS = 32, 16
 PIECE = MIB // (2 * LAYERS)
 WARM_UP = 2
+TURNS = 8  # targets of 32 MiB: more than a cache holds
 
 
 class Pool:
@@ -53,8 +54,7 @@ def measure(quick: bool) -> list[Row]:
     settings = (f"host.capacity={arenas_mib + 512}MiB", "host.staging=256MiB", f"host.prefault_ahead={arenas_mib}MiB")
     pool = Pool()
     copied, in_place, staged, checksummed = [], [], [], []
-    target = np.frombuffer(mmap.mmap(-1, BLOCKS * MIB, mmap.MAP_SHARED), np.uint8)
-    target[:] = 1
+    target, *targets = (_touched_memory() for _ in range(1 + TURNS))
 
     def copy_alone() -> None:
         for block in range(BLOCKS):
@@ -63,13 +63,14 @@ def measure(quick: bool) -> list[Row]:
     def copy_and_checksum() -> None:
         """Another thread checksums each block as soon as it is written; neither holds the GIL in its bytes."""
         written: SimpleQueue[int | None] = SimpleQueue()
-        address = target.ctypes.data
+        targets.append(taken := targets.pop(0))
+        address = taken.ctypes.data
         sums = threading.Thread(
             target=lambda: [checksum_at(address + block * MIB, MIB) for block in iter(written.get, None)]
         )
         sums.start()
         for block in range(BLOCKS):
-            pool.gather(block, target[block * MIB : (block + 1) * MIB])
+            pool.gather(block, taken[block * MIB : (block + 1) * MIB])
             written.put(block)
         written.put(None)
         sums.join()
@@ -97,6 +98,12 @@ def measure(quick: bool) -> list[Row]:
             possible=median(checksummed) * 1e3, possible_name="a copy and a checksum beside it"),
         Row("put_32mib_in_place", ours, "ms", median(staged) * 1e3, "by way of staging", target=1.0),
     ]  # fmt: skip
+
+
+def _touched_memory() -> Bytes:
+    memory = np.frombuffer(mmap.mmap(-1, BLOCKS * MIB, mmap.MAP_SHARED), np.uint8)
+    memory[:] = 1
+    return memory
 
 
 class _Puts:
