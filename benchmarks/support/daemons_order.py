@@ -1,4 +1,4 @@
-"""A trace of whole requests as a daemon would see it: gets, puts, and what engines tell."""
+"""A trace of whole requests as a daemon would see it: gets, puts, and the hints of engines."""
 
 from __future__ import annotations
 
