@@ -6,7 +6,7 @@ that only compute, in turns at one daemon. Figures: operations beside the loops 
 99th percentile of connecting (the session, its stream and its first answer) beside them.
 
 Nine processes share the cores: four clients, the loops and the daemon. If every one that can run had an equal share,
-five of nine would be left at most, 0.56; each hand-over to a thread that sleeps waits for a core besides.
+five of nine would be left at most, 0.56; each hand-over to a thread that sleeps also waits for a core.
 
 Seen at first: 0.03, and stalls of one to three seconds. They were waits for a thread of SCHED_IDLE in the client, which
 holds the interpreter's lock or the kernel's on the address space when it is put aside. With that thread at the usual

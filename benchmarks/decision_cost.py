@@ -7,7 +7,7 @@ nothing takes is taken off, and of three equal replays each request's best count
 
 A block's cost is the policy's whole time for its request, over the request's blocks; the limit is on the 99th
 percentile over blocks. Beside it, the same over requests, where one of a single block counts as much as one of a
-thousand; and by victim, where what was asked and told of a victim falls on the one block that took its place; and of
+thousand; and by victim, where the calls about a victim count for the one block that took its place; and of
 the choice alone: who goes, and whether the newcomer is declined. The longest call shows what an event loop would wait
 for.
 

@@ -1,4 +1,4 @@
-"""What does a daemon that does not answer cost an engine that was told to use it?
+"""What does a daemon that does not answer cost an engine that is configured to use it?
 
 Time to first token of a prompt of some 500 tokens, each request in an engine process of its own: without a cache, with
 a daemon that is stopped (SIGSTOP: its sockets accept, nothing answers), and with a socket directory in which there is
@@ -6,7 +6,7 @@ no daemon. The three take turns. The baseline is the engine without a cache, and
 
 The whole process is timed too, from start to exit: a client that waited at the end would not show in the first token.
 Expected: nothing. The client gives up connecting while the model loads; from then on a lookup without a daemon is a
-miss that asks nobody (`lookup_s` is 0.04 ms in both cases), and nothing is stored.
+miss that sends no request (`lookup_s` is 0.04 ms in both cases), and nothing is stored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(quick: bool) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="kvdegraded-") as name, bench_daemon("nvme.enabled=false") as daemon:
         prompt = Path(name) / "system.txt"
         prompt.write_text(PREFIX)
-        absent = Path(name) / "nobody"
+        absent = Path(name) / "no-daemon"
         absent.mkdir()
         cases: dict[str, list[str]] = {
             "none": [], "stopped": ["--kvstore", str(daemon.socket_dir)], "absent": ["--kvstore", str(absent)]
@@ -56,8 +56,8 @@ def measure(quick: bool) -> list[Row]:
                     if number >= 0:
                         first[case].append(float(answer["timings"]["ttft_s"]))
                         whole[case].append(elapsed_s)
-                told = ", ".join(f"{case} {times[-1] * 1e3:.0f} ms" for case, times in first.items() if times)
-                progress(f"round {number}: {told or 'warm-up'}")
+                summary = ", ".join(f"{case} {times[-1] * 1e3:.0f} ms" for case, times in first.items() if times)
+                progress(f"round {number}: {summary or 'warm-up'}")
     rows: list[Row] = []
     for case in ("stopped", "absent"):
         rows += [

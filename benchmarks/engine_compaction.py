@@ -1,4 +1,4 @@
-"""Swapping out sequences whose blocks lie scattered: what is done against the scattering, and what it costs.
+"""Swapping out sequences whose blocks are scattered: what reduces the scattering, and what that costs.
 
 Pools of SmolLM2-135M's shape: K/V in f16 and blocks of 16 tokens, as it is by default, whose pieces are of 6 KB; and in
 q4_0 and blocks of 8 tokens (*small*), of 0.9 KB. Three questions:
@@ -7,12 +7,13 @@ q4_0 and blocks of 8 tokens (*small*), of 0.9 KB. Three questions:
 the midst of the largest free run) against the smallest free run that holds it, which is what a free list does that
 keeps large runs whole. Counted is one copy of each sequence to the host pool.
 
-*transfers*: sequences laid apart, every block alone, are copied 1, 4, 16 or 64 times, as they lie and after the
-compactor was asked to prepare them for so many copies; its search and its moves count. The costs that it decides by
-were learnt from 200 transfers before.
+*transfers*: sequences without two adjacent blocks are copied 1, 4, 16 or 64 times, without preparation and after the
+compactor has prepared them for that many copies; its search and its moves count. The costs that it decides by were
+learnt from 200 transfers before.
 
 *swaps*: the same are swapped out and in again eight times, as in an engine that is short of blocks, and the compactor
-is asked before each time for the one copy that follows: what comes back lies elsewhere, together where there is room.
+is asked before each swap to prepare the one copy that follows: a sequence that is swapped in gets other blocks,
+adjacent ones where there is room.
 
 The ways take turns copy by copy, on two pools laid out alike. Times are of the thread's processor, which others
 lengthen little; a figure is the median over sequences. Host memory has been written to before.
@@ -144,11 +145,11 @@ def _transfers(shape: Shape, costs: TransferCosts, times: int) -> Turn:
         layouts = _scattered(shape), _scattered(shape)
         both: Both = ([], [])
         compactor = Compactor(layouts[1].space, costs, clock)
-        for as_they_lie, compacted in zip(*(layout.block_tables for layout in layouts), strict=True):
+        for unprepared, compacted in zip(*(layout.block_tables for layout in layouts), strict=True):
             begin = clock()
             compactor.compact(compacted, times)
             prepared_s = clock() - begin
-            plain, better = _copied(layouts, (as_they_lie, compacted), times)
+            plain, better = _copied(layouts, (unprepared, compacted), times)
             both[0].append(plain)
             both[1].append(Spent(prepared_s + better.seconds, better.runs))
         return both
@@ -214,7 +215,7 @@ def _copied(
             places = layout.host.save(block_table.blocks)
             found.append(clock() - begin)
             layout.host.free(places)
-    # The median of the copies for all of them: one that was interrupted says nothing of how blocks lie.
+    # Each copy counts with the median time: the time of an interrupted copy does not depend on the layout alone.
     first, second = (
         Spent(times * median(found), count_runs(block_table.ids))
         for block_table, found in zip(block_tables, seconds, strict=True)
@@ -230,7 +231,7 @@ def _learn(layout: Layout, costs: TransferCosts) -> None:
         first = int(random.integers(block_table.count - 1))
         blocks = block_table.blocks[first : first + int(random.integers(1, block_table.count - first))]
         if random.random() < 0.5:
-            # As many bytes in one piece, from anywhere: what is read again and again lies in a cache.
+            # As many bytes in one piece, from a random place: a place that is read repeatedly stays in a cache.
             start = int(random.integers(layout.space.pool.blocks - len(blocks)))
             blocks = list(range(start, start + len(blocks)))
         begin = clock()

@@ -4,8 +4,8 @@ A step gives each sequence one token, the choice of the likeliest included; prom
 K and V in f16. The baseline is the faster of llama.cpp's settings without the unified cache, flash attention off and on
 (`-fa off -no-kvu` is its best known one on CPUs); its default, both on, is reported beside it. Each side runs in a
 process of its own, in turns; a figure is the median of its turns. On both sides threads spin at barriers as libgomp
-does by default. `core_wait` tells how much of the time threads stood ready without a core: over some 0.05 the machine
-was not quiet and the ratios say little.
+does by default. `core_wait` is the share of the time that threads were ready but had no core: over some 0.05 the
+machine was not quiet and the ratios say little.
 
 Expected: the matrix products are the same code on both sides, so the gain is attention (paged, query heads of a group
 share their K and V) and the work between: little at 1, more with every sequence. Seen on a quiet Zen 5 with AVX-512, a

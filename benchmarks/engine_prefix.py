@@ -1,7 +1,7 @@
 """Shared prefixes: how many prompt tokens are computed, against the least that is possible?
 
 Prompts of 512 tokens, of which 50 or 90 % are one of two system prompts, from 16 clients at once. The ideal computes
-each distinct block of 16 tokens once, whoever asks for it, and what does not fill a block for everybody.
+each distinct block of 16 tokens once for all clients, and the tokens that fill no block once for each request.
 
 Expected: 1.00. Over it there would be requests that began while another still computed the prefix they share: they
 have to wait for it, not compute it again.

@@ -4,14 +4,14 @@ The engine, its scheduler and its blocks as they are; only computing is a clock 
 of requests run in seconds and both policies meet the same to the microsecond. Requests arrive at random (Poisson) at
 85 % of the rate that 64 clients reach in a closed loop, first come, first served. The load is "mixed": nine in ten
 requests have prompts of about 48 tokens and answers of about 16, one in ten eight and sixteen times that; answers vary
-log-normally within a kind. How long one gets is known to nobody, and every request may generate as much as the longest:
+log-normally within a kind. No request states the length of its answer, and each may generate as much as the longest:
 the policy has to learn from what has ended. Latencies are end to end.
 
 Expected: with answers this unequal, first come, first served makes the many short wait for the few long. Predictions by
-tenant and length of prompt tell them apart well enough; ageing bounds what the long pay. The gain is that of a queue.
-With sixteen places there is less of it (seen: 0.77): the sixteen share the processor, whoever came first, and no order
-of admission changes that. So the target is for an engine with room for four at a time (seen: 0.59); one and sixteen
-stand beside it. The policy took its two constants from this load and one other; with lengths less unequal than these
+tenant and length of prompt distinguish them well enough; ageing bounds what the long pay. The gain is that of a queue.
+With sixteen places there is less of it (seen: 0.77): the sixteen share the processor, and no order of admission changes
+that. So the target is for an engine with room for four at a time (seen: 0.59); one and sixteen stand beside it. The
+policy took its two constants from this load and one other; with lengths less unequal than these
 four places gave 0.85 to 1.0.
 
     python benchmarks/engine_schedule.py [--json] [--quick]

@@ -9,8 +9,8 @@ answers, the same for both sides. The sides take turns, started anew each time; 
 turns of each, over HTTP, and of these the median. llama.cpp's server runs at its best setting
 (`-fa off -no-kvu -np 4`).
 
-Besides: what share of the later turns' tokens each side computed, which shows that memory did not hold them, and what
-both sides' processes have in memory altogether at the end, weights, code and all.
+Also reported: the share of the later turns' tokens that each side computed, which shows that memory did not hold them,
+and the memory that the processes of each side use at the end, weights and code included.
 
 Expected: what memory does not hold ours restores from NVMe in some 10 ms, where theirs computes 1,000 tokens again. A
 least-recently-used cache under a load that returns in turns keeps little even of what would fit.
@@ -138,7 +138,7 @@ def _ours(workload: Workload, memory: Memory) -> Seen:
 
 
 def _asked(server: Running, workload: Workload, name: str, *others: int) -> Seen:
-    """One turn of all conversations, then the next: nobody comes back before his answer."""
+    """One turn of all conversations, then the next: each user waits for the answer before the next turn."""
     outcomes: list[Outcome] = []
     seconds = 0.0
     for _, turn in groupby(workload.requests, lambda request: request.id.rpartition("-")[2]):

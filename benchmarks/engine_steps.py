@@ -1,10 +1,10 @@
 """How even are the steps of a full batch? P99 over P50 of the step latency with 16 sequences running.
 
 An engine in this process, 16 clients that each wait for their answer: first prompts of 16 tokens (decoding alone), then
-of about 256, so that most of the time somebody's prompt is computed beside the others' decodes. Steps count while 16
-sequences run and one of them at least waits for its next token: in the first load all end at once, and nobody is
-delayed by the step that computes the next 16 prompts (its length is told). The first 20 are left out: graphs are built
-and memory is touched then.
+of about 256, so that most steps compute one request's prompt beside the decodes of the others. Steps count while 16
+sequences run and one of them at least waits for its next token: in the first load all sequences end at once, and the
+step that computes the next 16 prompts delays none of them (its length is reported). The first 20 are left out: graphs
+are built and memory is touched then.
 
 Expected: decode steps differ by their contexts only. Beside a prompt a step may take 1.8 times as long by the budget,
 so 2.0 leaves a tenth for the budget's error and for the machine.

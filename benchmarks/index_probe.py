@@ -106,12 +106,12 @@ def _beyond_the_deadline(daemon: BenchDaemon, keys: BlockKeys, times: int) -> li
             os.kill(daemon.pid, signal.SIGSTOP)
             try:
                 started = time.perf_counter()
-                told = session.contains(keys=keys, deadline_s=DEADLINE_S)
+                answer = session.contains(keys=keys, deadline_s=DEADLINE_S)
                 beyond.append(time.perf_counter() - started - DEADLINE_S)
             finally:
                 os.kill(daemon.pid, signal.SIGCONT)
-            if told is not None:
-                raise RuntimeError(f"a stopped daemon answered: {told}")
+            if answer is not None:
+                raise RuntimeError(f"a stopped daemon answered: {answer}")
     return beyond
 
 

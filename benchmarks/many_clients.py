@@ -5,9 +5,9 @@ Each client is a process with a tenant's usual rights and conversations of its o
 time), copied out. The host tier is too small for all of it, so puts evict. One client and sixteen take turns at the
 same daemon; each turn starts when all its clients have warmed up, and is cut at the same moment for all.
 
-The turns without pause ask for more than the machine has. Three figures of the same moments tell how much of a lookup
+The turns without pause ask for more than the machine has. Three figures of the same moments show how much of a lookup
 is waiting for a core: a ping over a plain Unix socket between two processes that do nothing else; `Session.probe`,
-which asks the index in shared memory and wakes nobody; and a hand-over, from the client's thread to another one of the
+which reads the index in shared memory and wakes no thread; and a hand-over, from the client's thread to another of the
 same client and back, with no daemon in it: how long a client of such a load waits for a core once it has slept. A
 lookup by a direct stream makes the client sleep once, as the hand-over does, which stands beside it as possible; one
 through gRPC needs two more threads of its client. Then sixteen clients run at a pace, together half of what one client
@@ -101,7 +101,7 @@ def measure(quick: bool, clients: int = CLIENTS) -> list[Row]:
             rate = PACE_SHARE * alone[-1].rounds_per_s / clients
             paced.append(_turn(daemon, clients, seconds, rate=rate))
             for name, turn in (("1", alone[-1]), (str(clients), crowd[-1]), (f"{clients}, paced", paced[-1])):
-                progress(f"{name} clients: {_told(turn)}")
+                progress(f"{name} clients: {_summary(turn)}")
     name = f"{clients}_clients"
     one = median([turn.mb_per_s for turn in alone])
     one_rounds = median([turn.rounds_per_s for turn in alone])
@@ -135,7 +135,7 @@ def _ms(turns: Sequence[Turn], kind: str, percent: float) -> float:
     return percentile([second for turn in turns for second in getattr(turn, kind)], percent) * 1e3
 
 
-def _told(turn: Turn) -> str:
+def _summary(turn: Turn) -> str:
     kinds = {"lookup": "lookups_s", "probe": "probes_s", "hand-over": "handovers_s", "ping": "pings_s"}
     waits = ", ".join(f"{name} {_ms([turn], k, 50):.2f}/{_ms([turn], k, 99):.2f}" for name, k in kinds.items())
     total = f"{turn.mb_per_s:.0f} MB/s, {turn.rounds_per_s:.0f} rounds/s"
@@ -161,7 +161,7 @@ def _turn(daemon: BenchDaemon, clients: int, seconds: float, rate: float | None)
         elapsed_s, cpu_s = time.perf_counter() - started, _cpu_s(daemon.pid) - cpu_before
         done = [results.get(timeout=START_TIMEOUT_S) for _ in children]
     except (Empty, BrokenBarrierError):
-        raise SystemExit("a client process ended before it had told what it measured: see above") from None
+        raise SystemExit("a client process ended before it reported its measurements: see above") from None
     finally:
         stop.set()
         pinged.close()
@@ -208,7 +208,7 @@ def _client(number: int, socket_dir: Path, ready: Barrier, stop: Event, results:
 
 
 def _go_on(rounds: _Rounds, stop: Event, rate: float | None, phase: float) -> None:
-    """Rounds until told to stop: without pause, or `rate` a second by the clock, the clients one after another."""
+    """Run rounds until `stop` is set: without pause, or `rate` a second by the clock, the clients one after another."""
     started, turn = time.perf_counter(), WARM_UP_ROUNDS
     while not stop.is_set():
         rounds.go(turn)

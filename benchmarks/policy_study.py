@@ -4,16 +4,16 @@
     benchmarks/policy_study.py conversation.jsonl.gz agents.jsonl.gz --seeds 8 --sections hits,compute --json
     benchmarks/policy_study.py --quick
 
-Traces are files in Mooncake's or Claude Code's format or our own recordings; each is told by its first line. Without
-any, two small made-up ones show what the tables look like. Every window (the whole, halves, quarters of the time)
-starts with an empty tier; sessions without a start of their own are drawn into an hour, once for each seed. All replays
-drive the daemon's own policy objects.
+Traces are files in Mooncake's or Claude Code's format or our own recordings; the first line identifies the format.
+Without any, two small made-up ones show what the tables look like. Every window (the whole, halves, quarters of the
+time) starts with an empty tier; sessions without a start of their own are drawn into an hour, once for each seed. All
+replays drive the daemon's own policy objects.
 
 hits       mean and spread of every policy's hit ratio, and its share of the gap between LRU and the clairvoyant
 compute    prefill saved by ours against LRU and the best classical policy, at the model where it leads by the least;
            `above` up to 10 % of the blocks, `not below`: nowhere more than 0.002 under them
 hints      ours with made-up engine hints of a stated quality less ours without, case by case
-oracle     ours told what nobody can know, one kind of knowledge after the other, up to the clairvoyant
+oracle     ours with knowledge of the future, one kind after the other, up to the clairvoyant
 reference  published hit ratios of published traces, within 0.001 (benchmarks/study/figures.toml, or --figures)
 
 With --results each replay is a line of that file, and a run that was cut off goes on where it was; results of other
@@ -46,14 +46,14 @@ from kvstored.store.policies import POLICIES
 
 HITS, COMPUTE, HINTED, ORACLE, REFERENCE = SECTIONS = ("hits", "compute", "hints", "oracle", "reference")
 CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.25)
-QUICK_CAPACITIES = TOLD_CAPACITIES = (0.01, 0.05, 0.1)  # the latter: where hints and oracles are tried
+QUICK_CAPACITIES = KNOWLEDGE_CAPACITIES = (0.01, 0.05, 0.1)  # the latter: where hints and oracles are tried
 FIGURES = Path(__file__).parent / "study" / "figures.toml"
 _SAME = "lfu"  # as lfu-ttl without a time to live, which is how it ships
 _TITLES = {
     HITS: "Hit ratio: mean over the part's windows or draws, deviation, least, most, share of LRU to clairvoyant",
     COMPUTE: "Compute saved, at the model where ours leads by the least",
     HINTED: "Ours with hints",
-    ORACLE: "Ours told what nobody can know",
+    ORACLE: "Ours with knowledge of the future",
     REFERENCE: "Published figures",
 }
 
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:
             print(f"policy_study: cannot read {error.filename}: {error.strerror}", file=sys.stderr)
             return 2
-        run_all(jobs, results, processes=options.processes, niceness=options.nice, tell=_Progress())
+        run_all(jobs, results, processes=options.processes, niceness=options.nice, report=_Progress())
         found = _lines(Book(records_of(jobs, results)), figures, sections)
     if options.html is not None:
         try:
@@ -129,7 +129,7 @@ def _cases(options: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Case]
 
 
 def _jobs(options: argparse.Namespace, cases: Sequence[Case], sections: Sequence[str]) -> Iterator[Job]:
-    """What the sections need, the most telling first."""
+    """The jobs that the sections need, the most informative first."""
     capacities = QUICK_CAPACITIES if options.quick else CAPACITIES
     if options.capacity:
         capacities = tuple(float(part) for part in options.capacity.split(","))
@@ -144,16 +144,16 @@ def _jobs(options: argparse.Namespace, cases: Sequence[Case], sections: Sequence
         for policy in everything if {HITS, COMPUTE} & set(sections) else [*bounds, OURS]:
             yield from (Job(case, policy, capacity) for capacity in capacities)
     parse_hints(options.hints, 0)
-    told = [capacity for capacity in capacities if capacity in TOLD_CAPACITIES] or list(capacities)
+    tried = [capacity for capacity in capacities if capacity in KNOWLEDGE_CAPACITIES] or list(capacities)
     draws = options.draws if options.draws is not None else 1 if options.quick else 3
     for case in cases if HINTED in sections else ():
         for draw in (case.seed,) if case.group == SEEDS else range(draws):
-            yield from (Job(case, OURS, capacity, HINTS + options.hints, draw) for capacity in told)
+            yield from (Job(case, OURS, capacity, HINTS + options.hints, draw) for capacity in tried)
     for case in cases if ORACLE in sections else ():
         if case.group == SEEDS and case.seed >= options.oracle_seeds:
             continue
         for knowledge in (oracle.UNPRIMED, *oracle.KNOWLEDGE):
-            yield from (Job(case, OURS, capacity, knowledge) for capacity in told)
+            yield from (Job(case, OURS, capacity, knowledge) for capacity in tried)
 
 
 def _listed(text: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -183,10 +183,10 @@ class _Progress:
 
     def __call__(self, done: int, total: int, record: Record) -> None:
         left_s = (time.monotonic() - self._began_s) / done * (total - done)
-        told = f", told {record['knowledge']}" if record["knowledge"] else ""
+        given = f", given {record['knowledge']}" if record["knowledge"] else ""
         progress(
             f"[{done}/{total}, {left_s / 60:.0f} min left] {record['trace']} {record['part']}: {record['policy']}"
-            f"{told} at {record['capacity']:.0%}: {record['hit_ratio']:.4f} in {record['seconds']:.1f} s"
+            f"{given} at {record['capacity']:.0%}: {record['hit_ratio']:.4f} in {record['seconds']:.1f} s"
         )
 
 
@@ -198,7 +198,7 @@ def _print(options: argparse.Namespace, found: dict[str, list[Line]], is_made_up
     else:
         for section, lines in found.items():
             text = (hits_text if section == HITS else lines_text)(lines)
-            print(f"{_TITLES[section]}\n\n{text or 'nothing to tell of these traces'}\n")
+            print(f"{_TITLES[section]}\n\n{text or 'no figures for these traces'}\n")
 
 
 if __name__ == "__main__":

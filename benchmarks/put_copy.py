@@ -22,7 +22,7 @@ each: 4.4 to 5.4 ms instead of 5.3 to 5.7, in turns, beside other load (the fast
 5.3); the daemon's CPU 3.7 to 4.6 instead of 4.4 to 4.9, the client's 0.6 to 0.8 instead of 1.0; a put of arrays 8.0 to
 8.5 of CPU in all instead of 9.2 to 10.8. Tried without gain: parts of 8 MiB, pieces of 64 to 128 KiB (alike) or of 1
 MiB (as before), sending the first 4 MiB of arrays at once (one message more costs 0.5 ms of CPU on both sides). What is
-left besides the copies: 1.1 ms of the control thread, of which 0.6 are the 32 slots and rows, 0.6 ms of the client, 0.4
+left beyond the copies: 1.1 ms of the control thread, of which 0.6 are the 32 slots and rows, 0.6 ms of the client, 0.4
 ms of messages on their way. Then a client's staging turned out to be touched for the first time
 meanwhile, by a thread that begins with the session (256 MiB take 0.1 s of one of two cores): waiting for it gave 7.0 to
 7.3 ms instead of 7.5 to 8.8 on a Sapphire Rapids whose memcpy takes 4.7. There a put that follows 50 ms of rest takes

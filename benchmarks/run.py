@@ -116,7 +116,7 @@ def main() -> int:
 
 
 def _run(benchmark: Benchmark, quick: bool) -> list[dict[str, Any]]:
-    """The rows of one benchmark; none when it failed, which has been told."""
+    """The rows of one benchmark; on failure reports it and returns none."""
     started = time.monotonic()
     progress(f"{benchmark.name} ...")
     command = [sys.executable, str(HERE / f"{benchmark.name}.py"), *benchmark.arguments(quick)]

@@ -61,7 +61,7 @@ FINGERPRINT = model(SLOT_BYTES - 4096)
 
 @dataclass(frozen=True)
 class Place:
-    """A state directory with its blocks, and what a daemon for them is told."""
+    """A state directory with its blocks, and the settings of a daemon that serves them."""
 
     state: Path
     settings: tuple[str, ...]

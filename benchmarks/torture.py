@@ -33,7 +33,7 @@ from kvstore_tiers.testing.powerloss.replay import SCRATCH_ENVIRONMENT
 
 NAMES = [harness.name for harness in HARNESSES]
 SMALLEST_SHARE_S = 2.0
-TELL_EVERY_S = 10.0
+PROGRESS_EVERY_S = 10.0
 IN_MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 
 
@@ -86,7 +86,7 @@ def _torture(options: argparse.Namespace, result: dict[str, Any]) -> bool:
                 if ended.failure:
                     broken = True
                     add_up(result, {"harness_failures": [f"{harness.name} {ended.failure}"]})
-                _tell(harness, ended.figures, ended.seconds, ended.failure)
+                _report(harness, ended.figures, ended.seconds, ended.failure)
     except KeyboardInterrupt as interrupt:
         add_up(result, interrupt.args[0] if interrupt.args else {})
         result["interrupted"] = True
@@ -105,7 +105,7 @@ class OnTheWay:
 
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
-        self._started = self._told_at = time.monotonic()
+        self._started = self._reported_at = time.monotonic()
         self._failures: set[str] = set()
 
     def __call__(self, figures: dict[str, Any]) -> None:
@@ -114,25 +114,27 @@ class OnTheWay:
             progress(f"  {failure}")
         self._failures.update(new)
         now = time.monotonic()
-        if now - self._told_at >= TELL_EVERY_S:
-            self._told_at = now
+        if now - self._reported_at >= PROGRESS_EVERY_S:
+            self._reported_at = now
             progress(f"{self._harness.name}: {_in_words(self._harness, figures)} after {now - self._started:.0f} s")
 
 
 def _in_words(harness: Harness, figures: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {figures.get(name, 0)}" for name in dict.fromkeys((harness.counts, *harness.tells)))
+    return ", ".join(
+        f"{name} {figures.get(name, 0)}" for name in dict.fromkeys((harness.counts, *harness.figure_names))
+    )
 
 
-def _tell(harness: Harness, figures: dict[str, Any], seconds: float, failure: str) -> None:
+def _report(harness: Harness, figures: dict[str, Any], seconds: float, failure: str) -> None:
     progress(f"{harness.name}: {_in_words(harness, figures)} in {seconds:.1f} s")
-    if failure:  # what the figures call a failure was told on the way
+    if failure:  # OnTheWay has already printed the failures among the figures
         progress(f"  {failure}")
 
 
 def _fill_in(result: dict[str, Any], only: Sequence[str]) -> None:
-    """Every promised figure is there: 0 where nothing of the kind happened, null where nobody looked."""
+    """Set every promised figure: 0 where nothing of the kind happened, null where no harness measured it."""
     for harness in HARNESSES:
-        for name in harness.tells:
+        for name in harness.figure_names:
             if harness.name in only and name + WHY_NULL not in result:
                 result[name] = result.get(name) or 0
             elif harness.name not in only and name not in result:
@@ -145,7 +147,7 @@ def _fill_in(result: dict[str, Any], only: Sequence[str]) -> None:
 def table(result: dict[str, Any]) -> str:
     """The figures that count, for people."""
     lines = [f"source {result.get('commit', '')}  seed {result.get('seed', '')}".rstrip()]
-    names = dict.fromkeys(name for harness in HARNESSES for name in harness.tells)
+    names = dict.fromkeys(name for harness in HARNESSES for name in harness.figure_names)
     for name in (*names, *(name for name in MUST_BE_ZERO if result.get(name) and name not in names)):
         value = result.get(name)
         shown = f"- ({result.get(name + WHY_NULL, 'not measured')})" if value is None else f"{value:,}"

@@ -11,9 +11,9 @@ are restored. With blocks of 16 tokens, 1,000 tokens left 8 to compute: 120 ms i
 
 Expected: the pass over one token reads all weights and all K/V once (some 60 ms); the copy of 92 MB takes 20 to 30 ms,
 the question to the daemon 1 ms. Eight tokens instead of one take 40 ms more, for with a mask Transformers repeats K and
-V for each group of heads: that is why blocks are small and the last one is used in part. Stored blocks that lie behind
-each other are copied in one call, for all layers: in a call for each layer and block, the calls take longer than the
-bytes. Huge pages for the destination did not help. The question to a stopped daemon costs its deadline of 25 ms.
+V for each group of heads: that is why blocks are small and the last one is used in part. Adjacent stored blocks are
+copied in one call, for all layers: with one call for each layer and block, the calls take longer than the bytes.
+Huge pages for the destination did not help. The question to a stopped daemon costs its deadline of 25 ms.
 All of it needs idle cores: beside other work torch's threads wait for each other, and no ratio means anything.
 """
 

@@ -5,8 +5,8 @@ by nothing, payload checksum not computed. Both read the same slots of the same 
 each in turn, in changing order, so that a shared disk's moods fall on both; the medians of the rounds are compared.
 Target: reads with verification reach at least 0.95 of the throughput of reads without.
 
-Also told: the same from a tmpfs in the place of the disk, where nothing is waited
-for and the cost of the checksum is bare. It informs; there is no disk that fast.
+Also reported: the same from a tmpfs instead of the disk, where reads do not wait and the checksum is the whole
+difference. It has no target: no disk is that fast.
 
     python benchmarks/verify_overhead.py [--json] [--quick]
 """

@@ -58,7 +58,7 @@ def measure(quick: bool) -> list[Row]:
             BASELINE: None,
             STORING: daemon.socket_dir,
             SECOND: daemon.socket_dir,
-            ABSENT: directory / "nobody",
+            ABSENT: directory / "no-daemon",
             STOPPED: other.socket_dir,
         }
         model = _model()
@@ -159,7 +159,7 @@ def _prompt(seed: int, tokens: int) -> list[int]:
 def _ttft_s(answer: Answer) -> float:
     (seconds,) = answer.ttft_s
     if seconds is None:
-        raise SystemExit("this vLLM does not tell the time to the first token")
+        raise SystemExit("this vLLM does not report the time to the first token")
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""One side of a comparison: a child process that does what it is told and says how long it took.
+"""One side of a comparison: a child process that carries out requests and reports how long they took.
 
 Owns the child's life and the line protocol of `workers/serving.py`. Never measures, and never knows whose child it is:
 ours and a rival's are started, asked and ended by the same code.

@@ -54,7 +54,7 @@ def echoes() -> Iterator[Contender]:
 
 
 def of_copies(samples: Samples, gb: float) -> dict[str, Any]:
-    """What a row on `gb` copied tells of its limits; nothing where they were not measured."""
+    """The limits of a row on `gb` copied; empty where they were not measured."""
     if COPIES not in samples or MEMCPY not in samples:
         return {}
     return {"possible": gb / median(samples[COPIES]), "possible_name": COPIES, "memcpy": gb / median(samples[MEMCPY])}

@@ -1,6 +1,6 @@
 """kvstored beside LMCache, Mooncake and redis: the same work, in turns, from processes of the same kind.
 
-Each rival is installed on first use into an environment of its own, .venv-rivals-NAME, which is told before it happens;
+Each rival is installed on first use into an environment of its own, .venv-rivals-NAME, after a progress line says so;
 redis-server must be installed. Nothing listens outside this machine: LMCache is on the loopback, redis on a Unix
 socket, Mooncake in a network namespace of its own. Progress goes to standard error; with --json the last line of
 standard output is a list of objects as in benchmarks/run.py. Exit code: 0 all targets met, 1 a target missed, 2 a rival

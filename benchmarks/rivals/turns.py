@@ -16,7 +16,7 @@ Action = Callable[[int], Sequence[float]]
 
 
 def take_turns(actions: Mapping[str, Action], rounds: int, warm_up: int = 1) -> Samples:
-    """Each action once a round; who starts rotates, so that nobody always runs in another's wake."""
+    """Each action once a round. The first action rotates, so that no action always follows the same other one."""
     samples: Samples = {name: [] for name in actions}
     names = list(actions)
     for number in range(warm_up + rounds):

@@ -4,7 +4,7 @@ Beside each ratio stands the one that the copies alone would reach (`limits`).
 
 Every put is of new names, from arrays in the client's memory; every get ends with the bytes in the client's memory, and
 they are compared. Both sides' memory has been touched before: ours by the daemon's prefault, a rival's by a pass that
-was put and removed again. Nobody has to evict.
+was put and removed again. Neither side has to evict.
 """
 
 from __future__ import annotations

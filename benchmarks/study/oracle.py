@@ -1,9 +1,10 @@
-"""What each kind of knowledge would give: the policy that ships, told what nobody can know. Never in a daemon.
+"""What each kind of knowledge of the future would add to the policy that ships. Never in a daemon.
 
 `informed` makes the production policy with one more feature, the class of a request by what is foreseen of it: whether
 the session goes on, in about how long, or both. Its hazard tables learn what the class is worth, as any other's.
-A request that does not go on gets, where only the time is told, a time drawn from those that do. The answer's length is
-told when a request arrives instead of when it ends. Told the very time of the next turn, chains are ranked by it.
+A request that does not go on gets, where only the time is known, a time drawn from those that do. The policy knows the
+answer's length when a request arrives instead of when it ends. Where it knows the exact time of the next turn, it ranks
+chains by that time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains.follower import UNTRAINED_ORDERS, LearningSettings, starting_tables
 from kvstored.store.policies.chains.hazards import Ladder
 
-# Each by what it tells: whether, when (in classes), the very time, the answer.
+# Named after what the policy knows: whether, when (in classes), the exact time, the answer.
 UNPRIMED = "no shipped tables"  # not an oracle: what is learnt on site alone
 ANSWER = f"answer, {UNPRIMED}"  # the shipped ones are of answers that are known once they have ended
 WHETHER, WHEN, BOTH, EXACT, ALL = "whether", "when", "whether+when", "time", "time+answer"
@@ -35,9 +36,9 @@ KNOWLEDGE = {
     EXACT: "whether, and the very time",
     ALL: "the very time, and the answer's length",
 }
-_GAPS_S = (8.0, 20.0, 50.0, 120.0, 300.0, 800.0)  # the policy tells eight types of request apart: these, and never
+_GAPS_S = (8.0, 20.0, 50.0, 120.0, 300.0, 800.0)  # the policy distinguishes eight types of request: by these, and never
 _INFORMED, _UNPRIMED = "chain-hazard-informed", "chain-hazard-unprimed"
-_TOLD_UNPRIMED = "chain-hazard-told-unprimed"
+_INFORMED_UNPRIMED = "chain-hazard-informed-unprimed"
 _ENDS, _GOES_ON = "ends", "goes on"
 _ORDERS = (("type", "kind", "new_blocks", "length", "answer"), ("type", "kind", "gap", "new_blocks", "answer"))
 
@@ -63,8 +64,8 @@ def foresee(trace: Trace, seed: int = 0) -> Foresight:
     return Foresight(seconds.tolist(), drawn.tolist(), trace.output_tokens.tolist())
 
 
-class Told(ChainHazard):
-    """Foresight reaches it the way an engine's word would: by `expect`, `answered` and `on_hint`."""
+class WithForesight(ChainHazard):
+    """It receives foresight as it receives an engine's reports: by `expect`, `answered` and `on_hint`."""
 
     _foresight: Foresight
     _knowledge: str = ""
@@ -109,9 +110,9 @@ def _empty() -> list[Ladder]:
 
 def informed(
     residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = _INFORMED
-) -> Told:
+) -> WithForesight:
     """With tables by class as well."""
-    return Told(residency, tier, settings, name, learning=LearningSettings(_by_class))
+    return WithForesight(residency, tier, settings, name, learning=LearningSettings(_by_class))
 
 
 def unprimed(
@@ -121,17 +122,17 @@ def unprimed(
     return ChainHazard(residency, tier, settings, name, learning=LearningSettings(_empty))
 
 
-def told_unprimed(
-    residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = _TOLD_UNPRIMED
-) -> Told:
-    """Both."""
-    return Told(residency, tier, settings, name, learning=LearningSettings(_empty))
+def informed_unprimed(
+    residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = _INFORMED_UNPRIMED
+) -> WithForesight:
+    """With foresight, and with empty tables."""
+    return WithForesight(residency, tier, settings, name, learning=LearningSettings(_empty))
 
 
 def policy_for(knowledge: str) -> str:
     """The name of the policy that takes it, known in this process from now on."""
-    for name, make in ((_INFORMED, informed), (_UNPRIMED, unprimed), (_TOLD_UNPRIMED, told_unprimed)):
+    for name, make in ((_INFORMED, informed), (_UNPRIMED, unprimed), (_INFORMED_UNPRIMED, informed_unprimed)):
         POLICIES[name] = f"{make.__module__}:{make.__name__}"
     if knowledge == UNPRIMED:
         return _UNPRIMED
-    return _TOLD_UNPRIMED if knowledge == ANSWER else _INFORMED
+    return _INFORMED_UNPRIMED if knowledge == ANSWER else _INFORMED

@@ -1,6 +1,6 @@
 """Replays by the hundred: over several processes, each result a line of a file, so that what was cut off goes on.
 
-A result is known by the trace's contents, the window or draw, the policy, what it is told, the capacity, and the code
+The key of a result is the trace's contents, the window or draw, the policy, its knowledge, the capacity, and the code
 that made it: another version of a policy or of the simulator finds nothing of an earlier one's. Owns processes and the
 file. Never judges.
 """
@@ -90,7 +90,7 @@ def run(job: Job) -> Record:
     elif job.knowledge:
         name = oracle.policy_for(job.knowledge)
     replay = Replay(trace, ReplaySettings(name, blocks, hints=hints))
-    if isinstance(replay.policy, oracle.Told):
+    if isinstance(replay.policy, oracle.WithForesight):
         replay.policy.know(oracle.foresee(trace, job.draw), job.knowledge)
     result = replay.run()
     values = {name: worth(trace, result.hits, model) for name, model in models().items()}
@@ -153,27 +153,29 @@ class Results:
 
 
 def run_all(
-    jobs: Iterable[Job], results: Results, *, processes: int, niceness: int, tell: Callable[[int, int, Record], None]
+    jobs: Iterable[Job], results: Results, *, processes: int, niceness: int, report: Callable[[int, int, Record], None]
 ) -> None:
-    """Every job that `results` lacks. `tell(done, total, record)` after each."""
+    """Every job that `results` lacks. `report(done, total, record)` after each."""
     missing = list({job.key: job for job in jobs if results.get(job) is None}.values())
     if processes <= 1:
         for number, job in enumerate(missing, 1):
-            _note(results, run(job), number, len(missing), tell)
+            _note(results, run(job), number, len(missing), report)
         return
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (niceness,)) as pool:
         waiting = {pool.submit(run, job) for job in missing}
         try:
             for number, future in enumerate(as_completed(waiting), 1):
-                _note(results, future.result(), number, len(missing), tell)
+                _note(results, future.result(), number, len(missing), report)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _note(results: Results, record: Record, number: int, total: int, tell: Callable[[int, int, Record], None]) -> None:
+def _note(
+    results: Results, record: Record, number: int, total: int, report: Callable[[int, int, Record], None]
+) -> None:
     results.add(record)
-    tell(number, total, record)
+    report(number, total, record)
 
 
 def records_of(jobs: Sequence[Job], results: Results) -> list[Record]:

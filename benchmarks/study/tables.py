@@ -128,23 +128,23 @@ def compute_lines(book: Book) -> list[Line]:
 
 
 def gain_lines(book: Book, *, hints: bool) -> list[Line]:
-    """What ours gains by what it is told, over the same case without: hints of a stated quality, or an oracle's."""
+    """What ours gains by knowledge, over the same case without: hints of a stated quality, or an oracle's."""
     lines: list[Line] = []
     for at in book.places():
         plain = {case: record for (case, _), record in book.cell(at, OURS).items()}
         low, high = book.cell(at, LRU), book.cell(at, CLAIRVOYANT)
-        for told in book.knowledge(at):
-            cell = book.cell(at, OURS, told)
+        for knowledge in book.knowledge(at):
+            cell = book.cell(at, OURS, knowledge)
             pairs = [
                 (record["hit_ratio"], plain[case]["hit_ratio"]) for (case, _), record in cell.items() if case in plain
             ]
-            if told.startswith(HINTS) != hints or not pairs:
+            if knowledge.startswith(HINTS) != hints or not pairs:
                 continue
             gain = Spread.of(after - before for after, before in pairs)
             with_it, without = fmean(after for after, _ in pairs), fmean(before for _, before in pairs)
             bounds = (_mean(low), _mean(high)) if low and high else (0.0, 0.0)
             lines.append({
-                **_place(at), "told": told.removeprefix(HINTS), "without": round(without, 6),
+                **_place(at), "told": knowledge.removeprefix(HINTS), "without": round(without, 6),
                 "with": round(with_it, 6), **{f"gain_{name}": value for name, value in gain.as_line().items()},
                 "share_without": _share(without, *bounds), "share_with": _share(with_it, *bounds),
             })  # fmt: skip
@@ -153,7 +153,7 @@ def gain_lines(book: Book, *, hints: bool) -> list[Line]:
 
 def reference_lines(book: Book, figures: Sequence[Line]) -> list[Line]:
     """Published figures of traces that are known by their counts. Drawn traces: the figure is one draw of many, so it
-    has to lie within what our draws span; a few of them say nothing.
+    has to be within what our draws span; a few of them say nothing.
     """
     lines: list[Line] = []
     for at in book.places():

@@ -112,7 +112,7 @@ def bench_daemon(*settings: str, state_dir: Path | None = None) -> Iterator[Benc
 
 @functools.cache
 def _byte_code() -> dict[str, str]:
-    """What makes a daemon start from byte code, as an installed one does, whatever this shell forbids."""
+    """Variables with which a daemon starts from byte code, as an installed one does, even if this shell forbids it."""
     place = tempfile.TemporaryDirectory(prefix="kvbench-code-")
     atexit.register(place.cleanup)
     return {"PYTHONPYCACHEPREFIX": place.name, "PYTHONDONTWRITEBYTECODE": ""}

@@ -1,4 +1,4 @@
-"""A trace of whole requests as a daemon would see it: gets, puts, and what engines tell."""
+"""A trace of whole requests as a daemon would see it: gets, puts, and the hints of engines."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def with_answers(trace: Trace) -> Trace:
     puts = np.flatnonzero((trace.ops == Op.PUT) & (np.diff(trace.starts) > 0) & (trace.output_tokens > 0))
     puts = puts[np.argsort(ends_ns[puts], kind="stable")]
     before = np.searchsorted(trace.times_ns, ends_ns[puts], side="right")
-    told = [
+    hints = [
         RecordedHint(place, int(ends_ns[at]), int(trace.tenants[at]), int(trace.blocks[trace.starts[at + 1] - 1]),
              answer_tokens=int(trace.output_tokens[at]))
         for place, at in zip(before.tolist(), puts.tolist(), strict=True)
     ]  # fmt: skip
-    return replace(trace, told=tuple(told))
+    return replace(trace, hints=tuple(hints))

@@ -2,7 +2,7 @@
 
 The records are packed by the tier's own layout code, one as a model for all, and sealed with its own checksums; the
 slots are preallocated and never written, so nothing can be read from them, only found. Chains of `chain_blocks`, mostly
-one block behind the other, as clients store them; every eighth chain lies scattered, as reused slots leave it.
+one block behind the other, as clients store them; every eighth chain is scattered, as reused slots leave it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Children that end with their parent, whatever ends it.
+"""Children that end with their parent, however it ends.
 
 Owns the start of a child under PR_SET_PDEATHSIG: by util-linux' `setpriv` where there is one, since a hook between fork
 and exec is not safe beside gRPC's threads. Where there is none, children end by their parent's `finally` alone.

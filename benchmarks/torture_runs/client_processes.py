@@ -37,9 +37,9 @@ class Client:
 
     def wait_verified(self, patience_s: float) -> bool:
         """False when its life ended before it had checked everything."""
-        told = self._next(patience_s)
-        self._ended = told.get("ended")
-        return "verified" in told
+        answer = self._next(patience_s)
+        self._ended = answer.get("ended")
+        return "verified" in answer
 
     @property
     def interrupted_by(self) -> str:
@@ -55,12 +55,12 @@ class Client:
 
     def _next(self, patience_s: float) -> dict[str, Any]:
         try:
-            told = self._lines.get(timeout=patience_s)
+            answer = self._lines.get(timeout=patience_s)
         except queue.Empty:
-            told = {}
-        if not told:
+            answer = {}
+        if not answer:
             raise RuntimeError(f"{self.name} does not answer:\n{self._log.read_text(errors='replace')[-2000:]}")
-        return told
+        return answer
 
     def _listen(self) -> None:
         assert self._child.stdout is not None

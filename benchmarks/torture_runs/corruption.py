@@ -121,9 +121,9 @@ def _running_round(
     read_and_judge(tier, [(slots[key], stored.blocks[key]) for key in chosen], figures, f"running {kinds}")
     for key in kinds:
         _write(directory, slots[key], _image(stored.newer, slots[key]))
-    mended = read_and_judge(tier, [(slots[key], stored.blocks[key]) for key in chosen], figures, "mended")
-    if mended != len(chosen):
-        figures.fail("corruption_store_failures", f"{len(chosen) - mended} sound blocks were not served")
+    rewritten = read_and_judge(tier, [(slots[key], stored.blocks[key]) for key in chosen], figures, "rewritten")
+    if rewritten != len(chosen):
+        figures.fail("corruption_store_failures", f"{len(chosen) - rewritten} sound blocks were not served")
 
 
 def _slot_bytes(stored: StoredDirectory, key: bytes, slot: Slot, elsewhere: Slot) -> SlotBytes:
@@ -193,7 +193,7 @@ def _judge_recovered(
         if slot is not None:
             fresh.append((slot, block))
     if not finish(tier.sync).ok:
-        figures.fail("corruption_store_failures", f"{what}: the mended directory cannot sync")
+        figures.fail("corruption_store_failures", f"{what}: the recovered directory cannot sync")
     if read_and_judge(tier, fresh, figures, f"{what}, stored afterwards") != len(fresh):
         figures.fail("corruption_store_failures", f"{what}: what was stored afterwards is not served")
     _judge_all(tier, stored, rolled_back, figures, f"{what}, with new blocks beside")
@@ -202,7 +202,7 @@ def _judge_recovered(
 
 
 def _judge_all(tier: NvmeTier, stored: StoredDirectory, rolled_back: bool, figures: Figures, what: str) -> int:
-    """Read whatever recovery lists; how many blocks were served."""
+    """Read every block that recovery lists. Returns how many were served."""
     places: dict[tuple[Slot, bytes], StoredBlock] = {}
     for slot, header in tier.recover():
         block = stored.blocks.get(header.key)
@@ -227,7 +227,7 @@ def read_and_judge(
     what: str,
     any_version: bool = False,
 ) -> int:
-    """Read each block from its slot; how many were served. Wrong bytes are told; a refusal is counted."""
+    """Read each block from its slot. Returns how many were served. Wrong bytes are failures; refusals are counted."""
     buffers = [np.zeros(slot.nbytes, np.uint8) for slot, _ in places]
     outcomes = finish_all(
         [

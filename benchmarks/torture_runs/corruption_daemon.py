@@ -1,8 +1,8 @@
 """Corruption under a running daemon, seen by its clients: a prefix with the right bytes, or a shorter one.
 
 Owns rounds of: clients of two fingerprints have put the same token ids with other bytes; DRAM is emptied; slots on NVMe
-are damaged where the daemon's own listing says they lie; every client reads everything, then stores again what was
-lost. The judge is the bytes that were put.
+are damaged at the places that the daemon itself lists; every client reads everything, then stores again what was lost.
+The judge is the bytes that were put.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROUNDS_A_LIFE = 24
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block's slot lies, and the image in it when it was sound."""
+    """The place of a block's slot, and the image in it when it was sound."""
 
     path: str
     offset: int
@@ -104,7 +104,7 @@ def _round(
 
 
 def _places(daemon: MortalDaemon) -> list[Place]:
-    """Every block on NVMe, as the daemon lists it, with the bytes that lie there."""
+    """Every block on NVMe, as the daemon lists it, with the bytes of its slot."""
     listed = daemon.admin("Blocks", pb.BlocksRequest(tier="nvme", limit=4096)).blocks
     places = []
     for block in listed:

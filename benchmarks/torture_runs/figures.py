@@ -1,4 +1,4 @@
-"""What a harness is told and what it tells: an assignment in, figures out that can be added up.
+"""The input and output of a harness: it receives an assignment and reports figures that can be added up.
 
 Owns the two records every harness shares. Never judges: whether a figure is good is the reader's business, but a sum
 named in `MUST_BE_ZERO` that is not zero makes a run a failure.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_FAILURES = 20
-TELL_EVERY_S = 1.0
+REPORT_EVERY_S = 1.0
 MUST_BE_ZERO = (
     "served_wrong",
     "served_other_tenants",
@@ -54,14 +54,14 @@ class Assignment:
 class Figures:
     """Counts by name, counts of kinds by name, largest values, and the first failures in words."""
 
-    tell: Callable[[Mapping[str, Any]], None] = lambda figures: None
+    report: Callable[[Mapping[str, Any]], None] = lambda figures: None
     counts: Counter[str] = field(default_factory=Counter)
     kinds: dict[str, Counter[str]] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)  # figures that could not be taken, and why
     failures: list[str] = field(default_factory=list)
-    beside: Sequence[Mapping[str, Any]] = ()  # what others found, to be told with it
-    _told_at: float = 0.0
+    beside: Sequence[Mapping[str, Any]] = ()  # figures of other processes, reported with these
+    _reported_at: float = 0.0
 
     def add(self, name: str, count: int = 1) -> None:
         self.counts[name] += count
@@ -100,10 +100,10 @@ class Figures:
         }
 
     def heartbeat(self, *, now: bool = False) -> None:
-        """Tell how far it is, about once a second: what was told survives the harness."""
-        if now or time.monotonic() - self._told_at >= TELL_EVERY_S:
-            self._told_at = time.monotonic()
-            self.tell(self.as_json())
+        """Report the figures so far, about once a second: reported figures survive a crash of the harness."""
+        if now or time.monotonic() - self._reported_at >= REPORT_EVERY_S:
+            self._reported_at = time.monotonic()
+            self.report(self.as_json())
 
 
 class Clock:

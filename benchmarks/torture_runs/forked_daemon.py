@@ -5,7 +5,7 @@
 Owns one such server for each process that asks, which ends with it, and what it forks: a child of the asking process
 that runs as `python -m kvstored` would; nothing of the daemon has run before the fork. What differs from the command
 is that its modules are there already, so some lives are to be started as the command (`MortalDaemon`).
-Invariant: a forked daemon ends with the process that asked for it, whatever ends that.
+Invariant: a forked daemon ends with the process that asked for it, however that process ends.
 """
 
 from __future__ import annotations
@@ -112,32 +112,32 @@ def _serve(connection: socket.socket) -> list[str] | None:
         order, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_ORDER, 1)
         if not order:
             return None
-        asker, arguments, environment, directory = json.loads(order)
-        told, tells = os.pipe()
+        caller, arguments, environment, directory = json.loads(order)
+        reading, writing = os.pipe()
         between = os.fork()
         if between == 0:
             parent = os.getpid()
             child = os.fork()
             if child == 0:
-                _wait_adopted(parent, asker)
+                _wait_adopted(parent, caller)
                 _take_over(environment, directory, descriptors[0])
                 return list(arguments)
-            os.write(tells, str(child).encode())
+            os.write(writing, str(child).encode())
             os._exit(0)
-        pid = os.read(told, 64)
-        for descriptor in (told, tells, *descriptors):
+        pid = os.read(reading, 64)
+        for descriptor in (reading, writing, *descriptors):
             os.close(descriptor)
-        os.waitpid(between, 0)  # from here on its child is that of who asked
+        os.waitpid(between, 0)  # from here on its child is a child of the caller
         connection.send(pid)
 
 
-def _wait_adopted(before: int, asker: int) -> None:
+def _wait_adopted(before: int, caller: int) -> None:
     """Not sooner may it be bound to its parent's life: that of the one before is over at once."""
     give_up_s = time.monotonic() + _PATIENCE_S
     while os.getppid() == before and time.monotonic() < give_up_s:
         time.sleep(0.0005)
     end_with_parent()
-    if os.getppid() != asker:
+    if os.getppid() != caller:
         os._exit(1)
 
 

@@ -27,19 +27,19 @@ from torture_runs.child_process import kill_naming, start_child
 PREFIX = "kvtorture-"
 OVERTIME_S = 180.0
 LOG_TAIL_LINES = 25
-Told = dict[str, Any]
+Reported = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Harness:
-    """`counts` is what `--stop-at NAME=N` counts; `tells` are figures that a run without it reports as null."""
+    """`counts` is what `--stop-at NAME=N` counts. A run without this harness reports its `figure_names` as null."""
 
     name: str
     module: str
     about: str
     share: float
     counts: str
-    tells: tuple[str, ...]
+    figure_names: tuple[str, ...]
 
 
 HARNESSES = (
@@ -80,7 +80,7 @@ class Ended:
 
 
 def run_to_the_end(
-    harness: Harness, seed: int, seconds: float, root: Path, stop_at: int | None, on_the_way: Callable[[Told], None]
+    harness: Harness, seed: int, seconds: float, root: Path, stop_at: int | None, on_the_way: Callable[[Reported], None]
 ) -> Ended:
     """Run one harness in `root`. KeyboardInterrupt kills it and all it started, and goes on up with the figures.
     `on_the_way` hears of the figures so far, about once a second."""
@@ -90,7 +90,7 @@ def run_to_the_end(
     log = root / f"{harness.name}.log"
     command = [sys.executable, str(Path(__file__).with_name("run_harness.py")), harness.module, str(seed)]
     command += [str(seconds), str(directory), *([str(stop_at)] if stop_at is not None else [])]
-    latest: list[Told] = [{}]
+    latest: list[Reported] = [{}]
     failure = ""
     with log.open("wb") as errors:
         child = start_child(command, stdout=-1, stderr=errors, text=True, new_session=True)
@@ -109,9 +109,9 @@ def run_to_the_end(
 
 
 def _listen(
-    child: subprocess.Popen[Any], patience_s: float, latest: list[Told], on_the_way: Callable[[Told], None]
+    child: subprocess.Popen[Any], patience_s: float, latest: list[Reported], on_the_way: Callable[[Reported], None]
 ) -> None:
-    """Until it ends, `latest[0]` are the last figures it told. Raises TimeoutError."""
+    """Read its lines until it ends; `latest[0]` holds the last figures it reported. Raises TimeoutError."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def forward() -> None:
@@ -135,7 +135,7 @@ def _listen(
 
 
 def end_all(child: subprocess.Popen[Any], directory: Path) -> None:
-    """Kill the harness's session, and whoever left it but names its directory on the command line."""
+    """Kill the harness's session, and each process outside it that names its directory on the command line."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

@@ -55,23 +55,23 @@ class KillClient:
             for (owner, base), count in zip(owners, counts, strict=True)
             for number in range(count)
         ]
-        self._told: dict[str, Any] = {}
+        self._report: dict[str, Any] = {}
 
     def life(self, number: int) -> None:
-        self._told = {"lost": [], "wrong": [], "resurrected": [], "checked_durable": 0, "checked_gone": 0}
-        self._told |= {"read_blocks": 0, "puts": 0, "deletes": 0, "verified_all": False, "durable": 0}
+        self._report = {"lost": [], "wrong": [], "resurrected": [], "checked_durable": 0, "checked_gone": 0}
+        self._report |= {"read_blocks": 0, "puts": 0, "deletes": 0, "verified_all": False, "durable": 0}
         sessions: list[Session] = []
         try:
             sessions = self._connect()
             for conversation in self._conversations:
                 self._verify(sessions, conversation)
-            self._told["verified_all"] = True
+            self._report["verified_all"] = True
             self._say("verified")
             while True:
                 self._act(sessions)
         except (Interrupted, KVStoreError, kvstore_client.DaemonUnavailable) as error:
-            self._told["interrupted_by"] = f"{type(error).__name__}: {error}"
-            self._told["durable"] = sum(conversation.durable_blocks for conversation in self._conversations)
+            self._report["interrupted_by"] = f"{type(error).__name__}: {error}"
+            self._report["durable"] = sum(conversation.durable_blocks for conversation in self._conversations)
             self._say("ended")
         finally:
             for session in sessions:
@@ -104,11 +104,11 @@ class KillClient:
         found = session.lookup(conversation.tokens(conversation.longest))
         self._require(session, found.reason)
         for block in conversation.lost(found.tiers):
-            self._told["lost"].append(f"{conversation.owner} {conversation.number} block {block}: {found}")
+            self._report["lost"].append(f"{conversation.owner} {conversation.number} block {block}: {found}")
         for block in conversation.resurrected(found.tiers):
-            self._told["resurrected"].append(f"{conversation.owner} {conversation.number} block {block}: {found}")
-        self._told["checked_durable"] += conversation.durable_blocks
-        self._told["checked_gone"] += sum(state.value == "gone" for state in conversation.states)
+            self._report["resurrected"].append(f"{conversation.owner} {conversation.number} block {block}: {found}")
+        self._report["checked_durable"] += conversation.durable_blocks
+        self._report["checked_gone"] += sum(state.value == "gone" for state in conversation.states)
         self._read(session, conversation, must_have=conversation.durable_head)
 
     def _read(self, session: Session, conversation: Conversation, must_have: int = 0) -> None:
@@ -123,11 +123,11 @@ class KillClient:
         if len(held) < conversation.longest:
             self._require(session, reason)
         for block, payload in enumerate(held):
-            self._told["read_blocks"] += 1
+            self._report["read_blocks"] += 1
             if not np.array_equal(payload, conversation.payload(block)):
-                self._told["wrong"].append(f"{conversation.owner} {conversation.number} block {block}")
+                self._report["wrong"].append(f"{conversation.owner} {conversation.number} block {block}")
         if len(held) < must_have:
-            self._told["lost"].append(
+            self._report["lost"].append(
                 f"{conversation.owner} {conversation.number}: {len(held)} of {must_have} read, {reason}"
             )
 
@@ -157,7 +157,7 @@ class KillClient:
             deadline_s=DEADLINE_S,
         )
         conversation.answered(receipt.durability)
-        self._told["puts"] += 1
+        self._report["puts"] += 1
 
     def _delete(self, session: Session, conversation: Conversation) -> None:
         conversation.deleting()
@@ -165,7 +165,7 @@ class KillClient:
         deleted = session.delete(tokens, deadline_s=DEADLINE_S)
         if not deleted.reason and deleted.blocks + deleted.missing == conversation.longest:
             conversation.deleted()
-            self._told["deletes"] += 1
+            self._report["deletes"] += 1
 
     def _require(self, session: Session, reason: str) -> None:
         """Answers count only while the daemon that gives them lives."""
@@ -173,7 +173,7 @@ class KillClient:
             raise Interrupted(reason)
 
     def _say(self, what: str) -> None:
-        print(json.dumps({what: self._told}), flush=True)
+        print(json.dumps({what: self._report}), flush=True)
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ RESHAPES = ("nvme.slab-records-zeroed", "nvme.slab-reformat")
 HITS = {"host": 60, "nvme.read": 12, "nvme.slab": 3, "nvme.recover": 1, "nvme.seal": 1, "nvme": 25}
 STARTUP_SHARE, RANDOM_SHARE = 0.06, 0.5
 COMMAND_SHARE = 0.1  # of all lives: started as `kvstored serve`; the others are forked from a process that imported it
-COMPLAINTS = 5  # of a daemon's log are told beside what was lost
+COMPLAINTS = 5  # of a daemon's log are reported with what was lost
 LATEST_STARTUP_KILL = 1.2  # in times of the last start that was let through
 
 
@@ -148,7 +148,7 @@ class Lives:
         elif failpoint:
             died = self._daemon.wait_killed(FAILPOINT_PATIENCE_S)
         elif died:
-            self._say_why_nobody_lives()
+            self._report_interrupted_clients()
         else:
             time.sleep(life_s)
             self._weigh_memory()
@@ -156,7 +156,7 @@ class Lives:
         self._count_kill(failpoint, died)
         self._collect()
 
-    def _say_why_nobody_lives(self) -> None:
+    def _report_interrupted_clients(self) -> None:
         """Nothing was armed, and yet a client did not come through its checks."""
         state = "runs" if self._daemon.is_running else "has ended"
         why = [client.interrupted_by for client in self._clients]
@@ -183,16 +183,16 @@ class Lives:
         """What each client found in this life."""
         figures = self._figures
         for client in self._clients:
-            told = client.wait_ended(CLIENT_PATIENCE_S)
+            report = client.wait_ended(CLIENT_PATIENCE_S)
             for name, key in (
                 ("durable_lost", "lost"), ("wrong_bytes_after_kill", "wrong"), ("resurrected", "resurrected"),
             ):  # fmt: skip
-                for what in told[key]:
+                for what in report[key]:
                     figures.fail(name, f"life {self._number}, {client.name}: {what}{self._complaints()}")
             for name in ("checked_durable", "checked_gone", "read_blocks", "puts", "deletes"):
-                figures.add(f"kill_{name}", told[name])
-            figures.add("kill_checks_cut_short", int(not told["verified_all"]))
-            figures.at_least("most_durable_blocks_of_a_client", told["durable"])
+                figures.add(f"kill_{name}", report[name])
+            figures.add("kill_checks_cut_short", int(not report["verified_all"]))
+            figures.at_least("most_durable_blocks_of_a_client", report["durable"])
 
     def _complaints(self) -> str:
         """What the daemon had to say of its tiers, which may be why a block was not served."""

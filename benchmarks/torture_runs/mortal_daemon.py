@@ -1,7 +1,8 @@
 """A real daemon that is killed again and again on the same directories.
 
-Owns the child `kvstored serve`, its directories, and how it is started: readiness comes over the sd_notify socket, so
-nobody polls. Knows what its directory weighs and how much shared memory it holds by the kernel's account, not its own.
+Owns the child `kvstored serve`, its directories, and how it is started: the daemon reports readiness over the
+sd_notify socket, so its parent does not poll. Takes the size of its directory and of the shared memory it holds from
+the kernel, not from the daemon.
 Never tunes the daemon beyond the settings it is given.
 """
 
@@ -124,7 +125,7 @@ class MortalDaemon:
         except subprocess.TimeoutExpired:
             return False
         if status != -signal.SIGKILL:
-            raise DaemonFailed(f"exit status {status}, nobody asked for that\n{self.log}")
+            raise DaemonFailed(f"unexpected exit status {status}\n{self.log}")
         return True
 
     def stop(self) -> int:
@@ -138,7 +139,7 @@ class MortalDaemon:
             raise DaemonFailed(f"SIGTERM did not end it in {STOP_TIMEOUT_S} s\n{self.log}") from None
 
     def end_leftovers(self) -> None:
-        """End what outlives the daemon on purpose: whoever keeps its memory for the next one."""
+        """End the process that outlives the daemon on purpose, to keep its memory for the next one."""
         kill_naming(self.directory, b"\0-m\0kvstored")
 
     def close(self) -> None:

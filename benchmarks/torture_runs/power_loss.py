@@ -1,8 +1,8 @@
 """Power loss: the recorder and replayer of `kvstore_tiers.testing.powerloss`, for the time it is given.
 
-Owns the translation of its figures alone; what is modelled stands in docs/power-loss.md. One campaign after the other
-with new seeds, so that figures so far are told between them. Where no C compiler is there, nothing was measured, and
-the figures are null with that reason.
+Owns the translation of its figures alone; what is modelled stands in docs/power-loss.md. It runs one campaign after
+another with new seeds and reports the figures so far after each. Without a C compiler it measures nothing, and the
+figures are null with that reason.
 """
 
 from __future__ import annotations

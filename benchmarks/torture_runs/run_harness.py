@@ -20,14 +20,14 @@ if __name__ == "__main__":
 from torture_runs.figures import Assignment, Figures
 
 
-def tell(figures: Mapping[str, Any]) -> None:
+def report(figures: Mapping[str, Any]) -> None:
     print(json.dumps(figures), flush=True)
 
 
 def main() -> None:
     name, seed, seconds, directory, *stop_at = sys.argv[1:]
     harness = importlib.import_module(f"torture_runs.{name}")
-    figures = Figures(tell=tell)
+    figures = Figures(report=report)
     assignment = Assignment(int(seed), float(seconds), Path(directory), int(stop_at[0]) if stop_at else None)
     try:
         harness.torture(assignment, figures)

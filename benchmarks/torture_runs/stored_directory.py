@@ -59,10 +59,10 @@ class StoredBlock:
         )
 
     def is_named_by(self, header: BlockHeader) -> bool:
-        """Whether a header tells the truth about everything but the payload."""
+        """Whether the header's fields, apart from those of the payload, are those of this block."""
         mine = self.header()
-        told = (header.key, header.parent, header.fingerprint, header.tenant, header.depth)
-        return told == (mine.key, mine.parent, mine.fingerprint, mine.tenant, mine.depth)
+        given = (header.key, header.parent, header.fingerprint, header.tenant, header.depth)
+        return given == (mine.key, mine.parent, mine.fingerprint, mine.tenant, mine.depth)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """kvstored and LMCache's server behind one face, so that the same faults can be done to both.
 
 Owns the two sides: how each is started, killed, asked to store and read numbered requests of four blocks of 128 KiB,
-and where its blocks lie on disk. Never damages anything and never judges.
+and the places of its blocks on disk. Never damages anything and never judges.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ QUIET_FOR_S = 1.0
 
 @dataclass(frozen=True)
 class Extent:
-    """Where the bytes of one block lie: the payload from `payload_at` on, for `BLOCK_BYTES`."""
+    """The place of one block's bytes: the payload from `payload_at` on, for `BLOCK_BYTES`."""
 
     path: Path
     offset: int
@@ -204,8 +204,8 @@ class LMCacheServer(Store):
             return 0  # the server is gone
 
     def read(self, number: int) -> Read:
-        told = self._client.ask("read", number=number)
-        return Read(told["served"], told["wrong"])
+        answer = self._client.ask("read", number=number)
+        return Read(answer["served"], answer["wrong"])
 
     def forget_dram(self) -> None:
         self.kill9()

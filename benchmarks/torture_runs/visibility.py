@@ -1,8 +1,8 @@
 """What one client has put, another finds at once: put, then a lookup by another process, with no time in between.
 
 Owns two client processes that take turns over a pair of pipes: each puts a run of blocks and passes the turn in the
-moment its put is answered; the other looks all of them up. A check is one key of which the daemon told the tier, in the
-answer to a lookup that was sent after the put's answer was there. The shared lookup index is probed too, and counted
+moment its put is answered; the other looks all of them up. A check is one key whose tier the daemon reports in the
+answer to a lookup that the client sent after the put was answered. The shared lookup index is probed too, and counted
 apart: it is a hint that may say "unknown", but never "absent".
 """
 
@@ -83,12 +83,12 @@ def _round(daemon: MortalDaemon, seed: int, seconds: float, figures: Figures) ->
             line = player.stdout.readline()
             if not line:
                 raise RuntimeError(f"a client failed:\n{log.read_text(errors='replace')[-2000:]}")
-            told = json.loads(line)
-            for what in told.pop("missed"):
+            report = json.loads(line)
+            for what in report.pop("missed"):
                 figures.fail("visibility_misses", f"seed {seed}: {what}")
-            for what in told.pop("wrong"):
+            for what in report.pop("wrong"):
                 figures.fail("visibility_wrong", f"seed {seed}: {what}")
-            for name, count in told.items():
+            for name, count in report.items():
                 figures.add(f"visibility_{name}", count)
     finally:
         for player in players:
@@ -109,8 +109,8 @@ class Player:
             staging_bytes=4 << 20,
         )  # fmt: skip
         self._turns = 0
-        self.told: dict[str, Any] = {"missed": [], "wrong": []}
-        self.told |= dict.fromkeys(COUNTED, 0)
+        self.report: dict[str, Any] = {"missed": [], "wrong": []}
+        self.report |= dict.fromkeys(COUNTED, 0)
 
     def play(self) -> None:
         """`a` begins; a turn of size 0 ends the game."""
@@ -135,7 +135,7 @@ class Player:
         mode = MODES[int(self._rng.integers(len(MODES)))]
         receipt = self._session.put(tokens(self._base, number, blocks), payloads=payloads, durability=mode)
         self._send(number, _leading(receipt.statuses))
-        self.told["throttled"] += blocks - receipt.visible_blocks
+        self.report["throttled"] += blocks - receipt.visible_blocks
 
     def _check(self, base: int, number: int, blocks: int) -> None:
         prefix = tokens(base, number, blocks)
@@ -151,25 +151,25 @@ class Player:
     def _look_up(self, prefix: np.ndarray[Any, Any], number: int, blocks: int) -> None:
         found = self._session.lookup(prefix)
         absent = [block for block in range(blocks) if block >= len(found.tiers) or found.tiers[block] == "absent"]
-        self.told["round_trips"] += 1
-        self.told["checks"] += blocks
+        self.report["round_trips"] += 1
+        self.report["checks"] += blocks
         if absent or found.blocks != blocks:
-            self.told["missed"].append(f"run {number} of {blocks} blocks: {len(absent) or 1} missing, {found.reason}")
+            self.report["missed"].append(f"run {number} of {blocks} blocks: {len(absent) or 1} missing, {found.reason}")
 
     def _probe(self, prefix: np.ndarray[Any, Any], number: int, blocks: int) -> None:
-        told = self._session.probe(prefix)
-        self.told["probes"] += blocks
-        if told.reason == "absent":
-            self.told["probes_absent"] += blocks - told.blocks
-        elif told.blocks < blocks:
-            self.told["probes_unknown"] += blocks - told.blocks
+        probed = self._session.probe(prefix)
+        self.report["probes"] += blocks
+        if probed.reason == "absent":
+            self.report["probes_absent"] += blocks - probed.blocks
+        elif probed.blocks < blocks:
+            self.report["probes_unknown"] += blocks - probed.blocks
 
     def _read(self, prefix: np.ndarray[Any, Any], base: int, number: int) -> None:
         with self._session.get(prefix) as lease:
             for block in range(len(lease)):
-                self.told["bytes_checked_blocks"] += 1
+                self.report["bytes_checked_blocks"] += 1
                 if not np.array_equal(lease.payload(block), payload_of(PAYLOAD_BYTES, base, number, block)):
-                    self.told["wrong"].append(f"run {number} block {block}")
+                    self.report["wrong"].append(f"run {number} block {block}")
 
     def _send(self, number: int, blocks: int) -> None:
         turn = b"".join(value.to_bytes(4, "big") for value in (self._base, number, blocks))
@@ -199,4 +199,4 @@ def _leading(statuses: list[str]) -> int:
 if __name__ == "__main__":
     player = Player(json.loads(sys.argv[1]))
     player.play()
-    print(json.dumps(player.told), flush=True)
+    print(json.dumps(player.report), flush=True)

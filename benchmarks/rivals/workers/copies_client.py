@@ -19,7 +19,7 @@ import numpy as np
 from batches import Bytes
 from serving import serve
 
-STAGING_BYTES = 32 << 20  # as much as lies between client and daemon at a time
+STAGING_BYTES = 32 << 20  # as much as is between client and daemon at a time
 ARENAS_BYTES = 128 << 20  # at least: more than a processor's caches hold
 
 

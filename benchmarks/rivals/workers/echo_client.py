@@ -2,8 +2,8 @@
 
     python echo_client.py
 
-The least that a lookup by the stream can take on this machine, whatever the daemon does. Of what it consists,
-`support/echo.py` says.
+The shortest time that a lookup by the stream can take on this machine, with any daemon. `support/echo.py` describes
+its parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.echo import EchoClient, echo
 
 
 class Echoes:
-    """As in `kvstored_client`, whatever the number."""
+    """As in `kvstored_client`; the number has no effect."""
 
     def __init__(self, client: EchoClient) -> None:
         self._client = client

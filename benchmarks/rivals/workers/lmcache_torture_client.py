@@ -36,7 +36,7 @@ class Requests:
         self._serial = itertools.count()
 
     def connect(self, rpc_url: str, http_url: str) -> bool:
-        """To a server that has just started; whatever was there before is let go of."""
+        """Connect to a server that has just started, after closing an earlier connection."""
         self.disconnect()
         helpers._INSTANCE_ID_BASE = os.getpid() + 100_000 * next(self._serial)
         config = BenchConfig(

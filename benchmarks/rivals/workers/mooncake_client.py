@@ -84,7 +84,7 @@ class Values:
 def hold(segment_bytes: int, address: str) -> None:
     store = open_store(segment_bytes, address)
     print("holding", flush=True)
-    os.dup2(2, 1)  # nobody reads the pipe any more
+    os.dup2(2, 1)  # the parent no longer reads the pipe
     sys.stdin.read()
     store.close()
 

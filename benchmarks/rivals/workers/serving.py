@@ -22,7 +22,7 @@ def serve(operations: Mapping[str, Callable[..., object]]) -> None:
         operation = operations[asked.pop("do")]
         try:
             _say(answers, {"result": operation(**asked)})
-        except Exception as error:  # told to the other end, which stops the comparison and shows it
+        except Exception as error:  # sent to the parent, which stops the comparison and shows it
             _say(answers, {"error": f"{type(error).__name__}: {error}"})
 
 

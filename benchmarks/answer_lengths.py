@@ -1,9 +1,10 @@
-"""What is it worth that engines tell how long prompts and answers were?
+"""What do the lengths of prompts and answers that engines report add to the hit ratio?
 
 Hit ratios of the policy when a trace is driven as a daemon sees it: each request is a get of its blocks and a put of
-those that it missed, for which room is made block by block. Told nothing; the length of each prompt, which a get
-carries; and the length of each answer, a hint when it has ended, as our connectors send it. Beside them LRU, which does
-not listen, and the policy in the simulator's own order, which knows both and stores before it evicts.
+those that it missed, for which room is made block by block. The policy knows no lengths; or the length of each
+prompt, which a get carries; or also the length of each answer, which our connectors send as a hint when it has ended.
+Beside them LRU, which uses no lengths, and the policy in the simulator's own order, which knows both and stores before
+it evicts.
 
 Expected: how long an answer was says when the next turn comes, and how much of a prompt its user wrote. On published
 chats the oracles of `policy_study.py` saw some percent of the hits in it.
@@ -26,8 +27,8 @@ from kvstored.simulator.trace import Trace
 from kvstored.store.policies import resolve
 
 
-def told(trace: Trace) -> Iterator[tuple[str, str, Trace]]:
-    """What is compared: a name, the policy, the trace."""
+def configurations(trace: Trace) -> Iterator[tuple[str, str, Trace]]:
+    """The compared configurations: a name, the policy, the trace."""
     ordered = in_daemons_order(trace)
     yield "lru", "lru", ordered
     yield "nothing", "best", without_prompts(ordered)
@@ -46,7 +47,7 @@ def main() -> int:
     rows: list[Row] = []
     for path in options.traces:
         trace = read_trace(path, options.format, ReadOptions(), lambda done, total: None)
-        compared = list(told(trace))
+        compared = list(configurations(trace))
         for capacity in map(float, options.capacity.split(",")):
             blocks, ratios = round(capacity * trace.distinct_blocks), {}
             for name, policy, ordered in compared:
