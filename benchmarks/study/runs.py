@@ -69,8 +69,10 @@ def code_of(policy: str) -> str:
     """A digest of the sources that a result depends on."""
     is_ours = policy == OURS
     paths = [_PACKAGE / "simulator" / name for name in _REPLAYING]
-    for folder in ("policies", "residency"):
-        paths += [path for path in (_PACKAGE / folder).rglob("*.*") if path.suffix in (".py", ".json")]
+    for folder in ("store/policies", "store/blocks"):
+        found_there = [path for path in (_PACKAGE / folder).rglob("*.*") if path.suffix in (".py", ".json")]
+        assert found_there, f"{_PACKAGE / folder} has moved: results would outlive a change of it"
+        paths += found_there
     if is_ours:
         paths.append(Path(oracle.__file__))
     found = hashlib.sha256()
